@@ -1,0 +1,37 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: setup demo test lint types unit bench clean help
+
+help: ## Show the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+
+setup: $(STAMP) ## Make .venv with Paceline, its commands and the development tools
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v < (3, 13) or sys.exit("Paceline needs Python 3.11 or 3.12, and this is %d.%d: make PYTHON=python3.11 …" % v)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[demo,dev]'
+	@touch $(STAMP)
+
+demo: setup ## Train a small ResNet on real images with two workers and show the result
+	$(BIN)/python examples/demo.py
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy
+
+test: lint types ## Lint, types and all tests
+	$(BIN)/pytest
+
+bench: setup ## The benchmarks that need no network namespaces
+	$(BIN)/python benchmarks/input.py
+
+clean: ## Remove what make made
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build *.egg-info

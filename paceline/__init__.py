@@ -1,0 +1,1 @@
+"""Paceline: distributed training of PyTorch models on ordinary machines."""

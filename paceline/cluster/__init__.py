@@ -1,0 +1,1 @@
+"""How processes find each other, start and end: stores, rendezvous, launching, supervising."""

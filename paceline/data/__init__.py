@@ -1,0 +1,1 @@
+"""Records, databases, sample order, decoding, augmentation and the loader."""

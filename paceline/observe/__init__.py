@@ -1,0 +1,1 @@
+"""Where measurements go: the CSV log, the event file, the terminal."""

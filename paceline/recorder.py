@@ -1,0 +1,45 @@
+"""What measures: spans of time, counts and events.
+
+The steps of a run tell a recorder what happens; where that goes (a log, a file, a terminal) is
+`paceline.observe`'s matter. The null recorder is the default, and measuring changes no code path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+
+class Recorder(Protocol):
+    """Receives what a run has to tell."""
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        """Measure the time spent inside a `with` block under `name`."""
+
+    def count(self, name: str, amount: float) -> None:
+        """Add `amount` to the counter `name`."""
+
+    def event(self, name: str, **fields: object) -> None:
+        """Tell that something happened, once, with what there is to know about it."""
+
+    def close(self) -> None:
+        """Write out what is left and release files."""
+
+
+class NullRecorder:
+    """A recorder that listens to nothing."""
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Do nothing around the block."""
+        yield
+
+    def count(self, name: str, amount: float) -> None:
+        """Ignore a count."""
+
+    def event(self, name: str, **fields: object) -> None:
+        """Ignore an event."""
+
+    def close(self) -> None:
+        """Release nothing."""

@@ -1,0 +1,1 @@
+"""What outlives a step: weights and checkpoints."""
