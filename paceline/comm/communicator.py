@@ -1,0 +1,83 @@
+"""Collectives among the ranks of one generation: the seam to `torch.distributed`.
+
+`all_reduce` returns a ticket at once; `Ticket.wait` redeems it. Every wait has a limit, and an
+error names the operation, this rank and, where the transport knows it, the peer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Ticket(Protocol):
+    """A collective under way."""
+
+    def wait(self, operation: str) -> None:
+        """Return once the result is there; on a GPU, once the stream's next kernels see it.
+
+        Args:
+            operation: what is waited for, in words for an error.
+
+        Raises:
+            PeerLost: a peer's connection ended.
+            CommTimeout: a peer said nothing within the limit.
+        """
+
+
+class Communicator(Protocol):
+    """A fixed set of ranks that can add up tensors.
+
+    Attributes:
+        rank: this process's number.
+        world_size: the number of ranks.
+    """
+
+    rank: int
+    world_size: int
+
+    def all_reduce(self, tensor: Tensor) -> Ticket:
+        """Start to replace `tensor`, of any shape, by its sum over the ranks.
+
+        All ranks start their collectives in the same order.
+        """
+
+    def broadcast(self, tensor: Tensor) -> Ticket:
+        """Start to replace `tensor` by rank 0's."""
+
+    def steady(self) -> None:
+        """End the start-up: from now on a wait is limited by the shorter time-out."""
+
+    def close(self) -> None:
+        """Give the connections up without waiting for anybody."""
+
+
+def total(communicator: Communicator, tensor: Tensor, operation: str) -> Tensor:
+    """Return the sum of `tensor` over all ranks; collective.
+
+    Raises:
+        CommError: as `Ticket.wait`.
+    """
+    result = tensor.clone()
+    communicator.all_reduce(result).wait(operation)
+    return result
+
+
+def broadcast_all(communicator: Communicator, tensors: Sequence[Tensor], operation: str) -> None:
+    """Give all ranks rank 0's values of `tensors`, one broadcast a dtype; collective.
+
+    Raises:
+        CommError: as `Ticket.wait`.
+    """
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for alike in by_dtype.values():
+        flat = torch.cat([tensor.detach().flatten() for tensor in alike])
+        communicator.broadcast(flat).wait(operation)
+        sizes = [tensor.numel() for tensor in alike]
+        for tensor, values in zip(alike, torch.split(flat, sizes), strict=True):
+            tensor.detach().copy_(values.view(tensor.shape))

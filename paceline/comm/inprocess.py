@@ -1,0 +1,116 @@
+"""The in-process twin of a communicator: ranks are threads, sums are added in rank order.
+
+group = ThreadGroup(world_size=3)
+communicators = [group.communicator(rank) for rank in range(3)]     # one a thread
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from paceline.comm.communicator import Ticket
+from paceline.errors import CommTimeout, PeerLost
+
+
+@dataclass(eq=False)
+class _Collective:
+    """One collective: what each rank brought, and its result."""
+
+    tensors: dict[int, Tensor] = field(default_factory=dict)
+    taken: int = 0
+
+
+class ThreadGroup:
+    """What the ranks of one process share."""
+
+    def __init__(self, world_size: int, timeout: float = 30.0) -> None:
+        self.world_size = world_size
+        self._timeout = timeout
+        self._changed = threading.Condition()
+        self._collectives: dict[int, _Collective] = defaultdict(_Collective)
+        self._closed = False
+
+    def communicator(self, rank: int) -> ThreadCommunicator:
+        """Return the communicator of one rank."""
+        return ThreadCommunicator(self, rank)
+
+    def bring(self, number: int, rank: int, tensor: Tensor) -> None:
+        """Add a rank's copy of its tensor to a collective."""
+        with self._changed:
+            self._collectives[number].tensors[rank] = tensor.detach().clone()
+            self._changed.notify_all()
+
+    def fetch(self, number: int, operation: str) -> list[Tensor]:
+        """Wait for all ranks' tensors, in rank order.
+
+        Raises:
+            PeerLost: the group was closed; CommTimeout: a rank didn't come.
+        """
+        with self._changed:
+            collective = self._collectives[number]
+            there = self._changed.wait_for(
+                lambda: self._closed or len(collective.tensors) == self.world_size, self._timeout
+            )
+            if self._closed:
+                raise PeerLost(f"the group was closed in {operation}")
+            if not there:
+                missing = sorted(set(range(self.world_size)) - set(collective.tensors))
+                raise CommTimeout(f"ranks {missing} were silent for {self._timeout} s: {operation}")
+            collective.taken += 1
+            if collective.taken == self.world_size:
+                del self._collectives[number]
+            return [collective.tensors[rank] for rank in range(self.world_size)]
+
+    def close(self) -> None:
+        """End all waits."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+
+class ThreadCommunicator:
+    """One thread's end of a `ThreadGroup`."""
+
+    def __init__(self, group: ThreadGroup, rank: int) -> None:
+        self.rank, self.world_size = rank, group.world_size
+        self._group = group
+        self._next = 0
+
+    def all_reduce(self, tensor: Tensor) -> Ticket:
+        """Start a sum over all ranks, in rank order."""
+        return self._start(tensor, summed=True)
+
+    def broadcast(self, tensor: Tensor) -> Ticket:
+        """Start a broadcast from rank 0."""
+        return self._start(tensor, summed=False)
+
+    def steady(self) -> None:
+        """Change nothing: there is one limit."""
+
+    def close(self) -> None:
+        """End all waits of the group."""
+        self._group.close()
+
+    def _start(self, tensor: Tensor, *, summed: bool) -> Ticket:
+        number, self._next = self._next, self._next + 1
+        self._group.bring(number, self.rank, tensor)
+        return _ThreadTicket(self._group, number, tensor, summed)
+
+
+@dataclass(frozen=True)
+class _ThreadTicket:
+    group: ThreadGroup
+    number: int
+    tensor: Tensor
+    summed: bool
+
+    def wait(self, operation: str) -> None:
+        tensors = self.group.fetch(self.number, operation)
+        result = tensors[0].clone()
+        for other in tensors[1:] if self.summed else ():
+            result += other
+        self.tensor.detach().copy_(result)

@@ -1,0 +1,134 @@
+"""Who takes part in a run, where they meet, and how they exchange gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from paceline.config.rules import at_least, positive
+from paceline.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldConfig:
+    """Workers of this machine, machines of the run, and their meeting place."""
+
+    gpus: str = ""
+    """GPUs of this machine to use, separated by commas: "0,1"."""
+
+    num_gpus: int = 0
+    """Number of GPUs to use, where --gpus isn't given (default: 1). Without GPUs it is the number
+    of CPU workers."""
+
+    num_workers: int = 0
+    """Workers of this machine, where neither --gpus nor --num_gpus is given."""
+
+    use_cpu: bool = False
+    """Compute on CPUs even where there are GPUs."""
+
+    num_shards: int = 1
+    """Machines in the run."""
+
+    shard_id: int = 0
+    """This machine's number, 0 to num_shards - 1."""
+
+    run_id: str = ""
+    """The run's name, the same on all machines; needed with several. Its folder is
+    <output_dir>/<run_id>."""
+
+    file_store_path: str = ""
+    """Meet in this folder, which all machines share."""
+
+    redis_host: str = ""
+    """Meet on this Redis server."""
+
+    redis_port: int = 6379
+    """Port of the Redis server."""
+
+    redis_url: str = ""
+    """Meet on this Redis server, with password and TLS: rediss://:PASSWORD@HOST:PORT/0."""
+
+    master: str = ""
+    """Meet on machine 0, at HOST:PORT."""
+
+    first_iter_timeout: float = 1200.0
+    """Seconds to wait for all machines, and for the first step."""
+
+    timeout: float = 60.0
+    """Seconds to wait for another worker in any later step."""
+
+    distributed_interfaces: str = ""
+    """Network interfaces to use, separated by commas; by default those that reach the peers."""
+
+    def __post_init__(self) -> None:
+        at_least("num_shards", self.num_shards, 1)
+        if not 0 <= self.shard_id < self.num_shards:
+            raise ConfigError(
+                f"--shard_id {self.shard_id}: must be 0 to {self.num_shards - 1} with "
+                f"--num_shards {self.num_shards}."
+            )
+        for flag in ("num_workers", "num_gpus"):
+            at_least(flag, getattr(self, flag), 0)
+        positive("timeout", self.timeout)
+        positive("first_iter_timeout", self.first_iter_timeout)
+        self._check_one_way_to_say_it()
+        self._check_meeting_place()
+        self.gpu_numbers  # noqa: B018 - raises where the list can't be read
+
+    def _check_one_way_to_say_it(self) -> None:
+        given = [
+            f"--{f} {v}" for f in ("gpus", "num_gpus", "num_workers") if (v := getattr(self, f))
+        ]
+        if len(given) > 1:
+            raise ConfigError(f"{' and '.join(given)} say the same thing: give one of them.")
+
+    def _check_meeting_place(self) -> None:
+        places = [
+            f"--{flag}"
+            for flag in ("file_store_path", "redis_host", "redis_url", "master")
+            if getattr(self, flag)
+        ]
+        if len(places) > 1:
+            raise ConfigError(f"{' and '.join(places)} are different meeting places: give one.")
+        if self.num_shards > 1 and not places:
+            raise ConfigError(
+                f"--num_shards {self.num_shards} needs a meeting place: give --file_store_path, "
+                "--redis_host, --redis_url or --master."
+            )
+        if self.num_shards > 1 and not self.run_id:
+            raise ConfigError(
+                f"--num_shards {self.num_shards} needs --run_id, the same on all machines."
+            )
+        if any(c in self.run_id for c in "/\\\0") or self.run_id in (".", ".."):
+            raise ConfigError(f"--run_id {self.run_id!r}: it names a folder; leave out slashes.")
+
+    @property
+    def gpu_numbers(self) -> tuple[int, ...]:
+        """The numbers in `--gpus`.
+
+        Raises:
+            ConfigError: they aren't different whole numbers.
+        """
+        words = [word for word in self.gpus.split(",") if word.strip()]
+        if not all(word.strip().isdecimal() for word in words) or len(set(words)) < len(words):
+            raise ConfigError(f"--gpus {self.gpus}: give different numbers, such as 0,1.")
+        return tuple(int(word) for word in words)
+
+    @property
+    def workers(self) -> int:
+        """The number of workers of this machine."""
+        return len(self.gpu_numbers) or self.num_gpus or self.num_workers or 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncConfig:
+    """The exchange of gradients."""
+
+    sync: Literal["allreduce"] = "allreduce"
+    """The method: allreduce (NCCL on GPUs, Gloo on CPUs)."""
+
+    bucket_mb: float = 4.0
+    """Size of a bucket, the unit of communication, in MiB."""
+
+    def __post_init__(self) -> None:
+        positive("bucket_mb", self.bucket_mb)

@@ -1,0 +1,123 @@
+"""Buckets: flat runs of parameters, the unit of communication.
+
+The partition is a pure function of the parameters' order, sizes, dtypes, devices and parameter
+groups, so all ranks have the same. Backward completes gradients from the last layer to the first,
+so buckets are filled in that order, and numbered by when they can be complete:
+
+    parameters   a1 a2 │ b1 │ c1 c2 c3          (forward order)
+    buckets       2  1 │  1 │  1  0  0          (sizes permitting)
+
+A bucket's flat memory holds the gradients and behind them, for each parameter, the number of
+ranks that used it: what nobody used keeps `grad = None`.
+
+    flat: (numel + parameters,)    [ gradient | gradient | … | used | used | … ]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Bucket:
+    """Some parameters of one dtype, device and parameter group.
+
+    Attributes:
+        index: the bucket's number, 0 for the one that backward can complete first.
+        group: the index of the optimizer's parameter group.
+        parameters: the parameters, last layer first.
+    """
+
+    index: int
+    group: int
+    parameters: tuple[nn.Parameter, ...]
+
+    @property
+    def numel(self) -> int:
+        """The number of values of all parameters."""
+        return sum(p.numel() for p in self.parameters)
+
+    def allocate(self) -> Memory:
+        """Make the bucket's staging memory."""
+        first = self.parameters[0]
+        flat = torch.zeros(
+            self.numel + len(self.parameters), dtype=first.dtype, device=first.device
+        )
+        views, offset = [], 0
+        for p in self.parameters:
+            views.append(like(p, flat[offset : offset + p.numel()]))
+            offset += p.numel()
+        return Memory(flat=flat, gradients=tuple(views), used=flat[offset:])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Memory:
+    """A bucket's flat memory and its parts.
+
+    Attributes:
+        flat: (numel + parameters,), what is exchanged.
+        gradients: views of `flat`, one a parameter, of its shape and strides (channels-last too).
+        used: (parameters,), a view of `flat`: how many ranks used each parameter.
+    """
+
+    flat: Tensor
+    gradients: tuple[Tensor, ...]
+    used: Tensor
+
+    def pack(self, bucket: Bucket, weight: float) -> None:
+        """Copy the bucket's gradients, times `weight`; an unused parameter's is 0."""
+        for p, view in zip(bucket.parameters, self.gradients, strict=True):
+            if p.grad is None:
+                view.zero_()
+            else:
+                torch.mul(p.grad, weight, out=view)
+        flags = [float(p.grad is not None) for p in bucket.parameters]
+        self.used.copy_(torch.tensor(flags, dtype=self.used.dtype))
+
+
+def like(parameter: Tensor, flat: Tensor) -> Tensor:
+    """View `flat`, (numel,), in the shape and, where the parameter is dense, its strides."""
+    if parameter.is_contiguous():
+        return flat.view(parameter.shape)
+    dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+    stride = parameter.stride() if dense else None
+    return (
+        flat.view(parameter.shape) if stride is None else flat.as_strided(parameter.shape, stride)
+    )
+
+
+def partition(
+    parameters: Iterable[nn.Parameter], groups: Mapping[nn.Parameter, int], bucket_bytes: int
+) -> tuple[Bucket, ...]:
+    """Deal trainable parameters out to buckets of about `bucket_bytes`.
+
+    Args:
+        parameters: the model's, in forward order, each once.
+        groups: the index of each parameter's group in the optimizer.
+        bucket_bytes: a bucket is closed before it would exceed this; a larger parameter has a
+            bucket of its own.
+    """
+    closed: list[tuple[int, int, list[nn.Parameter]]] = []  # (place of the last one, group, run)
+    open_runs: dict[tuple[int, torch.dtype, torch.device], list[nn.Parameter]] = {}
+    places = {}
+    for place, p in enumerate(reversed([p for p in parameters if p.requires_grad])):
+        places[p] = place
+        key = (groups[p], p.dtype, p.device)
+        run = open_runs.setdefault(key, [])
+        if run and _bytes([*run, p]) > bucket_bytes:
+            closed.append((places[run[-1]], groups[p], run))
+            run = open_runs[key] = []
+        run.append(p)
+    closed += [(places[run[-1]], key[0], run) for key, run in open_runs.items()]
+    return tuple(
+        Bucket(index=index, group=group, parameters=tuple(run))
+        for index, (_, group, run) in enumerate(sorted(closed, key=lambda c: c[0]))
+    )
+
+
+def _bytes(run: Sequence[Tensor]) -> int:
+    return sum(p.numel() * p.element_size() for p in run)

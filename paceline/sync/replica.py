@@ -1,0 +1,168 @@
+"""Binds a model and its optimizer to a synchronizer: who calls the four instants, and when.
+
+    with replica.step(number, weight):      begin
+        loss = criterion(model(x), y)       before_read: a pre-hook on every reader of parameters
+        loss.backward()                     gradient_ready: a hook after each parameter's gradient
+        optimizer.step()                    end
+        optimizer.zero_grad()
+
+`optimizer.step()` freezes the hyperparameters and returns; the update itself happens in the next
+forward, layer by layer, as results arrive, or in `settle`. `eval()` and `state_dict()`, the
+model's and the optimizer's, settle first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from paceline.errors import ConfigError
+from paceline.sync.bucket import Bucket
+from paceline.sync.readers import ReaderLesson, Readers, owners
+from paceline.sync.synchronizer import Synchronizer
+
+
+class Replica:
+    """This rank's copy of the model, kept in step with the others'."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, synchronizer: Synchronizer) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._synchronizer = synchronizer
+        self._names = {p: name for name, p in model.named_parameters()}
+        self._bucket_of = {p: b for b in synchronizer.buckets for p in b.parameters}
+        self._missing: dict[Bucket, set[nn.Parameter]] = {}
+        self._number: int | None = None  # the step that runs
+        self._exchanging = True
+        self._handles: list[RemovableHandle] = []
+        self._reader_handles: list[RemovableHandle] = []
+        self._wait_in(owners(model))
+        self._lesson: ReaderLesson | None = ReaderLesson(model)
+        self._hook_gradients()
+        self._hook_results()
+
+    @contextmanager
+    def step(self, number: int, weight: float) -> Iterator[None]:
+        """Run a step; `weight` is local samples / global samples.
+
+        A block that ends without `optimizer.step()` ends the step without an update.
+        """
+        self._number = number
+        self._missing = {b: set(b.parameters) for b in self._synchronizer.buckets}
+        self._synchronizer.begin(number, weight)
+        yield
+        if self._number is not None:
+            self._synchronizer.abandon(number)
+            self._number = None
+        if self._lesson is not None:
+            self._wait_in(self._lesson.finish())
+            self._lesson = None
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate: gradients of backwards inside stay here until one outside sends the sum."""
+        self._exchanging = False
+        try:
+            yield
+        finally:
+            self._exchanging = True
+
+    def reduce(self) -> None:
+        """Wait, and make every `.grad` the mean over the global batch."""
+        self._synchronizer.reduce()
+
+    def settle(self) -> None:
+        """Make parameters and running statistics final and equal everywhere."""
+        self._synchronizer.settle()
+
+    def close(self) -> None:
+        """Take the hooks off model and optimizer and close the synchronizer."""
+        for handle in [*self._handles, *self._reader_handles]:
+            handle.remove()
+        for patched in (self._optimizer, self._model):
+            patched.__dict__.pop("step", None)
+            patched.__dict__.pop("train", None)
+        self._synchronizer.close()
+
+    def _wait_in(self, readers: Readers) -> None:
+        """Make each reader wait for its buckets, and the model's end for what is left."""
+        for handle in self._reader_handles:
+            handle.remove()
+        self._reader_handles.clear()
+        for module, parameters in readers.items():
+            buckets = tuple(dict.fromkeys(self._bucket_of[p] for p in parameters))
+            hook = partial(self._before_forward, buckets)
+            self._reader_handles.append(module.register_forward_pre_hook(hook, prepend=True))
+        self._reader_handles.append(self._model.register_forward_hook(self._after_forward))
+
+    def _before_forward(self, buckets: tuple[Bucket, ...], module: nn.Module, args: object) -> None:
+        for bucket in buckets:
+            self._synchronizer.before_read(bucket)
+
+    def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
+        self._before_forward(self._synchronizer.buckets, module, args)
+
+    def _hook_gradients(self) -> None:
+        for p in self._bucket_of:
+            self._handles.append(p.register_post_accumulate_grad_hook(self._gradient_done))
+
+    def _gradient_done(self, parameter: Tensor) -> None:
+        if not self._exchanging or self._number is None:
+            return
+        assert isinstance(parameter, nn.Parameter)
+        bucket = self._bucket_of[parameter]
+        missing = self._missing[bucket]
+        if parameter not in missing:
+            raise ConfigError(self._second_gradient(parameter))
+        missing.remove(parameter)
+        if not missing:
+            self._synchronizer.gradient_ready(bucket)
+
+    def _second_gradient(self, parameter: nn.Parameter) -> str:
+        return (
+            f"the gradient of {self._names[parameter]} was completed twice in step "
+            f"{self._number}: put all backwards of a step but the last into no_sync(), and call "
+            "activation checkpointing with use_reentrant=False."
+        )
+
+    def _hook_results(self) -> None:
+        optimizer_step = self._optimizer.step
+
+        def settle_first(*_: object) -> None:
+            self.settle()
+
+        for module in self._model.modules():
+            self._handles.append(module.register_state_dict_pre_hook(settle_first))
+        self._handles.append(self._optimizer.register_state_dict_pre_hook(settle_first))
+        _patch(self._optimizer, "step", partial(self._end, optimizer_step))
+        _patch(self._model, "train", partial(self._train, self._model.train))
+
+    def _end(self, optimizer_step: Callable[..., Any], closure: None = None) -> None:
+        """Stand in for `optimizer.step()`: inside a step, end it."""
+        if self._number is None:
+            optimizer_step()
+            return
+        self._synchronizer.end(self._number)
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look at it
+        self._number = None
+
+    def _train(self, train: Callable[[bool], nn.Module], mode: bool = True) -> nn.Module:
+        """Stand in for `model.train()`, which `eval()` calls too."""
+        if not mode:
+            self.settle()
+        return train(mode)
+
+
+def _patch(target: object, name: str, function: Callable[..., Any]) -> None:
+    """Replace a method of one object by a bound method, as torch's schedulers expect."""
+
+    def method(_: object, *args: object, **kwargs: object) -> object:
+        return function(*args, **kwargs)
+
+    setattr(target, name, MethodType(method, target))
