@@ -177,3 +177,21 @@ def test_accumulated_backwards_equal_one_on_the_whole_batch(model: nn.Module) ->
 
     for state in run_ranks(2, train):  # both ranks do the whole batch, each with half the weight
         assert largest_difference(state, training.alone()) < 1e-10
+
+
+def test_a_scheduler_made_before_or_after_sees_the_optimizers_steps(model: nn.Module) -> None:
+    def train(communicator: object) -> list[float]:
+        own = copy.deepcopy(model)
+        optimizer = sgd(own)
+        before = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        replica = replicate(own, optimizer, communicator, 2_000)  # type: ignore[arg-type]
+        after = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
+        x, y = Training.of(own).batches[0]
+        with replica.step(0, 1.0):
+            F.cross_entropy(own(x), y).backward()
+            optimizer.step()
+        before.step()  # a warning, and so an error, if it had missed the step
+        after.step()
+        return after.get_last_lr()
+
+    assert run_ranks(1, train)[0] == pytest.approx([0.1 * 0.5 * 0.1] * 2)

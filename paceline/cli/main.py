@@ -1,0 +1,70 @@
+"""`paceline COMMAND`: one command a job. `resnet50_trainer` is `paceline train`."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module, metadata
+
+from paceline.errors import ConfigError, PacelineError
+
+# A command's module is imported when it is called: `paceline db` needn't wait for torch.
+COMMANDS = {
+    "train": ("paceline.cli.train", "train a model on this machine, or on many"),
+    "db": ("paceline.cli.db", "make a database of a folder of images; look into one"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; return its exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_usage())
+        return 0 if words else 2
+    if words[0] in ("-V", "--version", "version"):
+        print(f"paceline {metadata.version('paceline')}")
+        return 0
+    return _guarded(lambda: _command(words[0])(words[1:]))
+
+
+def resnet50_trainer() -> int:
+    """Run Caffe2's command."""
+    return _guarded(lambda: _command("train")(sys.argv[1:]))
+
+
+def _guarded(run: Callable[[], int]) -> int:
+    """Turn errors into a sentence and a status."""
+    try:
+        return run()
+    except PacelineError as error:
+        print(f"paceline: {error}", file=sys.stderr)
+        return error.status
+    except KeyboardInterrupt:
+        return 130
+
+
+def _command(name: str) -> Callable[[Sequence[str]], int]:
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}."
+        raise ConfigError(f"no command {name!r}: {hint}")
+    command: Callable[[Sequence[str]], int] = import_module(COMMANDS[name][0]).main
+    return command
+
+
+def _usage() -> str:
+    lines = [f"  {name:<8}{what}" for name, (_, what) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: paceline COMMAND [OPTIONS]",
+            "",
+            *lines,
+            "",
+            "paceline COMMAND --help tells a command's options, with examples.",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

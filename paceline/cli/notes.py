@@ -1,0 +1,25 @@
+"""What a person should know before their run starts: choices that were made for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from paceline.config.train import TrainConfig
+
+
+def notes(config: TrainConfig, gpus: int) -> Iterator[str]:
+    """Yield a sentence for each choice; `gpus` is how many this machine has."""
+    world, workers = config.world, config.world.workers
+    asked = world.gpus or world.num_gpus
+    if asked and not gpus and not world.use_cpu:
+        plural = "s" if workers > 1 else ""
+        yield f"this machine has no GPU that torch can use: {workers} CPU worker{plural} instead."
+    batch = config.optim.batch_size
+    if batch % workers:
+        small, more = divmod(batch, workers)
+        yield (
+            f"--batch_size {batch} doesn't divide by {workers} workers: {more} of them take "
+            f"{small + 1} images a step and the others {small}."
+        )
+    for flag in config.legacy.given:
+        yield f"--{flag} has no meaning any more and changes nothing."

@@ -1,0 +1,139 @@
+"""ResNet-18/34/50/101/152 for images of some 200 pixels (He et al. 2015, arXiv:1512.03385).
+
+Where a stage halves the image, a bottleneck's stride is in its 3x3 convolution ("v1.5"), as in
+fb.resnet.torch and Caffe2's resnet50_trainer: half a per cent more accurate than the paper's. Names
+in the state dict are torchvision's, so that public weights load.
+
+    image > 7x7 /2 > max pool /2 > stage 1 > stage 2 /2 > stage 3 /2 > stage 4 /2 > mean > fc
+
+Initial weights are a pure function of torch's seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions and a shortcut around them.
+
+    Args:
+        in_channels: channels that come in.
+        channels: channels of both convolutions.
+        stride: of the first convolution.
+        downsample: brings the shortcut to the output's shape.
+    """
+
+    expansion: ClassVar[int] = 1
+
+    def __init__(self, in_channels: int, channels: int, stride: int, downsample: nn.Module) -> None:
+        super().__init__()
+        self.conv1 = convolution(in_channels, channels, 3, stride)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv2 = convolution(channels, channels, 3)
+        self.bn2 = nn.BatchNorm2d(channels)
+        self.downsample = downsample
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (n, in_channels, h, w) to (n, channels, h/stride, w/stride), rounded up."""
+        y = F.relu(self.bn1(self.conv1(x)), inplace=True)
+        y = self.bn2(self.conv2(y))
+        return F.relu(y + self.downsample(x), inplace=True)
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3 and 1x1 convolutions and a shortcut around them; the arguments are BasicBlock's."""
+
+    expansion: ClassVar[int] = 4
+
+    def __init__(self, in_channels: int, channels: int, stride: int, downsample: nn.Module) -> None:
+        super().__init__()
+        self.conv1 = convolution(in_channels, channels, 1)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv2 = convolution(channels, channels, 3, stride)
+        self.bn2 = nn.BatchNorm2d(channels)
+        self.conv3 = convolution(channels, channels * self.expansion, 1)
+        self.bn3 = nn.BatchNorm2d(channels * self.expansion)
+        self.downsample = downsample
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (n, in_channels, h, w) to (n, 4 * channels, h/stride, w/stride), rounded up."""
+        y = F.relu(self.bn1(self.conv1(x)), inplace=True)
+        y = F.relu(self.bn2(self.conv2(y)), inplace=True)
+        y = self.bn3(self.conv3(y))
+        return F.relu(y + self.downsample(x), inplace=True)
+
+
+class ResNet(nn.Module):
+    """Four stages of blocks between a stem and a linear classifier.
+
+    Args:
+        block: the kind of block.
+        depths: blocks in each of the four stages.
+        num_labels: classes.
+        num_channels: channels of an image.
+    """
+
+    def __init__(
+        self,
+        block: type[BasicBlock] | type[Bottleneck],
+        depths: Sequence[int],
+        *,
+        num_labels: int,
+        num_channels: int,
+    ) -> None:
+        super().__init__()
+        self.conv1 = convolution(num_channels, 64, 7, stride=2)
+        self.bn1 = nn.BatchNorm2d(64)
+        self.layer1 = _stage(block, 64, 64, depths[0], stride=1)
+        self.layer2 = _stage(block, 64 * block.expansion, 128, depths[1], stride=2)
+        self.layer3 = _stage(block, 128 * block.expansion, 256, depths[2], stride=2)
+        self.layer4 = _stage(block, 256 * block.expansion, 512, depths[3], stride=2)
+        self.fc = nn.Linear(512 * block.expansion, num_labels)
+        initialise(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map images (n, num_channels, h, w) of any size to logits (n, num_labels)."""
+        x = F.relu(self.bn1(self.conv1(x)), inplace=True)
+        x = F.max_pool2d(x, kernel_size=3, stride=2, padding=1)
+        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        logits: Tensor = self.fc(F.adaptive_avg_pool2d(x, 1).flatten(1))
+        return logits
+
+
+def convolution(in_channels: int, channels: int, size: int, stride: int = 1) -> nn.Conv2d:
+    """Make a convolution that keeps height and width at stride 1; BatchNorm brings the bias."""
+    return nn.Conv2d(in_channels, channels, size, stride, padding=size // 2, bias=False)
+
+
+def initialise(model: nn.Module) -> None:
+    """Draw the convolutions' weights for ReLUs (He et al. 2015, arXiv:1502.01852, fan out)."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+
+def _stage(
+    block: type[BasicBlock] | type[Bottleneck],
+    in_channels: int,
+    channels: int,
+    depth: int,
+    stride: int,
+) -> nn.Sequential:
+    out_channels = channels * block.expansion
+    first = block(in_channels, channels, stride, _shortcut(in_channels, out_channels, stride))
+    rest = [block(out_channels, channels, 1, nn.Identity()) for _ in range(depth - 1)]
+    return nn.Sequential(first, *rest)
+
+
+def _shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Module:
+    """Project (the paper's option B) only where the shape changes."""
+    if stride == 1 and in_channels == out_channels:
+        return nn.Identity()
+    return nn.Sequential(
+        convolution(in_channels, out_channels, 1, stride), nn.BatchNorm2d(out_channels)
+    )

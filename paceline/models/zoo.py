@@ -1,0 +1,98 @@
+"""Models by name: the zoo's, and anybody's own as `package.module:function`.
+
+Somebody's own function gets `num_labels=` and `num_channels=`, each only if it takes an argument of
+that name, and returns an `nn.Module`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from difflib import get_close_matches
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from torch import nn
+
+from paceline.errors import ConfigError
+from paceline.models.cifar import CifarResNet
+from paceline.models.resnet import BasicBlock, Bottleneck, ResNet
+
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "resnet18": partial(ResNet, BasicBlock, (2, 2, 2, 2)),
+    "resnet34": partial(ResNet, BasicBlock, (3, 4, 6, 3)),
+    "resnet50": partial(ResNet, Bottleneck, (3, 4, 6, 3)),
+    "resnet101": partial(ResNet, Bottleneck, (3, 4, 23, 3)),
+    "resnet152": partial(ResNet, Bottleneck, (3, 8, 36, 3)),
+    "resnet20": partial(CifarResNet, 3),
+    "resnet56": partial(CifarResNet, 9),
+}
+
+
+def build_model(name: str, *, num_labels: int, num_channels: int) -> nn.Module:
+    """Make a model with new weights, a pure function of torch's seed for the zoo's.
+
+    Args:
+        name: a key of `MODELS`, or `package.module:function`.
+        num_labels: classes.
+        num_channels: channels of an image.
+
+    Raises:
+        ConfigError: there is no such model or function, its module can't be imported, it needs
+            other arguments, or it returns something else than a module.
+    """
+    factory = _import(name) if ":" in name else _look_up(name)
+    offered = {"num_labels": num_labels, "num_channels": num_channels}
+    model = factory(**_accepted(name, factory, offered))
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"Model {name} returned {type(model).__name__}: the function must return a "
+            "torch.nn.Module."
+        )
+    return model
+
+
+def _look_up(name: str) -> Callable[..., nn.Module]:
+    if name in MODELS:
+        return MODELS[name]
+    near = get_close_matches(name, MODELS, n=2)
+    guess = f"did you mean {' or '.join(near)}? " if near else ""
+    raise ConfigError(
+        f"There is no model {name}: {guess}The zoo has {', '.join(MODELS)}; give your own as "
+        "package.module:function."
+    )
+
+
+def _import(name: str) -> Callable[..., Any]:
+    module_name, _, function_name = name.partition(":")
+    if not module_name or not function_name:
+        raise ConfigError(f"Model {name}: give your own model as package.module:function.")
+    try:
+        module = import_module(module_name)
+    except Exception as error:  # a module's code may raise anything
+        raise ConfigError(
+            f"Model {name}: module {module_name} can't be imported "
+            f"({type(error).__name__}: {error}); it must be installed or in a folder of PYTHONPATH."
+        ) from error
+    if not callable(getattr(module, function_name, None)):
+        raise ConfigError(f"Model {name}: module {module_name} has no function {function_name}.")
+    function: Callable[..., Any] = getattr(module, function_name)
+    return function
+
+
+def _accepted(name: str, factory: Callable[..., Any], offered: dict[str, int]) -> dict[str, int]:
+    """Leave out what the function doesn't take."""
+    signature = inspect.signature(factory)
+    parameters = signature.parameters.values()
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    given = {key: value for key, value in offered.items() if takes_all or key in named}
+    try:
+        signature.bind(**given)
+    except TypeError as error:
+        raise ConfigError(
+            f"Model {name}: {error}; give the function's other arguments defaults, it is called "
+            "with num_labels and num_channels only."
+        ) from error
+    return given

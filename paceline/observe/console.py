@@ -1,0 +1,185 @@
+"""What a person sees of a run: rank 0's progress on a terminal, or lines in a pipe.
+
+    Training resnet20: 2 workers on 1 machine (cpu), 50,000 images, 391 steps an epoch, 30 epochs.
+    epoch 2/30  ━━━━━━───────  180/391  21:07 left  1,204 images/s  loss 1.219  accuracy 56.1%  …
+    epoch 1/30: 1,198 images/s, loss 1.713, accuracy 36.9%, test accuracy 41.0%, …
+
+Reading a loss waits for the accelerator, so it is read only when something is shown: some times a
+second on a terminal, every ten seconds in a pipe. Epochs and steps count from 0 in events and from
+1 for people.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
+
+from rich.text import Text
+
+from paceline.observe.pace import Pace, duration
+from paceline.observe.screen import Screen
+from paceline.recorder import NullRecorder
+
+LIVE_INTERVAL = 0.2  # seconds between looks, on a terminal
+PIPE_INTERVAL = 10.0  # and in a pipe
+BAR_WIDTH = 24  # columns, where there is room
+
+
+class Console(NullRecorder):
+    """Show the progress of a run.
+
+    Events, and the fields that are looked at:
+        run: model, world_size, machines, device, samples and steps (of an epoch), epochs, log.
+        step: epoch, step (of the run), epoch_step, steps (of an epoch), samples (of all ranks),
+            learning_rate; loss and accuracy, each a number, a tensor of one, or a function that
+            returns either.
+        evaluate: step, steps.
+        epoch: epoch, seconds, samples, loss, accuracy, learning_rate, test_accuracy and top5 (None
+            without test data).
+        note: text.
+        end: nothing.
+
+    Args:
+        file: where to; standard output by default.
+        terminal: whether it is a terminal; None asks it.
+        width: its columns; None asks it.
+        clock: seconds since any moment.
+    """
+
+    def __init__(
+        self,
+        file: TextIO | None = None,
+        *,
+        terminal: bool | None = None,
+        width: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._screen = Screen(file or sys.stdout, terminal=terminal, width=width)
+        self._interval = LIVE_INTERVAL if self._screen.live else PIPE_INTERVAL
+        self._clock = clock
+        self._started = self._shown = clock()
+        self._pace = Pace(self._started)
+        self._epochs = 0
+
+    def event(self, name: str, **fields: Any) -> None:
+        """Show what happened, or take note of it for the next look."""
+        show: dict[str, Callable[[Mapping[str, Any]], None]] = {
+            "run": self._run,
+            "step": self._step,
+            "evaluate": self._evaluate,
+            "epoch": self._epoch,
+            "note": self._note,
+            "end": self._end,
+        }
+        if name in show:
+            show[name](fields)
+
+    def close(self) -> None:
+        """Leave the terminal at the start of a line."""
+        self._screen.close()
+
+    def _run(self, fields: Mapping[str, Any]) -> None:
+        self._started = self._shown = self._clock()
+        self._pace = Pace(self._started)
+        self._epochs = fields["epochs"]
+        for line in run_lines(fields):
+            self._screen.line(line)
+
+    def _step(self, fields: Mapping[str, Any]) -> None:
+        now = self._clock()
+        self._pace.step(fields["samples"], now)
+        if now - self._shown < self._interval:
+            return
+        self._shown = now
+        speed = self._pace.samples_per_second(now)
+        left = self._pace.seconds_left(self._epochs * fields["steps"] - fields["step"] - 1, now)
+        parts = step_parts(fields, speed, left)
+        done, steps = fields["epoch_step"] + 1, fields["steps"]
+        self._show(f"epoch {fields['epoch'] + 1}/{self._epochs}", done, steps, parts)
+
+    def _evaluate(self, fields: Mapping[str, Any]) -> None:
+        now = self._clock()
+        if now - self._shown >= self._interval:
+            self._shown = now
+            self._show("evaluation", fields["step"] + 1, fields["steps"], [])
+
+    def _epoch(self, fields: Mapping[str, Any]) -> None:
+        self._shown = self._clock()
+        self._pace.pause(self._shown)
+        self._screen.line(epoch_line(fields, self._epochs), style="bold")
+
+    def _note(self, fields: Mapping[str, Any]) -> None:
+        self._screen.line(fields["text"])
+
+    def _end(self, fields: Mapping[str, Any]) -> None:
+        self._screen.line(f"Finished after {duration(self._clock() - self._started)}.")
+
+    def _show(self, what: str, done: int, steps: int, parts: list[str]) -> None:
+        if not self._screen.live:
+            self._screen.status(Text(", ".join([f"{what}, step {done}/{steps}", *parts])))
+            return
+        rest = "  ".join([f"{done}/{steps}", *parts])
+        room = self._screen.columns - len(f"{what}    {rest}")
+        progress = bar(done, steps, max(0, min(room, BAR_WIDTH)), self._screen.ascii_only)
+        self._screen.status(Text.assemble((what, "bold"), "  ", progress, "  ", rest))
+
+
+def run_lines(fields: Mapping[str, Any]) -> list[str]:
+    """Say what is trained on what, and where its log is."""
+    return [
+        f"Training {fields['model']}: {_many(fields['world_size'], 'worker')} on "
+        f"{_many(fields['machines'], 'machine')} ({fields['device']}), "
+        f"{_many(fields['samples'], 'image')} and {_many(fields['steps'], 'step')} an epoch, "
+        f"{_many(fields['epochs'], 'epoch')}.",
+        f"Log: {fields['log']}",
+    ]
+
+
+def step_parts(fields: Mapping[str, Any], speed: float, left: float | None) -> list[str]:
+    """Say how a step went, what matters most first; reads loss and accuracy.
+
+    Args:
+        fields: the step's.
+        speed: images a second, over all machines.
+        left: seconds until the run ends, where they are known.
+    """
+    return [
+        *([] if left is None else [f"{duration(left)} left"]),
+        f"{speed:,.0f} images/s",
+        f"loss {_number(fields['loss']):.3f}",
+        f"accuracy {_number(fields['accuracy']):.1%}",
+        f"lr {fields['learning_rate']:.4g}",
+    ]
+
+
+def epoch_line(fields: Mapping[str, Any], epochs: int) -> str:
+    """Sum an epoch up."""
+    parts = [
+        f"{fields['samples'] / fields['seconds']:,.0f} images/s",
+        f"loss {fields['loss']:.3f}",
+        f"accuracy {fields['accuracy']:.1%}",
+    ]
+    if fields["test_accuracy"] is not None:
+        parts.append(f"test accuracy {fields['test_accuracy']:.2%}")
+    if fields.get("top5") is not None:
+        parts.append(f"top-5 {fields['top5']:.2%}")
+    parts.append(f"lr {fields['learning_rate']:.4g}")
+    parts.append(duration(fields["seconds"]))
+    return f"epoch {fields['epoch'] + 1}/{epochs}: {', '.join(parts)}"
+
+
+def bar(done: int, steps: int, width: int, ascii_only: bool) -> Text:
+    """Draw how much is done, `width` characters wide."""
+    full, empty = "#-" if ascii_only else "━─"
+    filled = width * done // steps
+    return Text.assemble((full * filled, "green"), (empty * (width - filled), "dim"))
+
+
+def _number(value: Any) -> float:
+    return float(value() if callable(value) else value)
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")

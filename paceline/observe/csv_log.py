@@ -1,0 +1,129 @@
+"""Caffe2's CSV log: one file a run, one row an epoch, read by its users' plotting scripts.
+
+The format is that of Caffe2's `experiment_util.ModelTrainerLog`: a comment with all parameters, a
+header, and rows that are written out at once, so that a killed run keeps all its finished epochs.
+
+    resnet50_gpu2_b64_L1000_lr0.10_v2_20180102_030405.log
+    # Namespace(batch_size=32, …)
+    time_spent,cumulative_time_spent,input_count,…
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from paceline.recorder import NullRecorder
+
+COLUMNS = (
+    "time_spent",
+    "cumulative_time_spent",
+    "input_count",
+    "cumulative_input_count",
+    "cumulative_batch_count",
+    "inputs_per_sec",
+    "accuracy",
+    "epoch",
+    "learning_rate",
+    "loss",
+    "test_accuracy",
+)
+NO_TEST = -1  # test_accuracy of a run without test data
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """What the cumulative columns count; a resumed run starts from those of its earlier part."""
+
+    seconds: float = 0.0
+    samples: int = 0
+    batches: int = 0
+
+
+class CsvLog(NullRecorder):
+    """Write a row at each `epoch` event.
+
+    The event's fields are epoch, samples (of all machines, in this epoch), batches (in this epoch),
+    loss, accuracy, learning_rate and test_accuracy (None without test data). `time_spent` is the
+    time since the row before or, in the first, since the log was opened: evaluation counts too, as
+    in Caffe2.
+
+    Args:
+        folder: the run's folder, which exists.
+        name: the file's name up to the time, as from `log_name`.
+        parameters: all the run's parameters.
+        now: the time in the file's name.
+        totals: where the cumulative columns start.
+        clock: seconds since any moment.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        name: str,
+        parameters: Mapping[str, object],
+        now: datetime,
+        totals: Totals | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.path = folder / f"{name}_{now:%Y%m%d_%H%M%S}.log"
+        self._totals = totals or Totals()
+        self._clock = clock
+        self._last_row = clock()
+        self._file = self.path.open("a", encoding="utf-8", buffering=1)  # a line is written whole
+        told = ", ".join(f"{key}={value!r}" for key, value in parameters.items())
+        self._file.write(f"# Namespace({told})\n{','.join(COLUMNS)}\n")
+
+    def event(self, name: str, **fields: Any) -> None:
+        """Write a row if an epoch ended."""
+        if name == "epoch":
+            row = self._row(fields)
+            self._file.write(",".join(_text(row[column]) for column in COLUMNS) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _row(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        now = self._clock()
+        spent, self._last_row = now - self._last_row, now
+        self._totals = Totals(
+            seconds=self._totals.seconds + spent,
+            samples=self._totals.samples + fields["samples"],
+            batches=self._totals.batches + fields["batches"],
+        )
+        test_accuracy = fields["test_accuracy"]
+        return {
+            **fields,
+            "time_spent": spent,
+            "cumulative_time_spent": self._totals.seconds,
+            "input_count": fields["samples"],
+            "cumulative_input_count": self._totals.samples,
+            "cumulative_batch_count": self._totals.batches,
+            "inputs_per_sec": fields["samples"] / spent if spent > 0 else 0.0,
+            "test_accuracy": NO_TEST if test_accuracy is None else test_accuracy,
+        }
+
+
+def log_name(
+    model: str, devices: int, batch_size: int, num_labels: int, learning_rate: float
+) -> str:
+    """Name a log after its run as Caffe2 did, without the time and the ending.
+
+    Args:
+        model: the model's short name.
+        devices: devices of this machine.
+        batch_size: images a step on this machine.
+        num_labels: classes.
+        learning_rate: at the start.
+    """
+    return f"{model}_gpu{devices}_b{batch_size}_L{num_labels}_lr{learning_rate:.2f}_v2"
+
+
+def _text(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:.8g}"

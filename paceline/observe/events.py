@@ -1,0 +1,102 @@
+"""The event file: what a rank did, one JSON object a line, so that a run can be accounted for.
+
+`events.rank<r>.jsonl` is appended to, a line a step, and proves which part of the data order was
+trained in which step of which generation. A line is handed to the system whole and at once: a
+killed process loses none. A machine that loses power can tear the last line, and it only; readers
+ignore a torn last line and the next writer removes it.
+
+    {"event": "step", "generation": 0, "step": 12, "epoch": 0, "first": 384, "last": 400}
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import DataError
+from paceline.recorder import NullRecorder
+
+# The fields that are written; others, such as a loss that is still being computed, are for others.
+FIELDS = {
+    "run": ("model", "world_size", "machines", "device", "samples", "steps", "epochs"),
+    "step": ("generation", "step", "epoch", "first", "last"),
+    "epoch": (
+        "epoch",
+        "seconds",
+        "samples",
+        "batches",
+        "loss",
+        "accuracy",
+        "learning_rate",
+        "test_accuracy",
+        "top5",
+    ),
+    "note": ("text",),
+    "end": (),
+}
+
+
+class EventFile(NullRecorder):
+    """Append the events of `FIELDS` to a rank's file.
+
+    Args:
+        folder: the run's folder, which exists.
+        rank: whose events they are.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.path = folder / f"events.rank{rank}.jsonl"
+        _remove_torn_line(self.path)
+        self._file = self.path.open("a", encoding="utf-8", buffering=1)  # a line is written whole
+
+    def event(self, name: str, **fields: Any) -> None:
+        """Write a line, if events of that name are kept.
+
+        Raises:
+            KeyError: a field to be written is missing.
+            TypeError: a field to be written is neither a number, a text nor None.
+        """
+        if name in FIELDS:
+            kept = {key: _json(fields[key]) for key in FIELDS[name]}
+            self._file.write(json.dumps({"event": name, **kept}, allow_nan=False) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_events(path: Path) -> Iterator[dict[str, Any]]:
+    """Read an event file line by line, without a torn last line.
+
+    Raises:
+        DataError: a line is not an event; names the file and the line.
+    """
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.endswith(b"\n"):
+                yield _parse(line, f"{path}, line {number}")
+
+
+def _parse(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        event = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{where}: not an event ({error}); the file was damaged.") from error
+    if not isinstance(event, dict):
+        raise DataError(f"{where}: not an event but {type(event).__name__}; not our file.")
+    return event
+
+
+def _json(value: Any) -> Any:
+    """JSON knows no infinity and no NaN."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _remove_torn_line(path: Path) -> None:
+    """Cut what follows the last line's end: appended to, it would damage the next line."""
+    if path.exists():
+        with path.open("r+b") as file:
+            file.truncate(file.read().rfind(b"\n") + 1)

@@ -1,0 +1,67 @@
+"""Adds up loss and accuracy over batches, on the device, without waiting for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """Means over samples; accuracies are shares of 1."""
+
+    loss: float
+    accuracy: float
+    top5: float
+    samples: int
+
+
+class Tally:
+    """Running sums of one rank.
+
+    Attributes:
+        sums: (4,) float64: loss times samples, right at first, right among five, samples. Sums of
+            several ranks may be added.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.sums = torch.zeros(4, dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def add(self, loss: Tensor, logits: Tensor, labels: Tensor, count: int) -> None:
+        """Add a batch.
+
+        Args:
+            loss: scalar, the mean over the batch.
+            logits: (batch, labels).
+            labels: (batch,).
+            count: how many samples of the batch are this rank's own; 0 for a borrowed one.
+        """
+        if count == 0:
+            return
+        best = logits.topk(min(5, logits.shape[1]), dim=1).indices  # (batch, ≤5)
+        right = best == labels[:, None]
+        self.sums[0] += loss.double() * count
+        self.sums[1] += right[:, 0].sum()
+        self.sums[2] += right.sum()
+        self.sums[3] += count
+
+    @property
+    def loss(self) -> Tensor:
+        """The mean loss so far, a scalar on the device."""
+        return self.sums[0] / self.sums[3]
+
+    @property
+    def accuracy(self) -> Tensor:
+        """The share of samples right at first, a scalar on the device."""
+        return self.sums[1] / self.sums[3]
+
+
+def scores(sums: Tensor) -> Scores:
+    """Read sums, (4,) as in `Tally.sums`, as means."""
+    loss, top1, top5, samples = sums.tolist()
+    return Scores(
+        loss=loss / samples, accuracy=top1 / samples, top5=top5 / samples, samples=round(samples)
+    )

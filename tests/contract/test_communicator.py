@@ -1,0 +1,76 @@
+"""One suite over both communicators: ranks that are threads, and real processes on Gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.comm.communicator import Communicator, broadcast_all, total
+from paceline.errors import CommError
+from tests.harness.processes import spawn
+from tests.harness.threads import run_ranks
+
+Run = Callable[[int, Callable[[Communicator], Any]], list[Any]]
+
+
+@pytest.fixture(params=[run_ranks, spawn], ids=["threads", "gloo"])
+def run(request: pytest.FixtureRequest) -> Run:
+    return request.param
+
+
+def sums(c: Communicator) -> list[float]:
+    return total(c, torch.arange(4.0, dtype=torch.float64) + c.rank, "a sum").tolist()
+
+
+def first_of_rank_0(c: Communicator) -> list[torch.Tensor]:
+    mixed = [
+        torch.full((2, 3), float(c.rank)),
+        torch.tensor(c.rank + 5),
+        torch.full((2, 3, 4, 4), 1.0 + c.rank).to(memory_format=torch.channels_last),
+    ]
+    broadcast_all(c, mixed, "a broadcast")
+    return mixed
+
+
+def overlapping(c: Communicator) -> list[float]:
+    tensors = [torch.full((1000,), float(i + c.rank)) for i in range(20)]
+    tickets = [c.all_reduce(tensor) for tensor in tensors]
+    for ticket in reversed(tickets):
+        ticket.wait("one of many")
+    return [float(tensor[-1]) for tensor in tensors]
+
+
+def leaves_early(c: Communicator) -> str:
+    if c.rank == 1:
+        c.close()
+        return ""
+    try:
+        total(c, torch.ones(1), "the last sum")
+    except CommError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_all_ranks_get_the_sum(run: Run, world_size: int) -> None:
+    offset = sum(range(world_size))
+    expected = [world_size * i + offset for i in range(4)]
+    assert run(world_size, sums) == [expected] * world_size
+
+
+def test_all_ranks_get_rank_0s_tensors_of_any_dtype_and_layout(run: Run) -> None:
+    for floats, whole, image in run(3, first_of_rank_0):
+        assert floats.eq(0).all()
+        assert int(whole) == 5
+        assert image.eq(1).all()
+
+
+def test_many_sums_may_be_under_way_and_redeemed_in_any_order(run: Run) -> None:
+    assert run(2, overlapping) == [[2.0 * i + 1 for i in range(20)]] * 2
+
+
+def test_a_peer_that_leaves_is_an_error_that_names_the_operation(run: Run) -> None:
+    assert "the last sum" in run(2, leaves_early)[0]

@@ -1,0 +1,245 @@
+"""What a person sees, on a terminal and in a pipe."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.observe.console import Console
+from paceline.observe.pace import Pace, duration
+
+RUN: dict[str, Any] = {
+    "model": "resnet20",
+    "world_size": 2,
+    "machines": 1,
+    "device": "cpu",
+    "samples": 1280,
+    "steps": 10,
+    "epochs": 3,
+    "log": "runs/r/x.log",
+}
+EPOCH: dict[str, Any] = {
+    "epoch": 0,
+    "seconds": 4.0,
+    "samples": 1280,
+    "batches": 10,
+    "loss": 1.5,
+    "accuracy": 0.25,
+    "learning_rate": 0.1,
+}
+
+
+@pytest.fixture(autouse=True)
+def usual_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+
+
+class Clock:
+    """Time that passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def step(console: Console, number: int, loss: object = 1.25, accuracy: object = 0.5) -> None:
+    console.event(
+        "step",
+        generation=0,
+        epoch=number // 10,
+        step=number,
+        epoch_step=number % 10,
+        steps=10,
+        samples=128,
+        loss=loss,
+        accuracy=accuracy,
+        learning_rate=0.1,
+    )
+
+
+def unread() -> float:
+    raise AssertionError("a loss was read though nothing is shown")
+
+
+def test_a_pipe_gets_a_line_every_ten_seconds_and_one_an_epoch() -> None:
+    clock, file = Clock(), io.StringIO()
+    console = Console(file, clock=clock)
+    console.event("run", **RUN)
+    for number in range(13):
+        clock.now += 4.0
+        step(console, number)
+        if number == 9:
+            clock.now += 100.0
+            console.event("evaluate", step=0, steps=4)
+            console.event("epoch", test_accuracy=None, **EPOCH)
+    console.event("end")
+    console.close()
+    assert file.getvalue().splitlines() == [
+        "Training resnet20: 2 workers on 1 machine (cpu), 1,280 images and 10 steps an epoch, "
+        "3 epochs.",
+        "Log: runs/r/x.log",
+        "epoch 1/3, step 3/10, 1:48 left, 32 images/s, loss 1.250, accuracy 50.0%, lr 0.1",
+        "epoch 1/3, step 6/10, 1:36 left, 32 images/s, loss 1.250, accuracy 50.0%, lr 0.1",
+        "epoch 1/3, step 9/10, 1:24 left, 32 images/s, loss 1.250, accuracy 50.0%, lr 0.1",
+        "evaluation, step 1/4",
+        "epoch 1/3: 320 images/s, loss 1.500, accuracy 25.0%, lr 0.1, 0:04",
+        "epoch 2/3, step 3/10, 3:30 left, 32 images/s, loss 1.250, accuracy 50.0%, lr 0.1",
+        "Finished after 2:32.",
+    ]
+
+
+def test_a_loss_is_read_only_when_it_is_shown() -> None:
+    clock, file = Clock(), io.StringIO()
+    console = Console(file, clock=clock)
+    console.event("run", **RUN)
+    clock.now += 9.9
+    step(console, 0, loss=unread, accuracy=unread)
+    clock.now += 0.1
+    step(console, 1, loss=lambda: torch.tensor(2.0), accuracy=torch.tensor(1.0))
+    assert file.getvalue().count("loss 2.000, accuracy 100.0%") == 1
+
+
+def test_a_terminal_is_drawn_at_most_five_times_a_second() -> None:
+    clock, file = Clock(), io.StringIO()
+    console = Console(file, terminal=True, width=120, clock=clock)
+    console.event("run", **RUN)
+    for number in range(10):
+        clock.now += 0.125
+        step(console, number, loss=unread if number % 2 == 0 else 1.0)
+    assert file.getvalue().count("images/s") == 5
+
+
+def shown(output: str) -> list[str]:
+    """Return what stands on a terminal after `output`, without colours."""
+    letters = re.sub("\x1b\\[[0-9;]*m", "", output)
+    return [line.rpartition("\r\x1b[2K")[2] for line in letters.split("\n")]
+
+
+def test_on_a_terminal_the_epochs_line_takes_the_progress_lines_place() -> None:
+    clock, file = Clock(), io.StringIO()
+    console = Console(file, terminal=True, width=120, clock=clock)
+    console.event("run", **RUN)
+    for number in range(5):
+        clock.now += 1.0
+        step(console, number)
+    assert shown(file.getvalue())[-1] == (
+        "epoch 1/3  " + "━" * 12 + "─" * 12 + "  5/10  0:25 left  128 images/s  loss 1.250  "
+        "accuracy 50.0%  lr 0.1"
+    )
+    console.event("evaluate", step=0, steps=4)
+    console.event("epoch", test_accuracy=0.4321, top5=0.9, **EPOCH)
+    console.event("note", text="a [bold]note[/bold]")
+    console.close()
+    assert shown(file.getvalue())[2:] == [
+        "epoch 1/3: 320 images/s, loss 1.500, accuracy 25.0%, test accuracy 43.21%, "
+        "top-5 90.00%, lr 0.1, 0:04",
+        "a [bold]note[/bold]",
+        "",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("width", "line"),
+    [
+        (30, "epoch 1/3    1/10  128 images"),
+        (80, "epoch 1/3  ━───────────  1/10  128 images/s  loss 1.250  accuracy 50.0%  lr 0.1"),
+    ],
+)
+def test_a_progress_line_fits_the_terminal(width: int, line: str) -> None:
+    clock, file = Clock(), io.StringIO()
+    console = Console(file, terminal=True, width=width, clock=clock)
+    console.event("run", **RUN)
+    clock.now += 1.0
+    step(console, 0)
+    assert shown(file.getvalue())[-1] == line
+    assert len(line) == width - 1
+
+
+def test_closing_in_the_middle_of_an_epoch_leaves_the_terminal_at_the_start_of_a_line() -> None:
+    clock, file = Clock(), io.StringIO()
+    console = Console(file, terminal=True, width=100, clock=clock)
+    console.event("run", **RUN)
+    clock.now += 1.0
+    step(console, 0)
+    assert not file.getvalue().endswith("\n")
+    console.close()
+    console.close()
+    assert file.getvalue().endswith("\n")
+    assert "\x1b[?25l" not in file.getvalue()  # the cursor was never hidden
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_closed_pipe_ends_the_output_and_nothing_else(terminal: bool) -> None:
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as file:
+        clock = Clock()
+        console = Console(file, terminal=terminal, width=100, clock=clock)
+        console.event("run", **RUN)
+        os.close(reader)
+        for number in range(3):
+            clock.now += 11.0
+            step(console, number)
+        console.event("epoch", test_accuracy=None, **EPOCH)
+        console.close()
+
+
+@pytest.mark.parametrize(("variable", "value"), [("TERM", "dumb"), ("FORCE_COLOR", "1")])
+def test_nothing_is_drawn_over_where_that_cannot_work(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    clock, file = Clock(), io.StringIO()
+    console = Console(file, terminal=True if variable == "TERM" else None, clock=clock)
+    console.event("run", **RUN)
+    clock.now += 10.0
+    step(console, 0)
+    assert shown(file.getvalue())[-2].startswith("epoch 1/3, step 1/10, ")
+    assert "\r" not in file.getvalue()
+
+
+def test_an_old_encoding_gets_a_bar_of_ascii() -> None:
+    clock, raw = Clock(), io.BytesIO()
+    with io.TextIOWrapper(raw, encoding="ascii") as file:
+        console = Console(file, terminal=True, width=100, clock=clock)
+        console.event("run", **RUN)
+        clock.now += 1.0
+        step(console, 4)
+        assert b"############" in raw.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (754, "12:34"), (205_392, "57:03:12")]
+)
+def test_durations_are_written_like_a_clock(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_speed_is_that_of_the_last_seconds_without_the_evaluation() -> None:
+    pace = Pace(0.0)
+    look: Callable[[float], float] = pace.samples_per_second
+    pace.step(100, 1.0)
+    assert look(1.0) == 100.0
+    pace.step(300, 11.0)
+    assert look(11.0) == 30.0  # 300 in the 10 seconds since the look before
+    pace.pause(50.0)
+    pace.step(10, 51.0)
+    assert look(51.0) == 10.0
+
+
+def test_time_left_is_known_from_the_second_step_on_and_counts_evaluations() -> None:
+    pace = Pace(0.0)
+    assert pace.seconds_left(10, 5.0) is None
+    pace.step(1, 100.0)  # starting up was slow
+    assert pace.seconds_left(10, 100.0) is None
+    pace.step(1, 102.0)
+    assert pace.seconds_left(10, 102.0) == 20.0
+    assert pace.seconds_left(10, 112.0) == 120.0

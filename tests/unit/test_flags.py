@@ -1,0 +1,148 @@
+"""Command lines become configurations, Caffe2's old habits included."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.cli.flags import parse
+from paceline.cli.notes import notes
+from paceline.config.train import TrainConfig
+from paceline.errors import ConfigError
+
+
+def config_of(*words: str) -> TrainConfig:
+    return parse(TrainConfig, words, prog="paceline train", description="")
+
+
+# Caffe2's resnet50_trainer.py, its flags and defaults.
+CAFFE2_DEFAULTS = {
+    "test_data": "",
+    "db_type": "lmdb",
+    "num_channels": 3,
+    "image_size": 227,
+    "num_labels": 1000,
+    "batch_size": 32,
+    "epoch_size": 1_500_000,
+    "test_epoch_size": 50_000,
+    "num_epochs": 1000,
+    "base_learning_rate": 0.1,
+    "weight_decay": 1e-4,
+    "num_shards": 1,
+    "shard_id": 0,
+    "redis_port": 6379,
+    "num_layers": 50,
+    "dtype": "float",
+    "first_iter_timeout": 1200,
+    "timeout": 60,
+    "cudnn_workspace_limit_mb": 64,
+    "distributed_transport": "tcp",
+    "distributed_interfaces": "",
+}
+
+
+def test_defaults_are_caffe2s() -> None:
+    flat = config_of("--train_data", "null").flat()
+    assert {name: flat[name] for name in CAFFE2_DEFAULTS} == CAFFE2_DEFAULTS
+
+
+def test_flags_are_accepted_with_underscores_and_hyphens() -> None:
+    one = config_of(
+        "--train_data", "null", "--batch_size", "8", "--image-mean-per-channel", "1", "2", "3"
+    )
+    other = config_of(
+        "--train-data", "null", "--batch-size", "8", "--image_mean_per_channel", "1", "2", "3"
+    )
+    assert one == other
+    assert one.data.mean == (1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--use_cpu"], True),
+        (["--use_cpu", "True"], True),
+        (["--use-cpu=1"], True),
+        (["--use_cpu", "false"], False),
+        ([], False),
+    ],
+)
+def test_switches_may_have_a_value(words: list[str], expected: bool) -> None:
+    config = config_of("--train_data", "null", *words, "--num_gpus", "2")
+    assert config.world.use_cpu is expected
+    assert config.world.num_gpus == 2
+
+
+def test_a_switch_that_is_on_can_be_switched_off() -> None:
+    assert not config_of("--train_data", "null", "--channels_last", "0").model.channels_last
+    assert not config_of("--no_channels_last", "--train_data", "null").model.channels_last
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--batch_sise", "3"], "--batch_size"),
+        (["--batch_size", "0"], "--batch_size 0: must be at least 1"),
+        (["--num_channels", "2"], "must be 1 (grey) or 3 (RGB)"),
+        (["--image_size", "500"], "--scale 256 is smaller than --image_size 500"),
+        (["--shard_id", "1"], "--shard_id 1: must be 0 to 0"),
+        (["--num_shards", "2"], "needs a meeting place"),
+        (["--num_shards", "2", "--redis_host", "h"], "needs --run_id"),
+        (["--redis_host", "h", "--master", "h:1"], "different meeting places"),
+        (["--num_gpus", "2", "--num_workers", "2"], "say the same thing"),
+        (["--gpus", "0,zero"], "--gpus 0,zero"),
+        (["--run_id", "a/b"], "it names a folder"),
+        (["--image_std_per_channel", "0"], "must be greater than 0"),
+        (["--image_mean_per_channel", "1", "2"], "has 2 values"),
+        (["--learning_rate", "1"], "--base_learning_rate"),
+        (["--dtype", "double"], "float16"),
+    ],
+)
+def test_a_mistake_ends_with_status_2_and_says_what_is_wrong(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        config_of("--train_data", "null", *words)
+    assert exit_.value.code == 2
+    printed = capsys.readouterr()
+    assert told in " ".join((printed.err + printed.out).replace("│", " ").split())
+
+
+def test_help_has_groups_and_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        config_of("--help")
+    assert exit_.value.code == 0
+    text = capsys.readouterr().out
+    for flag in [*CAFFE2_DEFAULTS, "use_cpu", "label_smoothing", "bucket_mb"]:
+        assert f"--{flag}" in text
+    assert "data options" in text
+
+
+def test_what_was_chosen_for_the_person_is_said() -> None:
+    config = config_of(
+        "--train_data", "null", "--num_gpus", "3", "--use_nccl", "--batch_size", "32"
+    )
+    assert list(notes(config, gpus=0)) == [
+        "this machine has no GPU that torch can use: 3 CPU workers instead.",
+        "--batch_size 32 doesn't divide by 3 workers: 2 of them take 11 images a step and the "
+        "others 10.",
+        "--use_nccl has no meaning any more and changes nothing.",
+    ]
+    assert list(notes(config_of("--train_data", "null"), gpus=0)) == []
+
+
+def test_the_identity_of_a_run_is_the_same_on_all_machines_and_has_no_password() -> None:
+    words = ["--train_data", "null", "--num_shards", "2", "--run_id", "r"]
+    url = "redis://:secret@host:1/0"
+    one = config_of(*words, "--redis_url", url)
+    other = config_of(*words, "--file_store_path", "/x", "--shard_id", "1", "--num_workers", "5")
+    assert one.identity() == other.identity()
+    assert one.digest() == other.digest()
+    assert "secret" not in str(one.flat())
+    assert one.flat()["redis_url"] == "redis://host:1/0"
+
+
+def test_a_configuration_is_checked_wherever_it_is_made() -> None:
+    from paceline.config.optim import OptimConfig
+
+    with pytest.raises(ConfigError, match=r"--momentum 1\.0: must be in"):
+        OptimConfig(momentum=1.0)
