@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 
@@ -30,6 +31,10 @@ from paceline.data.synthetic import SyntheticSource
 from paceline.errors import ConfigError
 from paceline.models.decay import decay_groups
 from paceline.models.zoo import build_model
+from paceline.observe.console import Console
+from paceline.observe.csv_log import CsvLog, log_name
+from paceline.observe.events import EventFile
+from paceline.observe.fanout import Fanout
 from paceline.recorder import Recorder
 from paceline.schedule import LearningRate, base_rate
 from paceline.state.weights import load_weights, save_weights
@@ -60,16 +65,84 @@ class Sources:
             self.test.close()
 
 
-def open_sources(data: DataConfig, seed: int) -> Sources:
+def check(config: TrainConfig, gpus: int) -> None:
+    """Check what can be known before anything is written, on a machine with `gpus` GPUs.
+
+    Raises:
+        ConfigError: a path, a label, a number of samples or of GPUs.
+        DataError: not a database, or one of unknown records.
+    """
+    world = config.world
+    wanted = max(world.gpu_numbers, default=world.workers - 1)
+    if gpus and not world.use_cpu and wanted >= gpus:
+        raise ConfigError(
+            f"GPU {wanted} isn't there: this machine has {gpus}, numbered from 0; name fewer by "
+            "--gpus or --num_gpus, or compute on CPUs by --use_cpu."
+        )
+    if config.model.load_model_path and not Path(config.model.load_model_path).is_file():
+        raise ConfigError(
+            f"--load_model_path {config.model.load_model_path}: there is no such file."
+        )
+    sources = open_sources(config)
+    sources.close()
+
+
+def build_recorder(
+    config: TrainConfig, members: Members, folder: Path
+) -> tuple[Recorder, Path | None]:
+    """Make a rank's recorders, and tell where the CSV log is: rank 0 writes it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    events = EventFile(folder, members.rank)
+    if members.rank > 0:
+        return events, None
+    optim = config.optim
+    rate = base_rate(optim.base_learning_rate, config.global_batch, scale=optim.scale_lr)
+    log = CsvLog(
+        folder,
+        name=log_name(
+            config.model.short_name,
+            members.local_world_size,
+            optim.batch_size,
+            config.data.num_labels,
+            rate,
+        ),
+        parameters=config.flat(),
+        now=datetime.now(),
+    )
+    return Fanout(events, log, Console()), log.path
+
+
+def open_sources(config: TrainConfig) -> Sources:
     """Open the databases and check what can be known of them at once.
 
     Raises:
-        ConfigError: a path, a label beyond `num_labels`.
+        ConfigError: a path, a label beyond `num_labels`, other classes in the test data, or fewer
+            samples than workers.
         DataError: not a database, or one of unknown records.
     """
+    data, seed = config.data, config.optim.seed
     train = _open_source("train_data", data.train_data, data, seed)
-    test = _open_source("test_data", data.test_data, data, seed + 1) if data.test_data else None
+    if min(len(train), data.epoch_size) < config.world.workers:
+        raise ConfigError(
+            f"--train_data {data.train_data}: {min(len(train), data.epoch_size)} samples for "
+            f"{config.world.workers} workers; give each worker at least one."
+        )
+    if not data.test_data:
+        return Sources(train=train, test=None)
+    test = _open_source("test_data", data.test_data, data, seed + 1)
+    names = train.label_names, test.label_names
+    if None not in names and names[0] != names[1]:
+        raise ConfigError(
+            f"--test_data {data.test_data}: its classes {_some(names[1])} aren't those of the "
+            f"training data, {_some(names[0])}; make both of folders with the same classes."
+        )
     return Sources(train=train, test=test)
+
+
+def _some(names: tuple[str, ...] | None) -> str:
+    """Name the first few of a list."""
+    assert names is not None
+    return ", ".join(names[:5]) + (f", … ({len(names)})" if len(names) > 5 else "")
 
 
 def device_of(config: TrainConfig, local_rank: int) -> torch.device:

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.comm.communicator import Communicator, total
 from paceline.data.loader import Batch, Loader
-from paceline.observe.tally import Scores, Tally, scores
+from paceline.observe.tally import NO_TEST, Scores, Tally, scores
 from paceline.recorder import Recorder
 from paceline.sync.precision import Precision
 from paceline.sync.replica import Replica
@@ -39,11 +39,7 @@ class Trainer:
     generation: int
 
     def run(self) -> None:
-        """Train to the end.
-
-        Raises:
-            PacelineError: data, peers or disk failed.
-        """
+        """Train to the end; a failure of data, peers or disk is a `PacelineError`."""
         for epoch in range(self.epochs):
             started, rate = time.perf_counter(), self.schedule.get_last_lr()[0]
             trained = self._train_epoch(epoch)
@@ -53,13 +49,10 @@ class Trainer:
                 "epoch",
                 epoch=epoch,
                 seconds=time.perf_counter() - started,
-                samples=trained.samples,
                 batches=self.train.steps,
-                loss=trained.loss,
-                accuracy=trained.accuracy,
                 learning_rate=rate,
-                test_accuracy=tested.accuracy if tested else None,
-                top5=tested.top5 if tested else None,
+                **trained.of_training,
+                **(tested.of_test if tested else NO_TEST),
             )
             self.save()
 
@@ -73,11 +66,10 @@ class Trainer:
             self.recorder.event(
                 "step",
                 **batch.place,
+                **tally.means,
                 generation=self.generation,
                 step=epoch * self.train.steps + step,
                 steps=self.train.steps,
-                loss=tally.loss,
-                accuracy=tally.accuracy,
                 learning_rate=rate,
             )
         return scores(total(self.communicator, tally.sums, f"the sums of epoch {epoch}"))

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+NO_TEST = {"test_accuracy": None, "top5": None}  # an epoch's event without an evaluation
+
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
@@ -16,6 +18,16 @@ class Scores:
     accuracy: float
     top5: float
     samples: int
+
+    @property
+    def of_training(self) -> dict[str, float]:
+        """The fields of an epoch's event that tell how training went."""
+        return {"samples": self.samples, "loss": self.loss, "accuracy": self.accuracy}
+
+    @property
+    def of_test(self) -> dict[str, float]:
+        """The fields of an epoch's event that tell how the evaluation went."""
+        return {"test_accuracy": self.accuracy, "top5": self.top5}
 
 
 class Tally:
@@ -49,14 +61,9 @@ class Tally:
         self.sums[3] += count
 
     @property
-    def loss(self) -> Tensor:
-        """The mean loss so far, a scalar on the device."""
-        return self.sums[0] / self.sums[3]
-
-    @property
-    def accuracy(self) -> Tensor:
-        """The share of samples right at first, a scalar on the device."""
-        return self.sums[1] / self.sums[3]
+    def means(self) -> dict[str, Tensor]:
+        """Loss and accuracy so far, scalars on the device: reading them would wait for it."""
+        return {"loss": self.sums[0] / self.sums[3], "accuracy": self.sums[1] / self.sums[3]}
 
 
 def scores(sums: Tensor) -> Scores:

@@ -118,6 +118,8 @@ class AllReduce:
             self.before_read(bucket)
         if self._statistics_ticket is not None:
             self._receive_statistics()
+        if self._issued:  # an exchange of all ranks is complete: the start-up is over
+            self._communicator.steady()
         self._packed.clear()
         self._issued = 0
         self._ended = False

@@ -165,4 +165,5 @@ def _patch(target: object, name: str, function: Callable[..., Any]) -> None:
     def method(_: object, *args: object, **kwargs: object) -> object:
         return function(*args, **kwargs)
 
+    method._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # `_end` tells schedulers
     setattr(target, name, MethodType(method, target))

@@ -1,0 +1,49 @@
+"""Comparisons that a noisy machine can't fake: interleaved rounds and ratios inside a round.
+
+Whatever slows the machine for a while slows all contenders of a round, so it leaves their ratios
+alone. The median ratio is given with an interval: two that differ by less are not different.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A median and where it lies with 95 % confidence, by 10,000 bootstrap samples."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f})"
+
+
+def interleaved(
+    contenders: Mapping[str, Callable[[], float]], rounds: int
+) -> dict[str, list[float]]:
+    """Run each contender once a round, in turns at who begins.
+
+    Returns:
+        What they return, a value a round.
+    """
+    names = list(contenders)
+    results: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            results[name].append(contenders[name]())
+    return results
+
+
+def paired_ratio(above: Sequence[float], below: Sequence[float]) -> Interval:
+    """Divide round by round, and take the median."""
+    ratios = np.divide(above, below)
+    draws = np.random.default_rng(0).choice(ratios, size=(10_000, len(ratios)))
+    low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])
+    return Interval(float(np.median(ratios)), float(low), float(high))

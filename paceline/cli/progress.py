@@ -1,0 +1,87 @@
+"""How far a long job is: a bar on a terminal, a plain line every so often elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from paceline.data.ordered import Meter
+
+_REFRESH = 0.1  # seconds between two drawings of the bar
+_LINE = 10.0  # seconds between two lines
+
+
+@contextmanager
+def meter(
+    title: str, unit: str, console: Console, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Meter]:
+    """Give a function of (done, total) that shows how far the job is, its rate and time left.
+
+    Args:
+        title: what is being done.
+        unit: what is counted.
+        console: where to show it.
+        clock: seconds from any start.
+    """
+    if console.is_terminal:
+        with _bar(title, unit, console, clock) as show:
+            yield show
+    else:
+        yield _lines(title, unit, console, clock)
+
+
+@contextmanager
+def _bar(title: str, unit: str, console: Console, clock: Callable[[], float]) -> Iterator[Meter]:
+    rate = TextColumn("{task.fields[rate]}")
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TaskProgressColumn(), rate)
+    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+        task = progress.add_task(title, rate="")
+        start, shown = clock(), 0.0
+
+        def show(done: int, total: int) -> None:
+            nonlocal shown
+            now = clock()
+            if done == total or now - shown >= _REFRESH:
+                shown = now
+                speed = f"{_rate(done, now - start)} {unit}/s"
+                progress.update(task, completed=done, total=total, rate=speed)
+
+        yield show
+
+
+def _lines(title: str, unit: str, console: Console, clock: Callable[[], float]) -> Meter:
+    start = clock()
+    printed: float | None = None
+
+    def show(done: int, total: int) -> None:
+        nonlocal printed
+        now = clock()
+        if printed is not None and now - printed < _LINE and done < total:
+            return
+        line = f"{title}: {done:,} of {total:,} {unit}"
+        if printed is not None:  # the first record says nothing about the speed
+            line += f", {_rate(done, now - start)}/s, {_left(done, total, now - start)} left"
+        printed = now
+        console.print(line, highlight=False, soft_wrap=True)
+
+    return show
+
+
+def _left(done: int, total: int, seconds: float) -> timedelta:
+    return timedelta(seconds=round(seconds / done * (total - done)))
+
+
+def _rate(done: int, seconds: float) -> str:
+    return f"{done / max(seconds, 1e-3):,.0f}"

@@ -1,0 +1,79 @@
+"""`paceline train`: a supervisor on each machine, and the workers that it starts.
+
+One command line serves both: a worker is told its place by its environment. The supervisor checks
+what can be checked before anything is written, and holds the run's folder.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from paceline import build
+from paceline.cli.flags import parse
+from paceline.cli.job import train
+from paceline.cli.notes import notes
+from paceline.cluster.environment import WorkerEnvironment, read_environment
+from paceline.cluster.members import Members
+from paceline.cluster.plan import RunPlan
+from paceline.cluster.supervise import say, supervise
+from paceline.cluster.worker import run_worker
+from paceline.config.train import TrainConfig
+from paceline.state.run_folder import RunFolder, next_run_id
+
+DESCRIPTION = """Train a model on the GPUs or CPUs of this machine, or of many.
+
+examples:
+  two CPU workers, a small ResNet, images of 32 x 32 pixels:
+    paceline train --train_data cifar-train --test_data cifar-test --model resnet20
+        --image_size 32 --augment pad --num_labels 10 --batch_size 128 --num_workers 2
+  two machines with two GPUs each, which share a folder (on the other one, --shard_id 1):
+    paceline train --train_data train-lmdb --test_data test-lmdb --num_gpus 2
+        --num_shards 2 --shard_id 0 --run_id first --file_store_path /shared/meet
+  the same by a Redis server, with Caffe2's command:
+    resnet50_trainer --train_data train-lmdb --num_gpus 2
+        --num_shards 2 --shard_id 0 --run_id first --redis_host redis.lab
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command with the arguments after `train`; return its exit status.
+
+    Raises:
+        PacelineError: the caller's mistake, told before anything is written.
+    """
+    config = parse(TrainConfig, argv, prog="paceline train", description=DESCRIPTION)
+    worker = read_environment().worker
+    if worker is not None:
+        return _work(config, worker)
+    return _supervise(config, argv)
+
+
+def _supervise(config: TrainConfig, argv: Sequence[str]) -> int:
+    gpus = torch.cuda.device_count()
+    build.check(config, gpus)
+    for note in notes(config, gpus):
+        say(note)
+    output = Path(config.output.output_dir)
+    config = config.with_run_id(config.world.run_id or next_run_id(output, config.digest()))
+    folder = RunFolder(output / config.world.run_id, shard_id=config.world.shard_id)
+    folder.open(config.identity())
+    try:
+        plan = RunPlan.of(config.world, workers=config.world.workers)
+        return supervise(plan, [sys.executable, "-m", "paceline.cli.main", "train", *argv])
+    finally:
+        folder.close()
+
+
+def _work(config: TrainConfig, environment: WorkerEnvironment) -> int:
+    config = config.with_run_id(environment.run_id)
+
+    def work(members: Members, store: Store, token: str) -> None:
+        train(config, members, store)
+
+    run_worker(environment, work)
+    return 0

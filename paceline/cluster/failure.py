@@ -1,0 +1,81 @@
+"""Why a run ended: what one process tells another, and which of several reasons is the cause.
+
+When a worker fails, its peers lose their connections to it and fail too. Theirs are consequences;
+the person is told the cause, once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import traceback
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Self
+
+from torch.distributed import DistError
+
+from paceline.errors import CommTimeout, PacelineError, PeerLost
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A reason to end a run.
+
+    Attributes:
+        text: a sentence, or the traceback of an error that nobody foresaw.
+        status: the exit status that a command ends with.
+        consequence: whether it only follows from another process's failure.
+    """
+
+    text: str
+    status: int
+    consequence: bool = False
+
+    @classmethod
+    def of(cls, error: BaseException) -> Self:
+        """Describe an error: ours by its sentence, any other by its traceback."""
+        if isinstance(error, PacelineError):
+            consequence = isinstance(error, (PeerLost, CommTimeout))
+            return cls(text=str(error), status=error.status, consequence=consequence)
+        text = "".join(traceback.format_exception(error)).rstrip()
+        return cls(text=text, status=1, consequence=isinstance(error, DistError))
+
+    @classmethod
+    def of_exit(cls, whom: str, returncode: int) -> Self:
+        """Describe the end of a process that left no word; negative codes are signals."""
+        if returncode >= 0:
+            return cls(text=f"{whom} ended with status {returncode}.", status=returncode)
+        hint = ""
+        if -returncode == signal.SIGKILL:
+            hint = " If nobody did that, the machine ran out of memory: try a smaller batch."
+        name = signal.Signals(-returncode).name
+        return cls(text=f"{whom} was killed by {name}.{hint}", status=1)
+
+    def by(self, whom: str) -> Self:
+        """Return the failure with the name of who failed in front."""
+        return replace(self, text=f"{whom}: {self.text}")
+
+    def to_text(self) -> str:
+        """Return the failure as JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str | bytes) -> Self:
+        """Read what `to_text` wrote."""
+        return cls(**json.loads(text))
+
+    def write(self, path: Path) -> None:
+        """Write the failure to a file, whole or not at all."""
+        half = path.with_suffix(".tmp")
+        half.write_text(self.to_text())
+        os.replace(half, path)
+
+
+def cause(failures: Iterable[Failure]) -> Failure | None:
+    """Return the first failure that isn't another's consequence, else the first of all."""
+    failures = list(failures)
+    primary = [failure for failure in failures if not failure.consequence]
+    return next(iter(primary or failures), None)

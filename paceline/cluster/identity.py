@@ -1,0 +1,69 @@
+"""Which process on which machine, so that the same machine's processes can ask the kernel.
+
+A process number alone names nobody: numbers are used again, and each container has its own. So it
+goes with its start time, and with the kernel's boot id and the namespaces in which it has meaning.
+Linux only: the facts come from /proc.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Self
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """One process, among all that ever ran anywhere.
+
+    Attributes:
+        host: the machine's name, for people; nothing is compared with it.
+        kernel: boot id and process-number namespace: where equal, `pid` can be asked for.
+        network: boot id and network namespace: where equal, 127.0.0.1 is the same place.
+        pid: the process number.
+        started: its start, in clock ticks since boot.
+    """
+
+    host: str
+    kernel: str
+    network: str
+    pid: int
+    started: int
+
+    @classmethod
+    def of_this_process(cls) -> Self:
+        """Return the identity of the caller's process."""
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        started = _start_time(os.getpid())
+        assert started is not None
+        return cls(
+            host=socket.gethostname(),
+            kernel=f"{boot} {os.readlink('/proc/self/ns/pid')}",
+            network=f"{boot} {os.readlink('/proc/self/ns/net')}",
+            pid=os.getpid(),
+            started=started,
+        )
+
+
+def ask_kernel(who: Identity, here: Identity) -> Literal["runs", "ended", "elsewhere"]:
+    """Tell whether a process runs, if it is (or was) one of this machine's.
+
+    Args:
+        who: the process in question.
+        here: this process, or another one of this machine.
+    """
+    if who.kernel != here.kernel:
+        return "elsewhere"
+    return "runs" if _start_time(who.pid) == who.started else "ended"
+
+
+def _start_time(pid: int) -> int | None:
+    """Return field 22 of /proc/<pid>/stat, or None for one that ended, a zombie among them."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = text.rpartition(")")[2].split()  # a program's name may hold blanks and brackets
+    return None if fields[0] in "ZX" else int(fields[19])

@@ -1,0 +1,104 @@
+"""Machine 0's part of a rendezvous: open an incarnation, wait for all machines, seal the world.
+
+1. The run's last incarnation, if there was one, must be over: none of its machines alive.
+2. The new one takes its place by compare-and-set, so that of two that come at once one wins.
+3. Every machine has a claim, and its lease advances: the world is written, and final.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+from torch._C._distributed_c10d import Store
+
+from paceline.cluster.identity import Identity
+from paceline.cluster.lease_watch import LeaseWatch
+from paceline.cluster.patience import Patience, TooLate, name_machines
+from paceline.cluster.plan import RunPlan
+from paceline.cluster.records import Claim, RunRecord, World
+from paceline.cluster.seat import STORE_LIMIT, Seat, read_claims
+from paceline.cluster.store import StoreSpec, erase, open_store, peek
+from paceline.errors import ConfigError
+
+_ENDING_S = 15.0
+
+
+def take_over(seat: Seat, patience: Patience) -> None:
+    """Make the seat's incarnation the run's newest.
+
+    Raises:
+        ConfigError: the run is alive; names its machine.
+    """
+    record = RunRecord(
+        incarnation=seat.incarnation, machines=seat.plan.machines, leader=seat.claim
+    ).to_text()
+    while True:
+        found = peek(seat.run_store, "run")
+        old = None if found is None else RunRecord.from_text(found)
+        if old is not None:
+            _wait_until_over(seat, old, patience)
+        expected = "" if found is None else found.decode()
+        if seat.run_store.compare_set("run", expected, record) == record.encode():
+            if old is not None:
+                erase(seat.meeting.within(old.incarnation))
+            return
+
+
+def seal(seat: Seat, patience: Patience) -> World:
+    """Wait for all machines and write the world.
+
+    Raises:
+        TooLate: a machine didn't come; names it.
+    """
+    seat.store.set(seat.key("machine"), seat.claim.to_text())
+    watches: dict[int, LeaseWatch] = {}
+    while missing := _missing(seat, watches):
+        patience.wait(name_machines(missing, seat.plan.machines))
+    claims = tuple(watches[machine].claim for machine in range(seat.plan.machines))
+    world = World(token=secrets.token_hex(16), claims=claims)
+    seat.store.set("world", world.to_text())
+    return world
+
+
+def _missing(seat: Seat, watches: dict[int, LeaseWatch]) -> list[int]:
+    claims = read_claims(seat.store, seat.plan.machines)
+    for machine, claim in claims.items():
+        if machine not in watches or watches[machine].claim != claim:
+            watches[machine] = LeaseWatch(seat.store, claim, seat.claim.who)
+    return [
+        machine
+        for machine in range(seat.plan.machines)
+        if machine not in claims or watches[machine].verdict().state != "alive"
+    ]
+
+
+def _wait_until_over(seat: Seat, old: RunRecord, patience: Patience) -> None:
+    """Wait until no machine of an incarnation is alive; its machine 0 alive is an error at once."""
+    watches = _old_watches(seat.meeting, old, seat.claim.who)
+    ending = patience.at_most(_ENDING_S, "")
+    while watches:
+        verdicts = {watch: watch.verdict() for watch in watches}
+        for watch, verdict in verdicts.items():
+            if verdict.state == "alive" and watch.claim.id == old.leader.id:
+                raise _in_use(seat.plan, watch.claim, verdict.reason)
+        watches = [watch for watch in watches if verdicts[watch].state != "dead"]
+        if watches:
+            try:
+                ending.wait(f"the end of run {seat.plan.run_id!r} on {watches[0].claim.who.host}")
+            except TooLate:
+                reason = verdicts[watches[0]].reason
+                raise _in_use(seat.plan, watches[0].claim, reason) from None
+
+
+def _old_watches(meeting: StoreSpec, old: RunRecord, here: Identity) -> list[LeaseWatch]:
+    store: Store = open_store(meeting.within(old.incarnation), STORE_LIMIT)
+    claims = {claim.id: claim for claim in read_claims(store, old.machines).values()}
+    claims[old.leader.id] = old.leader
+    return [LeaseWatch(store, claim, here) for claim in claims.values()]
+
+
+def _in_use(plan: RunPlan, by: Claim, reason: str) -> ConfigError:
+    return ConfigError(
+        f"--run_id {plan.run_id} is in use by a live run on host {by.who.host} (process "
+        f"{by.who.pid}; {reason}): choose another, or stop that one."
+    )

@@ -1,0 +1,103 @@
+"""Who is in the world: one membership of it, as every worker knows it.
+
+Ranks are counted machine by machine: with workers (2, 3) machine 0 has ranks 0 and 1, machine 1
+has 2, 3 and 4. Machines may have different numbers of workers.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+
+@dataclass(frozen=True, kw_only=True)
+class Members:
+    """One generation of the world, seen by one worker.
+
+    Attributes:
+        generation: counts memberships; 0 is the run's first.
+        rank: this worker's number, 0 to world_size - 1.
+        world_size: the number of workers.
+        local_rank: this worker's number on its machine.
+        local_world_size: the number of workers on its machine.
+        machine: its machine's number (Caffe2's shard_id).
+        machines: the number of workers of each machine.
+        addresses: the IPv4 address at which each machine is reached by all the others.
+        hosts: the machines' names, for people to read.
+    """
+
+    generation: int
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    machine: int
+    machines: tuple[int, ...]
+    addresses: tuple[str, ...]
+    hosts: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.addresses) == len(self.hosts) == len(self.machines)
+        assert self.world_size == sum(self.machines)
+        assert self.local_world_size == self.machines[self.machine]
+        assert 0 <= self.local_rank < self.local_world_size
+        assert self.rank == sum(self.machines[: self.machine]) + self.local_rank
+
+    @classmethod
+    def on(
+        cls,
+        machine: int,
+        local_rank: int,
+        *,
+        machines: tuple[int, ...],
+        addresses: tuple[str, ...],
+        hosts: tuple[str, ...],
+        generation: int = 0,
+    ) -> Self:
+        """Return the world as worker `local_rank` of `machine` sees it."""
+        return cls(
+            generation=generation,
+            rank=sum(machines[:machine]) + local_rank,
+            world_size=sum(machines),
+            local_rank=local_rank,
+            local_world_size=machines[machine],
+            machine=machine,
+            machines=machines,
+            addresses=addresses,
+            hosts=hosts,
+        )
+
+    @classmethod
+    def alone(cls) -> Self:
+        """Return a world of one worker."""
+        return cls.on(0, 0, machines=(1,), addresses=("127.0.0.1",), hosts=("localhost",))
+
+    @property
+    def address(self) -> str:
+        """The address of this worker's machine: what its Gloo and NCCL listen on."""
+        return self.addresses[self.machine]
+
+    def machine_of(self, rank: int) -> int:
+        """Return the number of the machine that a rank runs on."""
+        assert 0 <= rank < self.world_size
+        machine = 0
+        while rank >= sum(self.machines[: machine + 1]):
+            machine += 1
+        return machine
+
+    def describe(self, rank: int) -> str:
+        """Name a rank for a person: "rank 3 on machine 1 (host)"."""
+        machine = self.machine_of(rank)
+        return f"rank {rank} on machine {machine} ({self.hosts[machine]})"
+
+    def to_text(self) -> str:
+        """Return the members as JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> Self:
+        """Read what `to_text` wrote."""
+        values: dict[str, Any] = json.loads(text)
+        lists = {name: tuple(values[name]) for name in ("machines", "addresses", "hosts")}
+        return cls(**(values | lists))

@@ -1,0 +1,224 @@
+"""A machine's supervisor: it starts the workers, watches them, and ends them all together.
+
+    open the run -> start the workers -> wait for the first of: all ended well | one failed |
+    a signal | another machine's failure -> post the reason -> end the workers -> leave
+
+Of several failures the person is told the cause, once: a lost peer is a consequence, so its
+cause is waited for, for two seconds, from this machine's other workers and from the store. The
+first reason in the store is the run's, and every machine prints it.
+
+Ending takes 5 seconds at most: SIGTERM, 3 seconds later SIGKILL, and little is waited for after
+that. A second signal kills at once.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import TypeVar
+
+from paceline.cluster.failure import Failure, cause
+from paceline.cluster.inbox import (
+    Exited,
+    Inbox,
+    Interrupted,
+    Noticed,
+    Signalled,
+    Warned,
+    signals_into,
+)
+from paceline.cluster.launch import Worker
+from paceline.cluster.plan import RunPlan
+from paceline.cluster.rendezvous import open_run
+from paceline.cluster.run import Run
+from paceline.cluster.store import STORE_ERRORS
+from paceline.errors import ConfigError, PacelineError
+
+_CAUSE_S = 2.0
+_TERM_S = 3.0
+_KILL_S = 0.5
+_POST_S = 1.0
+_LEAVE_S = 1.0
+
+_T = TypeVar("_T")
+
+
+def say(text: str) -> None:
+    """Print a line for the person, on standard error; without one, nobody reads it."""
+    with suppress(OSError):
+        print(f"paceline: {text}", file=sys.stderr, flush=True)
+
+
+def supervise(plan: RunPlan, argv: Sequence[str], *, tell: Callable[[str], None] = say) -> int:
+    """Run this machine's workers to their end; errors are told, not raised. Main thread only.
+
+    Args:
+        plan: this machine's part of the run.
+        argv: the command of a worker; its place is in its environment.
+        tell: receives lines for the person.
+
+    Returns:
+        the exit status: 0, that of the run's failure, 130 for SIGINT, 143 for SIGTERM.
+    """
+    inbox = Inbox()
+    with signals_into(inbox), tempfile.TemporaryDirectory(prefix="paceline-") as folder:
+        try:
+            run = open_run(
+                plan,
+                tell=tell,
+                notice=lambda failure: inbox.put(Noticed(failure=failure)),
+                warn=lambda text: inbox.put(Warned(text=text)),
+                pause=inbox.pause,
+            )
+        except Interrupted as end:
+            failure = _reason(end.event, f"machine {plan.machine}")
+        except PacelineError as error:
+            failure = Failure.of(error)
+        else:
+            return _Crew(plan, run, inbox, tell).work(argv, Path(folder))
+        tell(failure.text)
+        return failure.status
+
+
+class _Crew:
+    """The workers of one machine, from their start to their end."""
+
+    def __init__(self, plan: RunPlan, run: Run, inbox: Inbox, tell: Callable[[str], None]) -> None:
+        self._plan = plan
+        self._run = run
+        self._inbox = inbox
+        self._tell = tell
+        self._workers: dict[int, Worker] = {}  # those that haven't ended, as far as events say
+
+    def work(self, argv: Sequence[str], folder: Path) -> int:
+        try:
+            failure = self._start(argv, folder) or self._first_failure()
+            if failure is not None:
+                self._signal(signal.SIGTERM)
+                failure = self._post(failure)
+                self._tell(failure.text)
+            self._end()
+        finally:
+            self._signal(signal.SIGKILL)
+        self._leave(failure)
+        return 0 if failure is None else failure.status
+
+    def _start(self, argv: Sequence[str], folder: Path) -> Failure | None:
+        for local_rank in range(self._plan.workers):
+            place = self._run.worker(local_rank, folder / f"error.{local_rank}.json")
+            try:
+                self._workers[local_rank] = Worker(argv, place, self._putter(local_rank))
+            except OSError as error:
+                sentence = f"{argv[0]} can't be started: {error.strerror}; see if it is installed."
+                return Failure.of(ConfigError(sentence)).by(self._name(local_rank))
+        return None
+
+    def _putter(self, local_rank: int) -> Callable[[int], None]:
+        return lambda code: self._inbox.put(Exited(local_rank=local_rank, returncode=code))
+
+    def _first_failure(self) -> Failure | None:
+        """Wait until all workers have ended well (None), or for the reason that they won't."""
+        failures: list[Failure] = []
+        deadline: float | None = None
+        while self._workers or failures:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                break
+            failure = self._next(left)
+            if failure is None:
+                continue
+            failures.append(failure)
+            if not failure.consequence:
+                break
+            deadline = deadline or time.monotonic() + _CAUSE_S
+        return cause(failures)
+
+    def _next(self, timeout: float | None) -> Failure | None:
+        """Take the next event; return the failure in it, if it is one."""
+        event = self._inbox.get(timeout)
+        if isinstance(event, Warned):
+            self._tell(event.text)
+        elif isinstance(event, Exited):
+            worker = self._workers.pop(event.local_rank)
+            if event.returncode != 0:
+                return worker.failure(self._name(event.local_rank), event.returncode)
+        elif event is not None:
+            return _reason(event, self._machine())
+        return None
+
+    def _post(self, failure: Failure) -> Failure:
+        """Return the run's reason: this one, or the one that another machine gave before."""
+        return _within(_POST_S, lambda: self._run.post(failure)) or failure
+
+    def _end(self) -> None:
+        """Wait for the workers, which were told to end; kill them after the limit or a signal."""
+        if not self._ended_within(_TERM_S, hurry=True):
+            self._signal(signal.SIGKILL)
+            if not self._ended_within(_KILL_S, hurry=False):
+                self._tell("some workers can't be killed: they hang in the kernel.")
+
+    def _ended_within(self, limit: float, *, hurry: bool) -> bool:
+        deadline = time.monotonic() + limit
+        while self._workers:
+            left = deadline - time.monotonic()
+            event = self._inbox.get(left) if left > 0 else None
+            if isinstance(event, Exited):
+                del self._workers[event.local_rank]
+            if left <= 0 or (hurry and isinstance(event, Signalled)):
+                return False
+        return True
+
+    def _leave(self, failure: Failure | None) -> None:
+        if failure is not None:
+            _within(_LEAVE_S, lambda: self._run.leave(time.sleep, _LEAVE_S))
+            return
+        with suppress(Interrupted):  # the person doesn't want to wait for the other machines
+            try:
+                self._run.leave(self._inbox.pause, self._plan.timeout)
+            except STORE_ERRORS as error:
+                self._tell(f"the meeting place couldn't be cleaned up: {error}")
+
+    def _signal(self, number: signal.Signals) -> None:
+        for worker in self._workers.values():
+            worker.send(number)
+
+    def _name(self, local_rank: int) -> str:
+        members = self._run.members(local_rank)
+        return members.describe(members.rank)
+
+    def _machine(self) -> str:
+        return f"machine {self._plan.machine} ({self._run.formation.hosts[self._plan.machine]})"
+
+
+def _reason(event: Signalled | Noticed, machine: str) -> Failure:
+    if isinstance(event, Noticed):
+        return event.failure
+    text = f"stopped by {event.number.name} on {machine}."
+    return Failure(text=text, status=128 + event.number)
+
+
+def _within(limit: float, work: Callable[[], _T]) -> _T | None:
+    """Return what `work` returns, or None if the store fails it or keeps it waiting too long.
+
+    In the middle of ending there is nobody to help: the heartbeat has told that the store is lost.
+    """
+    results: SimpleQueue[_T | None] = SimpleQueue()
+
+    def do() -> None:
+        try:
+            results.put(work())
+        except STORE_ERRORS:
+            results.put(None)
+
+    threading.Thread(target=do, name="store", daemon=True).start()
+    try:
+        return results.get(timeout=limit)
+    except Empty:
+        return None

@@ -1,0 +1,167 @@
+"""Make a database of a folder of images.
+
+    scan → shuffle → read, check, encode (threads) → number, write → index → rename
+                     in bounded memory               in order
+
+The result is a function of the files and the settings alone, not of the number of threads. Keys
+are those of Caffe's convert_imageset, `%08d_<path>`, numbered in the order of writing, so that a
+reader from the first to the last key meets the shuffled order.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from paceline.config.db import DbCreateConfig
+from paceline.data.folders import Candidate, ClassFolders, scan, shuffled
+from paceline.data.formats import RecordFormat, encode_datum, encode_tensorprotos
+from paceline.data.image_file import DamagedImage, is_image, stored_form
+from paceline.data.index import write_index
+from paceline.data.ordered import Meter, ordered_map
+from paceline.data.source import Pixels
+from paceline.data.staging import check_destination, staged
+from paceline.data.writers import WRITE_ERRORS, WRITERS, Writer
+from paceline.errors import ConfigError, DataError
+
+_ENCODERS: dict[RecordFormat, Callable[[bytes | Pixels, int], bytes]] = {
+    "tensorprotos": encode_tensorprotos,
+    "datum": encode_datum,
+}
+_LONGEST_KEY = 511  # LMDB's limit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Created:
+    """What was written.
+
+    Attributes:
+        records: images in the database.
+        classes: the labels' names.
+        empty_classes: those without an image.
+        skipped: files that aren't images.
+        damaged: names of images left out because they are damaged.
+    """
+
+    records: int
+    classes: tuple[str, ...]
+    empty_classes: tuple[str, ...]
+    skipped: int
+    damaged: tuple[str, ...]
+
+
+def create_database(config: DbCreateConfig, meter: Meter) -> Created:
+    """Write the images of `config.folder` to a new database at `config.dest`.
+
+    Raises:
+        ConfigError: there is nothing to read, or something at the destination already.
+        DataError: an image is damaged or can't be read, or the disk is full.
+    """
+    _check_places(config.folder, config.dest)
+    found = scan(config.folder)
+    log = _Log(skipped=found.skipped)
+    with _told_as_sentences(config.dest, log), staged(config.dest) as folder:
+        with closing(WRITERS[config.db_type](folder)) as writer:
+            _write_records(config, found, writer, log, meter)
+            writer.finish()
+        write_index(
+            folder,
+            keys=log.keys,
+            labels=log.labels,
+            label_names=found.classes,
+            record_format=config.format,
+        )
+    used = set(log.labels)
+    return Created(
+        records=len(log.keys),
+        classes=found.classes,
+        empty_classes=tuple(n for i, n in enumerate(found.classes) if i not in used),
+        skipped=log.skipped,
+        damaged=tuple(log.damaged),
+    )
+
+
+@dataclass
+class _Log:
+    """What has become of the candidates so far."""
+
+    skipped: int
+    damaged: list[str] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
+    labels: list[int] = field(default_factory=list)
+
+
+def _check_places(folder: Path, dest: Path) -> None:
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} isn't a folder: give a folder of class folders.")
+    if dest.resolve().is_relative_to(folder.resolve()):
+        raise ConfigError(
+            f"{dest} lies in {folder}, whose subfolders are classes: choose a place outside."
+        )
+    check_destination(dest)
+
+
+def _write_records(
+    config: DbCreateConfig, found: ClassFolders, writer: Writer, log: _Log, meter: Meter
+) -> None:
+    candidates: Sequence[Candidate] = found.candidates
+    if config.shuffle_seed is not None:
+        candidates = shuffled(candidates, config.shuffle_seed)
+    width = max(8, len(str(len(candidates))))  # keys of any number sort as numbers
+    make = partial(_value, config)
+    with closing(ordered_map(make, candidates, workers=config.workers, meter=meter)) as values:
+        for candidate, value in zip(candidates, values, strict=True):
+            if isinstance(value, bytes):
+                key = b"%0*d_%s" % (width, len(log.keys), os.fsencode(candidate.name))
+                log.keys.append(key[:_LONGEST_KEY])
+                log.labels.append(candidate.label)
+                writer.put(log.keys[-1], value)
+            elif value is None:
+                log.skipped += 1
+            elif config.skip_damaged:
+                log.damaged.append(candidate.name)
+            else:
+                raise value
+    if not log.keys:
+        raise ConfigError(
+            f"{found.folder} holds no images in its {len(found.classes)} class folders: put JPEG, "
+            "PNG or other image files there."
+        )
+
+
+def _value(config: DbCreateConfig, candidate: Candidate) -> bytes | DataError | None:
+    """Read a file and make its record; None if it isn't an image, an error if it is damaged."""
+    path = config.folder / candidate.name
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        return DataError(f"{path} can't be read: {error.strerror}.")
+    if not is_image(data, candidate.name):
+        return None
+    try:
+        image = stored_form(data, config.encoding, config.resize)
+    except DamagedImage as error:
+        return DataError(
+            f"{path} is a damaged image: {error}. Mend or remove it, or give --skip_damaged."
+        )
+    return _ENCODERS[config.format](image, candidate.label)
+
+
+@contextmanager
+def _told_as_sentences(dest: Path, log: _Log) -> Iterator[None]:
+    """Turn what the disk and the databases raise into an error that a person can act on."""
+    try:
+        yield
+    except WRITE_ERRORS as error:
+        reason = f"stopped after {len(log.keys):,} records and nothing was left there"
+        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+        if full or os.strerror(errno.ENOSPC) in str(error):  # LMDB and LevelDB only say it
+            raise DataError(
+                f"{dest}: the disk is full; {reason}. Free space or choose another disk."
+            ) from error
+        raise DataError(f"{dest} can't be written ({error}); {reason}.") from error

@@ -1,0 +1,112 @@
+"""A folder of class folders: which classes there are and which files could be their images.
+
+    FOLDER/cat/1.jpg            label 0, "cat"
+    FOLDER/cat/2019/7.png       label 0
+    FOLDER/dog/1.jpg            label 1, "dog"
+
+A class's label is its place among the sorted names of the subfolders. Names that begin with a dot
+are no classes and no images (`.ipynb_checkpoints`, `._photo.jpg`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A file that may be an image; `name` is its path relative to the folder of all classes."""
+
+    name: str
+    label: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassFolders:
+    """The classes in the order of their labels, their files in sorted order, and what isn't one.
+
+    Attributes:
+        skipped: files beside the class folders, hidden ones, and what is neither file nor folder.
+    """
+
+    folder: Path
+    classes: tuple[str, ...]
+    candidates: tuple[Candidate, ...]
+    skipped: int
+
+
+def scan(folder: Path) -> ClassFolders:
+    """List the classes of `folder` and their files, at any depth.
+
+    A class folder may be a link, and so may an image; links to folders below a class are skipped,
+    because they can lead in a circle.
+
+    Raises:
+        ConfigError: there is no class folder, or a class's name can't be a line of a text file.
+        DataError: a folder can't be listed.
+    """
+    try:
+        return _scan(folder)
+    except OSError as error:
+        raise DataError(f"{error.filename} can't be listed: {error.strerror}.") from error
+
+
+def shuffled(candidates: Sequence[Candidate], seed: int) -> list[Candidate]:
+    """Order candidates by a hash of seed and name.
+
+    The order is the same on every machine and for every version of Python, and taking a file away
+    leaves that of the others as it was.
+    """
+
+    def place(candidate: Candidate) -> bytes:
+        return hashlib.sha256(os.fsencode(f"{seed}/{candidate.name}")).digest()
+
+    return sorted(candidates, key=place)
+
+
+def _scan(folder: Path) -> ClassFolders:
+    with os.scandir(folder) as entries:
+        names = sorted(entry.name for entry in entries)
+    classes = [n for n in names if (folder / n).is_dir() and not n.startswith(".")]
+    if not classes:
+        raise ConfigError(
+            f"{folder} has no subfolders: put the images of each class in {folder}/<class>."
+        )
+    candidates: list[Candidate] = []
+    skipped = len(names) - len(classes)
+    for label, name in enumerate(classes):
+        _check_class_name(folder, name)
+        for path in _walk(folder / name, name):
+            if path is None:
+                skipped += 1
+            else:
+                candidates.append(Candidate(path, label))
+    return ClassFolders(
+        folder=folder, classes=tuple(classes), candidates=tuple(candidates), skipped=skipped
+    )
+
+
+def _walk(folder: Path, name: str) -> Iterator[str | None]:
+    """Yield names of files below `folder`, beginning with `name`, sorted; None for skipped ones."""
+    with os.scandir(folder) as entries:
+        for entry in sorted(entries, key=lambda e: e.name):
+            if entry.name.startswith("."):
+                yield None
+            elif entry.is_dir(follow_symlinks=False):
+                yield from _walk(folder / entry.name, f"{name}/{entry.name}")
+            else:
+                yield f"{name}/{entry.name}" if entry.is_file() else None
+
+
+def _check_class_name(folder: Path, name: str) -> None:
+    if len(name.splitlines()) > 1 or any("\ud800" <= c <= "\udfff" for c in name):
+        raise ConfigError(
+            f"{str(folder / name)!r}: a class's name is written as a line of UTF-8; rename the "
+            "folder without line breaks and other bytes."
+        )

@@ -1,0 +1,173 @@
+"""Records by number over any database of keys and values: what LMDB and LevelDB have in common.
+
+    open    an index that fits?  yes → its keys      no → list all keys, save the index
+    read    number → key → value → record            whatever disagrees with the index is an error
+
+An index is believed only as far as it was checked: at open its stamp and some sampled records, the
+first among them; and every record when it is read, for its label. So the worst that an index of
+another database can do is an error that names it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.data.formats import RecordFormat, decode_record, printable
+from paceline.data.index import INDEX_NAME, load_index, read_label_names, save_index
+from paceline.data.index_file import Index
+from paceline.data.keys import KeyList
+from paceline.data.source import Record
+from paceline.errors import DataError
+
+_SAMPLED = 16  # records that are read at open: a few milliseconds, also from a disk that turns
+
+
+class Database(Protocol):
+    """What a source needs of a database. `read` may be called by several threads at once."""
+
+    def read(self, key: bytes) -> bytes | None:
+        """Read a value; None where there is no such key.
+
+        Raises:
+            DataError: the database is damaged there.
+        """
+
+    def keys(self) -> Iterator[bytes]:
+        """List all keys in the order of their bytes."""
+
+    def close(self) -> None:
+        """Release the database."""
+
+
+class IndexedSource:
+    """A `Source` over a database; see there. Owns the database and closes it."""
+
+    def __init__(self, database: Database, folder: Path, cache_dir: Path | None) -> None:
+        """Find or make the index, and check the first record.
+
+        Args:
+            database: an open database, closed if this fails.
+            folder: where it is, with its index and label names.
+            cache_dir: where its index goes if the folder can't be written.
+
+        Raises:
+            DataError: the database is damaged or empty, or its first record is of no known format.
+        """
+        self._database = database
+        self._folder = folder
+        self._index_note: str | None = None
+        try:
+            self._index = self._saved_index(cache_dir) or self._new_index(cache_dir)
+            self._names = read_label_names(folder) or self._index.label_names
+            first = self._index.keys[0]
+            _, self._format = decode_record(self._value(first), first)
+            self._fingerprint = self._digest()
+        except BaseException:
+            database.close()
+            raise
+
+    @property
+    def labels(self) -> npt.NDArray[np.int64] | None:
+        """The label of every record, of shape (records,), where the index knows them."""
+        return self._index.labels
+
+    @property
+    def label_names(self) -> tuple[str, ...] | None:
+        """The classes' names: those of labels.txt, else the index's."""
+        return self._names
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of the number of records and of some of them: equal for equal data sets."""
+        return self._fingerprint
+
+    @property
+    def format(self) -> RecordFormat:
+        """The format of the records."""
+        return self._format
+
+    @property
+    def index_note(self) -> str | None:
+        """Why the index couldn't be saved, as a sentence; None if it could."""
+        return self._index_note
+
+    def __len__(self) -> int:
+        return len(self._index.keys)
+
+    def __getitem__(self, index: int) -> Record:
+        key = self._index.keys[index]
+        record, _ = decode_record(self._value(key), key, self._format)
+        labels = self._index.labels
+        if labels is not None and record.label != labels[index]:
+            raise DataError(
+                f"Record {printable(key)} has label {record.label}, and {labels[index]} in the "
+                f"index: that is another database's. {self._remedy()}"
+            )
+        return record
+
+    def close(self) -> None:
+        """Release the database; no record may be read any more."""
+        self._database.close()
+
+    def _saved_index(self, cache_dir: Path | None) -> Index | None:
+        """Load the saved index, if the sampled records agree with it."""
+        index = load_index(self._folder, cache_dir=cache_dir)
+        if index is not None and all(self._agrees(i, index) for i in _sample(len(index.keys))):
+            return index
+        return None
+
+    def _agrees(self, i: int, index: Index) -> bool:
+        key = index.keys[i]
+        try:
+            value = self._database.read(key)
+            if value is None:
+                return False
+            record, found = decode_record(value, key)
+        except DataError:
+            return True  # damage says nothing about the index; who reads the record is told
+        known_label = record.label if index.labels is None else index.labels[i]
+        return index.format in (None, found) and record.label == known_label
+
+    def _new_index(self, cache_dir: Path | None) -> Index:
+        """List the keys, and save them for the next open."""
+        keys = KeyList.of(self._database.keys())
+        if not keys:
+            raise DataError(f"{self._folder} holds no records; write it again.")
+        _, found = decode_record(self._value(keys[0]), keys[0])
+        index = Index(keys=keys, label_names=read_label_names(self._folder), format=found)
+        self._index_note = save_index(self._folder, index, cache_dir=cache_dir)
+        return index
+
+    def _value(self, key: bytes) -> bytes:
+        value = self._database.read(key)
+        if value is None:
+            raise DataError(
+                f"Record {printable(key)} is in the index but not in the database: the index is "
+                f"another database's. {self._remedy()}"
+            )
+        return value
+
+    def _remedy(self) -> str:
+        return f"Delete {self._folder / INDEX_NAME} (and what --cache_dir has of it)."
+
+    def _digest(self) -> str:
+        keys = self._index.keys
+        digest = hashlib.sha256(str(len(keys)).encode())
+        for i in _sample(len(keys)):
+            digest.update(hashlib.sha256(keys[i]).digest())
+            try:
+                digest.update(hashlib.sha256(self._value(keys[i])).digest())
+            except DataError:  # a damaged record has no content; who reads it is told
+                continue
+        return digest.hexdigest()
+
+
+def _sample(count: int) -> list[int]:
+    """Choose up to `_SAMPLED` numbers below `count`, evenly, first and last among them."""
+    return sorted({int(i) for i in np.linspace(0, count - 1, min(count, _SAMPLED))})

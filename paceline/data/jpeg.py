@@ -1,0 +1,74 @@
+"""JPEG by libjpeg-turbo (simplejpeg), and which of its complaints make a file a damaged one.
+
+A file that ends early or whose coding is broken is damaged, although the decoder can go on with
+grey pixels. What does no harm to pixels, like some bytes too many between two markers, is not: data
+sets that everybody uses have such files.
+"""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import simplejpeg
+from PIL import Image
+
+from paceline.data.source import Pixels
+
+_HARMLESS = ("extraneous bytes", "SOS parameters", "Adobe color transform", "JFIF revision")
+
+
+def is_jpeg(data: bytes) -> bool:
+    """Whether `data` begins as a JPEG file."""
+    return data.startswith(b"\xff\xd8\xff")
+
+
+def jpeg_size(data: bytes) -> tuple[int, int]:
+    """Read (width, height) in the header.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    height, width, *_ = simplejpeg.decode_jpeg_header(data, strict=False)
+    return width, height
+
+
+def jpeg_pixels(
+    data: bytes,
+    *,
+    colorspace: str,
+    min_height: int,
+    min_width: int,
+    min_factor: int = 1,
+    fastupsample: bool = False,
+) -> Pixels:
+    """Decode, scaled down as `simplejpeg.decode_jpeg` does with the same arguments.
+
+    Returns:
+        Pixels of shape (height, width, channels).
+
+    Raises:
+        ValueError: the file is damaged; the text is the decoder's.
+        OSError: the same.
+    """
+    try:
+        pixels: Pixels = simplejpeg.decode_jpeg(
+            data,
+            colorspace=colorspace,
+            min_height=min_height,
+            min_width=min_width,
+            min_factor=min_factor,
+            fastupsample=fastupsample,
+        )
+    except ValueError as complaint:
+        if not any(words in str(complaint) for words in _HARMLESS):
+            raise
+        # simplejpeg's own `strict=False` still refuses what it finds in a file's header.
+        return _by_pillow(data, "L" if colorspace == "GRAY" else colorspace, min_factor)
+    return pixels
+
+
+def _by_pillow(data: bytes, mode: str, factor: int) -> Pixels:
+    with Image.open(io.BytesIO(data)) as image:
+        pixels = np.asarray(image.convert(mode).reduce(factor))
+    return pixels.reshape(*pixels.shape[:2], -1)

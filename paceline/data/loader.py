@@ -1,0 +1,246 @@
+"""Batches by their place in the order: read, decoded, normalised, on the device, ahead of time.
+
+    batch(epoch, step) --> share of the order --> chunks of records --> decode threads
+                                                                             |
+    Batch on the device  <--  Upload  <--  uint8 (n, height, width, channels)
+
+Nothing here iterates: a step asks for a batch by its number, and the loader has begun it if the
+question was to be expected, with the next few steps, into the next epoch if need be. A jump (going
+back to a snapshot, another world) drops what was begun. A batch depends on its number, the rank and
+the world's size; neither threads nor prefetching change a bit of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.data.augment import Transform
+from paceline.data.order import Indices, Order
+from paceline.data.samples import SampleMaker
+from paceline.data.source import Source
+from paceline.data.upload import Upload
+from paceline.errors import DataError
+
+_CHUNK = 4  # records a task: few enough to share out evenly, more than a task's own cost
+_CLOSE_LIMIT = 2.0  # seconds; Ctrl-C must end a run within five
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """A rank's share of a global batch.
+
+    Attributes:
+        images: float32, normalised, shape (n, channels, image_size, image_size), on the device.
+        labels: int64, shape (n,), on the device.
+        epoch: the epoch.
+        step: the step of the epoch.
+        first: the share's first position in the epoch's order.
+        last: the position after its last one.
+        global_count: samples of the global batch.
+    """
+
+    images: Tensor
+    labels: Tensor
+    epoch: int
+    step: int
+    first: int
+    last: int
+    global_count: int
+
+    @property
+    def count(self) -> int:
+        """Count the share's samples; where it has none, `images` is one borrowed sample."""
+        return self.last - self.first
+
+    @property
+    def weight(self) -> float:
+        """The share's part of the global batch, by which its mean loss counts."""
+        return self.count / self.global_count
+
+    @property
+    def place(self) -> dict[str, int]:
+        """The share's place in the order, as a recorder is told of it."""
+        place = {"epoch": self.epoch, "epoch_step": self.step}
+        return place | {"first": self.first, "last": self.last, "samples": self.global_count}
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A batch on its way: where it is written, and the tasks that write it."""
+
+    images: Tensor
+    labels: Tensor
+    tasks: list[Future[None]]
+
+    def cancel(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+
+
+class Loader:
+    """Makes the batches of one rank.
+
+    Args:
+        source: the records; stays the caller's to close.
+        order: which records stand where.
+        transform: what is made of an image.
+        mean: of each channel, in 0..255; one value serves all channels.
+        std: of each channel, in 0..255; one value serves all channels.
+        rank: this rank.
+        world_size: the number of ranks that share a global batch.
+        device: where batches go.
+        threads: that read and decode; at least 1.
+        prefetch: batches to make ahead.
+        num_labels: labels are 0 to num_labels - 1; None checks nothing.
+        channels_last: keep the channels of a pixel together in memory.
+        timeout: seconds that `batch` waits at most.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        order: Order,
+        transform: Transform,
+        *,
+        mean: Sequence[float],
+        std: Sequence[float],
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        threads: int,
+        prefetch: int = 2,
+        num_labels: int | None = None,
+        channels_last: bool = True,
+        timeout: float = 600.0,
+    ) -> None:
+        self._order = order
+        self._rank, self._world_size = rank, world_size
+        self._prefetch, self._timeout = prefetch, timeout
+        fill = np.clip(np.rint(mean), 0, 255).astype(np.uint8)
+        self._maker = SampleMaker(
+            source=source,
+            transform=transform,
+            fill=np.broadcast_to(fill, (transform.channels,)),
+            num_labels=num_labels,
+        )
+        self._upload = Upload(
+            mean=mean,
+            std=std,
+            channels=transform.channels,
+            width=transform.image_size,
+            device=device,
+            channels_last=channels_last,
+        )
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="paceline-decode")
+        self._begun: dict[tuple[int, int], _Work] = {}  # by (epoch, step)
+        self._indices: dict[int, Indices] = {}  # by epoch
+        # Tasks that haven't ended, dropped ones among them: nobody may close the source under them.
+        self._running: set[Future[None]] = set()
+
+    @property
+    def samples(self) -> int:
+        """Count the samples of an epoch, over all ranks."""
+        return self._order.samples
+
+    @property
+    def steps(self) -> int:
+        """Count the steps of an epoch."""
+        return self._order.steps
+
+    def batch(self, epoch: int, step: int) -> Batch:
+        """Take this rank's share of a global batch, and begin the ones after it.
+
+        Raises:
+            IndexError: the epoch has no such step.
+            DataError: a record is damaged or its label isn't below `num_labels`, or the source
+                took too long.
+        """
+        first, last = self._order.share(step, self._rank, self._world_size)
+        begin, end = self._order.batch_range(step)
+        self._begin(self._following(epoch, step))
+        work = self._begun.pop((epoch, step))
+        self._finish(work, f"epoch {epoch}, step {step}")
+        images, labels = self._upload(work.images, work.labels)
+        return Batch(
+            images=images,
+            labels=labels,
+            epoch=epoch,
+            step=step,
+            first=first,
+            last=last,
+            global_count=end - begin,
+        )
+
+    def reconfigure(self, rank: int, world_size: int) -> None:
+        """Take another place in another world from the next batch on."""
+        self._drop(keep=[])
+        self._rank, self._world_size = rank, world_size
+
+    def close(self) -> None:
+        """Stop decoding and end the threads; a read that hangs is left behind after two seconds."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        wait(list(self._running), timeout=_CLOSE_LIMIT)
+        self._begun.clear()
+
+    def _following(self, epoch: int, step: int) -> list[tuple[int, int]]:
+        """List a step and the ones to make ahead, as (epoch, step)."""
+        ahead = (divmod(step + more, self.steps) for more in range(self._prefetch + 1))
+        return [(epoch + more, at) for more, at in ahead]
+
+    def _begin(self, wanted: list[tuple[int, int]]) -> None:
+        """Begin what is wanted and not begun yet, and drop what is no longer wanted."""
+        self._drop(keep=wanted)
+        for epoch, step in wanted:
+            if (epoch, step) not in self._begun:
+                self._begun[epoch, step] = self._submit(epoch, step)
+
+    def _drop(self, keep: list[tuple[int, int]]) -> None:
+        for key in self._begun.keys() - set(keep):
+            self._begun.pop(key).cancel()
+        for epoch in self._indices.keys() - {epoch for epoch, _ in keep}:
+            del self._indices[epoch]
+
+    def _submit(self, epoch: int, step: int) -> _Work:
+        records = self._records(epoch, step)
+        transform = self._maker.transform
+        shape = len(records), transform.image_size, transform.image_size, transform.channels
+        images = self._upload.host_buffer(*shape, dtype=torch.uint8)
+        labels = self._upload.host_buffer(len(records), dtype=torch.int64)
+        tasks = []
+        for at in range(0, len(records), _CHUNK):
+            part = slice(at, at + _CHUNK)
+            slots, places = images[part].numpy(), labels[part].numpy()
+            task = self._pool.submit(self._maker.write, epoch, records[part], slots, places)
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+            tasks.append(task)
+        return _Work(images, labels, tasks)
+
+    def _records(self, epoch: int, step: int) -> Indices:
+        """List the records of this rank's share, or one borrowed record where it is empty."""
+        if epoch not in self._indices:
+            self._indices[epoch] = self._order.epoch_indices(epoch)
+        first, last = self._order.share(step, self._rank, self._world_size)
+        if first == last:
+            first, _ = self._order.batch_range(step)
+            last = first + 1
+        return self._indices[epoch][first:last]
+
+    def _finish(self, work: _Work, name: str) -> None:
+        """Wait until a batch is written, and raise what went wrong."""
+        done, waiting = wait(work.tasks, timeout=self._timeout, return_when=FIRST_EXCEPTION)
+        for task in work.tasks:
+            if task in done:
+                task.result()
+        if waiting:
+            work.cancel()
+            raise DataError(
+                f"the batch of {name} wasn't read within {self._timeout:g} s: the database's disk "
+                "or network doesn't answer"
+            )

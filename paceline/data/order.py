@@ -1,0 +1,113 @@
+"""The data order: which record stands where in which epoch, for whom.
+
+A pure function of (seed, epoch, position). It doesn't know the number of threads, the interruptions
+of a run or, until a global batch is shared out, the number of ranks: batch t holds the same records
+for 1, 2 or 7 of them, and a run goes on in the middle of an epoch by naming a step.
+
+    epoch    |<------------------- samples ------------------->|     a permutation of the records
+    batches  |    step 0    |    step 1    |    step 2    | 3  |     the short last one is trained
+    shares   | r0 | r1 | r2 | r0 | r1 | r2 | r0 | r1 | r2 |..  |     contiguous, in rank order
+
+An order is a sort by random keys, words of `splitmix`, one a record.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.data import splitmix
+from paceline.errors import ConfigError
+
+Indices = npt.NDArray[np.int64]
+Uniforms = npt.NDArray[np.float64]
+
+_ORDER, _AUGMENT = 1, 2  # purposes: their streams know nothing of each other
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """The order in which an epoch visits the records of a source.
+
+    Attributes:
+        size: records of the source.
+        batch_size: samples of a global batch, over all ranks.
+        seed: another number, another order.
+        epoch_size: samples of an epoch; at most `size` count. A smaller epoch takes a fresh subset
+            each time. None: all records.
+        shuffle: False visits the first records in their own order, as evaluation does.
+
+    Raises:
+        ConfigError: nothing to visit, or a size below 1.
+    """
+
+    size: int
+    batch_size: int
+    seed: int = 0
+    epoch_size: int | None = None
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ConfigError("the database holds no records: there is nothing to visit")
+        if self.batch_size < 1:
+            raise ConfigError(f"batch_size is {self.batch_size}; it must be at least 1")
+        if self.epoch_size is not None and self.epoch_size < 1:
+            raise ConfigError(f"epoch_size is {self.epoch_size}; it must be at least 1")
+
+    @property
+    def samples(self) -> int:
+        """Count the samples of an epoch."""
+        return self.size if self.epoch_size is None else min(self.epoch_size, self.size)
+
+    @property
+    def steps(self) -> int:
+        """Count the global batches of an epoch, the short last one included."""
+        return -(-self.samples // self.batch_size)
+
+    def epoch_indices(self, epoch: int) -> Indices:
+        """List the records of an epoch in their order, no record twice, shape (samples,)."""
+        if not self.shuffle:
+            return np.arange(self.samples, dtype=np.int64)
+        # No two words of a stream are equal, so that any sort gives the same order.
+        keys = splitmix.stream(splitmix.base(self.seed, _ORDER, epoch), self.size)
+        return np.argsort(keys)[: self.samples].astype(np.int64, copy=False)
+
+    def batch_range(self, step: int) -> tuple[int, int]:
+        """Name the global batch of a step: its first position in the epoch, and the one after it.
+
+        Raises:
+            IndexError: the epoch has no such step.
+        """
+        if not 0 <= step < self.steps:
+            raise IndexError(f"step {step} of an epoch of {self.steps} steps")
+        first = step * self.batch_size
+        return first, min(first + self.batch_size, self.samples)
+
+    def share(self, step: int, rank: int, world_size: int) -> tuple[int, int]:
+        """Name a rank's part of a global batch, as `batch_range` does.
+
+        Parts are contiguous, in rank order, and differ by one sample at most: the first ranks take
+        the larger ones. Where a batch has fewer samples than ranks, the last parts are empty.
+
+        Raises:
+            IndexError: the epoch has no such step, or the world no such rank.
+        """
+        if not 0 <= rank < world_size:
+            raise IndexError(f"rank {rank} of a world of {world_size} ranks")
+        first, last = self.batch_range(step)
+        each, larger = divmod(last - first, world_size)
+        start = first + rank * each + min(rank, larger)
+        return start, start + each + (rank < larger)
+
+
+def uniforms(seed: int, epoch: int, samples: Indices, count: int) -> Uniforms:
+    """Draw `count` numbers in [0, 1) for each sample, shape (len(samples), count).
+
+    A row depends on the seed, the epoch and its sample's number only, never on who draws it or
+    beside which others. It knows nothing of the order.
+    """
+    words = splitmix.streams(splitmix.base(seed, _AUGMENT, epoch), samples, count)
+    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53  # 53 bits fill a float64 exactly

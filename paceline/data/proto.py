@@ -1,0 +1,74 @@
+"""The protobuf messages of both record formats, built in code: no compiler, no generated files.
+
+    TensorProtos { repeated TensorProto protos = 1; }      Caffe2's native record (caffe2.proto)
+    Datum        { channels, height, width, data, … }      Caffe's record (caffe.proto)
+
+Names, field numbers and wire types are those of the two published files; fields that training
+doesn't read are left out, and protobuf passes over them. `data_type` is declared as a number, not
+as an enumeration, so that a type we don't know is still there to be named in an error. The
+messages live in a pool of their own: a program that has Caffe's modules loaded sees no conflict.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+_Field = descriptor_pb2.FieldDescriptorProto
+_PACKAGE: Final = "paceline"
+
+# TensorProto.DataType, the numbers that occur in records.
+FLOAT, INT32, BYTE, STRING, UINT8, INT64 = 1, 2, 3, 4, 6, 10
+
+# Per message: name -> (number, type, repeated, packed).
+_TENSOR_PROTO: Final = {
+    "dims": (1, _Field.TYPE_INT64, True, False),
+    "data_type": (2, _Field.TYPE_INT32, False, False),
+    "float_data": (3, _Field.TYPE_FLOAT, True, True),
+    "int32_data": (4, _Field.TYPE_INT32, True, True),
+    "byte_data": (5, _Field.TYPE_BYTES, False, False),
+    "string_data": (6, _Field.TYPE_BYTES, True, False),
+    "int64_data": (10, _Field.TYPE_INT64, True, True),
+}
+_TENSOR_PROTOS: Final = {"protos": (1, _Field.TYPE_MESSAGE, True, False)}
+_DATUM: Final = {
+    "channels": (1, _Field.TYPE_INT32, False, False),
+    "height": (2, _Field.TYPE_INT32, False, False),
+    "width": (3, _Field.TYPE_INT32, False, False),
+    "data": (4, _Field.TYPE_BYTES, False, False),
+    "label": (5, _Field.TYPE_INT32, False, False),
+    "float_data": (6, _Field.TYPE_FLOAT, True, False),
+    "encoded": (7, _Field.TYPE_BOOL, False, False),
+}
+
+
+def _message_classes() -> tuple[Any, Any]:
+    """Build the classes of TensorProtos and Datum."""
+    file = descriptor_pb2.FileDescriptorProto(
+        name="paceline/records.proto", package=_PACKAGE, syntax="proto2"
+    )
+    _declare(file, "TensorProto", _TENSOR_PROTO)
+    _declare(file, "TensorProtos", _TENSOR_PROTOS)
+    _declare(file, "Datum", _DATUM)
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    tensor_protos, datum = (
+        message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.{name}"))
+        for name in ("TensorProtos", "Datum")
+    )
+    return tensor_protos, datum
+
+
+def _declare(file: Any, name: str, fields: dict[str, tuple[int, Any, bool, bool]]) -> None:
+    message = file.message_type.add(name=name)
+    for field_name, (number, kind, repeated, packed) in fields.items():
+        field = message.field.add(name=field_name, number=number, type=kind)
+        field.label = _Field.LABEL_REPEATED if repeated else _Field.LABEL_OPTIONAL
+        if packed:
+            field.options.packed = True
+        if kind == _Field.TYPE_MESSAGE:
+            field.type_name = f".{_PACKAGE}.TensorProto"
+
+
+TensorProtos, Datum = _message_classes()

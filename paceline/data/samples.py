@@ -1,0 +1,62 @@
+"""From a record's number to its sample: read, check the label, augment, decode.
+
+What the decode threads run. A sample depends on the seed, the epoch and its record's number, never
+on the thread that makes it or on its place in a batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from paceline.data.augment import Transform
+from paceline.data.decode import decode
+from paceline.data.order import Indices, uniforms
+from paceline.data.source import Pixels, Record, Source
+from paceline.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleMaker:
+    """Makes the samples of a source.
+
+    Attributes:
+        source: the records.
+        transform: what is made of an image.
+        fill: the colour of what an image leaves empty, uint8 of shape (channels,).
+        num_labels: labels are 0 to num_labels - 1; None checks nothing.
+    """
+
+    source: Source
+    transform: Transform
+    fill: Pixels
+    num_labels: int | None
+
+    def write(self, epoch: int, records: Indices, images: Pixels, labels: Indices) -> None:
+        """Make samples of records.
+
+        Args:
+            epoch: decides with the records' numbers what is random.
+            records: their numbers, shape (n,).
+            images: receives the pixels, shape (n, image_size, image_size, channels).
+            labels: receives the labels, shape (n,).
+
+        Raises:
+            DataError: a record is damaged, or its label out of range.
+        """
+        transform = self.transform
+        numbers = uniforms(transform.seed, epoch, records, transform.draws).tolist()
+        for at, index in enumerate(records.tolist()):
+            record = self.source[index]
+            labels[at] = self._checked_label(record, index)
+            plan = partial(transform.view, numbers=numbers[at])
+            decode(record.image, plan, images[at], fill=self.fill, name=f"record {index}")
+
+    def _checked_label(self, record: Record, index: int) -> int:
+        if self.num_labels is not None and not 0 <= record.label < self.num_labels:
+            raise DataError(
+                f"record {index} has the label {record.label}; with num_labels {self.num_labels} "
+                f"labels are 0 to {self.num_labels - 1}: change num_labels, or write the database "
+                "anew"
+            )
+        return record.label

@@ -1,0 +1,70 @@
+"""Made-up images, for measuring a step without a database (`--train_data null`).
+
+Record i is a pure function of (seed, i), as a record of a database is: raw noise from SplitMix64
+and a label from the same stream. Making one costs less than decoding a file of its size.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.data import splitmix
+from paceline.data.source import Record
+
+_IMAGE = 3  # a purpose beside those of the order
+
+
+class SyntheticSource:
+    """Noise images with random labels, made when they are read.
+
+    Args:
+        records: how many there are.
+        image_size: height and width in pixels.
+        channels: 1 (grey) or 3 (RGB).
+        num_labels: labels are 0 to num_labels - 1.
+        seed: other seeds give other images.
+    """
+
+    def __init__(
+        self, records: int, image_size: int, channels: int, num_labels: int, seed: int = 0
+    ) -> None:
+        self._records = records
+        self._shape = (image_size, image_size, channels)
+        self._num_labels = num_labels
+        self._seed = seed
+
+    @property
+    def labels(self) -> npt.NDArray[np.int64] | None:
+        """Know no labels in advance: they are made with their images."""
+        return None
+
+    @property
+    def label_names(self) -> tuple[str, ...] | None:
+        """Know no names."""
+        return None
+
+    @property
+    def fingerprint(self) -> str:
+        """Name all that the images depend on."""
+        shape = "x".join(map(str, self._shape))
+        return f"synthetic-{self._records}-{shape}-{self._num_labels}-{self._seed}"
+
+    def __len__(self) -> int:
+        return self._records
+
+    def __getitem__(self, index: int) -> Record:
+        """Make a record: eight pixels' bytes from each random word, the label from the first.
+
+        Raises:
+            IndexError: there is no such record.
+        """
+        if not 0 <= index < self._records:
+            raise IndexError(f"record {index} of {self._records}")
+        size = int(np.prod(self._shape))
+        words = splitmix.stream(splitmix.base(self._seed, _IMAGE, index), 1 + -(-size // 8))
+        pixels = words[1:].astype("<u8", copy=False).view(np.uint8)[:size].reshape(self._shape)
+        return Record(image=pixels, label=int(words[0] % np.uint64(self._num_labels)))
+
+    def close(self) -> None:
+        """Release nothing."""

@@ -1,0 +1,202 @@
+"""One suite over the three stores: shared folder, Redis, TCP; the last is torch's own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from paceline.cluster.store import StoreSpec, erase, open_store, peek
+from tests.harness.stores import LIMIT, on_processes, store_of
+
+KINDS = ["folder", "redis", "tcp"]
+BINARY = bytes(range(256)) * 3
+
+
+@pytest.fixture(params=KINDS)
+def spec(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoreSpec]:
+    with store_of(request.param, tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def store(spec: StoreSpec) -> Store:
+    return open_store(spec, LIMIT)
+
+
+def test_values_come_back_byte_by_byte(store: Store) -> None:
+    for key, value in {"a": BINARY, "b/c": b"", "big": BINARY * 2000, "text": "é"}.items():
+        store.set(key, value)
+        assert store.get(key) == (value.encode() if isinstance(value, str) else value)
+
+
+@pytest.mark.parametrize("key", ["a/b/../c", ".", "ключ", "a b=c%2F", "long/" * 100])
+def test_any_text_is_a_key_of_its_own(store: Store, key: str) -> None:
+    store.set(key, "one")
+    store.set(key + "'", "another")
+    assert store.get(key) == b"one"
+
+
+def test_the_last_value_set_is_the_value(store: Store, spec: StoreSpec) -> None:
+    reader = open_store(spec, LIMIT)
+    for number in range(5):
+        store.set("k", str(number))
+        assert reader.get("k") == str(number).encode()
+
+
+def test_get_waits_until_somebody_sets_the_key(store: Store, spec: StoreSpec) -> None:
+    waits = threading.Event()
+
+    def set_later() -> None:
+        waits.wait()
+        open_store(spec, LIMIT).set("late", "value")
+
+    thread = threading.Thread(target=set_later)
+    thread.start()
+    waits.set()
+    assert store.get("late") == b"value"
+    thread.join()
+
+
+def test_waiting_ends_at_its_limit(store: Store) -> None:
+    store.set("there", "1")
+    begin = time.monotonic()
+    with pytest.raises(dist.DistStoreError, match=r"never"):
+        store.wait(["there", "never"], timedelta(seconds=0.2))
+    assert 0.15 < time.monotonic() - begin < 5
+
+
+def test_get_ends_at_the_stores_own_limit(spec: StoreSpec) -> None:
+    store = open_store(spec, LIMIT)
+    store.set_timeout(timedelta(seconds=0.2))
+    with pytest.raises(dist.DistStoreError):
+        store.get("never")
+
+
+def test_check_wants_all_keys(store: Store) -> None:
+    store.set("a", "1")
+    store.set("b", "2")
+    assert store.check(["a", "b"])
+    assert not store.check(["a", "c"])
+    assert peek(store, "c") is None
+
+
+@pytest.mark.parametrize(
+    ("before", "expected", "desired", "after"),
+    [
+        (None, "", "new", b"new"),
+        (None, "old", "new", b"old"),  # torch's stores say so, and set nothing
+        ("old", "old", "new", b"new"),
+        ("old", "other", "new", b"old"),
+        ("old", "", "new", b"old"),
+    ],
+)
+def test_compare_set_sets_only_what_it_expected(
+    store: Store, before: str | None, expected: str, desired: str, after: bytes
+) -> None:
+    if before is not None:
+        store.set("k", before)
+    assert store.compare_set("k", expected, desired) == after
+    assert peek(store, "k") == (None if (before, expected) == (None, "old") else after)
+
+
+def test_counters_start_at_nothing_and_can_be_read(store: Store) -> None:
+    assert store.add("n", 0) == 0
+    assert store.add("n", 7) == 7
+    assert store.add("n", -3) == 4
+    assert store.get("n") == b"4"
+
+
+def test_append_and_several_at_once(store: Store) -> None:
+    store.append("a", b"one")  # type: ignore[attr-defined]  # missing in torch's stubs
+    store.append("a", BINARY)  # type: ignore[attr-defined]
+    store.multi_set(["b", "c"], ["2", "3"])  # type: ignore[attr-defined]
+    assert store.multi_get(["c", "a", "b"]) == [b"3", b"one" + BINARY, b"2"]
+
+
+def test_deleted_keys_are_gone_and_can_come_back(store: Store) -> None:
+    store.set("kept", "1")
+    count = store.num_keys()
+    store.set("k", "1")
+    assert store.num_keys() == count + 1
+    assert store.delete_key("k")
+    assert not store.delete_key("k")
+    assert not store.check(["k"])
+    assert store.num_keys() == count
+    assert store.compare_set("k", "", "2") == b"2"
+
+
+def test_a_space_holds_only_its_own(spec: StoreSpec) -> None:
+    outer, inner = (open_store(s, LIMIT) for s in (spec, spec.within("inner")))
+    outer.set("k", "outer")
+    inner.set("k", "inner")
+    assert (outer.get("k"), inner.get("k")) == (b"outer", b"inner")
+    erase(spec.within("inner"))
+    assert outer.get("k") == b"outer"
+    if spec.kind != "tcp":  # that one goes with its server
+        assert not open_store(spec.within("inner"), LIMIT).check(["k"])
+
+
+def test_a_spec_survives_its_text(spec: StoreSpec) -> None:
+    assert StoreSpec.from_text(spec.to_text()) == spec
+    assert spec.address not in repr(spec)
+
+
+def add_often(store: Store, number: int, count: int) -> list[int]:
+    return [store.add("n", 1) for _ in range(25)]
+
+
+def test_no_addition_of_four_processes_is_lost(spec: StoreSpec) -> None:
+    seen = on_processes(spec, 4, add_often)
+    assert sorted(chain.from_iterable(seen)) == list(range(1, 101))
+    assert all(values == sorted(values) for values in seen)
+
+
+def claim_places(store: Store, number: int, count: int) -> list[bytes]:
+    return [store.compare_set(f"place/{i}", "", f"process {number}") for i in range(10)]
+
+
+def test_one_of_four_processes_gets_each_place(spec: StoreSpec) -> None:
+    seen = on_processes(spec, 4, claim_places)
+    store = open_store(spec, LIMIT)
+    final = [store.get(f"place/{i}") for i in range(10)]
+    assert seen == [final] * 4
+
+
+def count_by_compare_set(store: Store, number: int, count: int) -> None:
+    for _ in range(20):
+        while True:
+            value = peek(store, "n") or b""
+            # The writer's name makes each value unique: that it stands means that we set it.
+            wanted = f"{int(value.split()[0] or b'0') + 1 if value else 1} {number}"
+            if store.compare_set("n", value.decode(), wanted) == wanted.encode():
+                break
+
+
+def test_no_compare_set_of_four_processes_overwrites_another(spec: StoreSpec) -> None:
+    on_processes(spec, 4, count_by_compare_set)
+    assert open_store(spec, LIMIT).get("n").split()[0] == b"80"
+
+
+def sum_of_ranks(store: Store, number: int, count: int) -> list[float]:
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=30)
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    generation = PrefixStore("generation/0", store)
+    group = dist.ProcessGroupGloo(generation, number, count, options)
+    tensor = torch.tensor([1.0, float(number)])
+    group.allreduce([tensor]).wait()
+    group.barrier().wait()
+    return tensor.tolist()
+
+
+def test_gloo_finds_its_peers_through_it(spec: StoreSpec) -> None:
+    assert on_processes(spec, 4, sum_of_ranks) == [[4.0, 6.0]] * 4

@@ -1,0 +1,92 @@
+"""What a folder of class folders is taken for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.data.folders import Candidate, scan, shuffled
+from paceline.errors import ConfigError
+from tests.harness.image_folder import put
+
+
+def test_labels_are_the_places_of_the_sorted_class_names(tmp_path: Path) -> None:
+    for name in ("zebra/1.jpg", "ant/2.jpg", "Bee/1.jpg", "ant/10.jpg", "ant/1.jpg"):
+        put(tmp_path, name, b"")
+    found = scan(tmp_path)
+    assert found.classes == ("Bee", "ant", "zebra")
+    assert [(c.name, c.label) for c in found.candidates] == [
+        ("Bee/1.jpg", 0),
+        ("ant/1.jpg", 1),
+        ("ant/10.jpg", 1),
+        ("ant/2.jpg", 1),
+        ("zebra/1.jpg", 2),
+    ]
+
+
+def test_images_are_found_at_any_depth(tmp_path: Path) -> None:
+    put(tmp_path, "a/2019/summer/1.jpg", b"")
+    put(tmp_path, "a/1.jpg", b"")
+    assert [c.name for c in scan(tmp_path).candidates] == ["a/1.jpg", "a/2019/summer/1.jpg"]
+
+
+def test_hidden_names_files_beside_the_classes_and_linked_circles_are_skipped(
+    tmp_path: Path,
+) -> None:
+    put(tmp_path, "a/1.jpg", b"")
+    put(tmp_path, "a/._1.jpg", b"")
+    put(tmp_path, ".ipynb_checkpoints/1.jpg", b"")
+    put(tmp_path, "README", b"")
+    (tmp_path / "a" / "again").symlink_to(tmp_path / "a", target_is_directory=True)
+    found = scan(tmp_path)
+    assert found.classes == ("a",)
+    assert [c.name for c in found.candidates] == ["a/1.jpg"]
+    assert found.skipped == 4
+
+
+def test_a_class_and_an_image_may_be_links(tmp_path: Path) -> None:
+    put(tmp_path, "elsewhere/cats/1.jpg", b"")
+    (tmp_path / "all").mkdir()
+    (tmp_path / "all/cat").symlink_to(tmp_path / "elsewhere/cats")
+    (tmp_path / "all/dog").mkdir()
+    (tmp_path / "all/dog/2.jpg").symlink_to(tmp_path / "elsewhere/cats/1.jpg")
+    assert [c.name for c in scan(tmp_path / "all").candidates] == ["cat/1.jpg", "dog/2.jpg"]
+
+
+def test_a_class_without_images_keeps_its_label(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    put(tmp_path, "b/1.jpg", b"")
+    found = scan(tmp_path)
+    assert found.classes == ("a", "b")
+    assert found.candidates == (Candidate("b/1.jpg", 1),)
+
+
+def test_images_without_class_folders_are_an_error_that_says_where_to_put_them(
+    tmp_path: Path,
+) -> None:
+    put(tmp_path, "1.jpg", b"")
+    with pytest.raises(ConfigError, match=r"no subfolders: put the images of each class in"):
+        scan(tmp_path)
+
+
+@pytest.mark.parametrize("name", [b"two\nlines", b"latin-\xe9"])
+def test_a_class_name_that_is_no_line_of_text_is_refused(tmp_path: Path, name: bytes) -> None:
+    import os
+
+    os.mkdir(os.fsencode(tmp_path) + b"/" + name)
+    with pytest.raises(ConfigError, match="line of UTF-8"):
+        scan(tmp_path)
+
+
+def test_the_shuffled_order_never_changes() -> None:
+    candidates = [Candidate(f"a/{i}.jpg", 0) for i in range(8)]
+    # Printed by: for i in 0..7, sha256("7/a/<i>.jpg"), sorted by digest (shell: sha256sum).
+    assert [c.name[2] for c in shuffled(candidates, 7)] == list("76014325")
+    assert shuffled(candidates, 8) != shuffled(candidates, 7)
+
+
+def test_taking_a_file_away_leaves_the_order_of_the_others() -> None:
+    candidates = [Candidate(f"a/{i}.jpg", 0) for i in range(100)]
+    whole = shuffled(candidates, 0)
+    assert shuffled(candidates[1:], 0) == [c for c in whole if c != candidates[0]]

@@ -1,0 +1,89 @@
+"""Who counts as alive: the judgement over what one reader saw on its own clock."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import replace
+
+import pytest
+
+from paceline.cluster.identity import Identity, ask_kernel
+from paceline.cluster.lease import LeaseOptions, Observation, judge
+
+OPTIONS = LeaseOptions(limit=5.0)
+HERE = Identity.of_this_process()
+FAR = replace(HERE, kernel="another machine's boot", pid=1, started=1)
+
+
+def watch(readings: list[tuple[float, bytes | None]], who: Identity = FAR) -> Observation:
+    """Observe a counter at the given times."""
+    (now, counter), *later = readings
+    seen = Observation.first(who, HERE, counter, now)
+    for now, counter in later:
+        seen = seen.then(who, HERE, counter, now)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("readings", "now", "state", "reason"),
+    [
+        # One reading says nothing: a dead run's counter stands in the store like a live one's.
+        ([(0, b"900")], 0.5, "unknown", "watched for 0.5 s only"),
+        ([(0, b"900")], 5.1, "dead", "stood still for 5.1 s"),
+        ([(0, None)], 5.1, "dead", "stood still for 5.1 s"),
+        ([(0, b"1"), (1, b"1")], 1.0, "unknown", "watched for 1.0 s only"),
+        ([(0, b"1"), (1, b"2")], 1.5, "alive", "advanced 0.5 s ago"),
+        ([(0, None), (1, b"1")], 1.5, "alive", "advanced 0.5 s ago"),
+        # A counter may begin anew: that it changed is what counts.
+        ([(0, b"900"), (1, b"1")], 1.5, "alive", "advanced 0.5 s ago"),
+        ([(0, b"1"), (1, b"2"), (4, b"2")], 5.9, "alive", "advanced 4.9 s ago"),
+        ([(0, b"1"), (1, b"2"), (4, b"2")], 6.1, "dead", "stood still for 5.1 s"),
+        ([(0, b"1"), (1, b"2"), (9, b"3")], 9.0, "alive", "advanced 0.0 s ago"),
+    ],
+)
+def test_a_lease_is_judged_by_its_advance_on_the_readers_clock(
+    readings: list[tuple[float, bytes | None]], now: float, state: str, reason: str
+) -> None:
+    verdict = judge(watch(readings), now, OPTIONS)
+    assert (verdict.state, reason in verdict.reason) == (state, True), verdict
+
+
+@pytest.mark.parametrize("offset", [-1e6, 0.0, 1e9])
+def test_only_differences_of_one_clock_matter(offset: float) -> None:
+    readings: list[tuple[float, bytes | None]] = [(offset, b"1"), (offset + 1, b"2")]
+    assert judge(watch(readings), offset + 2, OPTIONS).state == "alive"
+    assert judge(watch(readings), offset + 7, OPTIONS).state == "dead"
+
+
+def test_on_the_same_machine_a_running_process_is_alive_at_once() -> None:
+    assert judge(watch([(0, b"1")], HERE), 0, OPTIONS).state == "alive"
+
+
+def test_on_the_same_machine_an_ended_process_is_dead_at_once() -> None:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        text = open(f"/proc/{process.pid}/stat").read()
+        started = int(text.rpartition(")")[2].split()[19])
+        who = replace(HERE, pid=process.pid, started=started)
+        assert ask_kernel(who, HERE) == "runs"
+        process.kill()
+    assert judge(watch([(0, b"1"), (0.1, b"2")], who), 0.1, OPTIONS).state == "dead"
+
+
+def test_a_process_that_nobody_reaped_yet_has_ended() -> None:
+    with subprocess.Popen(["true"], stdout=subprocess.PIPE) as process:
+        text = open(f"/proc/{process.pid}/stat").read()
+        who = replace(HERE, pid=process.pid, started=int(text.rpartition(")")[2].split()[19]))
+        assert process.stdout is not None
+        process.stdout.read()  # its output ends a moment before it does
+        while ask_kernel(who, HERE) == "runs":
+            pass
+        assert process.returncode is None
+        assert ask_kernel(who, HERE) == "ended"
+
+
+def test_a_number_that_another_process_got_since_names_nobody() -> None:
+    assert ask_kernel(replace(HERE, started=HERE.started - 1), HERE) == "ended"
+
+
+def test_another_machines_process_number_means_nothing_here() -> None:
+    assert ask_kernel(replace(FAR, pid=HERE.pid, started=HERE.started), HERE) == "elsewhere"

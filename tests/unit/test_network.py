@@ -1,0 +1,86 @@
+"""Which addresses are offered, tried and chosen."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from paceline.cluster.network import Doorbell, candidates, choose, interfaces, reach
+from paceline.errors import CommError, ConfigError
+
+TOKEN = "0123456789abcdef"
+LAN = {"lo": "127.0.0.1", "eth0": "10.0.0.5", "docker0": "172.17.0.1"}
+
+
+def test_the_loopback_is_among_the_interfaces() -> None:
+    assert interfaces()["lo"] == "127.0.0.1"
+
+
+def test_all_interfaces_but_the_loopback_are_offered() -> None:
+    assert candidates(LAN, ()) == ("10.0.0.5", "172.17.0.1")
+
+
+def test_named_interfaces_alone_are_offered_in_their_order() -> None:
+    assert candidates(LAN, ("docker0", "lo")) == ("172.17.0.1", "127.0.0.1")
+
+
+def test_an_interface_that_isnt_there_is_refused_with_those_that_are() -> None:
+    with pytest.raises(ConfigError, match=r"interfaces ib0: .*it has lo, eth0, docker0"):
+        candidates(LAN, ("ib0",))
+
+
+def test_a_machine_without_a_network_is_told_so() -> None:
+    with pytest.raises(ConfigError, match=r"no network interface"):
+        candidates({"lo": "127.0.0.1"}, ())
+
+
+def test_a_peer_is_reached_at_the_addresses_where_it_listens() -> None:
+    with Doorbell() as bell:
+        bell.answer(TOKEN, 1)
+        # 127.0.0.9 reaches the bell, too; at port 1 nobody listens.
+        peers = {1: (["127.0.0.1", "127.0.0.9"], bell.port), 2: (["127.0.0.1"], 1)}
+        assert reach(TOKEN, 0, peers) == {1: ["127.0.0.1", "127.0.0.9"], 2: []}
+
+
+def test_another_machine_behind_an_address_is_not_taken_for_the_peer() -> None:
+    with Doorbell() as bell:
+        bell.answer(TOKEN, 3)
+        assert reach(TOKEN, 0, {1: (["127.0.0.1"], bell.port)}) == {1: []}
+
+
+def test_another_runs_machine_is_not_taken_for_the_peer() -> None:
+    with Doorbell() as bell:
+        bell.answer("another token", 1)
+        assert reach(TOKEN, 0, {1: (["127.0.0.1"], bell.port)}) == {1: []}
+
+
+def test_strangers_get_no_answer_and_stop_nobody() -> None:
+    with Doorbell() as bell:
+        bell.answer(TOKEN, 1)
+        for message in (b"GET / HTTP/1.1\r\n\r\n".ljust(48), b"x" * 1000, b""):
+            with socket.create_connection(("127.0.0.1", bell.port), timeout=5) as stranger:
+                stranger.sendall(message)
+                stranger.shutdown(socket.SHUT_WR)
+                try:
+                    assert stranger.recv(100) == b""
+                except ConnectionResetError:
+                    pass  # what it sent was more than was read
+        assert reach(TOKEN, 0, {1: (["127.0.0.1"], bell.port)}) == {1: ["127.0.0.1"]}
+
+
+def test_each_machines_address_is_the_first_that_all_others_reached() -> None:
+    offered = [["10.0.0.1", "10.9.0.1"], ["172.17.0.1", "10.0.0.2"], ["10.0.0.3"]]
+    reached = [
+        {1: ["10.0.0.2"], 2: ["10.0.0.3"]},
+        {0: ["10.0.0.1", "10.9.0.1"], 2: ["10.0.0.3"]},
+        {0: ["10.9.0.1"], 1: ["172.17.0.1", "10.0.0.2"]},
+    ]
+    assert choose(offered, reached) == ("10.9.0.1", "10.0.0.2", "10.0.0.3")
+
+
+def test_a_machine_that_another_cant_reach_is_named_with_it() -> None:
+    reached = [{1: ["10.0.0.2"], 2: []}, {0: ["10.0.0.1"], 2: ["10.0.0.3"]}]
+    reached.append({0: ["10.0.0.1"], 1: ["10.0.0.2"]})
+    with pytest.raises(CommError, match=r"Machine 2 can't be reached from machine 0 .*10.0.0.3"):
+        choose([["10.0.0.1"], ["10.0.0.2"], ["10.0.0.3"]], reached)
