@@ -30,7 +30,7 @@ from paceline.data.source import Source
 from paceline.data.synthetic import SyntheticSource
 from paceline.errors import ConfigError
 from paceline.models.decay import decay_groups
-from paceline.models.zoo import build_model
+from paceline.models.zoo import build_model, model_factory
 from paceline.observe.console import Console
 from paceline.observe.csv_log import CsvLog, log_name
 from paceline.observe.events import EventFile
@@ -65,11 +65,14 @@ class Sources:
             self.test.close()
 
 
-def check(config: TrainConfig, gpus: int) -> None:
+def check(config: TrainConfig, gpus: int) -> list[str]:
     """Check what can be known before anything is written, on a machine with `gpus` GPUs.
 
+    Returns:
+        what a person should know, in sentences.
+
     Raises:
-        ConfigError: a path, a label, a number of samples or of GPUs.
+        ConfigError: a path, a label, a model, a number of samples or of GPUs.
         DataError: not a database, or one of unknown records.
     """
     world = config.world
@@ -83,8 +86,11 @@ def check(config: TrainConfig, gpus: int) -> None:
         raise ConfigError(
             f"--load_model_path {config.model.load_model_path}: there is no such file."
         )
+    channels = config.data.num_channels
+    model_factory(config.model.name, num_labels=config.data.num_labels, num_channels=channels)
     sources = open_sources(config)
     sources.close()
+    return [s.index_note for s in (sources.train, sources.test) if s and s.index_note]
 
 
 def build_recorder(

@@ -54,17 +54,20 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _supervise(config: TrainConfig, argv: Sequence[str]) -> int:
+    sys.path.insert(0, "")  # somebody's own model is found where they stand, as by `python -m`
     gpus = torch.cuda.device_count()
-    build.check(config, gpus)
-    for note in notes(config, gpus):
-        say(note)
     output = Path(config.output.output_dir)
     config = config.with_run_id(config.world.run_id or next_run_id(output, config.digest()))
     folder = RunFolder(output / config.world.run_id, shard_id=config.world.shard_id)
-    folder.open(config.identity())
+    folder.check(config.identity())
+    for note in [*notes(config, gpus), *build.check(config, gpus)]:
+        say(note)
     try:
-        plan = RunPlan.of(config.world, workers=config.world.workers)
-        return supervise(plan, [sys.executable, "-m", "paceline.cli.main", "train", *argv])
+        return supervise(
+            RunPlan.of(config.world, workers=config.world.workers),
+            [sys.executable, "-m", "paceline.cli.main", "train", *argv],
+            formed=lambda: folder.open(config.identity()),
+        )
     finally:
         folder.close()
 

@@ -56,13 +56,21 @@ def say(text: str) -> None:
         print(f"paceline: {text}", file=sys.stderr, flush=True)
 
 
-def supervise(plan: RunPlan, argv: Sequence[str], *, tell: Callable[[str], None] = say) -> int:
+def supervise(
+    plan: RunPlan,
+    argv: Sequence[str],
+    *,
+    tell: Callable[[str], None] = say,
+    formed: Callable[[], None] = lambda: None,
+) -> int:
     """Run this machine's workers to their end; errors are told, not raised. Main thread only.
 
     Args:
         plan: this machine's part of the run.
         argv: the command of a worker; its place is in its environment.
         tell: receives lines for the person.
+        formed: called once all machines are there, before a worker starts; a `PacelineError` of
+            it ends the run on all machines.
 
     Returns:
         the exit status: 0, that of the run's failure, 130 for SIGINT, 143 for SIGTERM.
@@ -82,7 +90,7 @@ def supervise(plan: RunPlan, argv: Sequence[str], *, tell: Callable[[str], None]
         except PacelineError as error:
             failure = Failure.of(error)
         else:
-            return _Crew(plan, run, inbox, tell).work(argv, Path(folder))
+            return _Crew(plan, run, inbox, tell).work(argv, Path(folder), formed)
         tell(failure.text)
         return failure.status
 
@@ -97,9 +105,9 @@ class _Crew:
         self._tell = tell
         self._workers: dict[int, Worker] = {}  # those that haven't ended, as far as events say
 
-    def work(self, argv: Sequence[str], folder: Path) -> int:
+    def work(self, argv: Sequence[str], folder: Path, formed: Callable[[], None]) -> int:
         try:
-            failure = self._start(argv, folder) or self._first_failure()
+            failure = self._prepare(formed) or self._start(argv, folder) or self._first_failure()
             if failure is not None:
                 self._signal(signal.SIGTERM)
                 failure = self._post(failure)
@@ -109,6 +117,14 @@ class _Crew:
             self._signal(signal.SIGKILL)
         self._leave(failure)
         return 0 if failure is None else failure.status
+
+    def _prepare(self, formed: Callable[[], None]) -> Failure | None:
+        try:
+            formed()
+        except PacelineError as error:
+            failure = Failure.of(error)
+            return failure if self._plan.machines == 1 else failure.by(self._machine())
+        return None
 
     def _start(self, argv: Sequence[str], folder: Path) -> Failure | None:
         for local_rank in range(self._plan.workers):

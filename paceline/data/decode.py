@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 import numpy as np
 import simplejpeg
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from paceline.data.augment import Box, View
 from paceline.data.color import jittered
@@ -61,7 +61,7 @@ def _opened(
 ) -> tuple[Pixels, View, Box]:
     """Find an image's pixels, perhaps scaled down, the plan, and the plan's box in them."""
     if isinstance(image, bytes):
-        size = _turbojpeg_size(image, name)
+        size = _turbojpeg_size(image)
         if size is not None:
             view = plan(*size)
             factor = _factor(view)
@@ -79,14 +79,14 @@ def _opened(
     return pixels, view, view.box
 
 
-def _turbojpeg_size(data: bytes, name: str) -> tuple[int, int] | None:
-    """Read (width, height); None for what Pillow decodes: other formats, inks."""
+def _turbojpeg_size(data: bytes) -> tuple[int, int] | None:
+    """Read (width, height); None for what Pillow decodes: other formats, inks, what is unusual."""
     if not is_jpeg(data):
         return None
     try:
         height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data, strict=False)
-    except ValueError as error:
-        raise _damaged(name, error) from error
+    except (ValueError, KeyError):  # KeyError: a ratio of colour to light that it has no name for
+        return None
     return None if colorspace in ("CMYK", "YCCK") else (width, height)
 
 
@@ -125,6 +125,8 @@ def _by_pillow(data: bytes, channels: int, name: str) -> Pixels:
     try:
         with Image.open(io.BytesIO(data)) as image:
             return _converted(image, channels)
+    except UnidentifiedImageError as error:
+        raise DataError(f"{name} can't be decoded: it is no image of a known format") from error
     except Exception as error:  # Pillow's decoders raise a dozen kinds on strangers' bytes
         raise _damaged(name, error) from error
 
@@ -134,7 +136,7 @@ def _converted(image: Image.Image, channels: int) -> Pixels:
     if image.mode.startswith("I"):  # 16 bits a pixel: Pillow would clip to 255 instead of scaling
         sixteen = np.asarray(image).astype(np.int64)
         image = Image.fromarray(np.clip(sixteen >> 8, 0, 255).astype(np.uint8))
-    if image.mode == "P":  # Pillow warns of a palette's transparency unless it has a place to go
+    if image.mode == "P":  # some Pillows warn of transparency that has no place to go
         image = image.convert("RGBA")
     pixels: Pixels = np.asarray(image.convert("L" if channels == 1 else "RGB"))
     return pixels.reshape(*pixels.shape[:2], channels)

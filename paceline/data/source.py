@@ -35,6 +35,8 @@ class Source(Protocol):
     Attributes:
         labels: the label of every record, int64 of shape (records,), where the index knows them.
         label_names: the classes' names in the order of their labels, where they are known.
+        index_note: what a person should know of opening it, if anything (an index that can't be
+            kept makes every opening slow).
         fingerprint: equal for equal data sets (number of records, first and last keys …).
     """
 
@@ -43,6 +45,9 @@ class Source(Protocol):
 
     @property
     def label_names(self) -> tuple[str, ...] | None: ...
+
+    @property
+    def index_note(self) -> str | None: ...
 
     @property
     def fingerprint(self) -> str: ...

@@ -45,6 +45,11 @@ class SyntheticSource:
         return None
 
     @property
+    def index_note(self) -> str | None:
+        """Have nothing to say."""
+        return None
+
+    @property
     def fingerprint(self) -> str:
         """Name all that the images depend on."""
         shape = "x".join(map(str, self._shape))

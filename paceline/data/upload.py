@@ -72,10 +72,11 @@ class Upload:
         return result
 
     def _normalized(self, images: Tensor) -> Tensor:
-        if images.is_cuda:
-            floats = images.to(torch.float32)
-        else:  # numpy asks for huge pages: the first touch of 4 KiB pages would cost as much again
+        if images.device.type == "cpu":
+            # numpy asks for huge pages: the first touch of 4 KiB pages would cost as much again.
             floats = torch.from_numpy(np.empty(images.shape, np.float32)).copy_(images)
+        else:
+            floats = images.to(torch.float32)
         rows = floats.view(-1, self._scale.numel())  # rows: (n · height, width · channels)
         rows.mul_(self._scale).add_(self._offset)
         pixels = floats.permute(0, 3, 1, 2)

@@ -42,15 +42,20 @@ def build_model(name: str, *, num_labels: int, num_channels: int) -> nn.Module:
         ConfigError: there is no such model or function, its module can't be imported, it needs
             other arguments, or it returns something else than a module.
     """
-    factory = _import(name) if ":" in name else _look_up(name)
-    offered = {"num_labels": num_labels, "num_channels": num_channels}
-    model = factory(**_accepted(name, factory, offered))
+    model = model_factory(name, num_labels=num_labels, num_channels=num_channels)()
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"Model {name} returned {type(model).__name__}: the function must return a "
             "torch.nn.Module."
         )
     return model
+
+
+def model_factory(name: str, *, num_labels: int, num_channels: int) -> Callable[[], object]:
+    """Find what makes a model, without making it; arguments and errors as in `build_model`."""
+    factory = _import(name) if ":" in name else _look_up(name)
+    offered = {"num_labels": num_labels, "num_channels": num_channels}
+    return partial(factory, **_accepted(name, factory, offered))
 
 
 def _look_up(name: str) -> Callable[..., nn.Module]:

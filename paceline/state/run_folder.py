@@ -33,6 +33,17 @@ class RunFolder:
         self._lock_path = path / f".alive.{shard_id}"
         self._lock: int | None = None
 
+    def check(self, config: Mapping[str, object]) -> None:
+        """Look, without writing, whether a run of this configuration may have the folder.
+
+        Raises:
+            ConfigError: the run is alive, or its configuration is another.
+        """
+        self._refuse_other(config)
+        if self._lock_path.exists():
+            self._take_lock()
+            self.close()
+
     def open(self, config: Mapping[str, object]) -> None:
         """Make or take the folder for a run of this configuration.
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -59,25 +61,24 @@ def test_on_the_same_machine_a_running_process_is_alive_at_once() -> None:
     assert judge(watch([(0, b"1")], HERE), 0, OPTIONS).state == "alive"
 
 
+def identity_of(pid: int) -> Identity:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return replace(HERE, pid=pid, started=int(fields[19]))
+
+
 def test_on_the_same_machine_an_ended_process_is_dead_at_once() -> None:
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
-        text = open(f"/proc/{process.pid}/stat").read()
-        started = int(text.rpartition(")")[2].split()[19])
-        who = replace(HERE, pid=process.pid, started=started)
+        who = identity_of(process.pid)
         assert ask_kernel(who, HERE) == "runs"
         process.kill()
     assert judge(watch([(0, b"1"), (0.1, b"2")], who), 0.1, OPTIONS).state == "dead"
 
 
 def test_a_process_that_nobody_reaped_yet_has_ended() -> None:
-    with subprocess.Popen(["true"], stdout=subprocess.PIPE) as process:
-        text = open(f"/proc/{process.pid}/stat").read()
-        who = replace(HERE, pid=process.pid, started=int(text.rpartition(")")[2].split()[19]))
-        assert process.stdout is not None
-        process.stdout.read()  # its output ends a moment before it does
-        while ask_kernel(who, HERE) == "runs":
-            pass
-        assert process.returncode is None
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        who = identity_of(process.pid)
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert ask_kernel(who, HERE) == "ended"
 
 

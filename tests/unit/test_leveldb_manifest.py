@@ -1,4 +1,4 @@
-"""The tables that a MANIFEST names, against what LevelDB itself says of a database that it wrote."""
+"""The tables that a MANIFEST names, against what LevelDB says of a database that it wrote."""
 
 from __future__ import annotations
 

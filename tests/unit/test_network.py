@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from contextlib import suppress
 
 import pytest
 
@@ -60,12 +61,12 @@ def test_strangers_get_no_answer_and_stop_nobody() -> None:
         bell.answer(TOKEN, 1)
         for message in (b"GET / HTTP/1.1\r\n\r\n".ljust(48), b"x" * 1000, b""):
             with socket.create_connection(("127.0.0.1", bell.port), timeout=5) as stranger:
-                stranger.sendall(message)
-                stranger.shutdown(socket.SHUT_WR)
-                try:
-                    assert stranger.recv(100) == b""
-                except ConnectionResetError:
-                    pass  # what it sent was more than was read
+                answer = b""
+                with suppress(OSError):  # the bell may close before it has read everything
+                    stranger.sendall(message)
+                    stranger.shutdown(socket.SHUT_WR)
+                    answer = stranger.recv(100)
+                assert answer == b""
         assert reach(TOKEN, 0, {1: (["127.0.0.1"], bell.port)}) == {1: ["127.0.0.1"]}
 
 

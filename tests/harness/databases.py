@@ -1,0 +1,95 @@
+"""Databases as another program writes them: by the databases' own libraries, records by hand."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import plyvel
+
+from paceline.data.indexed_source import IndexedSource
+from paceline.data.leveldb_source import LevelDbSource
+from paceline.data.lmdb_source import LmdbSource
+from tests.harness.wire import bgr_planes, raw_datum
+
+RECORDS = 40
+NOBODY = 65534
+
+
+def write_lmdb(folder: Path, items: Sequence[tuple[bytes, bytes]]) -> None:
+    environment = lmdb.open(str(folder), map_size=1 << 26)
+    with closing(environment), environment.begin(write=True) as transaction:
+        for key, value in items:
+            transaction.put(key, value)
+
+
+def write_leveldb(folder: Path, items: Sequence[tuple[bytes, bytes]]) -> None:
+    with plyvel.DB(str(folder), create_if_missing=True) as database:
+        for key, value in items:
+            database.put(key, value)
+
+
+@dataclass(frozen=True)
+class Engine:
+    name: str
+    other: str
+    write: Callable[[Path, Sequence[tuple[bytes, bytes]]], None]
+    source: type[LmdbSource] | type[LevelDbSource]
+
+
+ENGINES = {
+    "lmdb": Engine("lmdb", "leveldb", write_lmdb, LmdbSource),
+    "leveldb": Engine("leveldb", "lmdb", write_leveldb, LevelDbSource),
+}
+
+
+def key(i: int) -> bytes:
+    return b"%08d_cat/%d.jpg" % (i, i)
+
+
+def pixels(i: int) -> np.ndarray:
+    return np.random.default_rng(i).integers(0, 256, (4, 5, 3), np.uint8)
+
+
+def label(i: int) -> int:
+    return i * 7 % 10
+
+
+def items() -> list[tuple[bytes, bytes]]:
+    return [(key(i), raw_datum(bgr_planes(pixels(i)), label(i))) for i in range(RECORDS)]
+
+
+def labels() -> list[int]:
+    return [label(i) for i in range(RECORDS)]
+
+
+def check_records(source: IndexedSource, numbers: Sequence[int] = range(RECORDS)) -> None:
+    assert len(source) == RECORDS
+    for i in numbers:
+        record = source[i]
+        assert record.label == label(i)
+        assert np.array_equal(record.image, pixels(i))
+
+
+@contextmanager
+def read_only(*folders: Path) -> Iterator[None]:
+    """Take the right to write in `folders`, from root too."""
+    for folder in folders:
+        folder.chmod(0o555)
+    root = os.geteuid() == 0
+    try:
+        if root:
+            for parent in folders[0].parents[:3]:  # pytest's own are closed to others
+                parent.chmod(0o755)
+            os.seteuid(NOBODY)
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+        for folder in folders:
+            folder.chmod(0o755)

@@ -1,0 +1,235 @@
+"""A supervisor and its workers: real processes, real signals, and who says what."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.cluster.plan import RunPlan
+from paceline.cluster.store import StoreSpec, run_space
+from paceline.errors import ConfigError, DataError, PeerLost
+from tests.harness.stage import FULL, Stage, at_most
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    with Stage(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def meeting(tmp_path: Path) -> StoreSpec:
+    folder = tmp_path / "meet"
+    folder.mkdir()
+    return StoreSpec(kind="folder", address=str(folder), space=run_space("r"))
+
+
+def machine(number: int, meeting: StoreSpec, **changes: object) -> RunPlan:
+    """One of two machines, each with one worker."""
+    values = {
+        "run_id": "r",
+        "machine": number,
+        "machines": 2,
+        "meeting": meeting,
+        "first_iter_timeout": 20.0,
+        "timeout": 5.0,
+    }
+    return RunPlan(**(values | changes))  # type: ignore[arg-type]
+
+
+def test_a_run_whose_workers_end_well_ends_well(stage: Stage) -> None:
+    supervisor = stage.start(RunPlan(workers=2))
+    for actor in stage.actors(2):
+        actor.tell("exit 0")
+    assert supervisor.status() == 0
+    assert supervisor.text == ""
+
+
+def test_a_workers_own_error_is_said_once_with_rank_and_machine(stage: Stage) -> None:
+    supervisor = stage.start(RunPlan(workers=3))
+    actors = stage.actors(3)
+    actors[1].fail(DataError("record 7 is damaged."))
+    assert supervisor.status() == 1
+    host = os.uname().nodename
+    assert supervisor.text == f"paceline: rank 1 on machine 0 ({host}): record 7 is damaged.\n"
+    assert all(actor.ended() for actor in actors)
+
+
+def test_the_callers_mistake_has_status_2(stage: Stage) -> None:
+    supervisor = stage.start(RunPlan(workers=2))
+    stage.actors(2)[0].fail(ConfigError("--num_labels 3: too few."))
+    assert supervisor.status() == 2
+
+
+def test_a_lost_peer_is_not_the_cause_that_is_said(stage: Stage) -> None:
+    supervisor = stage.start(RunPlan(workers=2))
+    first, second = stage.actors(2)
+    first.fail(PeerLost("rank 1 ended its connection."))
+    assert first.ended()
+    second.fail(DataError("record 7 is damaged."))
+    assert supervisor.status() == 1
+    assert "record 7" in supervisor.text
+    assert "ended its connection" not in supervisor.text
+
+
+def test_a_lost_peer_is_said_where_nobody_says_more(stage: Stage) -> None:
+    supervisor = stage.start(RunPlan(workers=2))
+    with at_most(5):
+        stage.actors(2)[0].fail(PeerLost("rank 1 ended its connection."))
+        assert supervisor.status() == 1
+    assert "rank 0 on machine 0" in supervisor.text
+
+
+def test_a_killed_worker_is_named_with_its_signal(stage: Stage) -> None:
+    supervisor = stage.start(RunPlan(workers=2))
+    actors = stage.actors(2)
+    with at_most(4):
+        os.kill(actors[1].pid, signal.SIGKILL)
+        assert supervisor.status() == 1
+    assert "rank 1 on machine 0" in supervisor.text
+    assert "was killed by SIGKILL. If nobody did that, the machine ran out of" in supervisor.text
+    assert actors[0].ended()
+
+
+def test_a_worker_that_leaves_no_word_is_named_with_its_status(stage: Stage) -> None:
+    supervisor = stage.start(RunPlan(workers=2))
+    stage.actors(2)[1].tell("exit 7")
+    assert supervisor.status() == 7
+    assert "ended with status 7" in supervisor.text
+
+
+def test_the_last_workers_failure_counts_after_the_others_ended_well(stage: Stage) -> None:
+    supervisor = stage.start(RunPlan(workers=2))
+    first, second = stage.actors(2)
+    first.tell("exit 0")
+    assert first.ended()
+    second.tell("exit 3")
+    assert supervisor.status() == 3
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_a_signal_ends_everything(stage: Stage, number: signal.Signals, status: int) -> None:
+    supervisor = stage.start(RunPlan(workers=2))
+    actors = stage.actors(2)
+    with at_most(3):
+        supervisor.send(number)
+        assert supervisor.status() == status
+    assert f"stopped by {number.name}" in supervisor.text
+    assert all(actor.ended() for actor in actors)
+
+
+def test_workers_that_dont_hear_sigterm_are_killed_within_five_seconds(stage: Stage) -> None:
+    supervisor = stage.start(RunPlan(workers=1))
+    (actor,) = stage.actors(1)
+    actor.tell("stubborn")
+    assert actor.hear() == "stubborn"
+    with at_most(5):
+        supervisor.send(signal.SIGINT)
+        assert supervisor.status() == 130
+    assert actor.ended()
+
+
+def test_a_second_signal_kills_at_once(stage: Stage) -> None:
+    supervisor = stage.start(RunPlan(workers=1))
+    (actor,) = stage.actors(1)
+    actor.tell("stubborn")
+    assert actor.hear() == "stubborn"
+    with at_most(2.5):
+        supervisor.send(signal.SIGINT)
+        supervisor.send(signal.SIGTERM)
+        assert supervisor.status() in (130, 143)  # two that come at once have no order
+    assert actor.ended()
+
+
+def test_ctrl_c_reaches_workers_that_wait_in_c_plus_plus(stage: Stage) -> None:
+    supervisor = stage.start(RunPlan(workers=2), FULL)
+    actors = stage.actors(2)
+    for actor in actors:
+        actor.tell("wait in C++")
+        assert actor.hear() == "waiting"
+    with at_most(5):
+        supervisor.send(signal.SIGINT)
+        assert supervisor.status() == 130
+    assert all(actor.ended() for actor in actors)
+
+
+def test_a_killed_supervisor_leaves_no_orphans(stage: Stage) -> None:
+    supervisor = stage.start(RunPlan(workers=2), FULL)
+    waits, parent = stage.actors(2)
+    waits.tell("wait in C++")
+    assert waits.hear() == "waiting"
+    parent.tell("have a child")
+    assert parent.hear() == "born"
+    with at_most(2):
+        supervisor.send(signal.SIGKILL)
+        assert waits.ended()
+        assert parent.ended()  # its child holds the connection, too
+
+
+def test_a_workers_children_end_with_it(stage: Stage) -> None:
+    supervisor = stage.start(RunPlan(workers=1), FULL)
+    (parent,) = stage.actors(1)
+    parent.tell("have a child")
+    assert parent.hear() == "born"
+    parent.tell("end")
+    assert parent.ended()
+    assert supervisor.status() == 0
+
+
+def test_an_error_that_nobody_foresaw_is_a_traceback_once(stage: Stage) -> None:
+    supervisor = stage.start(RunPlan(workers=1), FULL)
+    stage.actors(1)[0].tell("have a bug")
+    assert supervisor.status() == 1
+    assert supervisor.text.count("KeyError: 'a bug'") == 1
+    assert supervisor.text.count("Traceback") == 1
+
+
+def test_a_command_that_isnt_there_is_a_sentence(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.executable", "/nowhere/python")
+    supervisor = stage.start(RunPlan(workers=2))
+    assert supervisor.status() == 2
+    assert "/nowhere/python can't be started: No such file" in supervisor.text
+
+
+def test_all_machines_say_the_one_cause(stage: Stage, meeting: StoreSpec) -> None:
+    supervisors = [stage.start(machine(number, meeting)) for number in (0, 1)]
+    first, second = stage.actors(2)
+    first.fail(PeerLost("rank 1 ended its connection."))
+    assert first.ended()
+    second.fail(DataError("record 7 is damaged."))
+    with at_most(5):
+        assert [s.status() for s in supervisors] == [1, 1]
+    for supervisor in supervisors:
+        assert supervisor.text.count("rank 1 on machine 1") == 1
+        assert supervisor.text.count("record 7 is damaged.") == 1
+        assert "ended its connection" not in supervisor.text
+
+
+def test_a_signal_on_one_machine_ends_the_others(stage: Stage, meeting: StoreSpec) -> None:
+    supervisors = [stage.start(machine(number, meeting)) for number in (0, 1)]
+    actors = stage.actors(2)
+    with at_most(5):
+        supervisors[1].send(signal.SIGINT)
+        assert [s.status() for s in supervisors] == [130, 130]
+    assert all("stopped by SIGINT on machine 1" in s.text for s in supervisors)
+    assert all(actor.ended() for actor in actors)
+    assert os.listdir(meeting.address) == []
+
+
+def test_a_lost_meeting_place_ends_nobodys_run(stage: Stage, meeting: StoreSpec) -> None:
+    supervisor = stage.start(machine(0, meeting, machines=1))
+    (actor,) = stage.actors(1)
+    os.rename(meeting.address, f"{meeting.address}.gone")
+    while "the meeting place is lost" not in supervisor.text:
+        assert supervisor.status(within=0.1) is None
+    actor.tell("exit 0")
+    assert supervisor.status() == 0
+    assert supervisor.text.count("the meeting place is lost") == 1
