@@ -1,6 +1,6 @@
 """Images a second a core: Paceline's loader beside `torch.utils.data.DataLoader` with Pillow.
 
-    python -m benchmarks.input [--quick]
+    python benchmarks/input.py [--quick]
 
 Both read one LMDB of 500 × 375 JPEG files through the same `LmdbSource` and make the same thing of
 them: short side to 256, a random crop of 224, mirrored or not, a normalised float tensor, batches
@@ -27,12 +27,12 @@ from statistics import median
 import numpy as np
 import simplejpeg
 import torch
+from photographs import HEIGHT, WIDTH, write_photographs
 from PIL import Image
+from rounds import interleaved, paired_ratio
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler
 
-from benchmarks.photographs import HEIGHT, WIDTH, write_photographs
-from benchmarks.rounds import interleaved, paired_ratio
 from paceline.data.augment import Transform
 from paceline.data.lmdb_source import LmdbSource
 from paceline.data.loader import Loader
@@ -156,7 +156,7 @@ def _print(rates: dict[str, list[float]]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="benchmarks.input", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="3 short rounds, to see that it runs")
     parser.add_argument("--rounds", type=int, default=11, help="default: %(default)s")
     return parser

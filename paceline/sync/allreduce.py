@@ -148,11 +148,7 @@ class AllReduce:
         self._tickets.pop(bucket.index).wait(
             f"all_reduce of bucket {bucket.index} in step {self._step}"
         )
-        memory = self._memory[bucket.index]
-        if self._packed[bucket.index]:
-            return list(memory.gradients)  # no need to read a GPU's memory: this rank is a user
-        counts = memory.used.tolist()
-        return [g if n else None for g, n in zip(memory.gradients, counts, strict=True)]
+        return self._memory[bucket.index].reduced(used_here=self._packed[bucket.index])
 
     def _receive_statistics(self) -> None:
         assert self._statistics_ticket is not None

@@ -78,6 +78,18 @@ class Memory:
         flags = [float(p.grad is not None) for p in bucket.parameters]
         self.used.copy_(torch.tensor(flags, dtype=self.used.dtype))
 
+    def reduced(self, *, used_here: bool = False) -> list[Tensor | None]:
+        """Return the gradients after the exchange; None where no rank used the parameter.
+
+        Args:
+            used_here: this rank used all the bucket's parameters, so that the counts, which may be
+                in a GPU's memory, needn't be read.
+        """
+        if used_here:
+            return list(self.gradients)
+        counts = self.used.tolist()
+        return [g if n else None for g, n in zip(self.gradients, counts, strict=True)]
+
 
 def like(parameter: Tensor, flat: Tensor) -> Tensor:
     """View `flat`, (numel,), in the shape and, where the parameter is dense, its strides."""

@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from paceline.comm.communicator import Communicator
+from paceline.sync.allreduce import AllReduce
 from paceline.sync.replica import Replica
 from tests.harness.equivalence import Training, convnet, largest_difference, replicate, sgd
 from tests.harness.threads import run_ranks
 
+Kind = Callable[..., Any]
+
+
+def contributed() -> Kind:
+    """Read the synchronizer that CONTRIBUTING.md shows as an example."""
+    text = Path(__file__, "../../../CONTRIBUTING.md").resolve().read_text()
+    chapter = text[text.index("## How to add a synchronizer") :]
+    names: dict[str, Any] = {}
+    exec(chapter[chapter.index("```python") + 10 : chapter.index("```\n\nThen")], names)
+    kind: Kind = names["AtEnd"]
+    return kind
+
+
+SYNCHRONIZERS: dict[str, Kind] = {"allreduce": AllReduce, "CONTRIBUTING's": contributed()}
 BUCKET_BYTES = {"a parameter each": 1, "about 2 kB": 2_000, "whole model": 10**9}
 
 
@@ -22,19 +41,24 @@ def model() -> nn.Module:
     return convnet()
 
 
+@pytest.fixture(params=SYNCHRONIZERS.values(), ids=SYNCHRONIZERS.keys())
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return request.param  # type: ignore[no-any-return]
+
+
 def trained(
-    training: Training, world_size: int, bucket_bytes: int
+    training: Training, world_size: int, bucket_bytes: int, kind: Kind
 ) -> list[dict[str, torch.Tensor]]:
-    return run_ranks(world_size, lambda c: training.on_rank(c, bucket_bytes))
+    return run_ranks(world_size, lambda c: training.on_rank(c, bucket_bytes, kind))
 
 
 @pytest.mark.parametrize("bucket_bytes", BUCKET_BYTES.values(), ids=BUCKET_BYTES.keys())
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
 def test_ranks_train_as_one_process_does(
-    model: nn.Module, world_size: int, bucket_bytes: int
+    model: nn.Module, world_size: int, bucket_bytes: int, kind: Kind
 ) -> None:
     training = Training.of(model)
-    states = trained(training, world_size, bucket_bytes)
+    states = trained(training, world_size, bucket_bytes, kind)
     for state in states:
         assert largest_difference(state, training.alone()) < 1e-10
         assert largest_difference(state, states[0]) == 0
@@ -49,22 +73,22 @@ def test_ranks_train_as_one_process_does(
     ],
     ids=["AdamW", "Adagrad", "Adafactor"],
 )
-def test_any_optimizer_trains_as_alone(model: nn.Module, make_optimizer: object) -> None:
-    training = Training.of(model, make_optimizer)  # type: ignore[arg-type]
-    for state in trained(training, 3, 2_000):
+def test_any_optimizer_trains_as_alone(model: nn.Module, make_optimizer: Any, kind: Kind) -> None:
+    training = Training.of(model, make_optimizer)
+    for state in trained(training, 3, 2_000, kind):
         assert largest_difference(state, training.alone()) < 1e-10
 
 
-def test_channels_last_weights_train_as_contiguous_ones_do(model: nn.Module) -> None:
+def test_channels_last_weights_train_as_contiguous_ones_do(model: nn.Module, kind: Kind) -> None:
     training = Training.of(model)
     last = training.with_model(copy.deepcopy(model).to(memory_format=torch.channels_last))
-    for state in trained(last, 2, 2_000):
+    for state in trained(last, 2, 2_000, kind):
         assert largest_difference(state, training.alone()) < 1e-10
 
 
-def test_a_rank_without_samples_learns_what_the_others_learn(model: nn.Module) -> None:
+def test_a_rank_without_samples_learns_what_the_others_learn(model: nn.Module, kind: Kind) -> None:
     training = Training.of(model)  # the last batch has 5 samples
-    states = trained(training, 7, 2_000)
+    states = trained(training, 7, 2_000, kind)
     assert largest_difference(states[6], training.alone()) < 1e-10
 
 
@@ -113,11 +137,13 @@ class Unused(nn.Module):
 
 
 @pytest.mark.parametrize("bucket_bytes", BUCKET_BYTES.values(), ids=BUCKET_BYTES.keys())
-@pytest.mark.parametrize("kind", [Attention, Tied, Unused])
-def test_unusual_models_train_as_alone(kind: type[nn.Module], bucket_bytes: int) -> None:
+@pytest.mark.parametrize("make_model", [Attention, Tied, Unused])
+def test_unusual_models_train_as_alone(
+    make_model: type[nn.Module], bucket_bytes: int, kind: Kind
+) -> None:
     torch.manual_seed(2)
-    training = Training.of(kind().double())
-    for state in trained(training, 3, bucket_bytes):
+    training = Training.of(make_model().double())
+    for state in trained(training, 3, bucket_bytes, kind):
         assert largest_difference(state, training.alone()) < 1e-10
 
 
@@ -126,12 +152,12 @@ def test_running_statistics_are_the_mean_of_the_ranks_and_settling_twice_changes
     model = nn.Sequential(nn.BatchNorm1d(4, momentum=0.5), nn.Linear(4, 2)).double()
     x = torch.randn(2, 6, 4, dtype=torch.float64)
 
-    def train(communicator: object) -> dict[str, torch.Tensor]:
+    def train(communicator: Communicator) -> dict[str, torch.Tensor]:
         own = copy.deepcopy(model)
         optimizer = sgd(own)
-        replica = replicate(own, optimizer, communicator, 10**6)  # type: ignore[arg-type]
+        replica = replicate(own, optimizer, communicator, 10**6)
         with replica.step(0, 0.5):
-            own(x[communicator.rank]).sum().backward()  # type: ignore[attr-defined]
+            own(x[communicator.rank]).sum().backward()
             optimizer.step()
         own.eval()
         own.eval()
@@ -143,10 +169,10 @@ def test_running_statistics_are_the_mean_of_the_ranks_and_settling_twice_changes
 
 
 def test_a_second_backward_is_an_error_that_names_the_remedy(model: nn.Module) -> None:
-    def train(communicator: object) -> None:
+    def train(communicator: Communicator) -> None:
         own = copy.deepcopy(model)
         optimizer = sgd(own)
-        replica: Replica = replicate(own, optimizer, communicator, 2_000)  # type: ignore[arg-type]
+        replica: Replica = replicate(own, optimizer, communicator, 2_000)
         x, y = Training.of(own).batches[0]
         with replica.step(0, 1.0):
             F.cross_entropy(own(x), y).backward()
@@ -159,10 +185,10 @@ def test_a_second_backward_is_an_error_that_names_the_remedy(model: nn.Module) -
 def test_accumulated_backwards_equal_one_on_the_whole_batch(model: nn.Module) -> None:
     training = Training.of(model, steps=2)
 
-    def train(communicator: object) -> dict[str, torch.Tensor]:
+    def train(communicator: Communicator) -> dict[str, torch.Tensor]:
         own = copy.deepcopy(model)
         optimizer = sgd(own)
-        replica = replicate(own, optimizer, communicator, 2_000)  # type: ignore[arg-type]
+        replica = replicate(own, optimizer, communicator, 2_000)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, training.gamma)
         for number, (x, y) in enumerate(training.batches):
             with replica.step(number, 1 / 2):
@@ -180,11 +206,11 @@ def test_accumulated_backwards_equal_one_on_the_whole_batch(model: nn.Module) ->
 
 
 def test_a_scheduler_made_before_or_after_sees_the_optimizers_steps(model: nn.Module) -> None:
-    def train(communicator: object) -> list[float]:
+    def train(communicator: Communicator) -> list[float]:
         own = copy.deepcopy(model)
         optimizer = sgd(own)
         before = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        replica = replicate(own, optimizer, communicator, 2_000)  # type: ignore[arg-type]
+        replica = replicate(own, optimizer, communicator, 2_000)
         after = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
         x, y = Training.of(own).batches[0]
         with replica.step(0, 1.0):

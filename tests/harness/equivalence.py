@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -76,7 +77,9 @@ class Training:
             schedule.step()
         return model.state_dict()
 
-    def on_rank(self, communicator: Communicator, bucket_bytes: int) -> dict[str, Tensor]:
+    def on_rank(
+        self, communicator: Communicator, bucket_bytes: int, kind: Callable[..., Any] = AllReduce
+    ) -> dict[str, Tensor]:
         """Train this rank's slices by Paceline; return the state dict."""
         model = copy.deepcopy(self.model)
         if communicator.rank > 0:
@@ -84,7 +87,7 @@ class Training:
                 for p in model.parameters():
                     p.add_(communicator.rank)  # must not matter: rank 0's are broadcast
         optimizer = self.make_optimizer(model)
-        replica = replicate(model, optimizer, communicator, bucket_bytes)
+        replica = replicate(model, optimizer, communicator, bucket_bytes, kind)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, self.gamma)
         for number, (x, y) in enumerate(self.batches):
             share = _share(len(x), communicator)
@@ -108,13 +111,14 @@ def replicate(
     optimizer: torch.optim.Optimizer,
     communicator: Communicator,
     bucket_bytes: int,
+    kind: Callable[..., Any] = AllReduce,
 ) -> Replica:
-    """Broadcast rank 0's model and bind it to an `AllReduce`."""
+    """Broadcast rank 0's model and bind it to a synchronizer of a kind."""
     broadcast_all(communicator, [*model.parameters(), *model.buffers()], "start")
     groups = {p: i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
     buckets = partition(model.parameters(), groups, bucket_bytes)
     updater = Updater(optimizer, buckets)
-    synchronizer = AllReduce(buckets, communicator, updater, RunningStatistics(model))
+    synchronizer = kind(buckets, communicator, updater, RunningStatistics(model))
     return Replica(model, optimizer, synchronizer)
 
 
