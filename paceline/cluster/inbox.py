@@ -5,11 +5,14 @@ Threads and signal handlers put events in; the main thread alone takes them out 
 
 from __future__ import annotations
 
+import select
 import signal
+import socket
+import time
+from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 from types import FrameType
 
 from paceline.cluster.failure import Failure
@@ -56,21 +59,34 @@ class Interrupted(Exception):
 
 
 class Inbox:
-    """A queue that threads and signal handlers put events into."""
+    """A queue that threads and signal handlers put events into.
+
+    The reader sleeps in `select` on a socket, not in a lock: the kernel may hand a signal to any
+    thread, and only a byte in the socket wakes the main one then.
+    """
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[Event] = SimpleQueue()  # its `put` may interrupt its `put`
+        self._events: deque[Event] = deque()
+        self._bell, self._ring = socket.socketpair()
+        for end in (self._bell, self._ring):
+            end.setblocking(False)
 
     def put(self, event: Event) -> None:
         """Add an event."""
-        self._queue.put(event)
+        self._events.append(event)
+        with suppress(OSError):  # full: the reader is awake already; closed: it is gone
+            self._ring.send(b"!")
 
     def get(self, timeout: float | None = None) -> Event | None:
         """Return the next event, or None if none comes within `timeout` seconds."""
-        try:
-            return self._queue.get(timeout=timeout)
-        except Empty:
-            return None
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self._events:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                return None
+            if select.select([self._bell], [], [], left)[0]:
+                self._bell.recv(1024)
+        return self._events.popleft()
 
     def pause(self, seconds: float) -> None:
         """Sleep.
@@ -82,20 +98,26 @@ class Inbox:
         if isinstance(event, (Signalled, Noticed)):
             raise Interrupted(event)
 
+    def close(self) -> None:
+        """Release the socket; nobody gets any more."""
+        self._bell.close()
+        self._ring.close()
 
-@contextmanager
-def signals_into(inbox: Inbox) -> Iterator[None]:
-    """Put SIGINT, SIGTERM and SIGHUP into the inbox inside the block; main thread only."""
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """Receive SIGINT, SIGTERM and SIGHUP inside the block; main thread only."""
 
-    def handle(number: int, frame: FrameType | None) -> None:
-        inbox.put(Signalled(number=signal.Signals(number)))
+        def handle(number: int, frame: FrameType | None) -> None:
+            self.put(Signalled(number=signal.Signals(number)))
 
-    numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup wants it to stay so
-        numbers.append(signal.SIGHUP)
-    before = [(number, signal.signal(number, handle)) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in before:
-            signal.signal(number, handler)
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup wants it to stay so
+            numbers.append(signal.SIGHUP)
+        before = [(number, signal.signal(number, handle)) for number in numbers]
+        wakeup = signal.set_wakeup_fd(self._ring.fileno(), warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(wakeup)
+            for number, handler in before:
+                signal.signal(number, handler)

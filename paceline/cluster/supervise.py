@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TypeVar
@@ -32,7 +32,6 @@ from paceline.cluster.inbox import (
     Noticed,
     Signalled,
     Warned,
-    signals_into,
 )
 from paceline.cluster.launch import Worker
 from paceline.cluster.plan import RunPlan
@@ -75,8 +74,11 @@ def supervise(
     Returns:
         the exit status: 0, that of the run's failure, 130 for SIGINT, 143 for SIGTERM.
     """
-    inbox = Inbox()
-    with signals_into(inbox), tempfile.TemporaryDirectory(prefix="paceline-") as folder:
+    with (
+        closing(Inbox()) as inbox,
+        inbox.signals(),
+        tempfile.TemporaryDirectory(prefix="paceline-") as folder,
+    ):
         try:
             run = open_run(
                 plan,

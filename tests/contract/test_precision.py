@@ -1,0 +1,63 @@
+"""Lower precision in forward and backward: weights stay float, ranks stay equal."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from paceline.comm.communicator import Communicator
+from paceline.sync.precision import Precision
+from tests.harness.equivalence import largest_difference, replicate, sgd
+from tests.harness.threads import run_ranks
+
+State = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(6)
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def train(
+    model: nn.Module, communicator: Communicator, dtype: str, overflow_on: int | None = None
+) -> State:
+    """Train three steps; in the second, the loss of one rank may be too large for float16."""
+    own = copy.deepcopy(model)
+    optimizer = sgd(own)
+    replica = replicate(own, optimizer, communicator, 100)
+    precision = Precision(dtype, torch.device("cpu"))
+    x = torch.linspace(-1, 1, 8 * 6).reshape(8, 6)
+    y = torch.arange(8) % 3
+    local = slice(communicator.rank, None, communicator.world_size)
+    for step in range(3):
+        with replica.step(step, 1 / communicator.world_size):
+            with precision.forward():
+                loss = F.cross_entropy(own(x[local]), y[local])
+            if step == 1 and communicator.rank == overflow_on:
+                loss = loss * 1e35
+            precision.backward_and_update(loss, replica, optimizer)
+    assert all(p.dtype is torch.float32 for p in own.parameters())
+    return {name: value.clone() for name, value in own.state_dict().items()}
+
+
+@pytest.mark.parametrize("dtype", ["float", "bfloat16", "float16"])
+def test_two_ranks_train_as_one_does_within_the_precision(model: nn.Module, dtype: str) -> None:
+    (alone,) = run_ranks(1, lambda c: train(model, c, "float"))
+    one, other = run_ranks(2, lambda c: train(model, c, dtype))
+    assert largest_difference(one, other) == 0
+    assert (
+        largest_difference(one, alone) < {"float": 1e-6, "float16": 2e-3, "bfloat16": 2e-2}[dtype]
+    )
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all(model: nn.Module) -> None:
+    one, other = run_ranks(2, lambda c: train(model, c, "float16", overflow_on=1))
+    assert largest_difference(one, other) == 0
+    assert all(value.isfinite().all() for value in one.values())
+    without = run_ranks(2, lambda c: train(model, c, "float16"))[0]
+    assert largest_difference(one, without) > 1e-3  # one of the three steps is missing
