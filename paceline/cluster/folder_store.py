@@ -46,22 +46,29 @@ _THERE = (errno.EEXIST, errno.ENOTEMPTY)
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
+class FolderRemoved(CommError):
+    """Somebody removed the store."""
+
+
 class FolderStore(PolledStore):
     """Keys and values in a folder; see the module's text.
 
     Args:
-        path: the folder, made where it isn't there.
+        path: the folder.
         timeout: the limit of `get` and of a `wait` that gives none.
+        make: make the folder where it isn't there; otherwise it is empty until somebody else does,
+            and can't be written.
 
     Raises:
         ConfigError: the folder can't be made or written.
     """
 
-    def __init__(self, path: Path, timeout: timedelta) -> None:
+    def __init__(self, path: Path, timeout: timedelta, *, make: bool = True) -> None:
         super().__init__(timeout)
         self.path = path
-        with self._sentences():
-            path.mkdir(parents=True, exist_ok=True)
+        if make:
+            with self._sentences():
+                path.mkdir(parents=True, exist_ok=True)
 
     def read(self, keys: Sequence[str]) -> list[bytes | None]:
         with self._sentences():
@@ -109,7 +116,7 @@ class FolderStore(PolledStore):
             return sum(name.startswith("key=") for name in _fresh_names(self.path))
 
     def clone(self) -> Self:
-        return type(self)(self.path, timedelta(seconds=self.limit))
+        return type(self)(self.path, timedelta(seconds=self.limit), make=False)
 
     def _change(
         self, key: str, change: Callable[[bytes | None], bytes | None], absent: bytes = b""
@@ -158,7 +165,7 @@ class FolderStore(PolledStore):
             if error.errno not in (*_GONE, *_THERE):
                 raise
             if not self.path.exists():
-                raise CommError(f"The shared folder {self.path} was removed.") from error
+                raise FolderRemoved(f"The shared folder {self.path} was removed.") from error
             return False
         return True
 

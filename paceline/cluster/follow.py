@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch._C._distributed_c10d import Store
 from torch.distributed import DistError
 
 from paceline.cluster.failure import Failure
@@ -18,7 +17,7 @@ from paceline.cluster.patience import Patience, TooLate, name_machines
 from paceline.cluster.plan import RunPlan
 from paceline.cluster.records import Claim, RunRecord, World
 from paceline.cluster.seat import STORE_LIMIT, Seat, read_claims
-from paceline.cluster.store import open_store, peek
+from paceline.cluster.store import StoreSpec, open_store, peek
 from paceline.errors import CommError, ConfigError
 
 
@@ -40,34 +39,36 @@ def follow(
         ConfigError: the machines disagree on their number, or the place is taken.
         TooLate: a machine didn't come; names it.
     """
-    assert plan.meeting is not None
+    meeting = plan.meeting
+    assert meeting is not None
+    if meeting.kind != "tcp":  # machine 0 serves that one, and may be yet to start
+        open_store(meeting, STORE_LIMIT)
     while True:
+        reason = ""
         try:
-            store = open_store(plan.meeting, STORE_LIMIT)
-            text, leader = _live_incarnation(store, claim, plan, patience)
+            text, leader = _live_incarnation(meeting, claim, plan, patience)
             seated = _join(plan, text, leader, patience, sit)
             if seated is not None:
                 return seated
         except TooLate:
             raise
-        except (CommError, DistError):
-            if plan.meeting.kind != "tcp":  # machine 0 serves that one: it may be yet to start
-                raise
-        patience.wait(name_machines([0], plan.machines))
+        except (CommError, DistError) as error:  # machine 0 went, and took the store with it
+            reason = f" ({str(error).splitlines()[0].rstrip('.')})"
+        patience.wait(name_machines([0], plan.machines) + reason)
 
 
 def _live_incarnation(
-    store: Store, claim: Claim, plan: RunPlan, patience: Patience
+    meeting: StoreSpec, claim: Claim, plan: RunPlan, patience: Patience
 ) -> tuple[bytes, LeaseWatch]:
     """Wait for an incarnation whose machine 0 is alive; return its record and the watch on it."""
+    store = open_store(meeting, STORE_LIMIT)
     known: bytes | None = None
     while True:
         text = peek(store, "run")
         if text is not None:
             if text != known:
                 record, known = RunRecord.from_text(text), text
-                assert plan.meeting is not None
-                inside = open_store(plan.meeting.within(record.incarnation), STORE_LIMIT)
+                inside = open_store(meeting.within(record.incarnation), STORE_LIMIT)
                 watch = LeaseWatch(inside, record.leader, claim.who)
             if watch.verdict().state == "alive":
                 return text, watch

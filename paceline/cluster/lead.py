@@ -11,6 +11,7 @@ import secrets
 
 from torch._C._distributed_c10d import Store
 
+from paceline.cluster.folder_store import FolderRemoved
 from paceline.cluster.identity import Identity
 from paceline.cluster.lease_watch import LeaseWatch
 from paceline.cluster.patience import Patience, TooLate, name_machines
@@ -23,25 +24,28 @@ from paceline.errors import ConfigError
 _ENDING_S = 15.0
 
 
-def take_over(seat: Seat, patience: Patience) -> None:
-    """Make the seat's incarnation the run's newest.
+def take_over(plan: RunPlan, meeting: StoreSpec, claim: Claim, patience: Patience) -> str:
+    """Make a new incarnation the run's newest; return its name.
+
+    Nothing of it is in the store before, so that a process killed on the way leaves nothing that
+    the next one doesn't find by the run's record.
 
     Raises:
         ConfigError: the run is alive; names its machine.
     """
-    record = RunRecord(
-        incarnation=seat.incarnation, machines=seat.plan.machines, leader=seat.claim
-    ).to_text()
+    record = RunRecord(incarnation=uuid.uuid4().hex, machines=plan.machines, leader=claim)
     while True:
-        found = peek(seat.run_store, "run")
+        store = open_store(meeting, STORE_LIMIT, make=True)
+        found = peek(store, "run")
         old = None if found is None else RunRecord.from_text(found)
         if old is not None:
-            _wait_until_over(seat, old, patience)
-        expected = "" if found is None else found.decode()
-        if seat.run_store.compare_set("run", expected, record) == record.encode():
-            if old is not None:
-                erase(seat.meeting.within(old.incarnation))
-            return
+            _wait_until_over(plan, meeting, old, claim.who, patience)
+        expected, wanted = "" if found is None else found.decode(), record.to_text()
+        with suppress(FolderRemoved):  # just now, by the last machine of the run before
+            if store.compare_set("run", expected, wanted) == wanted.encode():
+                if old is not None:
+                    erase(meeting.within(old.incarnation))
+                return record.incarnation
 
 
 def seal(seat: Seat, patience: Patience) -> World:
@@ -72,22 +76,24 @@ def _missing(seat: Seat, watches: dict[int, LeaseWatch]) -> list[int]:
     ]
 
 
-def _wait_until_over(seat: Seat, old: RunRecord, patience: Patience) -> None:
+def _wait_until_over(
+    plan: RunPlan, meeting: StoreSpec, old: RunRecord, here: Identity, patience: Patience
+) -> None:
     """Wait until no machine of an incarnation is alive; its machine 0 alive is an error at once."""
-    watches = _old_watches(seat.meeting, old, seat.claim.who)
+    watches = _old_watches(meeting, old, here)
     ending = patience.at_most(_ENDING_S, "")
     while watches:
         verdicts = {watch: watch.verdict() for watch in watches}
         for watch, verdict in verdicts.items():
             if verdict.state == "alive" and watch.claim.id == old.leader.id:
-                raise _in_use(seat.plan, watch.claim, verdict.reason)
+                raise _in_use(plan, watch.claim, verdict.reason)
         watches = [watch for watch in watches if verdicts[watch].state != "dead"]
         if watches:
             try:
-                ending.wait(f"the end of run {seat.plan.run_id!r} on {watches[0].claim.who.host}")
+                ending.wait(f"the end of run {plan.run_id!r} on {watches[0].claim.who.host}")
             except TooLate:
                 reason = verdicts[watches[0]].reason
-                raise _in_use(seat.plan, watches[0].claim, reason) from None
+                raise _in_use(plan, watches[0].claim, reason) from None
 
 
 def _old_watches(meeting: StoreSpec, old: RunRecord, here: Identity) -> list[LeaseWatch]:

@@ -107,9 +107,8 @@ def _take_seat(
         meeting = plan.meeting
         return None, *follow(plan, claim, patience, lambda name: sit(meeting, name))
     server, meeting = _host(plan)
-    seat = sit(meeting, uuid.uuid4().hex)
+    seat = sit(meeting, take_over(plan, meeting, claim, patience))
     try:
-        take_over(seat, patience)
         return server, seat, seal(seat, patience)
     except BaseException:
         seat.abandon()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
@@ -12,7 +13,7 @@ from paceline.cluster.heartbeat import Heartbeat
 from paceline.cluster.lease_watch import lease_key
 from paceline.cluster.plan import RunPlan
 from paceline.cluster.records import Claim, RunRecord
-from paceline.cluster.store import StoreSpec, erase, open_store, peek, tidy
+from paceline.cluster.store import STORE_ERRORS, StoreSpec, erase, open_store, peek, tidy
 
 STORE_LIMIT = timedelta(seconds=10)
 
@@ -44,7 +45,7 @@ class Seat:
         self.claim = claim
         self.meeting = meeting
         self.space = meeting.within(incarnation)
-        self.store = open_store(self.space, STORE_LIMIT)
+        self.store = open_store(self.space, STORE_LIMIT, make=self.leads)
         self.run_store = open_store(meeting, STORE_LIMIT)
         # The heartbeat has connections of its own: a wait on one blocks its other users.
         self._pulse = open_store(self.space, STORE_LIMIT)
@@ -70,10 +71,11 @@ class Seat:
         """Leave before the world stands, so that the next start finds the place free."""
         self.stop_lease()
         key = self.key("machine")
-        if self.leads:
-            self.remove_run()
-        elif peek(self.store, key) == self.claim.to_text().encode():
-            self.store.delete_key(key)
+        with suppress(*STORE_ERRORS):  # a store that is gone holds no place
+            if self.leads:
+                self.remove_run()
+            elif peek(self.store, key) == self.claim.to_text().encode():
+                self.store.delete_key(key)
 
     def leave(self) -> None:
         """Leave a world that stood; the last machine removes what the run has in the store."""

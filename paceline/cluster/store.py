@@ -66,10 +66,16 @@ def run_space(run_id: str) -> str:
     return f"paceline-{quote(run_id, safe='')}"
 
 
-def open_store(spec: StoreSpec, timeout: timedelta) -> Store:
+def open_store(spec: StoreSpec, timeout: timedelta, *, make: bool = False) -> Store:
     """Open a store.
 
     Keep the result for as long as anything uses it, a `PrefixStore` around it included.
+
+    Args:
+        spec: its address.
+        timeout: the limit of its `get`, and of a `wait` that gives none.
+        make: make a shared folder's space where it isn't there: machine 0 does, so that the others
+            don't bring back what it has removed.
 
     Raises:
         ConfigError: the address, a password or permissions are wrong.
@@ -81,7 +87,7 @@ def open_store(spec: StoreSpec, timeout: timedelta) -> Store:
                 f"--file_store_path {spec.address}: there is no such folder; create it where all "
                 "machines see it."
             )
-        return FolderStore(_folder(spec), timeout)
+        return FolderStore(_folder(spec), timeout, make=make)
     if spec.kind == "redis":
         return RedisStore(spec.address, spec.space, timeout)
     store = connect_tcp(*split_address(spec.address), timeout)

@@ -112,6 +112,6 @@ def test_host_and_port_are_read() -> None:
 def test_folders_text_doesnt_matter_to_the_store(tmp_path: Path) -> None:
     folder = tmp_path / "a folder, with blanks"
     folder.mkdir()
-    store = open_store(StoreSpec(kind="folder", address=str(folder), space="r/1"), LIMIT)
+    store = open_store(StoreSpec(kind="folder", address=str(folder), space="r/1"), LIMIT, make=True)
     store.set("k", "v")
     assert store.get("k") == b"v"

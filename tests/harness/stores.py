@@ -23,6 +23,7 @@ LIMIT = timedelta(seconds=30)
 def store_of(kind: str, folder: Path) -> Iterator[StoreSpec]:
     """Make a store of a kind inside the block; yields a space in it."""
     if kind == "folder":
+        (folder / "run" / "inner").mkdir(parents=True)
         yield StoreSpec(kind="folder", address=str(folder), space="run")
     elif kind == "redis":
         with redis_server() as url:

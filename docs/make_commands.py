@@ -1,0 +1,113 @@
+"""Write docs/commands.md: every command and flag, from the configuration that the flags come from.
+
+    python docs/make_commands.py
+
+A flag's name, type and default are a dataclass's field, its meaning the text below the field.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+from paceline.cli.main import COMMANDS
+from paceline.config.db import DbCreateConfig, DbInfoConfig
+from paceline.config.train import TrainConfig
+
+TARGET = Path(__file__).with_name("commands.md")
+WIDTH = 100
+WORDS = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
+
+HEAD = """\
+# Commands
+
+Made by `python docs/make_commands.py` from `paceline/config`; don't edit it here.
+
+`paceline COMMAND --help` shows a command's flags with examples, `paceline --version` the version.
+Flags may have `-` in place of `_`, and switches a value, as in `--use_cpu True`. What isn't given
+has the value in parentheses. The status is 0, or 2 for a mistake on the command line, 1 if
+something else failed, 130 after Ctrl-C and 143 after SIGTERM.
+"""
+
+
+def document() -> str:
+    """Make the whole text."""
+    index = "".join(f"- `paceline {name}`: {what}\n" for name, (_, what) in COMMANDS.items())
+    parts = [HEAD, index, "## paceline train\n", "`resnet50_trainer` is the same command.\n"]
+    for part, config in get_type_hints(TrainConfig).items():
+        parts += [f"### {part.capitalize()}\n", f"{config.__doc__}\n", *_flags(config)]
+    for name, config in (("create", DbCreateConfig), ("info", DbInfoConfig)):
+        parts += [f"## paceline db {name}\n", f"`paceline db {name} {_positionals(config)}`\n"]
+        parts += _flags(config)
+    return "\n".join(parts)
+
+
+def _flags(config: type) -> Iterator[str]:
+    hints, texts = get_type_hints(config, include_extras=True), dict(_texts(config))
+    for field in fields(config):
+        flag = f"**`{_usage(field, hints[field.name])}`**{_default(field)}"
+        switches_off = "Switches off: " if field.default is True else ""
+        text = f"- {flag}: {switches_off}{texts[field.name]}".replace("<", r"\<")
+        yield textwrap.fill(
+            text, WIDTH, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
+        )
+    yield ""
+
+
+def _texts(config: type) -> Iterator[tuple[str, str]]:
+    """Read the text below each field, which Python itself forgets."""
+    (definition,) = ast.parse(inspect.getsource(config)).body
+    assert isinstance(definition, ast.ClassDef)
+    for field, text in zip(definition.body, definition.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+            assert isinstance(field.target, ast.Name)
+            yield field.target.id, " ".join(str(ast.literal_eval(text.value)).split())
+
+
+def _usage(field: Field[Any], hint: Any) -> str:
+    if _is_positional(hint):
+        return _metavar(hint)
+    if hint is bool:
+        return f"--no_{field.name}" if field.default else f"--{field.name}"
+    return f"--{field.name} {_value(hint)}"
+
+
+def _value(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return "|".join(get_args(hint))
+    if get_origin(hint) is tuple:
+        return "X [X ...]"
+    kinds = get_args(hint) or [hint]
+    return "|".join("None" if kind is NoneType else WORDS[kind] for kind in kinds)
+
+
+def _default(field: Field[Any]) -> str:
+    if field.default is MISSING:
+        return " (required)"
+    if isinstance(field.default, bool) or field.default == "":
+        return ""
+    values = field.default if isinstance(field.default, tuple) else (field.default,)
+    return f" ({' '.join(f'{v:g}' if isinstance(v, float) else str(v) for v in values)})"
+
+
+def _positionals(config: type) -> str:
+    hints = get_type_hints(config, include_extras=True).values()
+    return " ".join(_metavar(hint) for hint in hints if _is_positional(hint))
+
+
+def _is_positional(hint: Any) -> bool:
+    return get_origin(hint) is Annotated
+
+
+def _metavar(hint: Any) -> str:
+    return next(str(note.metavar) for note in get_args(hint) if hasattr(note, "metavar"))
+
+
+if __name__ == "__main__":
+    TARGET.write_text(document())

@@ -1,0 +1,299 @@
+"""How machines form a run, and what refuses to: supervisors are processes of this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import redis
+
+from paceline.cluster.identity import Identity
+from paceline.cluster.lease import BEAT_S, LeaseOptions
+from paceline.cluster.plan import RunPlan
+from paceline.cluster.records import Claim, RunRecord
+from paceline.cluster.store import StoreSpec, open_store, run_space
+from paceline.cluster.worker import join_world
+from tests.harness.redis import redis_server
+from tests.harness.stage import Actor, Stage, Supervisor, at_most
+
+SPACE = run_space("r")
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    with Stage(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> StoreSpec:
+    path = tmp_path / "meet"
+    path.mkdir()
+    return StoreSpec(kind="folder", address=str(path), space=SPACE)
+
+
+@pytest.fixture(params=["folder", "redis", "tcp"])
+def meeting(request: pytest.FixtureRequest, folder: StoreSpec) -> Iterator[StoreSpec]:
+    if request.param == "folder":
+        yield folder
+    elif request.param == "redis":
+        with redis_server() as url:
+            yield StoreSpec(kind="redis", address=url, space=SPACE)
+    else:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        yield StoreSpec(kind="tcp", address=f"127.0.0.1:{port}", space=SPACE)
+
+
+def plan(meeting: StoreSpec, machine: int, machines: int = 2, **changes: object) -> RunPlan:
+    values = {"run_id": "r", "first_iter_timeout": 20.0, "timeout": 5.0}
+    return RunPlan(machine=machine, machines=machines, meeting=meeting, **(values | changes))  # type: ignore[arg-type]
+
+
+def end(actors: list[Actor], supervisors: list[Supervisor]) -> None:
+    for actor in actors:
+        actor.tell("exit 0")
+    assert [supervisor.status() for supervisor in supervisors] == [0] * len(supervisors)
+
+
+def said(supervisor: Supervisor, text: str) -> bool:
+    """Wait until a supervisor has said something; False if it ends without."""
+    while text not in supervisor.text:
+        if supervisor.status(within=0.05) is not None:
+            return text in supervisor.text
+    return True
+
+
+def left_behind(meeting: StoreSpec) -> list[object]:
+    if meeting.kind == "folder":
+        return list(os.listdir(meeting.address))
+    if meeting.kind == "redis":
+        client = redis.Redis.from_url(meeting.address)
+        keys = list(client.scan_iter())
+        client.close()
+        return keys
+    return []
+
+
+def test_machines_with_different_numbers_of_workers_form_one_world(
+    stage: Stage, meeting: StoreSpec
+) -> None:
+    counts = (2, 1, 3)
+    supervisors = [
+        stage.start(plan(meeting, machine, 3, workers=counts[machine])) for machine in (2, 0, 1)
+    ]
+    actors = stage.actors(6)
+    worlds = [join_world(actor.place) for actor in actors]
+    members = [members for members, _, _ in worlds]
+    assert [m.rank for m in members] == [0, 1, 2, 3, 4, 5]
+    assert [(m.machine, m.local_rank) for m in members] == [
+        *((0, 0), (0, 1)),
+        (1, 0),
+        *((2, 0), (2, 1), (2, 2)),
+    ]
+    assert {(m.world_size, m.machines, m.address) for m in members} == {(6, counts, "127.0.0.1")}
+    assert len({token for _, _, token in worlds}) == 1
+    worlds[0][1].set("from rank 0", "hello")
+    assert worlds[5][1].get("from rank 0") == b"hello"
+    del worlds
+    end(actors, supervisors)
+    assert left_behind(meeting) == []
+
+
+def test_a_machine_alone_uses_the_meeting_place_too(stage: Stage, folder: StoreSpec) -> None:
+    supervisor = stage.start(plan(folder, 0, 1))
+    end(stage.actors(1), [supervisor])
+    assert left_behind(folder) == []
+
+
+def test_who_waits_says_for_whom(stage: Stage, meeting: StoreSpec) -> None:
+    last = stage.start(plan(meeting, 2, 3))
+    assert said(last, "paceline: waiting for machine 0 of 3")
+    first = stage.start(plan(meeting, 0, 3))
+    assert said(first, "waiting for machine 1 of 3\n")
+    assert said(last, "waiting for machine 1 of 3\n")
+
+
+def test_a_machine_that_never_comes_is_named_at_the_limit(stage: Stage, meeting: StoreSpec) -> None:
+    first = stage.start(plan(meeting, 0, 4, first_iter_timeout=2.5))
+    last = stage.start(plan(meeting, 2, 4, first_iter_timeout=5.0))
+    with at_most(12):
+        assert first.status() == 1
+        assert last.status() == 1
+    assert "machines 1, 3 of 4 didn't come within 2.5 s: start them with --run_id r" in first.text
+    assert left_behind(meeting) == []
+
+
+def test_a_live_run_is_not_disturbed_by_another_of_its_name(
+    stage: Stage, meeting: StoreSpec
+) -> None:
+    if meeting.kind == "tcp":
+        pytest.skip("there the port itself is taken: tests/contract/test_store_errors.py")
+    live = stage.start(plan(meeting, 0, 1))
+    actors = stage.actors(1)
+    another = stage.start(plan(meeting, 0, 1))
+    with at_most(8):
+        assert another.status() == 2
+    host = os.uname().nodename
+    assert f"--run_id r is in use by a live run on host {host}" in another.text
+    assert "choose another, or stop that one" in another.text
+    end(actors, [live])
+
+
+def test_a_taken_tcp_port_is_a_sentence(stage: Stage) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        supervisor = stage.start(plan(StoreSpec(kind="tcp", address=address, space=SPACE), 0, 2))
+        assert supervisor.status() == 2
+    assert "another run may be using it; choose another port" in supervisor.text
+
+
+def test_of_two_that_open_a_run_at_once_one_wins(stage: Stage, folder: StoreSpec) -> None:
+    both = [stage.start(plan(folder, 0, 1)) for _ in range(2)]
+    actors = stage.actors(1)
+    loser = next(s for s in both if said(s, "is in use by a live run"))
+    winner = next(s for s in both if s is not loser)
+    assert loser.status() == 2
+    end(actors, [winner])
+    assert left_behind(folder) == []
+
+
+def test_a_machines_number_that_a_live_one_has_is_refused(stage: Stage, meeting: StoreSpec) -> None:
+    supervisors = [stage.start(plan(meeting, machine)) for machine in (0, 1)]
+    actors = stage.actors(2)
+    another = stage.start(plan(meeting, 1))
+    with at_most(8):
+        assert another.status() == 2
+    assert "--shard_id 1 of run 'r' is taken by a live machine" in another.text
+    end(actors, supervisors)
+
+
+def test_machines_that_disagree_on_their_number_all_say_so(
+    stage: Stage, meeting: StoreSpec
+) -> None:
+    first = stage.start(plan(meeting, 0, 2))
+    other = stage.start(plan(meeting, 1, 3))
+    assert [first.status(), other.status()] == [2, 2]
+    for supervisor in (first, other):
+        assert "--num_shards 3 on machine 1, but 2 on machine 0" in supervisor.text
+        assert "give the same number on all machines" in supervisor.text
+
+
+def test_a_killed_run_starts_again_at_once(stage: Stage, meeting: StoreSpec) -> None:
+    killed = [stage.start(plan(meeting, machine)) for machine in (0, 1)]
+    old = stage.actors(2)
+    for supervisor in killed:
+        supervisor.send(signal.SIGKILL)
+        assert supervisor.status() == -signal.SIGKILL
+    assert all(actor.ended() for actor in old)
+    follower = stage.start(plan(meeting, 1))  # finds the dead run first
+    assert said(follower, "waiting for machine 0 of 2")
+    with at_most(LeaseOptions().limit + 5):
+        leader = stage.start(plan(meeting, 0))
+        new = stage.actors(2)
+    assert {actor.place.incarnation for actor in new}.isdisjoint(
+        {actor.place.incarnation for actor in old}
+    )
+    end(new, [leader, follower])
+    assert left_behind(meeting) == []
+
+
+def test_a_machine_killed_before_all_had_come_can_come_again(
+    stage: Stage, meeting: StoreSpec
+) -> None:
+    leader = stage.start(plan(meeting, 0, 3))
+    killed = stage.start(plan(meeting, 1, 3))
+    assert said(killed, "waiting for machine 2 of 3")
+    killed.send(signal.SIGKILL)
+    assert killed.status() is not None
+    assert said(leader, "waiting for machines 1, 2 of 3")
+    again = stage.start(plan(meeting, 1, 3))
+    last = stage.start(plan(meeting, 2, 3))
+    end(stage.actors(3), [leader, again, last])
+
+
+def test_machines_that_wait_find_machine_0_after_it_was_killed_and_came_again(
+    stage: Stage, meeting: StoreSpec
+) -> None:
+    killed = stage.start(plan(meeting, 0, 3))
+    follower = stage.start(plan(meeting, 1, 3))
+    assert said(follower, "waiting for machine 2 of 3")
+    killed.send(signal.SIGKILL)
+    assert killed.status() is not None
+    leader = stage.start(plan(meeting, 0, 3))
+    last = stage.start(plan(meeting, 2, 3))
+    end(stage.actors(3), [leader, follower, last])
+    assert left_behind(meeting) == []
+
+
+@pytest.mark.parametrize("machine", [0, 1])
+def test_a_signal_ends_the_wait_and_leaves_nothing(
+    stage: Stage, meeting: StoreSpec, machine: int
+) -> None:
+    supervisor = stage.start(plan(meeting, machine))
+    assert said(supervisor, "waiting for")
+    with at_most(3):
+        supervisor.send(signal.SIGINT)
+        assert supervisor.status() == 130
+    assert left_behind(meeting) == []
+
+
+def elsewhere(machines: int) -> RunRecord:
+    """The record of a run whose machine 0 is another machine: its kernel can't be asked."""
+    who = replace(Identity.of_this_process(), kernel="another boot", host="farnode")
+    claim = Claim(id="far", who=who, workers=1, addresses=("127.0.0.1",), port=1)
+    return RunRecord(incarnation="old", machines=machines, leader=claim)
+
+
+def test_another_machines_dead_run_is_known_by_its_lease(stage: Stage, folder: StoreSpec) -> None:
+    store = open_store(folder, timedelta(seconds=5), make=True)
+    inside = open_store(folder.within("old"), timedelta(seconds=5), make=True)
+    store.set("run", elsewhere(1).to_text())
+    inside.set("lease/far", "1234")
+    (Path(folder.address) / SPACE / "tmp=half").mkdir()
+    (Path(folder.address) / SPACE / "older incarnation").mkdir()
+    with at_most(LeaseOptions().limit + 4):
+        supervisor = stage.start(plan(folder, 0, 1))
+        actors = stage.actors(1)
+    end(actors, [supervisor])
+    assert os.listdir(Path(folder.address) / SPACE) == ["older incarnation"]
+
+
+def test_another_machines_live_run_is_known_by_its_lease(stage: Stage, folder: StoreSpec) -> None:
+    store = open_store(folder, timedelta(seconds=5), make=True)
+    store.set("run", elsewhere(1).to_text())
+    done = threading.Event()
+
+    def beat() -> None:
+        lease = open_store(folder.within("old"), timedelta(seconds=5), make=True)
+        while not done.wait(BEAT_S):
+            lease.add("lease/far", 1)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    supervisor = stage.start(plan(folder, 0, 1))
+    try:
+        assert supervisor.status() == 2
+    finally:
+        done.set()
+        thread.join()
+    assert "in use by a live run on host farnode" in supervisor.text
+    assert "its lease advanced" in supervisor.text
+    assert store.get("run") == elsewhere(1).to_text().encode()
+
+
+def test_a_refused_password_ends_the_start_without_printing_it(stage: Stage) -> None:
+    with redis_server("open-sesame") as url:
+        wrong = url.replace("open-sesame", "wrong-secret")
+        supervisor = stage.start(plan(StoreSpec(kind="redis", address=wrong, space=SPACE), 0))
+        assert supervisor.status() == 2
+    assert "refused the user or the password" in supervisor.text
+    assert "wrong-secret" not in supervisor.text
