@@ -26,7 +26,7 @@ from rich.text import Text
 REPOSITORY = Path(__file__).parents[1]
 COLUMNS, ROWS = 116, 40
 RECENT = 5  # lines of the picture of the progress
-IN_THE_MIDDLE = re.compile(r"epoch (?!1/).*━─.* left ")
+IN_THE_MIDDLE = re.compile(r"epoch .*━─+  1\d/.* left ")
 
 _ERASE_LINE = "\x1b[2K"
 _OTHER_CONTROLS = re.compile(r"\x1b\[\?25[lh]|\x1b\[1?A(?=\x1b\[2K)")  # the cursor; nothing to draw

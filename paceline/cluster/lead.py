@@ -8,6 +8,8 @@
 from __future__ import annotations
 
 import secrets
+import uuid
+from contextlib import suppress
 
 from torch._C._distributed_c10d import Store
 

@@ -13,6 +13,8 @@ from typing import Literal, Self
 from paceline.cluster.identity import Identity, ask_kernel
 
 BEAT_S = 0.5
+ENDED = "ended"
+"""The counter of an owner that gave its lease up before the world stood."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,8 @@ def judge(seen: Observation, now: float, options: LeaseOptions) -> Verdict:
         now: the reader's clock, in seconds.
         options: the limit.
     """
+    if seen.counter == ENDED.encode():
+        return Verdict(state="dead", reason="it gave up")
     if seen.process == "ended":
         return Verdict(state="dead", reason="its process on this machine has ended")
     if seen.process == "runs":

@@ -1,14 +1,22 @@
-"""What members of a run write into its store, as JSON.
+"""What the machines of a run write into its store, as JSON; `<i>` is a machine's number.
 
-run                 in the run's space: which incarnation is the newest     RunRecord
-beat                in the run's space: keeps `run` from expiring           a counter
-machine/<i>         in the incarnation's: who is machine i                  Claim
-lease/<claim's id>  that member's lease                                     a counter
-world               all claims, sealed by machine 0                         World
-reach/<i>           at which addresses machine i reached each of the others
-formed/<i>          what machine i's workers need to know                   Formation
-failure             why the run ended, the first word on it                 Failure
-left/<i>            machine i has ended and stopped its lease
+In the run's space:
+
+    run                 which incarnation is the newest                         RunRecord
+    beat                keeps `run` from expiring                               a counter
+
+In the incarnation's:
+
+    machine/<i>         who is machine i                                        Claim
+    lease/<claim's id>  that machine's lease                                    a counter
+    world               all claims, sealed by machine 0                         World
+    reach/<i>           at which addresses machine i reached each of the others
+    formed/<i>          what machine i's workers need to know                   Formation
+    failure             why the run ended, the first word on it                 Failure
+    left/<i>            machine i has ended and stopped its lease
+    remover             which of those removes all this                         a claim's id
+
+Values that came from the store are checked by nobody: who can write there owns the run.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from torch._C._distributed_c10d import Store
 
 from paceline.cluster.failure import Failure
 from paceline.cluster.heartbeat import Heartbeat
+from paceline.cluster.lease import ENDED
 from paceline.cluster.lease_watch import lease_key
 from paceline.cluster.plan import RunPlan
 from paceline.cluster.records import Claim, RunRecord
@@ -63,43 +64,48 @@ class Seat:
         text = self.store.compare_set("failure", "", failure.to_text())
         return Failure.from_text(text)
 
-    def stop_lease(self) -> None:
-        """Let the lease end."""
-        self._heartbeat.close()
-
     def abandon(self) -> None:
         """Leave before the world stands, so that the next start finds the place free."""
-        self.stop_lease()
-        key = self.key("machine")
+        self._heartbeat.close()
         with suppress(*STORE_ERRORS):  # a store that is gone holds no place
             if self.leads:
-                self.remove_run()
-            elif peek(self.store, key) == self.claim.to_text().encode():
-                self.store.delete_key(key)
+                self._remove_run()
+            elif self._is_newest():
+                self.store.set(lease_key(self.claim), ENDED)
+            else:
+                erase(self.space)  # machine 0 did, and our lease may have come back since
 
     def leave(self) -> None:
         """Leave a world that stood; the last machine removes what the run has in the store."""
-        self.stop_lease()
+        self._heartbeat.close()
         self.store.set(self.key("left"), "1")
-        if self.others_left():
-            self.remove_run()
+        if self.others_left() and self._wins("remover"):
+            self._remove_run()
 
     def others_left(self) -> bool:
         """Tell whether all machines have left."""
         return self.store.check([f"left/{i}" for i in range(self.plan.machines)])
 
-    def remove_run(self) -> None:
+    def key(self, name: str, machine: int | None = None) -> str:
+        """Return the key of a machine's record `name`; by default this machine's."""
+        return f"{name}/{self.plan.machine if machine is None else machine}"
+
+    def _wins(self, key: str) -> bool:
+        return self.store.compare_set(key, "", self.claim.id) == self.claim.id.encode()
+
+    def _remove_run(self) -> None:
         """Remove this incarnation, and the run's record if it is this incarnation's."""
-        text = peek(self.run_store, "run")
-        if text is not None and RunRecord.from_text(text).incarnation == self.incarnation:
+        if self.meeting.kind == "tcp":
+            return  # goes with its server
+        if self._is_newest():
             self.run_store.delete_key("run")
             self.run_store.delete_key("beat")
         erase(self.space)
         tidy(self.meeting)
 
-    def key(self, name: str, machine: int | None = None) -> str:
-        """Return the key of a machine's record `name`; by default this machine's."""
-        return f"{name}/{self.plan.machine if machine is None else machine}"
+    def _is_newest(self) -> bool:
+        text = peek(self.run_store, "run")
+        return text is not None and RunRecord.from_text(text).incarnation == self.incarnation
 
     def _beat(self, count: int) -> None:
         self._pulse.set(lease_key(self.claim), str(count))

@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistError
 
 from paceline.cluster.folder_store import FolderStore
+from paceline.cluster.polled_store import PolledStore
 from paceline.cluster.redis_store import RedisStore
 from paceline.cluster.tcp_store import connect_tcp, split_address
 from paceline.errors import CommError, ConfigError
@@ -116,7 +117,9 @@ def tidy(spec: StoreSpec) -> None:
 
 
 def peek(store: Store, key: str) -> bytes | None:
-    """Return a key's value if it is there now."""
+    """Return a key's value if it is there now; a key of a TCP store must not be deleted then."""
+    if isinstance(store, PolledStore):
+        return store.read([key])[0]
     return store.get(key) if store.check([key]) else None
 
 

@@ -19,6 +19,7 @@ from functools import partial
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -96,7 +97,8 @@ class Replica:
             handle.remove()
         self._reader_handles.clear()
         for module, parameters in readers.items():
-            buckets = tuple(dict.fromkeys(self._bucket_of[p] for p in parameters))
+            known = [self._bucket_of[p] for p in parameters if p in self._bucket_of]
+            buckets = tuple(dict.fromkeys(known))
             hook = partial(self._before_forward, buckets)
             self._reader_handles.append(module.register_forward_pre_hook(hook, prepend=True))
         self._reader_handles.append(self._model.register_forward_hook(self._after_forward))
@@ -143,14 +145,20 @@ class Replica:
         _patch(self._optimizer, "step", partial(self._end, optimizer_step))
         _patch(self._model, "train", partial(self._train, self._model.train))
 
-    def _end(self, optimizer_step: Callable[..., Any], closure: None = None) -> None:
+    def _end(
+        self, optimizer_step: Callable[..., Any], closure: Callable[[], Any] | None = None
+    ) -> Any:
         """Stand in for `optimizer.step()`: inside a step, end it."""
         if self._number is None:
-            optimizer_step()
-            return
+            return optimizer_step(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         self._synchronizer.end(self._number)
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look at it
         self._number = None
+        return loss
 
     def _train(self, train: Callable[[bool], nn.Module], mode: bool = True) -> nn.Module:
         """Stand in for `model.train()`, which `eval()` calls too."""

@@ -10,11 +10,12 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
+from paceline.cluster.members import Members
 from paceline.cluster.store import StoreSpec, erase, open_store, peek
+from tests.harness.gloo import sum_of_ranks
 from tests.harness.stores import LIMIT, on_processes, store_of
 
 KINDS = ["folder", "redis", "tcp"]
@@ -186,17 +187,12 @@ def test_no_compare_set_of_four_processes_overwrites_another(spec: StoreSpec) ->
     assert open_store(spec, LIMIT).get("n").split()[0] == b"80"
 
 
-def sum_of_ranks(store: Store, number: int, count: int) -> list[float]:
-    options = dist.ProcessGroupGloo._Options()
-    options._timeout = timedelta(seconds=30)
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    generation = PrefixStore("generation/0", store)
-    group = dist.ProcessGroupGloo(generation, number, count, options)
-    tensor = torch.tensor([1.0, float(number)])
-    group.allreduce([tensor]).wait()
-    group.barrier().wait()
-    return tensor.tolist()
+def all_reduce(store: Store, number: int, count: int) -> float:
+    members = Members.on(
+        0, number, machines=(count,), addresses=("127.0.0.1",), hosts=("localhost",)
+    )
+    return sum_of_ranks(members, store)
 
 
 def test_gloo_finds_its_peers_through_it(spec: StoreSpec) -> None:
-    assert on_processes(spec, 4, sum_of_ranks) == [[4.0, 6.0]] * 4
+    assert on_processes(spec, 4, all_reduce) == [6.0] * 4

@@ -88,7 +88,8 @@ def headings(document: Path) -> set[str]:
 
 
 def _blocks(lines: list[str]) -> Iterator[Block]:
-    section, marks, at = "", {}, 0
+    section, at = "", 0
+    marks: dict[str, str] = {}
     while at < len(lines):
         line = lines[at]
         if line.startswith("```"):

@@ -9,14 +9,13 @@ import subprocess
 import sys
 from datetime import timedelta
 
-import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
 from paceline.cluster.environment import WORKER_VARIABLE, read_environment
 from paceline.cluster.members import Members
 from paceline.cluster.worker import run_worker
 from paceline.errors import DataError
+from tests.harness.gloo import sum_of_ranks
 
 
 def work(members: Members, store: Store, token: str) -> None:
@@ -28,7 +27,7 @@ def work(members: Members, store: Store, token: str) -> None:
 
 def _obey(order: str, stage: socket.socket, members: Members, store: Store) -> None:
     if order == "sum the ranks":
-        stage.sendall(f"{_sum(members, store)}\n".encode())
+        stage.sendall(f"{sum_of_ranks(members, store)}\n".encode())
     elif order == "have a child":
         subprocess.Popen(["sleep", "1000"], pass_fds=[stage.fileno()])
         stage.sendall(b"born\n")
@@ -43,17 +42,6 @@ def _obey(order: str, stage: socket.socket, members: Members, store: Store) -> N
         raise KeyError("a bug")
     elif order == "end":
         sys.exit(0)
-
-
-def _sum(members: Members, store: Store) -> float:
-    options = dist.ProcessGroupGloo._Options()
-    options._timeout = timedelta(seconds=30)
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=members.address)]
-    generation = PrefixStore("generation/0", store)
-    group = dist.ProcessGroupGloo(generation, members.rank, members.world_size, options)
-    tensor = torch.tensor(float(members.rank))
-    group.allreduce([tensor]).wait()
-    return tensor.item()
 
 
 if __name__ == "__main__":

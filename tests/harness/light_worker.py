@@ -19,7 +19,11 @@ def main() -> None:
         ready, _, _ = select.select([0, stage], [], [])
         if 0 in ready and not os.read(0, 1):
             os._exit(0)
-        order = stage.recv(100).decode().split() if stage in ready else []
+        if stage not in ready:
+            continue
+        order = stage.recv(100).decode().split()
+        if not order:
+            sys.exit("the test has gone")
         if order[:1] == ["exit"]:
             sys.exit(int(order[1]))
         if order[:1] == ["stubborn"]:

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from paceline.cluster.environment import WorkerEnvironment
@@ -26,8 +25,8 @@ from paceline.cluster.plan import RunPlan
 from paceline.cluster.supervise import supervise
 
 LIMIT = 30.0
-LIGHT = Path(__file__).with_name("light_worker.py")
-FULL = Path(__file__).with_name("full_worker.py")
+LIGHT = "tests.harness.light_worker"
+FULL = "tests.harness.full_worker"
 
 
 class Actor:
@@ -101,11 +100,10 @@ class Stage:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["torch", "torch.distributed", __name__])
 
-    def start(self, plan: RunPlan, worker: Path = LIGHT) -> Supervisor:
+    def start(self, plan: RunPlan, worker: str = LIGHT) -> Supervisor:
         """Start a machine's supervisor."""
         log = self._folder / f"supervisor{len(self._supervisors)}.log"
-        # -P: this folder's modules must not be taken for libraries of the same name.
-        argv = [sys.executable, "-P", str(worker), str(self._listener.getsockname()[1])]
+        argv = [sys.executable, "-m", worker, str(self._listener.getsockname()[1])]
         process = self._context.Process(target=_supervise, args=(plan, argv, str(log)))
         log.touch()
         process.start()
@@ -143,15 +141,9 @@ class Stage:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for supervisor in self._supervisors:
-            if error is not None:
-                print(f"--- {supervisor.log.name}\n{supervisor.text}", file=sys.stderr)
+            print(f"--- {supervisor.log.name}\n{supervisor.text}")  # shown if the test failed
             supervisor.process.kill()
             supervisor.process.join()
         for actor in self._actors:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
@@ -158,10 +159,11 @@ def test_a_taken_tcp_port_is_a_sentence(stage: Stage) -> None:
 
 def test_of_two_that_open_a_run_at_once_one_wins(stage: Stage, folder: StoreSpec) -> None:
     both = [stage.start(plan(folder, 0, 1)) for _ in range(2)]
-    actors = stage.actors(1)
-    loser = next(s for s in both if said(s, "is in use by a live run"))
-    winner = next(s for s in both if s is not loser)
+    wait([supervisor.process.sentinel for supervisor in both], timeout=20)
+    loser, winner = sorted(both, key=lambda supervisor: supervisor.process.exitcode is None)
     assert loser.status() == 2
+    assert "is in use by a live run" in loser.text
+    actors = stage.actors(1)
     end(actors, [winner])
     assert left_behind(folder) == []
 

@@ -41,6 +41,7 @@ def watch(readings: list[tuple[float, bytes | None]], who: Identity = FAR) -> Ob
         ([(0, b"1"), (1, b"2"), (4, b"2")], 5.9, "alive", "advanced 4.9 s ago"),
         ([(0, b"1"), (1, b"2"), (4, b"2")], 6.1, "dead", "stood still for 5.1 s"),
         ([(0, b"1"), (1, b"2"), (9, b"3")], 9.0, "alive", "advanced 0.0 s ago"),
+        ([(0, b"1"), (1, b"ended")], 1.0, "dead", "it gave up"),
     ],
 )
 def test_a_lease_is_judged_by_its_advance_on_the_readers_clock(

@@ -1,0 +1,65 @@
+"""Machines find the addresses that connect them, whatever their hostnames stand for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.harness.namespaces import Machine, two_machines
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 60
+
+
+@pytest.fixture
+def machines() -> Iterator[tuple[Machine, Machine]]:
+    with two_machines() as made:
+        yield made
+
+
+def run_on(machines: tuple[Machine, Machine], folder: Path, interfaces: str) -> list[str]:
+    """Run one supervisor a machine, with 1 and 2 workers; return what each machine prints."""
+    running = []
+    for number, machine in enumerate(machines):
+        arguments = ["r", str(number), "2", str(number + 1), str(folder), interfaces]
+        command = machine.inside(sys.executable, "-m", "tests.harness.machine", *arguments)
+        running.append(
+            subprocess.Popen(
+                command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            )
+        )
+    try:
+        return [process.communicate(timeout=LIMIT)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def test_the_cable_is_found_though_the_hostname_stands_for_a_wrong_address(
+    machines: tuple[Machine, Machine], tmp_path: Path
+) -> None:
+    ask = "import socket; print(socket.gethostbyname(socket.gethostname()))"
+    answer = subprocess.run(
+        machines[0].inside(sys.executable, "-c", ask), check=True, capture_output=True, text=True
+    )
+    assert answer.stdout == "192.0.2.1\n"
+    first, second = run_on(machines, tmp_path, interfaces="")
+    both = "('10.77.0.1', '10.77.0.2')"
+    assert f"rank 0 at 10.77.0.1 of {both}: 3.0\n" in first
+    assert f"rank 1 at 10.77.0.2 of {both}: 3.0\n" in second
+    assert f"rank 2 at 10.77.0.2 of {both}: 3.0\n" in second
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_named_interface_is_the_only_one_that_is_tried(
+    machines: tuple[Machine, Machine], tmp_path: Path
+) -> None:
+    for said in run_on(machines, tmp_path, interfaces="wrong0"):
+        assert "can't be reached from machine" in said
+        assert "172.31.77.1: check firewalls, or name the interfaces" in said
+        assert "10.77.0" not in said

@@ -1,0 +1,187 @@
+"""What the documents show is true: their commands run, their messages are said, their links lead.
+
+The documents are followed as they stand, a section a test, in a folder that is what `make demo`
+leaves (with fewer images) after the guide's first sections, which make the databases and train a
+model.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import shlex
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.cli.main import main
+from tests.harness.clone import break_things, make_clone
+from tests.harness.command import Command
+from tests.harness.documents import LANGUAGES, Block, blocks, headings, links
+from tests.harness.reader import Reader, says
+from tests.harness.redis import redis_server
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+GUIDE, FAILURES = ROOT / "docs/guide.md", ROOT / "docs/failures.md"
+FIRST = ("Guide", "Make the databases", "Look into a database", "Train a model")
+SHOWN_ONLY = {
+    "continuous integration runs it",
+    "installs from an index",
+    "takes minutes on an idle machine",
+}
+HIDDEN = re.compile(r"^(\$ |(paceline \w+|resnet50_trainer) --)", re.MULTILINE)
+ENDLESS = (
+    *("train", "--train_data", "train-lmdb", "--num_labels", "10", "--model", "resnet20"),
+    *("--image_size", "32", "--augment", "none", "--batch_size", "64"),
+    *("--num_workers", "2", "--num_epochs", "100000", "--run_id", "hurt"),
+)
+
+
+def sections() -> Iterator[object]:
+    for document in DOCUMENTS:
+        found = dict.fromkeys(block.section for block in blocks(document) if block.runs)
+        for section in found:
+            if document != GUIDE or section not in FIRST:
+                yield pytest.param(document, section, id=f"{document.stem}: {section}")
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[tuple[str, str]]:
+    """A server without a password and one with it."""
+    with redis_server() as free, redis_server("secret") as guarded:
+        yield free, guarded
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder after `make demo`."""
+    folder = tmp_path_factory.mktemp("clone")
+    make_clone(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(clone: Path, redis: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder after the guide's first sections, and after some accidents."""
+    folder = copied(clone, tmp_path_factory.mktemp("trained"))
+    reader = Reader(folder, redis)
+    for block in blocks(GUIDE):
+        if block.section in FIRST:
+            reader.follow(block)
+    break_things(folder)
+    return folder
+
+
+def copied(folder: Path, where: Path) -> Path:
+    return Path(shutil.copytree(folder, where / "clone", symlinks=True))
+
+
+@pytest.mark.parametrize(("document", "section"), list(sections()))
+def test_a_section_can_be_followed(
+    document: Path,
+    section: str,
+    redis: tuple[str, str],
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here = [block for block in blocks(document) if block.section == section and block.runs]
+    start = "clone" if "in a fresh folder" in here[0].marks else "trained"
+    folder = copied(request.getfixturevalue(start), tmp_path)
+    monkeypatch.chdir(folder)
+    reader = Reader(folder, redis)
+    for block in here:
+        if block.language == "console":
+            hear(block, reader.here, capfd)
+        else:
+            reader.follow(block)
+
+
+def hear(block: Block, here: Callable[[str], str], capfd: pytest.CaptureFixture[str]) -> None:
+    """Run a console's commands in this process, which has torch already, and check the answers."""
+    for command, answer in block.dialogue:
+        words = shlex.split(here(command))
+        assert words[0] == "paceline"
+        capfd.readouterr()
+        try:
+            status: object = main(words[1:])
+        except SystemExit as end:
+            status = end.code
+        said = "".join(capfd.readouterr())
+        assert status == block.status, f"{command}\n{said}"
+        assert says(said, answer), f"{command}\nsays\n{said}\nand not\n{answer}"
+
+
+def quoted(event: str) -> str:
+    """What the failures' document says that is said when something happens."""
+    (text,) = [block.text for block in blocks(FAILURES) if block.marks.get("happens") == event]
+    return text
+
+
+def stop(command: Command, rank: int, number: signal.Signals) -> None:
+    """Send a signal to a worker."""
+    for process in command.family():
+        place = json.loads(process.environ().get("PACELINE_WORKER", "{}"))
+        if place.get("local_rank") == rank:
+            process.send_signal(number)
+
+
+def test_a_run_without_its_meeting_place_and_a_worker_says_what_is_quoted(
+    trained: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = copied(trained, tmp_path)
+    monkeypatch.chdir(folder)
+    with redis_server() as url:
+        command = Command(*ENDLESS, "--redis_url", url, folder=folder)
+        command.line_with("epoch 1/")
+        assert main([*ENDLESS, "--redis_url", url]) == 2
+        assert says(capfd.readouterr().err, quoted("the same command again"))
+    lost = command.line_with("meeting place")
+    assert says(lost, quoted("the meeting place is lost"))
+    stop(command, 1, signal.SIGKILL)
+    ended = command.wait()
+    assert ended.status == 1
+    assert says(ended.text, quoted("a worker is killed"))
+
+
+def test_a_run_whose_worker_hangs_says_what_is_quoted(trained: Path, tmp_path: Path) -> None:
+    command = Command(*ENDLESS, "--timeout", "3", folder=copied(trained, tmp_path))
+    command.line_with("epoch 1/")
+    stop(command, 1, signal.SIGSTOP)
+    ended = command.wait()
+    assert ended.status == 1
+    assert says(ended.text, quoted("a worker hangs"))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_what_is_only_shown_has_a_reason_and_nothing_hides(document: Path) -> None:
+    for block in blocks(document):
+        assert block.language in LANGUAGES, f"line {block.line}"
+        assert block.marks.get("shown only", next(iter(SHOWN_ONLY))) in SHOWN_ONLY
+        if block.language == "text":
+            hidden = HIDDEN.search(block.text)
+            assert not hidden, f"line {block.line}: commands belong in sh or console"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_links_lead_somewhere(document: Path) -> None:
+    for link in links(document):
+        path, _, heading = link.partition("#")
+        target = (document.parent / path).resolve() if path else document
+        assert target.exists(), link
+        assert not heading or heading in headings(target), link
+
+
+def test_the_command_reference_is_what_the_code_says() -> None:
+    made = runpy.run_path(str(ROOT / "docs/make_commands.py"))["document"]()
+    told = "run python docs/make_commands.py"
+    assert (ROOT / "docs/commands.md").read_text() == made, told
