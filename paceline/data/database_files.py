@@ -46,8 +46,9 @@ def require_database(folder: Path, kind: Kind) -> None:
                 raise ConfigError(
                     f"{folder} is no {kind} database but a {other} one; give --db_type {other}."
                 ) from error
+        markers = " nor ".join(f"{marker} ({name})" for name, marker in _MARKER.items())
         raise ConfigError(
-            f"{folder} is no {kind} database: it has no {_MARKER[kind]}; check the path."
+            f"{folder} is no database: it has neither {markers}; check the path."
         ) from error
     except PermissionError as error:
         raise ConfigError(

@@ -32,10 +32,13 @@ from paceline.errors import DataError
 Plan = Callable[[int, int], View]
 """Makes a `View` of an image's width and height."""
 
+Name = Callable[[], str]
+"""Makes a record's name, which only an error needs."""
+
 _SCALES = (8, 4, 2)
 
 
-def decode(image: bytes | Pixels, plan: Plan, out: Pixels, *, fill: Pixels, name: str) -> None:
+def decode(image: bytes | Pixels, plan: Plan, out: Pixels, *, fill: Pixels, name: Name) -> None:
     """Write an image's sample into a slot.
 
     Args:
@@ -43,7 +46,7 @@ def decode(image: bytes | Pixels, plan: Plan, out: Pixels, *, fill: Pixels, name
         plan: says what of it is wanted, once its size is known.
         out: receives the sample, uint8 of shape (size, size, channels), channels 1 or 3.
         fill: the colour of what the image leaves empty, uint8 of shape (channels,).
-        name: what errors call the record.
+        name: tells what errors call the record.
 
     Raises:
         DataError: the image is damaged or of an unknown format.
@@ -57,7 +60,7 @@ def decode(image: bytes | Pixels, plan: Plan, out: Pixels, *, fill: Pixels, name
 
 
 def _opened(
-    image: bytes | Pixels, plan: Plan, channels: int, name: str
+    image: bytes | Pixels, plan: Plan, channels: int, name: Name
 ) -> tuple[Pixels, View, Box]:
     """Find an image's pixels, perhaps scaled down, the plan, and the plan's box in them."""
     if isinstance(image, bytes):
@@ -72,7 +75,7 @@ def _opened(
         pixels = recolored(image, channels)
     else:
         raise DataError(
-            f"{name} has pixels of shape {image.shape}; "
+            f"{name()} has pixels of shape {image.shape}; "
             "they must be (height, width, 1) for grey or (height, width, 3) for RGB"
         )
     view = plan(pixels.shape[1], pixels.shape[0])
@@ -97,7 +100,7 @@ def _factor(view: View) -> int:
 
 
 def _by_turbojpeg(
-    data: bytes, size: tuple[int, int], factor: int, channels: int, view: View, name: str
+    data: bytes, size: tuple[int, int], factor: int, channels: int, view: View, name: Name
 ) -> Pixels:
     width, height = size
     try:
@@ -121,12 +124,12 @@ def _scaled(box: Box, factor: int, pixels: Pixels) -> Box:
     return left, top, min(right, width), min(bottom, height)
 
 
-def _by_pillow(data: bytes, channels: int, name: str) -> Pixels:
+def _by_pillow(data: bytes, channels: int, name: Name) -> Pixels:
     try:
         with Image.open(io.BytesIO(data)) as image:
             return _converted(image, channels)
     except UnidentifiedImageError as error:
-        raise DataError(f"{name} can't be decoded: it is no image of a known format") from error
+        raise DataError(f"{name()} can't be decoded: it is no image of a known format") from error
     except Exception as error:  # Pillow's decoders raise a dozen kinds on strangers' bytes
         raise _damaged(name, error) from error
 
@@ -147,6 +150,6 @@ def _short_side(box: Box) -> int:
     return min(right - left, bottom - top)
 
 
-def _damaged(name: str, error: Exception) -> DataError:
+def _damaged(name: Name, error: Exception) -> DataError:
     reason = str(error).rstrip(".") or type(error).__name__
-    return DataError(f"{name} can't be decoded: {reason}")
+    return DataError(f"{name()} can't be decoded: {reason}")

@@ -111,6 +111,10 @@ class IndexedSource:
             )
         return record
 
+    def name(self, index: int) -> str:
+        """Name a record by its key and the database's folder."""
+        return f"record {printable(self._index.keys[index])} of {self._folder}"
+
     def close(self) -> None:
         """Release the database; no record may be read any more."""
         self._database.close()

@@ -50,13 +50,19 @@ class SampleMaker:
             record = self.source[index]
             labels[at] = self._checked_label(record, index)
             plan = partial(transform.view, numbers=numbers[at])
-            decode(record.image, plan, images[at], fill=self.fill, name=f"record {index}")
+            decode(
+                record.image,
+                plan,
+                images[at],
+                fill=self.fill,
+                name=partial(self.source.name, index),
+            )
 
     def _checked_label(self, record: Record, index: int) -> int:
         if self.num_labels is not None and not 0 <= record.label < self.num_labels:
             raise DataError(
-                f"record {index} has the label {record.label}; with num_labels {self.num_labels} "
-                f"labels are 0 to {self.num_labels - 1}: change num_labels, or write the database "
-                "anew"
+                f"{self.source.name(index)} has the label {record.label}; with --num_labels "
+                f"{self.num_labels} labels are 0 to {self.num_labels - 1}: change --num_labels, or "
+                "write the database anew."
             )
         return record.label

@@ -62,5 +62,8 @@ class Source(Protocol):
             DataError: the record is damaged or of an unknown or unexpected format; names its key.
         """
 
+    def name(self, index: int) -> str:
+        """Name a record for a person: "record KEY"."""
+
     def close(self) -> None:
         """Release the database."""

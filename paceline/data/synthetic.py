@@ -71,5 +71,9 @@ class SyntheticSource:
         pixels = words[1:].astype("<u8", copy=False).view(np.uint8)[:size].reshape(self._shape)
         return Record(image=pixels, label=int(words[0] % np.uint64(self._num_labels)))
 
+    def name(self, index: int) -> str:
+        """Name a record by its number."""
+        return f"made-up record {index}"
+
     def close(self) -> None:
         """Release nothing."""

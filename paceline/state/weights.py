@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import pickle
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from paceline.errors import CheckpointError, ConfigError
+
+_LONGEST = 200  # characters of a reason in a message
 
 
 def save_weights(path: Path, model: nn.Module) -> None:
@@ -41,9 +42,9 @@ def load_weights(path: Path, model: nn.Module) -> None:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         raise ConfigError(f"--load_model_path {path}: there is no such file.") from error
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except Exception as error:  # torch's unpickler stumbles over damage in many ways
         raise CheckpointError(
-            f"{path}: not a file of weights, or damaged: {str(error).partition(chr(10))[0]}"
+            f"{path}: not a file of weights, or damaged ({_first_line(error)}); give another."
         ) from error
     try:
         model.load_state_dict(state)
@@ -53,6 +54,12 @@ def load_weights(path: Path, model: nn.Module) -> None:
         ) from error
 
 
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:_LONGEST] or type(error).__name__
+
+
 def _first_reason(error: Exception) -> str:
+    """Return the first of the reasons that torch lists, cut to a readable length."""
     lines = [line.strip() for line in str(error).splitlines()]
-    return lines[1] if len(lines) > 1 else lines[0]
+    reason = lines[1] if len(lines) > 1 else lines[0]
+    return reason if len(reason) <= _LONGEST else f"{reason[:_LONGEST]}…"

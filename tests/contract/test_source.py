@@ -115,7 +115,7 @@ def test_a_file_is_an_error(engine, tmp_path, cache):
 
 
 def test_another_folder_is_an_error(engine, tmp_path, cache):
-    with pytest.raises(ConfigError, match=f"is no {engine.name} database"):
+    with pytest.raises(ConfigError, match="is no database: it has neither"):
         engine.source(tmp_path, cache_dir=cache)
 
 

@@ -40,7 +40,7 @@ def _encoded(pixels: Pixels | Image.Image, kind: str, **options: Any) -> bytes:
 def _sample(image: bytes | Pixels, view: View, channels: int = 3) -> Pixels:
     out = np.full((view.size, view.size, channels), 77, dtype=np.uint8)
     fill = np.full(channels, 128, dtype=np.uint8)
-    decode(image, lambda width, height: view, out, fill=fill, name="record 5")
+    decode(image, lambda width, height: view, out, fill=fill, name=lambda: "record 5")
     return out
 
 
@@ -232,7 +232,7 @@ def test_an_orientation_in_the_file_is_not_applied() -> None:
         return View(box=(0, 0, 40, 40), size=40)
 
     out = np.empty((40, 40, 3), dtype=np.uint8)
-    decode(data, plan, out, fill=np.zeros(3, np.uint8), name="record 5")
+    decode(data, plan, out, fill=np.zeros(3, np.uint8), name=lambda: "record 5")
     assert sizes == [(60, 40)]
 
 

@@ -32,11 +32,15 @@ class ListSource:
 
     labels: npt.NDArray[np.int64] | None = None
     label_names: tuple[str, ...] | None = None
+    index_note: str | None = None
     fingerprint = "list"
 
     def __init__(self, records: list[Record], on_read: Callable[[int], object] = lambda i: None):
         self._records = records
         self._on_read = on_read
+
+    def name(self, index: int) -> str:
+        return f"record {index}"
 
     def __len__(self) -> int:
         return len(self._records)
@@ -234,7 +238,7 @@ def test_a_label_out_of_range_is_an_error_that_names_record_label_and_rule(label
     records[3] = Record(records[0].image, label)
     with (
         _loader(ListSource(records), 5, num_labels=10) as loader,
-        pytest.raises(DataError, match=f"record 3 has the label {label}.* 0 to 9"),
+        pytest.raises(DataError, match=f"record 3 has the label {label}.* 0 to 9: "),
     ):
         loader.batch(0, 0)
 

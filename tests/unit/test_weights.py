@@ -33,12 +33,19 @@ def test_another_models_weights_are_refused_with_the_first_reason(tmp_path: Path
         load_weights(tmp_path / "w.pt", nn.Linear(4, 2))
 
 
+def test_a_reason_that_lists_everything_is_cut(tmp_path: Path) -> None:
+    save_weights(tmp_path / "w.pt", nn.Sequential(*[nn.Linear(1, 1) for _ in range(300)]))
+    with pytest.raises(ConfigError) as raised:
+        load_weights(tmp_path / "w.pt", nn.Linear(1, 1))
+    assert len(str(raised.value)) < 400
+
+
 def test_a_missing_file_is_the_callers_mistake(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no such file"):
         load_weights(tmp_path / "none.pt", nn.Linear(1, 1))
 
 
-@pytest.mark.parametrize("content", [b"", b"not weights", b"PK\x03\x04 torn"])
+@pytest.mark.parametrize("content", [b"", b"abc", b"not weights", b"PK\x03\x04 torn"])
 def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "w.pt").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"w\.pt: not a file of weights, or damaged"):
