@@ -8,10 +8,13 @@ waiting: the next start of the run is a new incarnation.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from torch._C._distributed_c10d import Store
 from torch.distributed import DistError
 
 from paceline.cluster.failure import Failure
+from paceline.cluster.identity import Identity
 from paceline.cluster.lease_watch import LeaseWatch
 from paceline.cluster.patience import Patience, TooLate, name_machines
 from paceline.cluster.plan import RunPlan
@@ -46,10 +49,11 @@ def follow(
     while True:
         reason = ""
         try:
-            text, leader = _live_incarnation(meeting, claim, plan, patience)
-            seated = _join(plan, text, leader, patience, sit)
-            if seated is not None:
-                return seated
+            live = _live_incarnation(meeting, claim, plan, patience)
+            if not _sealed_without_us(live, plan, claim.who, patience):
+                seated = _join(live, sit(live.record.incarnation), patience)
+                if seated is not None:
+                    return seated
         except TooLate:
             raise
         except (CommError, DistError) as error:  # machine 0 went, and took the store with it
@@ -57,36 +61,53 @@ def follow(
         patience.wait(name_machines([0], plan.machines) + reason)
 
 
-def _live_incarnation(
-    meeting: StoreSpec, claim: Claim, plan: RunPlan, patience: Patience
-) -> tuple[bytes, LeaseWatch]:
-    """Wait for an incarnation whose machine 0 is alive; return its record and the watch on it."""
+@dataclass(frozen=True, kw_only=True)
+class _Live:
+    """An incarnation whose machine 0 was just seen alive."""
+
+    text: bytes
+    record: RunRecord
+    store: Store
+    leader: LeaseWatch
+
+
+def _live_incarnation(meeting: StoreSpec, claim: Claim, plan: RunPlan, patience: Patience) -> _Live:
+    """Wait for a live incarnation."""
     store = open_store(meeting, STORE_LIMIT)
-    known: bytes | None = None
+    live: _Live | None = None
     while True:
         text = peek(store, "run")
-        if text is not None:
-            if text != known:
-                record, known = RunRecord.from_text(text), text
-                inside = open_store(meeting.within(record.incarnation), STORE_LIMIT)
-                watch = LeaseWatch(inside, record.leader, claim.who)
-            if watch.verdict().state == "alive":
-                return text, watch
+        if text is not None and (live is None or text != live.text):
+            record = RunRecord.from_text(text)
+            inside = open_store(meeting.within(record.incarnation), STORE_LIMIT)
+            leader = LeaseWatch(inside, record.leader, claim.who)
+            live = _Live(text=text, record=record, store=inside, leader=leader)
+        if text is not None and live is not None and live.leader.verdict().state == "alive":
+            return live
         patience.wait(name_machines([0], plan.machines))
 
 
-def _join(
-    plan: RunPlan, text: bytes, leader: LeaseWatch, patience: Patience, sit: Callable[[str], Seat]
-) -> tuple[Seat, World] | None:
-    record = RunRecord.from_text(text)
-    seat = sit(record.incarnation)
+def _sealed_without_us(live: _Live, plan: RunPlan, here: Identity, patience: Patience) -> bool:
+    """Tell whether the run is in its course and this machine's predecessor in it is gone."""
+    text = peek(live.store, "world")
+    if text is None:
+        return False
+    if live.record.machines != plan.machines:
+        raise _disagree(plan, live.record)
+    claim = World.from_text(text).claims[plan.machine]
+    _refuse_live_holder(LeaseWatch(live.store, claim, here), plan, patience)
+    return True
+
+
+def _join(live: _Live, seat: Seat, patience: Patience) -> tuple[Seat, World] | None:
+    """Claim a place and wait for the world; None where it won't come, or without us."""
     try:
-        if record.machines != plan.machines:
-            error = _disagree(plan, record)
+        if live.record.machines != seat.plan.machines:
+            error = _disagree(seat.plan, live.record)
             seat.post(Failure.of(error))
             raise error
         _claim(seat, patience)
-        world = _await_world(seat, text, leader, patience)
+        world = _await_world(seat, live, patience)
     except BaseException:
         seat.abandon()
         raise
@@ -100,25 +121,33 @@ def _claim(seat: Seat, patience: Patience) -> None:
     key, own = seat.key("machine"), seat.claim.to_text()
     while (holder := seat.store.compare_set(key, "", own)) != own.encode():
         watch = LeaseWatch(seat.store, Claim.from_text(holder), seat.claim.who)
-        while (verdict := watch.verdict()).state == "unknown":
-            patience.wait(f"a sign of life of {watch.claim.who.host}, once {key}")
-        if verdict.state == "alive":
-            raise ConfigError(
-                f"--shard_id {seat.plan.machine} of run {seat.plan.run_id!r} is taken by a live "
-                f"machine, host {watch.claim.who.host} ({verdict.reason}): give each machine its "
-                "own."
-            )
+        _refuse_live_holder(watch, seat.plan, patience)
         seat.store.compare_set(key, holder.decode(), own)
 
 
-def _await_world(seat: Seat, record: bytes, leader: LeaseWatch, patience: Patience) -> World | None:
-    """Return the world, or None where it was sealed without us or machine 0 is gone."""
+def _refuse_live_holder(holder: LeaseWatch, plan: RunPlan, patience: Patience) -> None:
+    """Wait until the holder of this machine's number is known to be dead.
+
+    Raises:
+        ConfigError: it is alive.
+    """
+    host = holder.claim.who.host
+    while (verdict := holder.verdict()).state == "unknown":
+        patience.wait(f"a sign of life of machine {plan.machine} ({host})")
+    if verdict.state == "alive":
+        raise ConfigError(
+            f"--shard_id {plan.machine} of run {plan.run_id!r} is taken by a live machine, host "
+            f"{host} ({verdict.reason}): give each machine its own."
+        )
+
+
+def _await_world(seat: Seat, live: _Live, patience: Patience) -> World | None:
     while True:
         text = peek(seat.store, "world")
         if text is not None:
             world = World.from_text(text)
             return world if seat.claim in world.claims else None
-        if peek(seat.run_store, "run") != record or leader.verdict().state == "dead":
+        if peek(seat.run_store, "run") != live.text or live.leader.verdict().state == "dead":
             return None
         there = read_claims(seat.store, seat.plan.machines)
         missing = [i for i in range(seat.plan.machines) if i not in there] or [0]

@@ -73,7 +73,7 @@ class Seat:
             elif self._is_newest():
                 self.store.set(lease_key(self.claim), ENDED)
             else:
-                erase(self.space)  # machine 0 did, and our lease may have come back since
+                self._clear()  # as machine 0 did; our lease may have come back since
 
     def leave(self) -> None:
         """Leave a world that stood; the last machine removes what the run has in the store."""
@@ -100,6 +100,9 @@ class Seat:
         if self._is_newest():
             self.run_store.delete_key("run")
             self.run_store.delete_key("beat")
+        self._clear()
+
+    def _clear(self) -> None:
         erase(self.space)
         tidy(self.meeting)
 

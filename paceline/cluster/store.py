@@ -12,7 +12,9 @@ of a run (a start of it) one inside that:
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import uuid
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
@@ -98,7 +100,11 @@ def open_store(spec: StoreSpec, timeout: timedelta, *, make: bool = False) -> St
 def erase(spec: StoreSpec) -> None:
     """Remove a space and what is in it; a TCP store's goes with its server."""
     if spec.kind == "folder":
-        shutil.rmtree(_folder(spec), ignore_errors=True)
+        folder = _folder(spec)
+        grave = folder.with_name(f"tmp={uuid.uuid4().hex}")
+        with suppress(FileNotFoundError):
+            os.rename(folder, grave)  # at once: who still writes there mustn't bring it back
+        shutil.rmtree(grave, ignore_errors=True)
     elif spec.kind == "redis":
         store = RedisStore(spec.address, spec.space, timedelta(seconds=5))
         store.erase()

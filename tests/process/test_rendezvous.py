@@ -236,6 +236,35 @@ def test_machines_that_wait_find_machine_0_after_it_was_killed_and_came_again(
     assert left_behind(meeting) == []
 
 
+def test_a_machine_that_comes_back_to_a_run_in_its_course_waits_for_the_next_start(
+    stage: Stage, meeting: StoreSpec
+) -> None:
+    first, killed = (stage.start(plan(meeting, machine, timeout=1.0)) for machine in (0, 1))
+    old = stage.actors(2)
+    killed.send(signal.SIGKILL)
+    assert killed.status() is not None
+    back = stage.start(plan(meeting, 1))
+    assert said(back, "waiting for machine 0 of 2")
+    end(old[:1], [first])
+    leader = stage.start(plan(meeting, 0))
+    new = stage.actors(2)
+    assert {actor.place.incarnation for actor in new}.isdisjoint(
+        {actor.place.incarnation for actor in old}
+    )
+    end(new, [leader, back])
+
+
+def test_a_wrong_number_of_machines_doesnt_end_a_run_in_its_course(
+    stage: Stage, meeting: StoreSpec
+) -> None:
+    running = [stage.start(plan(meeting, machine)) for machine in (0, 1)]
+    actors = stage.actors(2)
+    stranger = stage.start(plan(meeting, 2, 3))
+    assert stranger.status() == 2
+    assert "--num_shards 3 on machine 2, but 2 on machine 0" in stranger.text
+    end(actors, running)
+
+
 @pytest.mark.parametrize("machine", [0, 1])
 def test_a_signal_ends_the_wait_and_leaves_nothing(
     stage: Stage, meeting: StoreSpec, machine: int
@@ -267,6 +296,17 @@ def test_another_machines_dead_run_is_known_by_its_lease(stage: Stage, folder: S
         actors = stage.actors(1)
     end(actors, [supervisor])
     assert os.listdir(Path(folder.address) / SPACE) == ["older incarnation"]
+
+
+def test_a_machine_that_finds_a_dead_run_leaves_it_alone(stage: Stage, folder: StoreSpec) -> None:
+    store = open_store(folder, timedelta(seconds=5), make=True)
+    inside = open_store(folder.within("old"), timedelta(seconds=5), make=True)
+    store.set("run", elsewhere(2).to_text())
+    inside.set("lease/far", "1234")
+    supervisor = stage.start(plan(folder, 1, first_iter_timeout=1.0))
+    assert supervisor.status() == 1
+    assert "machine 0 of 2 didn't come within 1 s" in supervisor.text
+    assert (store.num_keys(), inside.num_keys()) == (1, 1)
 
 
 def test_another_machines_live_run_is_known_by_its_lease(stage: Stage, folder: StoreSpec) -> None:
