@@ -33,5 +33,5 @@ test: lint types ## Lint, types and all tests
 bench: setup ## The benchmarks that need no network namespaces
 	$(BIN)/python benchmarks/input.py
 
-clean: ## Remove what make made
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build *.egg-info
+clean: ## Remove what make made, but not the runs
+	rm -rf demo-data $(VENV) .mypy_cache .pytest_cache .ruff_cache build *.egg-info

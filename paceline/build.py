@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -90,7 +90,20 @@ def check(config: TrainConfig, gpus: int) -> list[str]:
     model_factory(config.model.name, num_labels=config.data.num_labels, num_channels=channels)
     sources = open_sources(config)
     sources.close()
-    return [s.index_note for s in (sources.train, sources.test) if s and s.index_note]
+    return list(_notes(config, sources))
+
+
+def _notes(config: TrainConfig, sources: Sources) -> Iterator[str]:
+    for source in (sources.train, sources.test):
+        if source is not None and source.index_note:
+            yield source.index_note
+    labels = sources.train.labels
+    wanted = config.data.num_labels
+    if labels is not None and (classes := labels.max() + 1) < wanted:
+        yield (
+            f"the training data has {classes} classes, and the model is made for {wanted}: "
+            f"--num_labels {classes} fits."
+        )
 
 
 def build_recorder(

@@ -6,9 +6,10 @@ understood: Caffe2's switches took a value.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, TypeVar, get_type_hints
+from typing import TypeVar, get_type_hints
 
 import tyro
 
@@ -48,18 +49,29 @@ def switches(config: type) -> Iterator[tuple[str, bool]]:
 
 def _plain_switches(argv: Sequence[str], known: frozenset[tuple[str, bool]]) -> Iterator[str]:
     """Rewrite switches with a value into their presence or absence."""
-    defaults: dict[str, Any] = dict(known)
-    words = iter([*argv, ""])
-    word = next(words)
-    for following in words:
+    defaults = dict(known)
+    words = deque(argv)
+    while words:
+        word = words.popleft()
         flag, equals, value = word.partition("=")
-        name = flag.removeprefix("--").replace("-", "_")
-        value = value if equals else following
-        if flag.startswith("--") and name in defaults and value.lower() in _YES | _NO:
-            wanted = value.lower() in _YES
-            if wanted is not defaults[name]:
-                yield f"--{name}" if wanted else f"--no_{name}"
-            following = following if equals else next(words, "")
-        elif word:
+        name, on = _switch(flag, defaults)
+        value = value if equals else (words[0] if words else "")
+        if not name or value.lower() not in _YES | _NO:
             yield word
-        word = following
+            continue
+        if not equals:
+            words.popleft()
+        wanted = on if value.lower() in _YES else not on
+        if wanted is not defaults[name]:
+            yield f"--{name}" if wanted else f"--no_{name}"
+
+
+def _switch(flag: str, defaults: Mapping[str, bool]) -> tuple[str, bool]:
+    """Return the switch that a word names, or "", and whether the word turns it on."""
+    name = flag.removeprefix("--").replace("-", "_")
+    if not flag.startswith("--"):
+        return "", False
+    if name in defaults:
+        return name, True
+    off = name.removeprefix("no_")
+    return (off, False) if name != off and off in defaults else ("", False)

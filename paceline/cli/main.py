@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import import_module, metadata
 
 from paceline.errors import ConfigError, PacelineError
@@ -30,26 +32,33 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def resnet50_trainer() -> int:
     """Run Caffe2's command."""
-    return _guarded(lambda: _command("train")(sys.argv[1:]))
+    return _guarded(lambda: _command("train")(sys.argv[1:], prog="resnet50_trainer"))
 
 
 def _guarded(run: Callable[[], int]) -> int:
     """Turn errors into a sentence and a status."""
     try:
-        return run()
+        status = run()
+        sys.stdout.flush()
+        return status
     except PacelineError as error:
         print(f"paceline: {error}", file=sys.stderr)
         return error.status
     except KeyboardInterrupt:
         return 130
+    except OSError as error:  # nobody below has a better word for it: a full disk, a closed pipe
+        with suppress(OSError):
+            print(f"paceline: {error}", file=sys.stderr)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
-def _command(name: str) -> Callable[[Sequence[str]], int]:
+def _command(name: str) -> Callable[..., int]:
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}."
         raise ConfigError(f"no command {name!r}: {hint}")
-    command: Callable[[Sequence[str]], int] = import_module(COMMANDS[name][0]).main
+    command: Callable[..., int] = import_module(COMMANDS[name][0]).main
     return command
 
 

@@ -40,13 +40,13 @@ examples:
 """
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command with the arguments after `train`; return its exit status.
+def main(argv: Sequence[str], prog: str = "paceline train") -> int:
+    """Run the command with the arguments after its name, `prog`; return its exit status.
 
     Raises:
         PacelineError: the caller's mistake, told before anything is written.
     """
-    config = parse(TrainConfig, argv, prog="paceline train", description=DESCRIPTION)
+    config = parse(TrainConfig, argv, prog=prog, description=DESCRIPTION)
     worker = read_environment().worker
     if worker is not None:
         return _work(config, worker)

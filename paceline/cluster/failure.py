@@ -51,7 +51,8 @@ class Failure:
         hint = ""
         if -returncode == signal.SIGKILL:
             hint = " If nobody did that, the machine ran out of memory: try a smaller batch."
-        name = signal.Signals(-returncode).name
+        names = {number.value: number.name for number in signal.Signals}
+        name = names.get(-returncode, f"signal {-returncode}")  # real-time signals have no names
         return cls(text=f"{whom} was killed by {name}.{hint}", status=1)
 
     def by(self, whom: str) -> Self:

@@ -6,9 +6,8 @@ has 2, 3 and 4. Machines may have different numbers of workers.
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,14 +89,3 @@ class Members:
         """Name a rank for a person: "rank 3 on machine 1 (host)"."""
         machine = self.machine_of(rank)
         return f"rank {rank} on machine {machine} ({self.hosts[machine]})"
-
-    def to_text(self) -> str:
-        """Return the members as JSON."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_text(cls, text: str) -> Self:
-        """Read what `to_text` wrote."""
-        values: dict[str, Any] = json.loads(text)
-        lists = {name: tuple(values[name]) for name in ("machines", "addresses", "hosts")}
-        return cls(**(values | lists))

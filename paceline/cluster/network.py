@@ -24,8 +24,8 @@ import hmac
 import socket
 import struct
 import threading
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Self
 
 from paceline.errors import CommError, ConfigError
@@ -34,7 +34,11 @@ _MESSAGE = struct.Struct("!8s32sII")
 _MAGIC = b"pacelin1"
 _SIOCGIFADDR = 0x8915
 _CONNECT_S = 3.0
+_ANSWER_S = 15.0
+"""A peer answers once it has read the world from the store, which may be slow to show it."""
+
 _SILENCE_S = 1.0
+"""How long somebody who connects may keep the others waiting."""
 
 
 def interfaces() -> dict[str, str]:
@@ -125,7 +129,10 @@ class Doorbell:
 
 
 def reach(
-    token: str, machine: int, peers: Mapping[int, tuple[Sequence[str], int]]
+    token: str,
+    machine: int,
+    peers: Mapping[int, tuple[Sequence[str], int]],
+    pause: Callable[[], None],
 ) -> dict[int, list[str]]:
     """Try all addresses of all peers at once; return those that each was reached at.
 
@@ -133,19 +140,21 @@ def reach(
         token: the run's job token.
         machine: this machine's number.
         peers: each other machine's candidate addresses and port.
+        pause: called while the tries go on; may raise to end the wait.
     """
-    proof = _proof(token)
-    with ThreadPoolExecutor(max_workers=64, thread_name_prefix="reach") as pool:
-        tries = {
-            (peer, address): pool.submit(_ring, (address, port), proof, machine, peer)
-            for peer, (addresses, port) in peers.items()
-            for address in addresses
-        }
-    reached: dict[int, list[str]] = {peer: [] for peer in peers}
-    for (peer, address), worked in tries.items():
-        if worked.result():
-            reached[peer].append(address)
-    return reached
+    rings = [
+        _Ring((address, port), _proof(token), machine, peer)
+        for peer, (addresses, port) in peers.items()
+        for address in addresses
+    ]
+    for ring in rings:
+        ring.start()
+    while any(ring.is_alive() for ring in rings):
+        pause()
+    return {
+        peer: [ring.address[0] for ring in rings if ring.peer == peer and ring.worked]
+        for peer in peers
+    }
 
 
 def choose(
@@ -178,13 +187,25 @@ def _common(
     )
 
 
-def _ring(address: tuple[str, int], proof: bytes, machine: int, peer: int) -> bool:
-    try:
-        with socket.create_connection(address, timeout=_CONNECT_S) as connection:
-            connection.sendall(_MESSAGE.pack(_MAGIC, proof, machine, peer))
-            return _valid(_receive(connection), proof, peer, machine)
-    except OSError:
-        return False  # one address of several; `choose` says if none worked
+class _Ring(threading.Thread):
+    """One try of one address. A daemon: a wait that is ended leaves it to its own limit."""
+
+    def __init__(self, address: tuple[str, int], proof: bytes, machine: int, peer: int) -> None:
+        super().__init__(name=f"ring {address[0]}", daemon=True)
+        self.address = address
+        self.peer = peer
+        self.worked = False
+        self._question = _MESSAGE.pack(_MAGIC, proof, machine, peer)
+        self._answer = _MESSAGE.pack(_MAGIC, proof, peer, machine)
+
+    def run(self) -> None:
+        with (
+            suppress(OSError),  # one address of several; `choose` says if none worked
+            socket.create_connection(self.address, timeout=_CONNECT_S) as connection,
+        ):
+            connection.settimeout(_ANSWER_S)
+            connection.sendall(self._question)
+            self.worked = hmac.compare_digest(_receive(connection), self._answer)
 
 
 def _answer(connection: socket.socket, proof: bytes, machine: int) -> None:
@@ -193,14 +214,10 @@ def _answer(connection: socket.socket, proof: bytes, machine: int) -> None:
         message = _receive(connection)
         if len(message) == _MESSAGE.size:
             peer = _MESSAGE.unpack(message)[2]
-            if _valid(message, proof, peer, machine):
+            if hmac.compare_digest(message, _MESSAGE.pack(_MAGIC, proof, peer, machine)):
                 connection.sendall(_MESSAGE.pack(_MAGIC, proof, machine, peer))
     except OSError:
         return  # a stranger, or a peer that has its answer by another way
-
-
-def _valid(message: bytes, proof: bytes, sender: int, receiver: int) -> bool:
-    return hmac.compare_digest(message, _MESSAGE.pack(_MAGIC, proof, sender, receiver))
 
 
 def _receive(connection: socket.socket) -> bytes:

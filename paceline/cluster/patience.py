@@ -49,6 +49,10 @@ class Patience:
         if whom != self._told:
             self._tell(f"waiting for {whom}")
             self._told = whom
+        self.pause()
+
+    def pause(self) -> None:
+        """Pause for a moment of a wait that has a limit of its own and isn't worth a line."""
         self._pause(_PAUSE_S)
 
     def at_most(self, limit: float, remedy: str) -> Patience:

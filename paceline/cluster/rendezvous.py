@@ -150,7 +150,7 @@ def _addresses(seat: Seat, world: World, patience: Patience) -> tuple[str, ...]:
         for machine in numbers
         if machine != seat.plan.machine
     }
-    found = reach(world.token, seat.plan.machine, others)
+    found = reach(world.token, seat.plan.machine, others, patience.pause)
     seat.store.set(seat.key("reach"), json.dumps(found))
     _await_reports(seat, world, patience.at_most(_CONNECT_S, "start the run again"))
     reports = [json.loads(seat.store.get(seat.key("reach", machine))) for machine in numbers]

@@ -52,7 +52,8 @@ _T = TypeVar("_T")
 def say(text: str) -> None:
     """Print a line for the person, on standard error; without one, nobody reads it."""
     with suppress(OSError):
-        print(f"paceline: {text}", file=sys.stderr, flush=True)
+        erase = "\r\x1b[2K" if sys.stderr.isatty() else ""  # of a worker's progress, or of ^C
+        print(f"{erase}paceline: {text}", file=sys.stderr, flush=True)
 
 
 def supervise(

@@ -77,7 +77,7 @@ def broadcast_all(communicator: Communicator, tensors: Sequence[Tensor], operati
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
     for alike in by_dtype.values():
         flat = torch.cat([tensor.detach().flatten() for tensor in alike])
-        communicator.broadcast(flat).wait(operation)
+        communicator.broadcast(flat.view(torch.uint8)).wait(operation)  # not all know all dtypes
         sizes = [tensor.numel() for tensor in alike]
         for tensor, values in zip(alike, torch.split(flat, sizes), strict=True):
             tensor.detach().copy_(values.view(tensor.shape))

@@ -98,6 +98,8 @@ class ThreadCommunicator:
     def _start(self, tensor: Tensor, *, summed: bool) -> Ticket:
         number, self._next = self._next, self._next + 1
         self._group.bring(number, self.rank, tensor)
+        if tensor.is_floating_point():
+            tensor.detach().fill_(float("nan"))  # who reads or writes it before `wait` is found out
         return _ThreadTicket(self._group, number, tensor, summed)
 
 

@@ -17,6 +17,9 @@ from torch._C._distributed_c10d import Store
 from paceline.comm.communicator import Ticket
 from paceline.errors import CommError, CommTimeout, PeerLost
 
+# Words of the transports for a peer that is gone; their other complaints are about the call.
+_OF_CONNECTIONS = ("connect", "peer", "socket", "pipe", "closed", "abort", "remote process")
+
 
 class ProcessGroupCommunicator:
     """Ranks connected by one `torch.distributed` process group."""
@@ -117,7 +120,9 @@ def _translate(error: RuntimeError, rank: int, operation: str, limit: timedelta)
         return CommTimeout(
             f"rank {rank} waited {limit.total_seconds():g} s for a peer in {operation}: {text}"
         )
-    return PeerLost(f"rank {rank} lost a peer in {operation}: {text}")
+    if any(word in text.lower() for word in _OF_CONNECTIONS):
+        return PeerLost(f"rank {rank} lost a peer in {operation}: {text}")
+    return CommError(f"rank {rank} failed in {operation}: {text}")
 
 
 def _first_line(error: BaseException) -> str:

@@ -84,6 +84,8 @@ class DataConfig:
                     f"--{flag} has {len(values)} values: give one for all or one for each of the "
                     f"{self.num_channels} channels."
                 )
+        for value in self.image_mean_per_channel:
+            within("image_mean_per_channel", value, -1000, 1000)
         for value in self.image_std_per_channel:
             positive("image_std_per_channel", value)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.config.rules import at_least
+from paceline.config.rules import at_least, file_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class ModelConfig:
     """Arithmetic of forward and backward, by autocast; weights stay float."""
 
     channels_last: bool = True
-    """Keep images and convolution weights in channels-last memory, the faster layout."""
+    """Images and convolution weights are in channels-last memory, the faster layout, or aren't."""
 
     load_model_path: str = ""
     """Start from these weights: a file as saved by a run."""
@@ -33,6 +33,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         at_least("num_layers", self.num_layers, 1)
+        if self.save_model_name:
+            file_name("save_model_name", self.save_model_name)
 
     @property
     def name(self) -> str:

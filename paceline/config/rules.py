@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import math
+
 from paceline.errors import ConfigError
 
 
 def at_least(flag: str, value: float, low: float, remedy: str = "") -> None:
-    """Require `value >= low`.
+    """Require `value >= low`, and finite.
 
     Raises:
-        ConfigError: it is smaller.
+        ConfigError: it isn't.
     """
-    if not value >= low:
-        raise ConfigError(_sentence(flag, value, f"must be at least {low}", remedy))
+    if not low <= value < math.inf:
+        raise ConfigError(
+            _sentence(
+                flag,
+                value,
+                f"must be at least {low}" + (" and finite" if value > low else ""),
+                remedy,
+            )
+        )
 
 
 def within(flag: str, value: float, low: float, high: float, remedy: str = "") -> None:
@@ -26,13 +35,29 @@ def within(flag: str, value: float, low: float, high: float, remedy: str = "") -
 
 
 def positive(flag: str, value: float, remedy: str = "") -> None:
-    """Require `value > 0`.
+    """Require `value > 0`, and finite.
 
     Raises:
-        ConfigError: it is zero, negative or not a number.
+        ConfigError: it isn't.
     """
-    if not value > 0:
-        raise ConfigError(_sentence(flag, value, "must be greater than 0", remedy))
+    if not 0 < value < math.inf:
+        raise ConfigError(
+            _sentence(
+                flag, value, "must be greater than 0" + (" and finite" if value > 0 else ""), remedy
+            )
+        )
+
+
+def file_name(flag: str, value: str) -> None:
+    """Require a name that a file or folder can have, and a person can read.
+
+    Raises:
+        ConfigError: it has slashes, line breaks or the like, only blanks or dots, or is too long.
+    """
+    if "/" in value or "\\" in value or not value.isprintable() or not value.strip(" ."):
+        raise ConfigError(f"--{flag} {value!r}: it names a file; use letters, digits, - and _.")
+    if len(value.encode()) > 200:
+        raise ConfigError(f"--{flag} {value[:20]}…: it names a file; use at most 200 characters.")
 
 
 def _sentence(flag: str, value: float, rule: str, remedy: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.config.rules import at_least, positive
+from paceline.config.rules import at_least, file_name, positive
 from paceline.errors import ConfigError
 
 
@@ -17,11 +17,11 @@ class WorldConfig:
     """GPUs of this machine to use, separated by commas: "0,1"."""
 
     num_gpus: int = 0
-    """Number of GPUs to use, where --gpus isn't given (default: 1). Without GPUs it is the number
-    of CPU workers."""
+    """Number of GPUs to use, where --gpus isn't given; 0 is one. On a machine without GPUs it is
+    the number of CPU workers."""
 
     num_workers: int = 0
-    """Workers of this machine, where neither --gpus nor --num_gpus is given."""
+    """Workers of this machine, where neither --gpus nor --num_gpus is given; 0 is one."""
 
     use_cpu: bool = False
     """Compute on CPUs even where there are GPUs."""
@@ -76,10 +76,9 @@ class WorldConfig:
         self.gpu_numbers  # noqa: B018 - raises where the list can't be read
 
     def _check_one_way_to_say_it(self) -> None:
-        given = [
-            f"--{f} {v}" for f in ("gpus", "num_gpus", "num_workers") if (v := getattr(self, f))
-        ]
-        if len(given) > 1:
+        gpus = f"--gpus {self.gpus}" if self.gpus else f"--num_gpus {self.num_gpus}"
+        given = [gpus, f"--num_workers {self.num_workers}"]
+        if (self.gpus or self.num_gpus) and self.num_workers:  # of the first two, --gpus counts
             raise ConfigError(f"{' and '.join(given)} say the same thing: give one of them.")
 
     def _check_meeting_place(self) -> None:
@@ -99,8 +98,8 @@ class WorldConfig:
             raise ConfigError(
                 f"--num_shards {self.num_shards} needs --run_id, the same on all machines."
             )
-        if any(c in self.run_id for c in "/\\\0") or self.run_id in (".", ".."):
-            raise ConfigError(f"--run_id {self.run_id!r}: it names a folder; leave out slashes.")
+        if self.run_id:
+            file_name("run_id", self.run_id)
 
     @property
     def gpu_numbers(self) -> tuple[int, ...]:
@@ -109,10 +108,11 @@ class WorldConfig:
         Raises:
             ConfigError: they aren't different whole numbers.
         """
-        words = [word for word in self.gpus.split(",") if word.strip()]
-        if not all(word.strip().isdecimal() for word in words) or len(set(words)) < len(words):
+        words = [word.strip() for word in self.gpus.split(",") if word.strip()]
+        numbers = tuple(int(word) for word in words if word.isdecimal())
+        if len(set(numbers)) < len(words):
             raise ConfigError(f"--gpus {self.gpus}: give different numbers, such as 0,1.")
-        return tuple(int(word) for word in words)
+        return numbers
 
     @property
     def workers(self) -> int:

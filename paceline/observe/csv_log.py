@@ -17,6 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from paceline.observe.lines import LineFile
 from paceline.recorder import NullRecorder
 
 COLUMNS = (
@@ -75,15 +76,15 @@ class CsvLog(NullRecorder):
         self._totals = totals or Totals()
         self._clock = clock
         self._last_row = clock()
-        self._file = self.path.open("a", encoding="utf-8", buffering=1)  # a line is written whole
+        self._file = LineFile(self.path)
         told = ", ".join(f"{key}={value!r}" for key, value in parameters.items())
-        self._file.write(f"# Namespace({told})\n{','.join(COLUMNS)}\n")
+        self._file.write(f"# Namespace({told})\n{','.join(COLUMNS)}")
 
     def event(self, name: str, **fields: Any) -> None:
         """Write a row if an epoch ended."""
         if name == "epoch":
             row = self._row(fields)
-            self._file.write(",".join(_text(row[column]) for column in COLUMNS) + "\n")
+            self._file.write(",".join(_text(row[column]) for column in COLUMNS))
 
     def close(self) -> None:
         """Close the file."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import DataError
+from paceline.observe.lines import LineFile
 from paceline.recorder import NullRecorder
 
 # The fields that are written; others, such as a loss that is still being computed, are for others.
@@ -50,7 +51,7 @@ class EventFile(NullRecorder):
     def __init__(self, folder: Path, rank: int) -> None:
         self.path = folder / f"events.rank{rank}.jsonl"
         _remove_torn_line(self.path)
-        self._file = self.path.open("a", encoding="utf-8", buffering=1)  # a line is written whole
+        self._file = LineFile(self.path)
 
     def event(self, name: str, **fields: Any) -> None:
         """Write a line, if events of that name are kept.
@@ -61,7 +62,7 @@ class EventFile(NullRecorder):
         """
         if name in FIELDS:
             kept = {key: _json(fields[key]) for key in FIELDS[name]}
-            self._file.write(json.dumps({"event": name, **kept}, allow_nan=False) + "\n")
+            self._file.write(json.dumps({"event": name, **kept}, allow_nan=False))
 
     def close(self) -> None:
         """Close the file."""

@@ -68,7 +68,7 @@ class Screen:
             with self._console:  # all of it in one write: nothing flickers
                 if self._drawn:
                     self._console.control(_ERASE)
-                self._console.print(text, end=end, soft_wrap=True)
+                self._console.print(text, end=end, soft_wrap=not self.live or not end)
         except OSError:
             self._give_up()
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import os
 import tomllib
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, text: str) -> None:
-    part = path.with_name(f".{path.name}.part")
+    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")  # machines may share the folder
     part.write_text(text)
     part.replace(path)

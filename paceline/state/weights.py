@@ -14,7 +14,7 @@ _LONGEST = 200  # characters of a reason in a message
 
 
 def save_weights(path: Path, model: nn.Module) -> None:
-    """Write the model's state dict; a reader sees the old file or the new one, whole.
+    """Write the model's state dict, contiguous; a reader sees the old file or the new one, whole.
 
     Raises:
         CheckpointError: the file can't be written (disk, permissions).
@@ -22,7 +22,10 @@ def save_weights(path: Path, model: nn.Module) -> None:
     part = path.with_name(f".{path.name}.part")
     try:
         with part.open("wb") as file:
-            torch.save(model.state_dict(), file)
+            state = model.state_dict()
+            for name, value in state.items():
+                state[name] = value.contiguous() if isinstance(value, torch.Tensor) else value
+            torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)
@@ -44,7 +47,8 @@ def load_weights(path: Path, model: nn.Module) -> None:
         raise ConfigError(f"--load_model_path {path}: there is no such file.") from error
     except Exception as error:  # torch's unpickler stumbles over damage in many ways
         raise CheckpointError(
-            f"{path}: not a file of weights, or damaged ({_first_line(error)}); give another."
+            f"--load_model_path {path}: not a file of weights, or damaged; give one that a run or "
+            "torch.save wrote."
         ) from error
     try:
         model.load_state_dict(state)
@@ -52,10 +56,6 @@ def load_weights(path: Path, model: nn.Module) -> None:
         raise ConfigError(
             f"--load_model_path {path}: the weights are another model's: {_first_reason(error)}"
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0][:_LONGEST] or type(error).__name__
 
 
 def _first_reason(error: Exception) -> str:

@@ -2,8 +2,8 @@
 
 A bucket's all_reduce starts in backward as soon as its gradients are complete, and is awaited by
 the first layer of the next forward that reads the bucket. All ranks issue in one order, the
-buckets' numbers and then the running statistics, because collectives are matched by order: a
-bucket that is complete out of turn waits for its turn, and nobody waits for it.
+running statistics and then the buckets by their numbers, because collectives are matched by order:
+a bucket that is complete out of turn waits for its turn, and nobody waits for it.
 
     pack ── all_reduce ── … ── wait, update        one bucket
       └ gradient_ready           └ before_read     (after this rank's `end`)
@@ -45,7 +45,8 @@ class AllReduce:
         self._reduced = False
 
     def begin(self, step: int, weight: float) -> None:
-        """Start a step; results of the last one may still be under way."""
+        """Start a step; results of the last one may still be under way, but not its statistics."""
+        self._install_statistics()
         self._step, self._weight = step, weight
         self._reduced = False
 
@@ -73,7 +74,7 @@ class AllReduce:
         self._complete()
         for bucket in self.buckets:
             for p, gradient in zip(bucket.parameters, self._receive(bucket), strict=True):
-                p.grad = gradient
+                p.grad = None if gradient is None else gradient.clone()  # theirs to keep
         self._reduced = True
 
     def end(self, step: int) -> None:
@@ -83,7 +84,7 @@ class AllReduce:
             self._update_from_grad()
         else:
             self._complete()
-        self._finish()
+        self._ended = True
 
     def abandon(self, step: int) -> None:
         """Drop the step's gradients, after the exchange that all ranks began."""
@@ -91,7 +92,7 @@ class AllReduce:
             self._complete()
             for bucket in self.buckets:
                 self._receive(bucket)
-        self._finish()
+        self._ended = True
 
     def settle(self) -> None:
         """Install whatever has been exchanged for the last ended step."""
@@ -99,9 +100,7 @@ class AllReduce:
             return
         for bucket in self.buckets:
             self.before_read(bucket)
-        if self._statistics_ticket is not None:
-            self._receive_statistics()
-            self._statistics.install()
+        self._install_statistics()
 
     @property
     def state(self) -> Mapping[str, Tensor]:
@@ -113,16 +112,17 @@ class AllReduce:
         self._tickets.clear()
 
     def _open(self) -> None:
-        """Make the memory free for this step: install what nobody has read."""
+        """Make the memory free for this step, and send the running statistics of its forward."""
         for bucket in self.buckets:
-            self.before_read(bucket)
-        if self._statistics_ticket is not None:
-            self._receive_statistics()
+            self.before_read(bucket)  # what nobody has read
         if self._issued:  # an exchange of all ranks is complete: the start-up is over
             self._communicator.steady()
         self._packed.clear()
         self._issued = 0
         self._ended = False
+        self._statistics.pack(1 / self._communicator.world_size)
+        if self._statistics.flat is not None:
+            self._statistics_ticket = self._communicator.all_reduce(self._statistics.flat)
 
     def _complete(self) -> None:
         """Issue the buckets that backward left incomplete."""
@@ -131,13 +131,6 @@ class AllReduce:
         for bucket in self.buckets:
             if bucket.index not in self._packed:
                 self.gradient_ready(bucket)
-
-    def _finish(self) -> None:
-        """Send the running statistics of the step's forward, and end it."""
-        self._statistics.pack(1 / self._communicator.world_size)
-        if self._statistics.flat is not None:
-            self._statistics_ticket = self._communicator.all_reduce(self._statistics.flat)
-        self._ended = True
 
     def _update_from_grad(self) -> None:
         for unit in dict.fromkeys(self._updater.unit(bucket) for bucket in self.buckets):
@@ -150,7 +143,9 @@ class AllReduce:
         )
         return self._memory[bucket.index].reduced(used_here=self._packed[bucket.index])
 
-    def _receive_statistics(self) -> None:
-        assert self._statistics_ticket is not None
-        self._statistics_ticket.wait(f"all_reduce of running statistics in step {self._step}")
-        self._statistics_ticket = None
+    def _install_statistics(self) -> None:
+        """Install the mean of the running statistics, on all ranks between the same steps."""
+        if self._ended and self._statistics_ticket is not None:
+            self._statistics_ticket.wait(f"all_reduce of running statistics in step {self._step}")
+            self._statistics_ticket = None
+            self._statistics.install()

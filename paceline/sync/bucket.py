@@ -68,6 +68,7 @@ class Memory:
     gradients: tuple[Tensor, ...]
     used: Tensor
 
+    @torch.no_grad()
     def pack(self, bucket: Bucket, weight: float) -> None:
         """Copy the bucket's gradients, times `weight`; an unused parameter's is 0."""
         for p, view in zip(bucket.parameters, self.gradients, strict=True):
@@ -108,7 +109,7 @@ def partition(
     """Deal trainable parameters out to buckets of about `bucket_bytes`.
 
     Args:
-        parameters: the model's, in forward order, each once.
+        parameters: the model's, in forward order, each once; one in no group is left out.
         groups: the index of each parameter's group in the optimizer.
         bucket_bytes: a bucket is closed before it would exceed this; a larger parameter has a
             bucket of its own.
@@ -116,7 +117,7 @@ def partition(
     closed: list[tuple[int, int, list[nn.Parameter]]] = []  # (place of the last one, group, run)
     open_runs: dict[tuple[int, torch.dtype, torch.device], list[nn.Parameter]] = {}
     places = {}
-    for place, p in enumerate(reversed([p for p in parameters if p.requires_grad])):
+    for place, p in enumerate(reversed(_trained(parameters, groups))):
         places[p] = place
         key = (groups[p], p.dtype, p.device)
         run = open_runs.setdefault(key, [])
@@ -129,6 +130,12 @@ def partition(
         Bucket(index=index, group=group, parameters=tuple(run))
         for index, (_, group, run) in enumerate(sorted(closed, key=lambda c: c[0]))
     )
+
+
+def _trained(
+    parameters: Iterable[nn.Parameter], groups: Mapping[nn.Parameter, int]
+) -> list[nn.Parameter]:
+    return [p for p in parameters if p.requires_grad and p in groups]
 
 
 def _bytes(run: Sequence[Tensor]) -> int:

@@ -4,7 +4,8 @@ A module usually reads its own parameters, but not only: `MultiheadAttention` re
 (`out_proj`) without calling it. In the first step a dispatch mode sees every tensor operation
 under autograd; an operation on a parameter is a read by the innermost module then running. A
 parameter's readers are those and the module that owns it, so that a model which takes other paths
-in later steps waits in the right places too.
+in later steps waits in the right places too. A parameter that is used and that no running module
+was seen to read is read by code outside: nobody can wait there, so its update isn't put off.
 """
 
 from __future__ import annotations
@@ -42,6 +43,11 @@ class ReaderLesson:
         for module in model.modules():
             self._handles.append(module.register_forward_pre_hook(self._enter))
             self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+
+    @property
+    def seen(self) -> frozenset[nn.Parameter]:
+        """The parameters that a running module was seen to read."""
+        return frozenset(p for parameters in self._mode.reads.values() for p in parameters)
 
     def finish(self) -> Readers:
         """End the lesson; return each module's trainable parameters, owners' included."""

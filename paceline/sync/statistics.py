@@ -1,9 +1,10 @@
-"""BatchNorm's running statistics: each rank's own in training, their mean when settled.
+"""BatchNorm's running statistics: the mean of the ranks' own, installed before each step.
 
 A running mean is linear in the batches' means, so the mean of the ranks' running means is the
-running mean of the ranks' means. Each step therefore sends the running statistics along with the
-gradients (a ResNet's are 0.2% of them), and settling only installs what has arrived: it never
-exchanges anything, so one rank alone may call `state_dict()`.
+running mean of the ranks' means. The statistics of a step's forward travel first in its backward (a
+ResNet's are 0.2% of its gradients) and are there when the next step begins. Settling only installs
+what has arrived: it never exchanges anything, so one rank alone may call `state_dict()`, and since
+all ranks install the same between the same steps, that changes nothing.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ class RunningStatistics:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._buffers: Sequence[Tensor] = [
-            buffer
+        self._owned: Sequence[tuple[nn.Module, Tensor]] = [
+            (module, buffer)
             for module in model.modules()
             if isinstance(module, _NormBase)
             for buffer in (module.running_mean, module.running_var)
             if buffer is not None
         ]
+        self._buffers = [buffer for _, buffer in self._owned]
+        self._moving: set[nn.Module] = set()
         self.flat: Tensor | None = None
         if self._buffers:
             self.flat = torch.cat([buffer.detach().flatten() for buffer in self._buffers])
@@ -39,12 +42,15 @@ class RunningStatistics:
         if self.flat is not None:
             torch.cat([buffer.flatten() for buffer in self._buffers], out=self.flat)
             self.flat.mul_(weight)
+            self._moving = {module for module, _ in self._owned if module.training}
 
     @torch.no_grad()
     def install(self) -> None:
-        """Copy the exchanged statistics into the model."""
+        """Copy the exchanged statistics into the model; those of frozen modules stay."""
         if self.flat is None:
             return
         sizes = [buffer.numel() for buffer in self._buffers]
-        for buffer, values in zip(self._buffers, torch.split(self.flat, sizes), strict=True):
-            buffer.copy_(values.view_as(buffer))
+        means = torch.split(self.flat, sizes)
+        for (module, buffer), values in zip(self._owned, means, strict=True):
+            if module in self._moving:
+                buffer.copy_(values.view_as(buffer))

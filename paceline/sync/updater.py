@@ -78,11 +78,12 @@ class Updater:
         """
         parameters = [p for bucket in unit for p in bucket.parameters]
         kept = [p.grad for p in parameters]
-        for p, gradient in zip(parameters, gradients, strict=True):
-            p.grad = gradient
-        self._parts[unit].step()
-        for p, grad in zip(parameters, kept, strict=True):
-            p.grad = grad
+        with torch.inference_mode(False):  # an evaluation's block may be what first reads
+            for p, gradient in zip(parameters, gradients, strict=True):
+                p.grad = gradient
+            self._parts[unit].step()
+            for p, grad in zip(parameters, kept, strict=True):
+                p.grad = grad
 
 
 def _part(optimizer: Optimizer, unit: tuple[Bucket, ...]) -> Optimizer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import traceback
 from collections.abc import Callable
@@ -53,7 +54,7 @@ def _collect(ends: list[Connection]) -> list[Any]:
         for end in ready:
             assert isinstance(end, Connection)
             rank = ends.index(end)
-            ok, value = end.recv()
+            ok, value = torch.load(io.BytesIO(end.recv_bytes()), weights_only=False)
             if not ok:
                 raise RuntimeError(f"rank {rank} failed:\n{value}")
             results[rank] = value
@@ -75,6 +76,13 @@ def _rank(
             first_timeout=30,
             timeout=30,
         )
-        pipe.send((True, function(communicator, *args)))
+        _send(pipe, (True, function(communicator, *args)))
     except BaseException:
-        pipe.send((False, traceback.format_exc()))
+        _send(pipe, (False, traceback.format_exc()))
+
+
+def _send(pipe: Connection, answer: tuple[bool, Any]) -> None:
+    """Send an answer whole: a tensor sent as it is would be shared, and gone with its process."""
+    file = io.BytesIO()
+    torch.save(answer, file)
+    pipe.send_bytes(file.getvalue())

@@ -262,6 +262,7 @@ def test_a_wrong_number_of_machines_doesnt_end_a_run_in_its_course(
     stranger = stage.start(plan(meeting, 2, 3))
     assert stranger.status() == 2
     assert "--num_shards 3 on machine 2, but 2 on machine 0" in stranger.text
+    assert not join_world(actors[0].place)[1].check(["failure"])
     end(actors, running)
 
 

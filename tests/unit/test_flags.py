@@ -75,6 +75,8 @@ def test_switches_may_have_a_value(words: list[str], expected: bool) -> None:
 def test_a_switch_that_is_on_can_be_switched_off() -> None:
     assert not config_of("--train_data", "null", "--channels_last", "0").model.channels_last
     assert not config_of("--no_channels_last", "--train_data", "null").model.channels_last
+    assert not config_of("--train_data", "null", "--no_channels_last", "1").model.channels_last
+    assert config_of("--train_data", "null", "--no_channels_last=False").model.channels_last
 
 
 @pytest.mark.parametrize(
@@ -89,8 +91,17 @@ def test_a_switch_that_is_on_can_be_switched_off() -> None:
         (["--num_shards", "2", "--redis_host", "h"], "needs --run_id"),
         (["--redis_host", "h", "--master", "h:1"], "different meeting places"),
         (["--num_gpus", "2", "--num_workers", "2"], "say the same thing"),
+        (["--gpus", "0,1", "--num_workers", "2"], "say the same thing"),
         (["--gpus", "0,zero"], "--gpus 0,zero"),
-        (["--run_id", "a/b"], "it names a folder"),
+        (["--run_id", "a/b"], "--run_id 'a/b': it names a file"),
+        (["--run_id", "a\nb"], "it names a file"),
+        (["--run_id", "a" * 300], "use at most 200 characters"),
+        (["--save_model_name", "../x"], "--save_model_name '../x': it names a file"),
+        (["--bucket_mb", "inf"], "must be greater than 0 and finite"),
+        (["--timeout", "inf"], "must be greater than 0 and finite"),
+        (["--base_learning_rate", "nan"], "must be greater than 0"),
+        (["--image_mean_per_channel", "nan"], "--image_mean_per_channel nan"),
+        (["--gpus", "0, 00"], "give different numbers"),
         (["--image_std_per_channel", "0"], "must be greater than 0"),
         (["--image_mean_per_channel", "1", "2"], "has 2 values"),
         (["--learning_rate", "1"], "--base_learning_rate"),
@@ -105,6 +116,17 @@ def test_a_mistake_ends_with_status_2_and_says_what_is_wrong(
     assert exit_.value.code == 2
     printed = capsys.readouterr()
     assert told in " ".join((printed.err + printed.out).replace("│", " ").split())
+
+
+def test_of_gpus_and_num_gpus_the_first_counts_as_in_caffe2() -> None:
+    config = config_of("--train_data", "null", "--gpus", "0,2,3", "--num_gpus", "2")
+    assert config.world.workers == 3
+
+
+def test_an_empty_value_is_a_value() -> None:
+    config = config_of("--train_data", "null", "--test_data", "", "--use_cpu")
+    assert config.data.test_data == ""
+    assert config.world.use_cpu
 
 
 def test_help_has_groups_and_every_flag(capsys: pytest.CaptureFixture[str]) -> None:

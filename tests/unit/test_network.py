@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from contextlib import suppress
+from threading import Event
 
 import pytest
 
@@ -12,6 +13,11 @@ from paceline.errors import CommError, ConfigError
 
 TOKEN = "0123456789abcdef"
 LAN = {"lo": "127.0.0.1", "eth0": "10.0.0.5", "docker0": "172.17.0.1"}
+
+
+def nap() -> None:
+    """Pause: wait a moment for what never comes."""
+    Event().wait(0.01)
 
 
 def test_the_loopback_is_among_the_interfaces() -> None:
@@ -41,19 +47,39 @@ def test_a_peer_is_reached_at_the_addresses_where_it_listens() -> None:
         bell.answer(TOKEN, 1)
         # 127.0.0.9 reaches the bell, too; at port 1 nobody listens.
         peers = {1: (["127.0.0.1", "127.0.0.9"], bell.port), 2: (["127.0.0.1"], 1)}
-        assert reach(TOKEN, 0, peers) == {1: ["127.0.0.1", "127.0.0.9"], 2: []}
+        assert reach(TOKEN, 0, peers, nap) == {1: ["127.0.0.1", "127.0.0.9"], 2: []}
+
+
+def test_a_peer_that_answers_late_is_reached() -> None:
+    with Doorbell() as bell:
+        naps = iter(range(1000))
+
+        def pause() -> None:
+            if next(naps) == 3:
+                bell.answer(TOKEN, 1)
+            nap()
+
+        assert reach(TOKEN, 0, {1: (["127.0.0.1"], bell.port)}, pause) == {1: ["127.0.0.1"]}
+
+
+def test_a_wait_for_peers_can_be_ended() -> None:
+    def interrupted() -> None:
+        raise InterruptedError
+
+    with Doorbell() as bell, pytest.raises(InterruptedError):
+        reach(TOKEN, 0, {1: (["127.0.0.1"], bell.port)}, interrupted)
 
 
 def test_another_machine_behind_an_address_is_not_taken_for_the_peer() -> None:
     with Doorbell() as bell:
         bell.answer(TOKEN, 3)
-        assert reach(TOKEN, 0, {1: (["127.0.0.1"], bell.port)}) == {1: []}
+        assert reach(TOKEN, 0, {1: (["127.0.0.1"], bell.port)}, nap) == {1: []}
 
 
 def test_another_runs_machine_is_not_taken_for_the_peer() -> None:
     with Doorbell() as bell:
         bell.answer("another token", 1)
-        assert reach(TOKEN, 0, {1: (["127.0.0.1"], bell.port)}) == {1: []}
+        assert reach(TOKEN, 0, {1: (["127.0.0.1"], bell.port)}, nap) == {1: []}
 
 
 def test_strangers_get_no_answer_and_stop_nobody() -> None:
@@ -67,7 +93,7 @@ def test_strangers_get_no_answer_and_stop_nobody() -> None:
                     stranger.shutdown(socket.SHUT_WR)
                     answer = stranger.recv(100)
                 assert answer == b""
-        assert reach(TOKEN, 0, {1: (["127.0.0.1"], bell.port)}) == {1: ["127.0.0.1"]}
+        assert reach(TOKEN, 0, {1: (["127.0.0.1"], bell.port)}, nap) == {1: ["127.0.0.1"]}
 
 
 def test_each_machines_address_is_the_first_that_all_others_reached() -> None:

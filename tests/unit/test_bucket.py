@@ -1,0 +1,63 @@
+"""Parameters are dealt out to buckets by size, dtype and group, last layers first."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.sync.bucket import Bucket, partition
+
+
+def parameters(*sizes: int, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes]
+
+
+def places(buckets: tuple[Bucket, ...], of: list[nn.Parameter]) -> list[list[int]]:
+    """Return each bucket's parameters by their places in the model."""
+    numbers = {p: place for place, p in enumerate(of)}
+    return [[numbers[p] for p in bucket.parameters] for bucket in buckets]
+
+
+@pytest.mark.parametrize(
+    ("bucket_bytes", "expected"),
+    [
+        (1, [[4], [3], [2], [1], [0]]),
+        (8 * 4, [[4, 3], [2], [1, 0]]),  # 8 floats
+        (14 * 4, [[4, 3], [2, 1], [0]]),
+        (10**6, [[4, 3, 2, 1, 0]]),
+    ],
+)
+def test_buckets_are_filled_up_to_their_size(bucket_bytes: int, expected: list[list[int]]) -> None:
+    model = parameters(4, 3, 10, 2, 5)
+    buckets = partition(model, dict.fromkeys(model, 0), bucket_bytes)
+    assert places(buckets, model) == expected
+    assert [bucket.index for bucket in buckets] == list(range(len(expected)))
+
+
+def test_groups_and_dtypes_are_never_mixed_and_numbers_follow_the_last_parameter() -> None:
+    model = [*parameters(1, 1), *parameters(1, 1, dtype=torch.float64), *parameters(1, 1)]
+    groups = {p: place % 2 for place, p in enumerate(model)}
+    buckets = partition(model, groups, 10**6)
+    assert places(buckets, model) == [[3], [2], [5, 1], [4, 0]]
+    assert [bucket.group for bucket in buckets] == [1, 0, 1, 0]
+
+
+def test_frozen_parameters_and_those_in_no_group_are_left_out() -> None:
+    model = parameters(1, 2, 3)
+    model[0].requires_grad_(False)
+    buckets = partition(model, {model[0]: 0, model[2]: 0}, 10**6)
+    assert places(buckets, model) == [[2]]
+
+
+def test_gradients_keep_the_parameters_layout_and_the_counts_stand_behind() -> None:
+    weight = nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last))
+    unused = nn.Parameter(torch.zeros(3))
+    (bucket,) = partition([weight, unused], {weight: 0, unused: 0}, 10**6)
+    memory = bucket.allocate()
+    weight.grad = torch.randn_like(weight)
+    memory.pack(bucket, 0.5)
+    assert memory.gradients[1].stride() == weight.stride()
+    torch.testing.assert_close(memory.gradients[1], weight.grad / 2)
+    assert memory.flat.tolist()[-2:] == [0, 1]
+    assert memory.reduced()[0] is None

@@ -1,0 +1,176 @@
+"""A configuration reaches the parts that it is about."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from paceline import build
+from paceline.cli.flags import parse
+from paceline.cluster.members import Members
+from paceline.comm.inprocess import ThreadGroup
+from paceline.config.train import TrainConfig
+from paceline.errors import ConfigError
+from paceline.recorder import NullRecorder
+from paceline.state.weights import save_weights
+from paceline.trainer import Trainer
+
+BASE = (
+    *("--train_data", "null", "--test_data", "null", "--epoch_size", "64"),
+    *("--test_epoch_size", "10", "--model", "resnet20", "--image_size", "32"),
+    *("--augment", "none", "--num_labels", "10", "--batch_size", "16", "--num_epochs", "4"),
+)
+
+
+def config_of(*words: str) -> TrainConfig:
+    return parse(TrainConfig, [*BASE, *words], prog="paceline train", description="")
+
+
+def trainer_of(folder: Path, *words: str) -> Trainer:
+    config = config_of(*words)
+    return build.build_trainer(
+        config,
+        Members.alone(),
+        ThreadGroup(1).communicator(0),
+        build.open_sources(config),
+        torch.device("cpu"),
+        NullRecorder(),
+        folder,
+    )
+
+
+def rates(trainer: Trainer) -> list[float]:
+    """Return the learning rate of each step of the run."""
+    factor: Any = trainer.schedule
+    return [factor.base_lrs[0] * factor.lr_lambdas[0](step) for step in range(16)]
+
+
+def test_the_loader_has_the_data_that_the_flags_name(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    assert (trainer.train.steps, trainer.train.samples) == (4, 64)
+    assert trainer.test is not None
+    assert trainer.test.samples == 10
+    assert trainer.epochs == 4
+
+
+def test_images_are_normalised_by_the_given_mean_and_deviation(tmp_path: Path) -> None:
+    plain = trainer_of(tmp_path).train.batch(0, 0).images
+    words = ("--image_mean_per_channel", "0", "--image_std_per_channel", "1", "2", "4")
+    scaled = trainer_of(tmp_path, *words).train.batch(0, 0).images
+    divisor = torch.tensor([1.0, 2.0, 4.0]).view(1, 3, 1, 1)
+    torch.testing.assert_close(scaled * divisor, plain * 128 + 128, rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize(("words", "channels_last"), [((), True), (("--no_channels_last",), False)])
+def test_memory_is_laid_out_as_asked(
+    tmp_path: Path, words: tuple[str, ...], channels_last: bool
+) -> None:
+    trainer = trainer_of(tmp_path, *words)
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    assert trainer.train.batch(0, 0).images.is_contiguous(memory_format=layout)
+    assert all(
+        p.is_contiguous(memory_format=layout) for p in trainer.model.parameters() if p.ndim == 4
+    )
+
+
+def test_the_optimizer_has_rate_momentum_and_decay(tmp_path: Path) -> None:
+    words = ("--base_learning_rate", "0.5", "--momentum", "0.8", "--weight_decay", "0.01")
+    groups = trainer_of(tmp_path, *words).optimizer.param_groups
+    assert [group["lr"] for group in groups] == [0.5, 0.5]
+    assert [group["weight_decay"] for group in groups] == [0.01, 0]
+    assert all(group["momentum"] == 0.8 and group["nesterov"] for group in groups)
+    scales = len(groups[0]["params"])
+    fewer = trainer_of(tmp_path, "--no_bn_decay").optimizer.param_groups
+    assert scales - len(fewer[0]["params"]) == 19  # BatchNorms of a ResNet-20
+    assert not trainer_of(tmp_path, "--momentum", "0").optimizer.param_groups[0]["nesterov"]
+
+
+def test_the_schedule_follows_policy_warm_up_and_linear_rule(tmp_path: Path) -> None:
+    cosine = rates(trainer_of(tmp_path, "--lr_policy", "cosine"))
+    assert cosine[0] == pytest.approx(0.1)
+    assert cosine[8] == pytest.approx(0.05)
+    assert rates(trainer_of(tmp_path, "--warmup_epochs", "2"))[:3] == pytest.approx(
+        [0.1 / 8, 0.2 / 8, 0.3 / 8]
+    )
+    assert rates(trainer_of(tmp_path, "--scale_lr"))[0] == pytest.approx(0.1 * 16 / 256)
+
+
+def test_the_loss_is_smoothed_as_asked(tmp_path: Path) -> None:
+    criterion: Any = trainer_of(tmp_path, "--label_smoothing", "0.1").criterion
+    assert criterion.label_smoothing == 0.1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [("float", torch.float32), ("bfloat16", torch.bfloat16), ("float16", torch.float16)],
+)
+def test_forward_computes_in_the_asked_precision(
+    tmp_path: Path, dtype: str, expected: torch.dtype
+) -> None:
+    trainer = trainer_of(tmp_path, "--dtype", dtype)
+    with trainer.precision.forward():
+        assert torch.nn.functional.linear(torch.ones(1, 2), torch.ones(3, 2)).dtype is expected
+
+
+def test_the_size_of_a_bucket_decides_how_many_there_are(tmp_path: Path) -> None:
+    few, many = (
+        trainer_of(tmp_path, "--bucket_mb", size).replica._synchronizer.buckets
+        for size in ("100", "0.1")
+    )
+    assert len(few) == 2  # with decay, and without
+    assert len(many) > 8
+
+
+def test_the_seed_decides_the_weights_and_the_order(tmp_path: Path) -> None:
+    one, same, other = (trainer_of(tmp_path, "--seed", seed) for seed in ("1", "1", "2"))
+    weights = [next(t.model.parameters()) for t in (one, same, other)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+    images = [t.train.batch(0, 0).images for t in (one, same, other)]
+    assert torch.equal(images[0], images[1])
+    assert not torch.equal(images[0], images[2])
+
+
+def test_given_weights_are_where_training_starts(tmp_path: Path) -> None:
+    model = trainer_of(tmp_path, "--seed", "5").model
+    save_weights(tmp_path / "w.pt", model)
+    started = trainer_of(tmp_path, "--load_model_path", str(tmp_path / "w.pt")).model
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, started.state_dict()[name])
+
+
+def test_an_epoch_trains_evaluates_steps_the_schedule_and_saves(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, "--num_epochs", "2", "--lr_policy", "cosine")
+    modes: list[bool] = []
+    trainer.model.register_forward_hook(lambda module, args, out: modes.append(module.training))
+    trainer.run()
+    assert modes == [*[True] * 4, False, *[True] * 4, False]
+    assert trainer.schedule.get_last_lr()[0] == pytest.approx(0)
+    saved = torch.load(tmp_path / "resnet20_model.pt", weights_only=True)
+    for name, value in trainer.model.state_dict().items():
+        assert torch.equal(saved[name], value)
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus", "told"),
+    [
+        (["--num_gpus", "2"], 1, "GPU 1 isn't there: this machine has 1"),
+        (["--gpus", "0,3"], 2, "GPU 3 isn't there"),
+    ],
+)
+def test_gpus_that_are_not_there_are_refused(words: list[str], gpus: int, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        build.check(config_of(*words), gpus)
+
+
+def test_timeouts_reach_the_connections() -> None:
+    config = config_of("--first_iter_timeout", "7", "--timeout", "3")
+    communicator: Any = build.connect(config, Members.alone(), HashStore(), torch.device("cpu"))
+    assert communicator._limit.total_seconds() == 7
+    communicator.steady()
+    assert communicator._limit.total_seconds() == 3
+    communicator.close()
