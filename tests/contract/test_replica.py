@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.nn import functional as F
 from paceline.comm.communicator import Communicator
 from paceline.comm.inprocess import ThreadCommunicator, ThreadGroup
 from paceline.errors import ConfigError
-from paceline.sync.replica import Replica
+from tests.harness.bench import Bench
 from tests.harness.equivalence import Training, convnet, largest_difference, replicate, sgd
 from tests.harness.threads import run_ranks
 
@@ -28,38 +27,6 @@ def model() -> nn.Module:
 
 
 # Rules that are easy to break without another test noticing.
-
-
-@dataclass
-class Bench:
-    """A model on one rank, for tests of what happens when."""
-
-    communicator: Communicator
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    replica: Replica
-    batches: Sequence[tuple[torch.Tensor, torch.Tensor]]
-
-    @staticmethod
-    def of(communicator: Communicator, model: nn.Module, lr: Any = 0.1) -> Bench:
-        own = copy.deepcopy(model)
-        optimizer = torch.optim.SGD(own.parameters(), lr=lr, momentum=0.9)
-        replica = replicate(own, optimizer, communicator, 2_000)
-        return Bench(communicator, own, optimizer, replica, Training.of(own).batches)
-
-    def backward(self, batch: int) -> None:
-        x, y = self.batches[batch]
-        local = slice(self.communicator.rank, None, self.communicator.world_size)
-        F.cross_entropy(self.model(x[local]), y[local]).backward()
-
-    def step(self, number: int, *, set_to_none: bool = True) -> None:
-        with self.replica.step(number, 1 / self.communicator.world_size):
-            self.backward(number)
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=set_to_none)
-
-    def weights(self) -> list[torch.Tensor]:
-        return [p.detach().clone() for p in self.model.parameters()]
 
 
 def differ(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
@@ -213,29 +180,50 @@ def test_frozen_statistics_stay_to_the_bit() -> None:
 
 
 class ReadsOutside(nn.Module):
-    """Is never called itself: its bias is read by the loop."""
+    """Is read by the loop: always its bias; its last layer too, which only some steps call."""
 
     def __init__(self) -> None:
         super().__init__()
         self.bias = nn.Parameter(torch.zeros(10))
         self.body = nn.Sequential(nn.Flatten(), nn.Linear(192, 10))
+        self.extra = nn.Linear(10, 10)
+
+    def forward(self, x: torch.Tensor, deep: bool) -> torch.Tensor:
+        return self.extra(self.body(x)) if deep else self.body(x)
 
 
-def test_a_parameter_that_no_module_reads_is_never_stale() -> None:
+def calls_a_part(model: Any, x: torch.Tensor, number: int) -> torch.Tensor:
+    return model.bias + model.body(x)  # the model itself is never called
+
+
+def adds_a_penalty(model: Any, x: torch.Tensor, number: int) -> torch.Tensor:
+    return model(x, deep=number % 2 == 0) + model.bias + model.extra.weight.square().sum(0)
+
+
+@pytest.mark.parametrize("forward", [calls_a_part, adds_a_penalty])
+def test_what_is_read_outside_of_a_module_is_never_stale(
+    forward: Callable[[Any, torch.Tensor, int], torch.Tensor],
+) -> None:
     torch.manual_seed(9)
     model = ReadsOutside().double()
 
     def train(communicator: Communicator) -> dict[str, torch.Tensor]:
-        bench = Bench.of(communicator, model)
+        bench = Bench.of(communicator, model, bucket_bytes=1)
         for number, (x, y) in enumerate(bench.batches):
             local = slice(communicator.rank, None, communicator.world_size)
             with bench.replica.step(number, len(x[local]) / len(x)):
-                F.cross_entropy(bench.model.bias + bench.model.body(x[local]), y[local]).backward()  # type: ignore[operator]
+                F.cross_entropy(forward(bench.model, x[local], number), y[local]).backward()
                 bench.optimizer.step()
                 bench.optimizer.zero_grad()
         return bench.model.state_dict()
 
-    assert largest_difference(run_ranks(2, train)[0], run_ranks(1, train)[0]) < 1e-10
+    alone = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    for number, (x, y) in enumerate(Training.of(model).batches):
+        F.cross_entropy(forward(alone, x, number), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert largest_difference(run_ranks(2, train)[0], alone.state_dict()) < 1e-10
 
 
 def test_an_evaluation_in_inference_mode_may_be_what_installs(model: nn.Module) -> None:
