@@ -39,6 +39,7 @@ from paceline.cluster.tcp_store import serve_tcp, split_address
 from paceline.errors import CommError
 
 _CONNECT_S = 60.0
+_JUDGE_S = 5.0
 
 
 def open_run(
@@ -155,7 +156,16 @@ def _addresses(seat: Seat, world: World, patience: Patience) -> tuple[str, ...]:
     _await_reports(seat, world, patience.at_most(_CONNECT_S, "start the run again"))
     reports = [json.loads(seat.store.get(seat.key("reach", machine))) for machine in numbers]
     reached = [{int(peer): tries for peer, tries in report.items()} for report in reports]
-    return choose([claim.addresses for claim in world.claims], reached)
+    seat.store.set(seat.key("judged"), "1")
+    try:
+        return choose([claim.addresses for claim in world.claims], reached)
+    except CommError:
+        # All machines judge the same reports, and machine 0 takes them away when it leaves.
+        deadline = time.monotonic() + _JUDGE_S
+        judged = [seat.key("judged", machine) for machine in numbers]
+        while not seat.store.check(judged) and time.monotonic() < deadline:
+            patience.pause()
+        raise
 
 
 def _await_reports(seat: Seat, world: World, patience: Patience) -> None:
