@@ -50,9 +50,9 @@ def test_the_cable_is_found_though_the_hostname_stands_for_a_wrong_address(
     assert answer.stdout == "192.0.2.1\n"
     first, second = run_on(machines, tmp_path, interfaces="")
     both = "('10.77.0.1', '10.77.0.2')"
-    assert f"rank 0 at 10.77.0.1 of {both}: 3.0\n" in first
-    assert f"rank 1 at 10.77.0.2 of {both}: 3.0\n" in second
-    assert f"rank 2 at 10.77.0.2 of {both}: 3.0\n" in second
+    assert f"rank 0 at 10.77.0.1 of {both}: 3.0" in first
+    assert f"rank 1 at 10.77.0.2 of {both}: 3.0" in second
+    assert f"rank 2 at 10.77.0.2 of {both}: 3.0" in second
     assert list(tmp_path.iterdir()) == []
 
 
