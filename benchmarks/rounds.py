@@ -43,7 +43,11 @@ def interleaved(
 
 def paired_ratio(above: Sequence[float], below: Sequence[float]) -> Interval:
     """Divide round by round, and take the median."""
-    ratios = np.divide(above, below)
-    draws = np.random.default_rng(0).choice(ratios, size=(10_000, len(ratios)))
+    return median_of(np.divide(above, below).tolist())
+
+
+def median_of(values: Sequence[float]) -> Interval:
+    """Take the median of a value a round."""
+    draws = np.random.default_rng(0).choice(values, size=(10_000, len(values)))
     low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])
-    return Interval(float(np.median(ratios)), float(low), float(high))
+    return Interval(float(np.median(values)), float(low), float(high))

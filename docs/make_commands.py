@@ -17,12 +17,13 @@ from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from paceline.cli.main import COMMANDS
-from paceline.config.db import DbCreateConfig, DbInfoConfig
+from paceline.config.db import DbConvertConfig, DbCreateConfig, DbInfoConfig
+from paceline.config.ledger import LedgerConfig
 from paceline.config.train import TrainConfig
 
 TARGET = Path(__file__).with_name("commands.md")
 WIDTH = 100
-WORDS = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
+WORDS = {int: "N", float: "X", str: "TEXT", Path: "PATH", NoneType: "None"}
 
 HEAD = """\
 # Commands
@@ -35,6 +36,15 @@ has the value in parentheses. The status is 0, or 2 for a mistake on the command
 something else failed, 130 after Ctrl-C and 143 after SIGTERM.
 """
 
+LAUNCH = """\
+## paceline launch
+
+`paceline launch [FLAGS] -- COMMAND`
+
+The flags are those of `paceline train` under "World"; `-n N` is `--num_workers N`. Without a number
+of workers there is one for each GPU, or one.
+"""
+
 
 def document() -> str:
     """Make the whole text."""
@@ -42,8 +52,15 @@ def document() -> str:
     parts = [HEAD, index, "## paceline train\n", "`resnet50_trainer` is the same command.\n"]
     for part, config in get_type_hints(TrainConfig).items():
         parts += [f"### {part.capitalize()}\n", f"{config.__doc__}\n", *_flags(config)]
-    for name, config in (("create", DbCreateConfig), ("info", DbInfoConfig)):
-        parts += [f"## paceline db {name}\n", f"`paceline db {name} {_positionals(config)}`\n"]
+    parts.append(LAUNCH)
+    others = {
+        "db create": DbCreateConfig,
+        "db convert": DbConvertConfig,
+        "db info": DbInfoConfig,
+        "ledger": LedgerConfig,
+    }
+    for name, config in others.items():
+        parts += [f"## paceline {name}\n", f"`paceline {name} {_positionals(config)}`\n"]
         parts += _flags(config)
     return "\n".join(parts)
 
@@ -83,8 +100,9 @@ def _value(hint: Any) -> str:
         return "|".join(get_args(hint))
     if get_origin(hint) is tuple:
         return "X [X ...]"
-    kinds = get_args(hint) or [hint]
-    return "|".join("None" if kind is NoneType else WORDS[kind] for kind in kinds)
+    if hint in WORDS:
+        return WORDS[hint]
+    return "|".join(_value(kind) for kind in get_args(hint))
 
 
 def _default(field: Field[Any]) -> str:

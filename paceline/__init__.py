@@ -1,1 +1,55 @@
-"""Paceline: distributed training of PyTorch models on ordinary machines."""
+"""Paceline: distributed training of PyTorch models on ordinary machines.
+
+    world = paceline.join()
+    model, optimizer = paceline.parallelize(model, optimizer, world)
+    for x, y in paceline.loader(dataset, batch_size=256, world=world):
+        with world.step():
+            …
+
+The library's names are imported when they are first used: `import paceline` needn't wait for torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import (
+    CheckpointError,
+    CommError,
+    CommTimeout,
+    ConfigError,
+    DataError,
+    PacelineError,
+    PeerLost,
+)
+
+if TYPE_CHECKING:
+    from paceline.api import Loader, World, join, loader, parallelize
+
+__all__ = [
+    "CheckpointError",
+    "CommError",
+    "CommTimeout",
+    "ConfigError",
+    "DataError",
+    "Loader",
+    "PacelineError",
+    "PeerLost",
+    "World",
+    "join",
+    "loader",
+    "parallelize",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import one of the library's names."""
+    if name not in __all__:
+        raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+    return getattr(import_module("paceline.api"), name)
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return sorted({*globals(), *__all__})

@@ -9,7 +9,8 @@ the exit status of a command that ends with it: 2 for the caller's mistake, 1 fo
     │   ├── PeerLost                      a peer's connection ended
     │   └── CommTimeout                   a peer said nothing for too long
     ├── DataError                         a database, a record, an image
-    └── CheckpointError                   a file of weights or of a run's state
+    ├── CheckpointError                   a file of weights or of a run's state
+    └── Diverged                          the loss isn't a number any more, or exploded
 """
 
 from __future__ import annotations
@@ -45,3 +46,7 @@ class DataError(PacelineError):
 
 class CheckpointError(PacelineError):
     """A file of weights or of a run's state can't be read or written."""
+
+
+class Diverged(PacelineError):
+    """Training doesn't learn any more: the loss is not a number, or far too large."""

@@ -13,8 +13,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.comm.communicator import Communicator, total
 from paceline.data.loader import Batch, Loader
-from paceline.observe.tally import NO_TEST, Scores, Tally, scores
+from paceline.models.output import check_output, explained_errors, explained_memory
+from paceline.observe.tally import NO_TEST, TOLD, Scores, Tally, scores
 from paceline.recorder import Recorder
+from paceline.steps import Steps
 from paceline.sync.precision import Precision
 from paceline.sync.replica import Replica
 
@@ -29,6 +31,7 @@ class Trainer:
     schedule: LRScheduler
     precision: Precision
     replica: Replica
+    steps: Steps
     communicator: Communicator
     device: torch.device
     train: Loader
@@ -36,64 +39,61 @@ class Trainer:
     recorder: Recorder
     save: Callable[[], None]
     epochs: int
-    generation: int
+    num_labels: int
 
     def run(self) -> None:
-        """Train to the end; a failure of data, peers or disk is a `PacelineError`."""
-        for epoch in range(self.epochs):
-            started, rate = time.perf_counter(), self.schedule.get_last_lr()[0]
-            trained = self._train_epoch(epoch)
-            tested = self._evaluate(epoch) if self.test is not None else None
-            self.replica.settle()
-            self.recorder.event(
-                "epoch",
-                epoch=epoch,
-                seconds=time.perf_counter() - started,
-                batches=self.train.steps,
-                learning_rate=rate,
-                **trained.of_training,
-                **(tested.of_test if tested else NO_TEST),
-            )
-            self.save()
+        """Train to the end, or raise `Stop`; a failure of data, peers or disk is a sentence."""
+        with explained_memory():
+            for epoch in range(self.steps.position.epoch, self.epochs):
+                self._run_epoch(epoch)
+            self.steps.finish()
+
+    def _run_epoch(self, epoch: int) -> None:
+        started = time.perf_counter()
+        rate = self.schedule.get_last_lr()[0]
+        trained = self._train_epoch(epoch)
+        tested = self._evaluate(epoch) if self.test is not None else None
+        self.recorder.event(
+            "epoch",
+            epoch=epoch,
+            seconds=time.perf_counter() - started,
+            batches=self.train.steps,
+            learning_rate=rate,
+            **trained.of_training,
+            **(tested.of_test if tested else NO_TEST),
+        )
+        self.save()
+        self.steps.end_epoch(tested.accuracy if tested else None)
 
     def _train_epoch(self, epoch: int) -> Scores:
         self.model.train()
-        tally = Tally(self.device)
-        for step in range(self.train.steps):
-            batch = self.train.batch(epoch, step)
-            rate = self.schedule.get_last_lr()[0]
-            self._train_step(batch, tally)
-            self.recorder.event(
-                "step",
-                **batch.place,
-                **tally.means,
-                generation=self.generation,
-                step=epoch * self.train.steps + step,
-                steps=self.train.steps,
-                learning_rate=rate,
-            )
-        return scores(total(self.communicator, tally.sums, f"the sums of epoch {epoch}"))
+        for step in range(self.steps.position.step, self.train.steps):
+            self._train_step(self.train.batch(epoch, step))
+        return scores(self.steps.end_steps())
 
-    def _train_step(self, batch: Batch, tally: Tally) -> None:
-        with self.replica.step(batch.epoch * self.train.steps + batch.step, batch.weight):
+    def _train_step(self, batch: Batch) -> None:
+        rate = self.schedule.get_last_lr()[0]
+        with self.steps.step(batch.place, learning_rate=rate) as sums:
             logits, loss = self._predict(batch)
-            self.precision.backward_and_update(loss, self.replica, self.optimizer)
+            updated = self.precision.backward_and_update(loss, self.replica, self.optimizer)
+            Tally(sums[:TOLD]).add(loss.detach(), logits.detach(), batch.labels, batch.place.count)
+            sums[TOLD] = not updated
         self.schedule.step()
-        tally.add(loss.detach(), logits.detach(), batch.labels, batch.count)
 
     def _predict(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        with self.precision.forward():
-            logits = self.model(batch.images)
+        images = batch.images
+        with self.precision.forward(), explained_errors(images):
+            logits = check_output(self.model(images), self.num_labels, len(images))
             return logits, self.criterion(logits, batch.labels)
 
     @torch.no_grad()
     def _evaluate(self, epoch: int) -> Scores:
         assert self.test is not None
         self.model.eval()
-        tally = Tally(self.device)
+        tally = Tally(torch.zeros(TOLD, dtype=torch.float64, device=self.device))
         for step in range(self.test.steps):
             batch = self.test.batch(epoch, step)
             logits, loss = self._predict(batch)
-            tally.add(loss, logits, batch.labels, batch.count)
+            tally.add(loss, logits, batch.labels, batch.place.count)
             self.recorder.event("evaluate", step=step, steps=self.test.steps)
-        return scores(total(self.communicator, tally.sums, "the sums of an evaluation"))
+        return scores(total(self.communicator, tally.sums, "the sums of an evaluation").tolist())

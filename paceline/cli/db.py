@@ -1,4 +1,4 @@
-"""`paceline db create` makes a database of a folder of images; `paceline db info` reads one."""
+"""`paceline db`: `create` a database of images, `convert` one to another, see what is in it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from rich.console import Console
 from paceline.cli.db_table import print_report
 from paceline.cli.flags import parse
 from paceline.cli.progress import meter
-from paceline.config.db import DbCreateConfig, DbInfoConfig
+from paceline.config.db import DbConvertConfig, DbCreateConfig, DbInfoConfig
+from paceline.data.convert import Converted, convert_database
 from paceline.data.create import Created, create_database
 from paceline.data.inspect import inspect_database
 from paceline.errors import ConfigError
@@ -18,8 +19,9 @@ from paceline.errors import ConfigError
 _USAGE = """\
 usage: paceline db COMMAND [OPTIONS]
 
-  create FOLDER DEST   make a database of a folder of class folders
-  info DB              read a whole database and report what is in it
+  create FOLDER DEST    make a database of a folder of class folders
+  convert SOURCE DEST   make a database of another one, of another kind or format
+  info DB               read a whole database and report what is in it
 
 paceline db COMMAND --help tells a command's options, with examples."""
 
@@ -30,6 +32,16 @@ Examples:
   paceline db create photos/train train-lmdb
   paceline db create photos/train train-lmdb --resize 256
   paceline db create photos/train train-leveldb --db_type leveldb --format tensorprotos"""
+
+_CONVERT = """\
+Make a database of another one: of another kind, in another format of records,
+or with images encoded anew. Keys, order and labels are kept.
+
+Examples:
+  paceline db convert train-leveldb train-lmdb
+  paceline db convert train.minidb train-lmdb --format datum
+  paceline db convert train-lmdb train-raw --db_type minidb --encoding raw
+  paceline db convert damaged-lmdb train-lmdb --skip_damaged"""
 
 _INFO = """\
 Read a whole database and report its records, format, image sizes and labels.
@@ -54,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _command(name: str) -> Callable[[Sequence[str]], int]:
-    commands = {"create": _create, "info": _info}
+    commands = {"create": _create, "convert": _convert, "info": _info}
     if name not in commands:
         near = difflib.get_close_matches(name, commands, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(commands)}."
@@ -66,8 +78,15 @@ def _create(argv: Sequence[str]) -> int:
     config = parse(DbCreateConfig, argv, prog="paceline db create", description=_CREATE)
     with meter("Writing", "images", Console(stderr=True)) as show:
         created = create_database(config, show)
-    for line in _told(config, created):
-        Console().print(line, highlight=False, markup=False, soft_wrap=True)
+    _print(_told(config, created))
+    return 0
+
+
+def _convert(argv: Sequence[str]) -> int:
+    config = parse(DbConvertConfig, argv, prog="paceline db convert", description=_CONVERT)
+    with meter("Converting", "records", Console(stderr=True)) as show:
+        converted = convert_database(config, show)
+    _print(_told_of_conversion(config, converted))
     return 0
 
 
@@ -84,8 +103,24 @@ def _told(config: DbCreateConfig, created: Created) -> list[str]:
     if created.skipped:
         lines.append(f"{created.skipped:,} files that aren't images were skipped.")
     if created.damaged:
-        lines.append(f"{len(created.damaged):,} damaged images were left out:")
-        lines.extend(f"  {name}" for name in created.damaged)
+        lines += _left_out("damaged images were left out:", created.damaged)
     if created.empty_classes:
         lines.append(f"No images in: {', '.join(created.empty_classes)}.")
     return lines
+
+
+def _told_of_conversion(config: DbConvertConfig, converted: Converted) -> list[str]:
+    lines = [f"{config.dest}: {converted.records:,} {converted.format} records."]
+    if converted.damaged:
+        lines += _left_out("damaged records were left out:", converted.damaged)
+    return lines
+
+
+def _left_out(what: str, names: Sequence[str]) -> list[str]:
+    return [f"{len(names):,} {what}", *(f"  {name}" for name in names)]
+
+
+def _print(lines: Sequence[str]) -> None:
+    console = Console()
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)

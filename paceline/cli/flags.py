@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import TypeVar, get_type_hints
 
 import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 Config = TypeVar("Config")
 
@@ -31,6 +33,7 @@ def parse(config: type[Config], argv: Sequence[str], *, prog: str, description: 
         prog=prog,
         description=description,
         use_underscores=True,
+        registry=_numbers(),
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
     )
     return parsed
@@ -45,6 +48,37 @@ def switches(config: type) -> Iterator[tuple[str, bool]]:
             yield field.name, bool(field.default)
         elif isinstance(kind, type) and is_dataclass(kind):
             yield from switches(kind)
+
+
+def _numbers() -> ConstructorRegistry:
+    """Make tyro's rules for numbers, which say what is wrong in people's words, not Python's."""
+    registry = ConstructorRegistry()
+    for kind, metavar, rule in (
+        (int, "INT", "a whole number, such as 32"),
+        (float, "FLOAT", "a number, such as 0.1"),
+    ):
+        registry.primitive_rule(partial(_number, kind, metavar, rule))
+    return registry
+
+
+def _number(
+    kind: type[int] | type[float], metavar: str, rule: str, info: PrimitiveTypeInfo
+) -> PrimitiveConstructorSpec[float] | None:
+    def read(words: list[str]) -> float:
+        try:
+            return kind(words[0])
+        except ValueError:
+            raise ValueError(f"{words[0]!r} must be {rule}.") from None
+
+    if info.type is not kind:
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=metavar,
+        instance_from_str=read,
+        is_instance=lambda value: isinstance(value, int | kind) and not isinstance(value, bool),
+        str_from_instance=lambda value: [str(value)],
+    )
 
 
 def _plain_switches(argv: Sequence[str], known: frozenset[tuple[str, bool]]) -> Iterator[str]:

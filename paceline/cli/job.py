@@ -2,50 +2,98 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch._C._distributed_c10d import Store
 
 from paceline import build
+from paceline.cli.agree import agree_on_inputs, agree_on_model
 from paceline.cluster.members import Members
+from paceline.cluster.signals import StopSignals
 from paceline.config.train import TrainConfig
+from paceline.recorder import Recorder
+from paceline.steps import Stop
+from paceline.trainer import Trainer
+
+_TERMINATED = 143  # another worker was
 
 
-def train(config: TrainConfig, members: Members, store: Store) -> None:
-    """Train as one worker of the world, to the end.
+def train(config: TrainConfig, members: Members, store: Store, token: str) -> None:
+    """Train as one worker of the world, to the end or until a signal.
 
     Raises:
         PacelineError: something that the run can't go on without failed.
+        SystemExit: a worker of the run was asked to stop; the run's state is saved.
     """
     folder = Path(config.output.output_dir, config.world.run_id)
     device = build.device_of(config, members.local_rank)
     torch.set_num_threads(build.cores_per_worker(members.local_world_size))
+    signals = StopSignals()
     with ExitStack() as stack:
         sources = build.open_sources(config)
         stack.callback(sources.close)
-        recorder, log = build.build_recorder(config, members, folder)
-        stack.callback(recorder.close)
+        agree_on_inputs(config, members, store, token, sources)
         communicator = build.connect(config, members, store, device)
         stack.callback(communicator.close)
+        layers = build.connect_layers(config, members, store, device)
+        if layers is not None:
+            stack.callback(layers.close)
+        start = build.find_start(config.output, folder, config.identity(), communicator, device)
+        recorder, log = build.build_recorder(config, members, folder, start)
+        stack.callback(recorder.close)
         trainer = build.build_trainer(
-            config, members, communicator, sources, device, recorder, folder
+            config,
+            members,
+            communicator,
+            sources,
+            device,
+            recorder,
+            folder,
+            start,
+            stopping=lambda: signals.status != 0,
+            agree=partial(agree_on_model, config, members, store),
+            layers=layers,
         )
         stack.callback(trainer.replica.close)
         for loader in (trainer.train, trainer.test):
             if loader is not None:
                 stack.callback(loader.close)
-        recorder.event(
-            "run",
-            model=config.model.name,
-            world_size=members.world_size,
-            machines=len(members.machines),
-            device=device.type,
-            samples=trainer.train.samples,
-            steps=trainer.train.steps,
-            epochs=trainer.epochs,
-            log=log,
-        )
-        trainer.run()
-        recorder.event("end")
+        _announce(config, members, trainer, start, recorder, log)
+        try:
+            with signals.heard(trainer.steps.rescue):
+                trainer.run()
+        except Stop:
+            sys.exit(signals.status or _TERMINATED)
+        recorder.event("end", generation=start.generation)
+
+
+def _announce(
+    config: TrainConfig,
+    members: Members,
+    trainer: Trainer,
+    start: build.Start,
+    recorder: Recorder,
+    log: Path | None,
+) -> None:
+    recorder.event(
+        "run",
+        generation=start.generation,
+        rank=members.rank,
+        model=config.model.name,
+        world_size=members.world_size,
+        machines=len(members.machines),
+        device=trainer.device.type,
+        samples=trainer.train.samples,
+        steps=trainer.train.steps,
+        epochs=trainer.epochs,
+        batch=config.global_batch,
+        log=log,
+    )
+    number = trainer.steps.position.number
+    recorder.event("restore", generation=start.generation, step=number, origin=start.origin)
+    for note in start.notes:
+        recorder.event("note", text=note)

@@ -14,7 +14,9 @@ from paceline.errors import ConfigError, PacelineError
 # A command's module is imported when it is called: `paceline db` needn't wait for torch.
 COMMANDS = {
     "train": ("paceline.cli.train", "train a model on this machine, or on many"),
-    "db": ("paceline.cli.db", "make a database of a folder of images; look into one"),
+    "launch": ("paceline.cli.launch", "start workers of a command of your own"),
+    "db": ("paceline.cli.db", "make a database of images; convert one; look into one"),
+    "ledger": ("paceline.cli.ledger", "prove that a run trained each sample once"),
 }
 
 
@@ -58,6 +60,8 @@ def _command(name: str) -> Callable[..., int]:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}."
         raise ConfigError(f"no command {name!r}: {hint}")
+    # Read by OpenMP as torch is loaded: threads wait asleep, see `cluster.environment`.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     command: Callable[..., int] = import_module(COMMANDS[name][0]).main
     return command
 

@@ -7,8 +7,14 @@ from collections.abc import Iterator
 from paceline.config.train import TrainConfig
 
 
-def notes(config: TrainConfig, gpus: int) -> Iterator[str]:
-    """Yield a sentence for each choice; `gpus` is how many this machine has."""
+def notes(config: TrainConfig, gpus: int, launcher: str = "") -> Iterator[str]:
+    """Yield a sentence for each choice.
+
+    Args:
+        config: what was asked for.
+        gpus: how many this machine has.
+        launcher: who started the workers, if not a supervisor of ours.
+    """
     world, workers = config.world, config.world.workers
     asked = world.gpus or world.num_gpus
     if asked and not gpus and not world.use_cpu:
@@ -21,5 +27,9 @@ def notes(config: TrainConfig, gpus: int) -> Iterator[str]:
             f"--batch_size {batch} doesn't divide by {workers} workers: {more} of them take "
             f"{small + 1} images a step and the others {small}."
         )
+    if launcher == "torchrun":
+        for flag in ("file_store_path", "redis_host", "redis_url"):
+            if getattr(world, flag):
+                yield f"--{flag} isn't used: torchrun's processes meet in its own store."
     for flag in config.legacy.given:
         yield f"--{flag} has no meaning any more and changes nothing."

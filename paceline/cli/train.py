@@ -1,7 +1,8 @@
 """`paceline train`: a supervisor on each machine, and the workers that it starts.
 
 One command line serves both: a worker is told its place by its environment. The supervisor checks
-what can be checked before anything is written, and holds the run's folder.
+what can be checked before anything is written, and holds the run's folder. Where another launcher
+started the process, it is a worker without a supervisor: see `launched`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch._C._distributed_c10d import Store
 from paceline import build
 from paceline.cli.flags import parse
 from paceline.cli.job import train
+from paceline.cli.launched import train_launched
 from paceline.cli.notes import notes
 from paceline.cluster.environment import WorkerEnvironment, read_environment
 from paceline.cluster.members import Members
@@ -23,7 +25,7 @@ from paceline.cluster.plan import RunPlan
 from paceline.cluster.supervise import say, supervise
 from paceline.cluster.worker import run_worker
 from paceline.config.train import TrainConfig
-from paceline.state.run_folder import RunFolder, next_run_id
+from paceline.state.run_folder import RunFolder, choose_run_id
 
 DESCRIPTION = """Train a model on the GPUs or CPUs of this machine, or of many.
 
@@ -37,6 +39,8 @@ examples:
   the same by a Redis server, with Caffe2's command:
     resnet50_trainer --train_data train-lmdb --num_gpus 2
         --num_shards 2 --shard_id 0 --run_id first --redis_host redis.lab
+  two workers of another launcher, which counts them (srun -n 2 and mpirun -n 2 likewise):
+    torchrun --nproc-per-node 2 --no-python paceline train --train_data train-lmdb
 """
 
 
@@ -47,9 +51,12 @@ def main(argv: Sequence[str], prog: str = "paceline train") -> int:
         PacelineError: the caller's mistake, told before anything is written.
     """
     config = parse(TrainConfig, argv, prog=prog, description=DESCRIPTION)
-    worker = read_environment().worker
-    if worker is not None:
+    environment = read_environment()
+    worker = environment.worker
+    if worker is not None and not worker.command:
         return _work(config, worker)
+    if worker is not None or environment.launched is not None:
+        return train_launched(config, environment)
     return _supervise(config, argv)
 
 
@@ -57,17 +64,25 @@ def _supervise(config: TrainConfig, argv: Sequence[str]) -> int:
     sys.path.insert(0, "")  # somebody's own model is found where they stand, as by `python -m`
     gpus = torch.cuda.device_count()
     output = Path(config.output.output_dir)
-    config = config.with_run_id(config.world.run_id or next_run_id(output, config.digest()))
-    folder = RunFolder(output / config.world.run_id, shard_id=config.world.shard_id)
-    folder.check(config.identity())
+    anew = config.output.resume == "no"
+    run_id = config.world.run_id or choose_run_id(output, config.digest(), anew=anew)
+    config = config.with_run_id(run_id)
+    folder = RunFolder(output / run_id, shard_id=config.world.shard_id)
+    folder.check(config.identity(), anew=anew)
+    if folder.finished:
+        say(f"run {run_id} is finished; give another --run_id to train again.")
+        return 0
     for note in [*notes(config, gpus), *build.check(config, gpus)]:
         say(note)
     try:
-        return supervise(
+        status = supervise(
             RunPlan.of(config.world, workers=config.world.workers),
             [sys.executable, "-m", "paceline.cli.main", "train", *argv],
             formed=lambda: folder.open(config.identity()),
         )
+        if status == 0:
+            folder.finish()
+        return status
     finally:
         folder.close()
 
@@ -76,7 +91,7 @@ def _work(config: TrainConfig, environment: WorkerEnvironment) -> int:
     config = config.with_run_id(environment.run_id)
 
     def work(members: Members, store: Store, token: str) -> None:
-        train(config, members, store)
+        train(config, members, store, token)
 
     run_worker(environment, work)
     return 0

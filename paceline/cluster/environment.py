@@ -1,18 +1,23 @@
 """What the environment says: the only reader of environment variables.
 
-A supervisor tells each worker its place by one variable, `PACELINE_WORKER`. Other launchers
-(torchrun, mpirun, Slurm) have theirs: each gets a reader here and a field in `Environment`.
+A supervisor tells each worker its place by one variable, `PACELINE_WORKER`. Other launchers have
+theirs, which their own files read: `torchrun`, `mpirun`, `slurm`. Where several have left their
+mark, the innermost counts: torchrun and mpirun are often started inside of a Slurm job.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
+from paceline.cluster.launched import Launched
+from paceline.cluster.mpirun import by_mpirun, read_mpirun
+from paceline.cluster.slurm import by_srun, read_srun
 from paceline.cluster.store import StoreSpec
+from paceline.cluster.torchrun import by_hand, by_torchrun, read_torchrun
 
 WORKER_VARIABLE = "PACELINE_WORKER"
 
@@ -20,6 +25,9 @@ WORKER_VARIABLE = "PACELINE_WORKER"
 # that decode images, and a spinning one keeps the one that it waits for from running. Seen: 8 times
 # as many images a second on a busy machine. Whoever sets the variable themselves is obeyed.
 _DEFAULTS = {"OMP_WAIT_POLICY": "PASSIVE"}
+
+
+_Launcher = tuple[Callable[[Mapping[str, str]], bool], Callable[[Mapping[str, str]], Launched]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +45,7 @@ class WorkerEnvironment:
         first_iter_timeout: seconds to wait for the others at the start.
         timeout: seconds to wait for the others afterwards.
         error_file: where to write why the worker failed.
+        command: whether the worker is a command that somebody gave to `paceline launch`.
     """
 
     run_id: str
@@ -49,6 +58,7 @@ class WorkerEnvironment:
     first_iter_timeout: float
     timeout: float
     error_file: str
+    command: bool = False
 
     def to_text(self) -> str:
         """Return the variable's value."""
@@ -67,16 +77,36 @@ class Environment:
 
     Attributes:
         worker: this process is a worker of one of our supervisors.
+        launched: another launcher started it, one of several. Without both it was started alone.
     """
 
     worker: WorkerEnvironment | None = None
+    launched: Launched | None = None
+
+
+# The launchers, the innermost first: how each is known, and who reads what it says.
+_LAUNCHERS: tuple[_Launcher, ...] = (
+    (by_torchrun, read_torchrun),
+    (by_mpirun, read_mpirun),
+    (by_srun, read_srun),
+    (by_hand, read_torchrun),
+)
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
-    """Read the launcher's variables; by default this process's own."""
+    """Read the launcher's variables; by default this process's own.
+
+    Raises:
+        ConfigError: they contradict each other, or some are missing; names them.
+    """
     variables = os.environ if variables is None else variables
     worker = variables.get(WORKER_VARIABLE)
-    return Environment(worker=None if worker is None else WorkerEnvironment.from_text(worker))
+    if worker is not None:
+        return Environment(worker=WorkerEnvironment.from_text(worker))
+    for started_by, read in _LAUNCHERS:
+        if started_by(variables):
+            return Environment(launched=read(variables))
+    return Environment()
 
 
 def environment_of(worker: WorkerEnvironment) -> dict[str, str]:

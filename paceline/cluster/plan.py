@@ -24,6 +24,7 @@ class RunPlan:
         interfaces: network interfaces to use; none: all.
         first_iter_timeout: seconds to wait for the others at the start.
         timeout: seconds to wait for the others afterwards.
+        command: whether the workers are a command that somebody gave to `paceline launch`.
     """
 
     run_id: str = "local"
@@ -34,6 +35,7 @@ class RunPlan:
     interfaces: tuple[str, ...] = ()
     first_iter_timeout: float = 1200.0
     timeout: float = 60.0
+    command: bool = False
 
     @classmethod
     def of(cls, world: WorldConfig, *, workers: int) -> Self:

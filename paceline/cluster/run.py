@@ -53,6 +53,7 @@ class Run:
             first_iter_timeout=plan.first_iter_timeout,
             timeout=plan.timeout,
             error_file=str(error_file),
+            command=plan.command,
         )
 
     def post(self, failure: Failure) -> Failure:

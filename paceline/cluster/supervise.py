@@ -7,8 +7,8 @@ Of several failures the person is told the cause, once: a lost peer is a consequ
 cause is waited for, for two seconds, from this machine's other workers and from the store. The
 first reason in the store is the run's, and every machine prints it.
 
-Ending takes 5 seconds at most: SIGTERM, 3 seconds later SIGKILL, and little is waited for after
-that. A second signal kills at once.
+Ending takes 5 seconds at most: SIGTERM, 4 seconds later SIGKILL, and little is waited for after
+that. A second signal shortens the wait, but not below what saving takes.
 """
 
 from __future__ import annotations
@@ -16,13 +16,10 @@ from __future__ import annotations
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from typing import TypeVar
 
 from paceline.cluster.failure import Failure, cause
 from paceline.cluster.inbox import (
@@ -38,15 +35,15 @@ from paceline.cluster.plan import RunPlan
 from paceline.cluster.rendezvous import open_run
 from paceline.cluster.run import Run
 from paceline.cluster.store import STORE_ERRORS
+from paceline.cluster.waiting import within
 from paceline.errors import ConfigError, PacelineError
 
 _CAUSE_S = 2.0
-_TERM_S = 3.0
+_TERM_S = 4.0
+_SAVE_S = 2.5  # which workers have to save what they trained, whoever is in a hurry
 _KILL_S = 0.5
 _POST_S = 1.0
 _LEAVE_S = 1.0
-
-_T = TypeVar("_T")
 
 
 def say(text: str) -> None:
@@ -174,29 +171,32 @@ class _Crew:
 
     def _post(self, failure: Failure) -> Failure:
         """Return the run's reason: this one, or the one that another machine gave before."""
-        return _within(_POST_S, lambda: self._run.post(failure)) or failure
+        return within(_POST_S, lambda: self._run.post(failure)) or failure
 
     def _end(self) -> None:
         """Wait for the workers, which were told to end; kill them after the limit or a signal."""
-        if not self._ended_within(_TERM_S, hurry=True):
+        if not self._endedwithin(_TERM_S, hurry=True):
             self._signal(signal.SIGKILL)
-            if not self._ended_within(_KILL_S, hurry=False):
+            if not self._endedwithin(_KILL_S, hurry=False):
                 self._tell("some workers can't be killed: they hang in the kernel.")
 
-    def _ended_within(self, limit: float, *, hurry: bool) -> bool:
-        deadline = time.monotonic() + limit
+    def _endedwithin(self, limit: float, *, hurry: bool) -> bool:
+        started = time.monotonic()
+        deadline = started + limit
         while self._workers:
             left = deadline - time.monotonic()
             event = self._inbox.get(left) if left > 0 else None
             if isinstance(event, Exited):
                 del self._workers[event.local_rank]
-            if left <= 0 or (hurry and isinstance(event, Signalled)):
+            if hurry and isinstance(event, Signalled):
+                deadline = min(deadline, started + _SAVE_S)
+            if left <= 0:
                 return False
         return True
 
     def _leave(self, failure: Failure | None) -> None:
         if failure is not None:
-            _within(_LEAVE_S, lambda: self._run.leave(time.sleep, _LEAVE_S))
+            within(_LEAVE_S, lambda: self._run.leave(time.sleep, _LEAVE_S))
             return
         with suppress(Interrupted):  # the person doesn't want to wait for the other machines
             try:
@@ -221,23 +221,3 @@ def _reason(event: Signalled | Noticed, machine: str) -> Failure:
         return event.failure
     text = f"stopped by {event.number.name} on {machine}."
     return Failure(text=text, status=128 + event.number)
-
-
-def _within(limit: float, work: Callable[[], _T]) -> _T | None:
-    """Return what `work` returns, or None if the store fails it or keeps it waiting too long.
-
-    In the middle of ending there is nobody to help: the heartbeat has told that the store is lost.
-    """
-    results: SimpleQueue[_T | None] = SimpleQueue()
-
-    def do() -> None:
-        try:
-            results.put(work())
-        except STORE_ERRORS:
-            results.put(None)
-
-    threading.Thread(target=do, name="store", daemon=True).start()
-    try:
-        return results.get(timeout=limit)
-    except Empty:
-        return None

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from torch._C._distributed_c10d import Store
 
+from paceline.cluster.allocator import keep_freed_memory
 from paceline.cluster.environment import WorkerEnvironment
 from paceline.cluster.failure import Failure
 from paceline.cluster.members import Members
@@ -35,6 +36,7 @@ def run_worker(environment: WorkerEnvironment, work: Callable[[Members, Store, s
         work: called with the world, the store and the job token.
     """
     end_with_supervisor()
+    keep_freed_memory()
     try:
         work(*join_world(environment))
     except SystemExit:

@@ -51,6 +51,9 @@ class Communicator(Protocol):
     def steady(self) -> None:
         """End the start-up: from now on a wait is limited by the shorter time-out."""
 
+    def end(self) -> None:
+        """Close after a good end: all that was started is done, and no thread of it is left."""
+
     def close(self) -> None:
         """Give the connections up without waiting for anybody."""
 
@@ -81,3 +84,28 @@ def broadcast_all(communicator: Communicator, tensors: Sequence[Tensor], operati
         sizes = [tensor.numel() for tensor in alike]
         for tensor, values in zip(alike, torch.split(flat, sizes), strict=True):
             tensor.detach().copy_(values.view(tensor.shape))
+
+
+def broadcast_bytes(
+    communicator: Communicator, data: bytes, device: torch.device, operation: str
+) -> bytes:
+    """Return rank 0's `data` on all ranks; collective.
+
+    Args:
+        communicator: the ranks.
+        data: rank 0's; the others' is ignored.
+        device: where the communicator's tensors live.
+        operation: what is waited for, in words for an error.
+
+    Raises:
+        CommError: as `Ticket.wait`.
+    """
+    size = torch.tensor([len(data)], dtype=torch.int64, device=device)
+    communicator.broadcast(size).wait(operation)
+    if communicator.rank > 0:
+        data = bytes(int(size))
+    if not data:
+        return data
+    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    communicator.broadcast(flat).wait(operation)
+    return flat.cpu().numpy().tobytes()

@@ -91,6 +91,9 @@ class ThreadCommunicator:
     def steady(self) -> None:
         """Change nothing: there is one limit."""
 
+    def end(self) -> None:
+        """Do nothing: the others may still be at work."""
+
     def close(self) -> None:
         """End all waits of the group."""
         self._group.close()

@@ -57,8 +57,9 @@ class ProcessGroupCommunicator:
             self._group = make(store, rank, world_size, address, self._limit)
         except RuntimeError as error:
             raise CommError(
-                f"rank {rank} of {world_size} at {address} couldn't connect to all ranks: "
-                f"{_first_line(error)}"
+                f"rank {rank} of {world_size} at {address} couldn't connect to all ranks "
+                f"({_first_line(error)}): see what the others say, and whether a firewall is "
+                "between them."
             ) from error
 
     def all_reduce(self, tensor: Tensor) -> Ticket:
@@ -77,6 +78,13 @@ class ProcessGroupCommunicator:
     def steady(self) -> None:
         """Use the shorter time-out from now on."""
         self._limit = self._timeout
+
+    def end(self) -> None:
+        """Close, and wait for the group's threads.
+
+        One that still lets go of a tensor while the interpreter ends would abort the process.
+        """
+        self._group = None
 
     def close(self) -> None:
         """Abort what is in flight."""
@@ -118,7 +126,8 @@ def _translate(error: RuntimeError, rank: int, operation: str, limit: timedelta)
     text = _first_line(error)
     if "timed out" in text.lower() or "timeout" in text.lower():
         return CommTimeout(
-            f"rank {rank} waited {limit.total_seconds():g} s for a peer in {operation}: {text}"
+            f"rank {rank} waited {limit.total_seconds():g} s for a peer in {operation}: one hangs, "
+            "can't be reached, or needs a longer --timeout (--first_iter_timeout in the start)."
         )
     if any(word in text.lower() for word in _OF_CONNECTIONS):
         return PeerLost(f"rank {rank} lost a peer in {operation}: {text}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from paceline.config.db import DbType
 from paceline.config.rules import at_least, positive, within
 from paceline.errors import ConfigError
 
@@ -21,7 +22,7 @@ class DataConfig:
     test_data: str = ""
     """Path of the test database; without one there is no evaluation."""
 
-    db_type: Literal["lmdb", "leveldb"] = "lmdb"
+    db_type: DbType = "lmdb"
     """Kind of both databases. The record format, TensorProtos or Datum, is seen in the records."""
 
     num_channels: int = 3
@@ -58,6 +59,10 @@ class DataConfig:
 
     decode_threads: int = 0
     """Threads that decode images for one worker; 0 shares the machine's cores among workers."""
+
+    bad_records: Literal["stop", "skip"] = "stop"
+    """What a record that can't be read does: stop ends the run and names it; skip leaves it out
+    and counts it in log and ledger."""
 
     cache_dir: str = ""
     """Where indexes go that can't be written beside a (read-only) database."""

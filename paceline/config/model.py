@@ -25,6 +25,15 @@ class ModelConfig:
     channels_last: bool = True
     """Images and convolution weights are in channels-last memory, the faster layout, or aren't."""
 
+    force_bfloat16: bool = False
+    """Compute in bfloat16 even where the processor only emulates it, slowly."""
+
+    sync_bn: bool = False
+    """BatchNorm over the whole global batch, not over each worker's share."""
+
+    compile: bool = False
+    """Compile the model's blocks by torch.compile; takes minutes at the start."""
+
     load_model_path: str = ""
     """Start from these weights: a file as saved by a run."""
 

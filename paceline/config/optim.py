@@ -42,6 +42,15 @@ class OptimConfig:
     no_bn_decay: bool = False
     """Leave BatchNorm's scale out of the weight decay."""
 
+    clip_norm: float = 0.0
+    """Largest norm of all gradients together; larger ones are scaled down. 0 is off."""
+
+    clip_value: float = 0.0
+    """Largest absolute value of a gradient's element; larger ones are cut. 0 is off."""
+
+    max_loss: float = 40.0
+    """Stop when a step's loss is larger, or not a number; 0 stops at the latter only."""
+
     seed: int = 0
     """Start of all random choices: initial weights, order, augmentation."""
 
@@ -52,5 +61,7 @@ class OptimConfig:
         at_least("weight_decay", self.weight_decay, 0)
         within("momentum", self.momentum, 0, 1)
         at_least("warmup_epochs", self.warmup_epochs, 0)
+        for flag in ("clip_norm", "clip_value", "max_loss"):
+            at_least(flag, getattr(self, flag), 0)
         within("label_smoothing", self.label_smoothing, 0, 1)
         within("seed", self.seed, 0, 2**63)

@@ -4,13 +4,34 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from paceline.config.rules import at_least
+
 
 @dataclass(frozen=True, kw_only=True)
 class OutputConfig:
     """The run's folder."""
 
     output_dir: str = "runs"
-    """Folder of all runs; a run's log, events and weights are in <output_dir>/<run_id>."""
+    """Folder of all runs; a run's log, events, checkpoints and weights are in
+    <output_dir>/<run_id>."""
+
+    resume: str = "auto"
+    """auto: go on from the run's newest good checkpoint, if there is one. no: start a new run.
+    Anything else is the path of another run's checkpoint to start from."""
+
+    checkpoint_steps: int = 0
+    """Save a checkpoint every so many steps; 0 goes by time and epochs only."""
+
+    checkpoint_minutes: float = 5.0
+    """Save a checkpoint every so many minutes, besides the one at each epoch's end; 0 is off."""
+
+    keep_checkpoints: int = 2
+    """Checkpoints to keep, the newest ones; the best of an epoch's end is kept besides."""
+
+    def __post_init__(self) -> None:
+        at_least("checkpoint_steps", self.checkpoint_steps, 0)
+        at_least("checkpoint_minutes", self.checkpoint_minutes, 0)
+        at_least("keep_checkpoints", self.keep_checkpoints, 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ _OWN = frozenset(
         *("file_store_path", "redis_host", "redis_port", "redis_url", "master"),
         *("distributed_interfaces", "decode_threads", "first_iter_timeout", "timeout"),
         *("train_data", "test_data"),
+        *("resume", "checkpoint_steps", "checkpoint_minutes", "keep_checkpoints"),
     }
 )
 
@@ -55,6 +56,10 @@ class TrainConfig:
         """Eight hex digits of `identity` and the data's paths."""
         told = {**self.identity(), "data": [self.data.train_data, self.data.test_data]}
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
+
+    def without_weights(self) -> TrainConfig:
+        """Return the same configuration without weights to start from: a checkpoint has them."""
+        return replace(self, model=replace(self.model, load_model_path=""))
 
     def with_run_id(self, run_id: str) -> TrainConfig:
         """Return the same configuration under the name `run_id`."""

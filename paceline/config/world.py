@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.config.rules import at_least, file_name, positive
+from paceline.config.rules import at_least, file_name, positive, within
 from paceline.errors import ConfigError
 
 
@@ -69,6 +69,7 @@ class WorldConfig:
             )
         for flag in ("num_workers", "num_gpus"):
             at_least(flag, getattr(self, flag), 0)
+        within("redis_port", self.redis_port, 1, 65536)
         positive("timeout", self.timeout)
         positive("first_iter_timeout", self.first_iter_timeout)
         self._check_one_way_to_say_it()

@@ -10,30 +10,22 @@ reader from the first to the last key meets the shuffled order.
 
 from __future__ import annotations
 
-import errno
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from paceline.config.db import DbCreateConfig
 from paceline.data.folders import Candidate, ClassFolders, scan, shuffled
-from paceline.data.formats import RecordFormat, encode_datum, encode_tensorprotos
+from paceline.data.formats import encode_record
 from paceline.data.image_file import DamagedImage, is_image, stored_form
-from paceline.data.index import write_index
+from paceline.data.new_database import NewDatabase, new_database
 from paceline.data.ordered import Meter, ordered_map
-from paceline.data.source import Pixels
-from paceline.data.staging import check_destination, staged
-from paceline.data.writers import WRITE_ERRORS, WRITERS, Writer
+from paceline.data.staging import check_destination
+from paceline.data.writers import LONGEST_KEY
 from paceline.errors import ConfigError, DataError
-
-_ENCODERS: dict[RecordFormat, Callable[[bytes | Pixels, int], bytes]] = {
-    "tensorprotos": encode_tensorprotos,
-    "datum": encode_datum,
-}
-_LONGEST_KEY = 511  # LMDB's limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,20 +57,13 @@ def create_database(config: DbCreateConfig, meter: Meter) -> Created:
     _check_places(config.folder, config.dest)
     found = scan(config.folder)
     log = _Log(skipped=found.skipped)
-    with _told_as_sentences(config.dest, log), staged(config.dest) as folder:
-        with closing(WRITERS[config.db_type](folder)) as writer:
-            _write_records(config, found, writer, log, meter)
-            writer.finish()
-        write_index(
-            folder,
-            keys=log.keys,
-            labels=log.labels,
-            label_names=found.classes,
-            record_format=config.format,
-        )
-    used = set(log.labels)
+    with new_database(
+        config.dest, config.db_type, record_format=config.format, label_names=found.classes
+    ) as database:
+        _write_records(config, found, database, log, meter)
+    used = set(database.labels)
     return Created(
-        records=len(log.keys),
+        records=len(database.keys),
         classes=found.classes,
         empty_classes=tuple(n for i, n in enumerate(found.classes) if i not in used),
         skipped=log.skipped,
@@ -88,12 +73,10 @@ def create_database(config: DbCreateConfig, meter: Meter) -> Created:
 
 @dataclass
 class _Log:
-    """What has become of the candidates so far."""
+    """What has become of the candidates that aren't records."""
 
     skipped: int
     damaged: list[str] = field(default_factory=list)
-    keys: list[bytes] = field(default_factory=list)
-    labels: list[int] = field(default_factory=list)
 
 
 def _check_places(folder: Path, dest: Path) -> None:
@@ -107,7 +90,7 @@ def _check_places(folder: Path, dest: Path) -> None:
 
 
 def _write_records(
-    config: DbCreateConfig, found: ClassFolders, writer: Writer, log: _Log, meter: Meter
+    config: DbCreateConfig, found: ClassFolders, database: NewDatabase, log: _Log, meter: Meter
 ) -> None:
     candidates: Sequence[Candidate] = found.candidates
     if config.shuffle_seed is not None:
@@ -117,17 +100,15 @@ def _write_records(
     with closing(ordered_map(make, candidates, workers=config.workers, meter=meter)) as values:
         for candidate, value in zip(candidates, values, strict=True):
             if isinstance(value, bytes):
-                key = b"%0*d_%s" % (width, len(log.keys), os.fsencode(candidate.name))
-                log.keys.append(key[:_LONGEST_KEY])
-                log.labels.append(candidate.label)
-                writer.put(log.keys[-1], value)
+                key = b"%0*d_%s" % (width, len(database.keys), os.fsencode(candidate.name))
+                database.put(key[:LONGEST_KEY], value, candidate.label)
             elif value is None:
                 log.skipped += 1
             elif config.skip_damaged:
                 log.damaged.append(candidate.name)
             else:
                 raise value
-    if not log.keys:
+    if not database.keys:
         raise ConfigError(
             f"{found.folder} holds no images in its {len(found.classes)} class folders: put JPEG, "
             "PNG or other image files there."
@@ -149,19 +130,4 @@ def _value(config: DbCreateConfig, candidate: Candidate) -> bytes | DataError | 
         return DataError(
             f"{path} is a damaged image: {error}. Mend or remove it, or give --skip_damaged."
         )
-    return _ENCODERS[config.format](image, candidate.label)
-
-
-@contextmanager
-def _told_as_sentences(dest: Path, log: _Log) -> Iterator[None]:
-    """Turn what the disk and the databases raise into an error that a person can act on."""
-    try:
-        yield
-    except WRITE_ERRORS as error:
-        reason = f"stopped after {len(log.keys):,} records and nothing was left there"
-        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
-        if full or os.strerror(errno.ENOSPC) in str(error):  # LMDB and LevelDB only say it
-            raise DataError(
-                f"{dest}: the disk is full; {reason}. Free space or choose another disk."
-            ) from error
-        raise DataError(f"{dest} can't be written ({error}); {reason}.") from error
+    return encode_record(image, candidate.label, config.format)

@@ -1,11 +1,17 @@
 """The files that make a database: is it one, of which kind, and is it still the same?
 
+    LMDB      a folder with data.mdb
+    LevelDB   a folder with CURRENT
+    minidb    a folder with data.minidb, or that file itself under any name, as Caffe2 has it
+
 A *stamp* is equal for copies and different after any change:
 
     LMDB      the first 128 KiB of data.mdb: both of its meta pages (of whatever page size), of
               which every committed transaction writes one with a new number
     LevelDB   CURRENT and the MANIFEST that it names, and names and sizes of all tables and logs;
               whoever opens a LevelDB directly makes a new MANIFEST, a write makes a log grow
+    minidb    the size, and the first and last 64 KiB; it has no version numbers, so a change in the
+              middle that keeps the size is seen only by who reads the record: its key is in both
 
 No times and no inode numbers: `cp` and `rsync` change those.
 """
@@ -13,70 +19,94 @@ No times and no inode numbers: `cp` and `rsync` change those.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal
 
+from paceline.config.db import DbType
 from paceline.errors import ConfigError, DataError
-
-Kind = Literal["lmdb", "leveldb"]
 
 LMDB_DATA = "data.mdb"
 LEVELDB_CURRENT = "CURRENT"
+MINIDB_DATA = "data.minidb"
 
-_MARKER: dict[Kind, str] = {"lmdb": LMDB_DATA, "leveldb": LEVELDB_CURRENT}
+_MARKER: dict[DbType, str] = {
+    "lmdb": LMDB_DATA,
+    "leveldb": LEVELDB_CURRENT,
+    "minidb": MINIDB_DATA,
+}
+_ONE_FILE: dict[DbType, str] = {"minidb": ""}
 _LARGEST_PAGE = 64 * 1024  # bytes; LMDB's pages are the operating system's
+_END = 64 * 1024  # bytes of a minidb's beginning and of its end
 
 
-def require_database(folder: Path, kind: Kind) -> None:
-    """Check that a folder holds a database of the given kind that can be read.
+def kind_of(path: Path) -> DbType:
+    """See of which kind the database at `path` is. A file can only be a minidb.
 
     Raises:
-        ConfigError: it doesn't; says what is there instead.
+        ConfigError: there is none, or it may not be read.
     """
     try:
-        if not folder.exists():
-            raise ConfigError(f"{folder}: there is no such folder; check the path.")
-        if not folder.is_dir():
-            raise ConfigError(f"{folder} is a file; a database is a folder, give its path.")
-        (folder / _MARKER[kind]).open("rb").close()
-    except FileNotFoundError as error:
-        for other, marker in _MARKER.items():
-            if (folder / marker).exists():
-                raise ConfigError(
-                    f"{folder} is no {kind} database but a {other} one; give --db_type {other}."
-                ) from error
-        markers = " nor ".join(f"{marker} ({name})" for name, marker in _MARKER.items())
-        raise ConfigError(
-            f"{folder} is no database: it has neither {markers}; check the path."
-        ) from error
+        if not path.exists():
+            raise ConfigError(f"{path}: there is no such folder or file; check the path.")
+        for kind, marker in _MARKER.items() if path.is_dir() else _ONE_FILE.items():
+            if (path / marker).exists():
+                (path / marker).open("rb").close()
+                return kind
     except PermissionError as error:
         raise ConfigError(
-            f"{folder}: you may not read it; ask its owner for permission to read."
+            f"{path}: you may not read it; ask its owner for permission to read."
         ) from error
+    markers = ", ".join(f"{marker} ({kind})" for kind, marker in _MARKER.items())
+    raise ConfigError(f"{path} is no database: it has none of {markers}; check the path.")
 
 
-def stamp(folder: Path) -> str:
-    """Stamp the database in `folder`.
+def require_database(path: Path, kind: DbType) -> None:
+    """Check that there is a database of the given kind that can be read.
 
     Raises:
+        ConfigError: it isn't; says what is there instead.
+    """
+    found = kind_of(path)
+    if found != kind and path.is_file():
+        raise ConfigError(
+            f"{path} is a file, and {kind} databases are folders: give the folder's path, or "
+            "--db_type minidb if this is one."
+        )
+    if found != kind:
+        raise ConfigError(
+            f"{path} is no {kind} database but a {found} one; give --db_type {found}."
+        )
+
+
+def beside(database: Path, name: str) -> Path:
+    """Name a file that belongs to a database: in its folder, or beside its one file."""
+    return database.with_name(f"{database.name}.{name}") if database.is_file() else database / name
+
+
+def minidb_file(path: Path) -> Path:
+    """Name the one file of a minidb, given by its folder or by itself."""
+    return path / MINIDB_DATA if path.is_dir() else path
+
+
+def stamp(path: Path) -> str:
+    """Stamp the database at `path`.
+
+    Raises:
+        ConfigError: there is none.
         DataError: its files are incomplete or can't be read.
     """
+    kind = kind_of(path)
     digest = hashlib.sha256()
     try:
-        if (folder / LMDB_DATA).exists():
-            with (folder / LMDB_DATA).open("rb") as data:
-                digest.update(data.read(2 * _LARGEST_PAGE))
-            return f"lmdb-{digest.hexdigest()}"
-        for path in (folder / LEVELDB_CURRENT, leveldb_manifest(folder)):
-            digest.update(path.read_bytes())
-        for path in leveldb_files(folder, ".ldb", ".sst", ".log"):
-            digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+        for part in _STAMPED[kind](path):
+            digest.update(part)
     except OSError as error:
         raise DataError(
             f"{error.filename}: {error.strerror}; the database is incomplete, copy it again."
         ) from error
-    return f"leveldb-{digest.hexdigest()}"
+    return f"{kind}-{digest.hexdigest()}"
 
 
 def leveldb_manifest(folder: Path) -> Path:
@@ -96,3 +126,31 @@ def leveldb_manifest(folder: Path) -> Path:
 def leveldb_files(folder: Path, *suffixes: str) -> list[Path]:
     """List a LevelDB's files with the given suffixes, by name."""
     return sorted(path for path in folder.iterdir() if path.suffix in suffixes)
+
+
+def _of_lmdb(folder: Path) -> Iterator[bytes]:
+    with (folder / LMDB_DATA).open("rb") as data:
+        yield data.read(2 * _LARGEST_PAGE)
+
+
+def _of_leveldb(folder: Path) -> Iterator[bytes]:
+    yield (folder / LEVELDB_CURRENT).read_bytes()
+    yield leveldb_manifest(folder).read_bytes()
+    for path in leveldb_files(folder, ".ldb", ".sst", ".log"):
+        yield f"{path.name} {path.stat().st_size}\n".encode()
+
+
+def _of_minidb(path: Path) -> Iterator[bytes]:
+    with minidb_file(path).open("rb") as data:
+        size = os.fstat(data.fileno()).st_size
+        yield f"{size}\n".encode()
+        yield data.read(_END)
+        data.seek(max(0, size - _END))
+        yield data.read(_END)
+
+
+_STAMPED: dict[DbType, Callable[[Path], Iterator[bytes]]] = {
+    "lmdb": _of_lmdb,
+    "leveldb": _of_leveldb,
+    "minidb": _of_minidb,
+}

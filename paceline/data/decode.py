@@ -76,7 +76,7 @@ def _opened(
     else:
         raise DataError(
             f"{name()} has pixels of shape {image.shape}; "
-            "they must be (height, width, 1) for grey or (height, width, 3) for RGB"
+            "they must be (height, width, 1) for grey or (height, width, 3) for RGB."
         )
     view = plan(pixels.shape[1], pixels.shape[0])
     return pixels, view, view.box
@@ -129,7 +129,7 @@ def _by_pillow(data: bytes, channels: int, name: Name) -> Pixels:
         with Image.open(io.BytesIO(data)) as image:
             return _converted(image, channels)
     except UnidentifiedImageError as error:
-        raise DataError(f"{name()} can't be decoded: it is no image of a known format") from error
+        raise DataError(f"{name()} can't be decoded: it is no image of a known format.") from error
     except Exception as error:  # Pillow's decoders raise a dozen kinds on strangers' bytes
         raise _damaged(name, error) from error
 
@@ -152,4 +152,4 @@ def _short_side(box: Box) -> int:
 
 def _damaged(name: Name, error: Exception) -> DataError:
     reason = str(error).rstrip(".") or type(error).__name__
-    return DataError(f"{name()} can't be decoded: {reason}")
+    return DataError(f"{name()} can't be decoded: {reason}.")

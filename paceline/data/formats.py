@@ -14,10 +14,11 @@ place where other readers silently made black images; here every doubt is an err
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from google.protobuf.message import DecodeError
 
+from paceline.config.db import RecordFormat
 from paceline.data.proto import Datum, TensorProtos
 from paceline.data.records import (
     UnfitRecord,
@@ -28,8 +29,6 @@ from paceline.data.records import (
 )
 from paceline.data.source import Pixels, Record
 from paceline.errors import DataError
-
-RecordFormat = Literal["tensorprotos", "datum"]
 
 
 def decode_record(
@@ -46,16 +45,31 @@ def decode_record(
         DataError: the record is damaged, of neither format, or not of the expected one.
     """
     try:
-        message, found = _parse(value)
-        record = record_of_datum(message) if found == "datum" else record_of_tensorprotos(message)
+        return parse_record(value, expected)
     except UnfitRecord as error:
-        raise DataError(f"Record {printable(key)}: {error}") from error
+        raise DataError(f"record {printable(key)}: {error}") from error
+
+
+def parse_record(value: bytes, expected: RecordFormat | None = None) -> tuple[Record, RecordFormat]:
+    """Read a value as `decode_record` does, for a caller who names the record.
+
+    Raises:
+        UnfitRecord: the record is damaged, of neither format, or not of the expected one.
+    """
+    message, found = _parse(value)
+    record = record_of_datum(message) if found == "datum" else record_of_tensorprotos(message)
     if expected is not None and found != expected:
-        raise DataError(
-            f"Record {printable(key)} is a {_NAMES[found]} in a database of {_NAMES[expected]} "
-            "records: a database has one format; write it again from one source."
+        raise UnfitRecord(
+            f"it is a {_NAMES[found]} in a database of {_NAMES[expected]} records, and a database "
+            "has one format: write it again from one source."
         )
     return record, found
+
+
+def encode_record(image: bytes | Pixels, label: int, record_format: RecordFormat) -> bytes:
+    """Write a record in a format; see `encode_tensorprotos` and `encode_datum`."""
+    encode = encode_datum if record_format == "datum" else encode_tensorprotos
+    return encode(image, label)
 
 
 def encode_tensorprotos(image: bytes | Pixels, label: int) -> bytes:

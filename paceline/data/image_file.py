@@ -68,11 +68,13 @@ def check_image(image: bytes | Pixels) -> ImageFacts:
         raise _damaged(error) from error
 
 
-def stored_form(data: bytes, encoding: Encoding, resize: int | None) -> bytes | Pixels:
-    """Turn a file's bytes into what a record holds.
+def stored_form(
+    image: bytes | Pixels, encoding: Encoding, resize: int | None = None
+) -> bytes | Pixels:
+    """Turn an image into what a record holds.
 
     Args:
-        data: the file.
+        image: a file's bytes, or pixels of shape (height, width, 1 | 3).
         encoding: "jpeg", "png", or "raw" for pixels.
         resize: the short side in pixels to scale to, up or down; None leaves the size.
 
@@ -83,22 +85,24 @@ def stored_form(data: bytes, encoding: Encoding, resize: int | None) -> bytes | 
     Raises:
         DamagedImage: the file isn't a whole image, or of a kind that has no 8-bit form.
     """
-    if resize is None and encoding == "jpeg" and is_jpeg(data):
-        check_image(data)
-        return data
+    if not isinstance(image, bytes):
+        return _encoded(_resized(_of_pixels(image), resize), encoding)
+    if resize is None and encoding == "jpeg" and is_jpeg(image):
+        check_image(image)
+        return image
     try:
-        with _opened(data) as opened:
+        with _opened(image) as opened:
             if _is_stored_form(opened, encoding, resize):
-                check_image(data)
-                return data
+                check_image(image)
+                return image
             if resize is not None:
                 opened.draft(None, (2 * resize, 2 * resize))  # big JPEGs decode at 1/2, 1/4, 1/8
-            image = _resized(_eight_bit(opened), resize)
+            stored = _resized(_eight_bit(opened), resize)
     except DamagedImage:
         raise
     except Exception as error:  # Pillow's decoders raise whatever comes
         raise _damaged(error) from error
-    return _encoded(image, encoding)
+    return _encoded(stored, encoding)
 
 
 def _opened(data: bytes) -> Image.Image:
@@ -113,6 +117,10 @@ def _is_stored_form(image: Image.Image, encoding: Encoding, resize: int | None) 
     if encoding == "png":
         return image.format == "PNG" and image.mode in ("L", "RGB")
     return encoding == "jpeg" and image.format in ("JPEG", "MPO")
+
+
+def _of_pixels(pixels: Pixels) -> Image.Image:
+    return Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
 
 
 def _eight_bit(image: Image.Image) -> Image.Image:

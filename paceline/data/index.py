@@ -8,9 +8,10 @@ keys and labels besides (`paceline.data.indexed_source`), so a wrong one never c
 
     FOLDER/paceline.index       see `paceline.data.index_file`
     FOLDER/labels.txt           the classes' names for people, one a line, label 0 first
+    FILE.paceline.index …       the same of a database that is one file
     CACHE_DIR/NAME-HASH.index   the index of a folder that can't be written
 
-Keys stand in the order of their bytes, the order in which both databases list them: a record has
+Keys stand in the order of their bytes, the order in which databases list them: a record has
 the same number whether its index was written with the data or made later.
 """
 
@@ -23,13 +24,13 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline.data.database_files import stamp
-from paceline.data.formats import RecordFormat
+from paceline.config.db import RecordFormat
+from paceline.data.database_files import beside, stamp
 from paceline.data.index_file import Index, pack, read_index, write_whole
 from paceline.data.keys import KeyList
 from paceline.errors import ConfigError, DataError
 
-INDEX_NAME = "paceline.index"  # a name that neither LMDB nor LevelDB takes for its own
+INDEX_NAME = "paceline.index"  # a name that no database takes for its own
 LABELS_NAME = "labels.txt"
 
 
@@ -40,6 +41,7 @@ def write_index(
     labels: Sequence[int],
     label_names: Sequence[str] | None,
     record_format: RecordFormat,
+    offsets: Sequence[int] | None = None,
 ) -> None:
     """Write index and label names beside a database that has just been written and closed.
 
@@ -49,6 +51,7 @@ def write_index(
         labels: the records' classes, in the order of `keys`.
         label_names: the classes' names, label 0 first.
         record_format: the format of all records.
+        offsets: where each record begins, in the order of `keys`; a minidb needs them.
 
     Raises:
         ConfigError: a label's name has a line break.
@@ -58,14 +61,15 @@ def write_index(
     order = sorted(range(len(keys)), key=keys.__getitem__)
     index = Index(
         keys=KeyList.of(keys[i] for i in order),
+        offsets=None if offsets is None else np.asarray(offsets, dtype=np.int64)[order],
         labels=np.asarray(labels, dtype=np.int64)[order],
         label_names=None if label_names is None else tuple(label_names),
         format=record_format,
     )
     try:
         if index.label_names is not None:
-            write_whole(folder / LABELS_NAME, _lines(index.label_names))
-        write_whole(folder / INDEX_NAME, pack(index, stamp(folder)))
+            write_whole(beside(folder, LABELS_NAME), _lines(index.label_names))
+        write_whole(beside(folder, INDEX_NAME), pack(index, stamp(folder)))
     except OSError as error:
         raise DataError(f"{folder}: its index can't be written ({error.strerror}).") from error
 
@@ -102,7 +106,7 @@ def load_index(folder: Path, *, cache_dir: Path | None) -> Index | None:
 
 def read_label_names(folder: Path) -> tuple[str, ...] | None:
     """Read the label names beside a database, where it has any."""
-    path = folder / LABELS_NAME
+    path = beside(folder, LABELS_NAME)
     if not path.is_file():
         return None
     text = path.read_text(encoding="utf-8-sig", errors="surrogateescape").rstrip("\n")
@@ -117,7 +121,7 @@ def _lines(names: tuple[str, ...]) -> bytes:
 
 
 def _places(folder: Path, cache_dir: Path | None) -> list[Path]:
-    places = [folder / INDEX_NAME]
+    places = [beside(folder, INDEX_NAME)]
     if cache_dir is not None:
         resolved = folder.resolve()
         digest = hashlib.sha256(os.fsencode(resolved)).hexdigest()[:16]

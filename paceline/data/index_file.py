@@ -3,9 +3,11 @@
 The layout, where a line ends with a line feed and numbers are little-endian:
 
     line       "paceline.index 1" and the CRC-32 of all that follows
-    line       JSON: stamp, format, label names, the number of records, the type of lengths
+    line       JSON: stamp, format, label names, the number of records, the type of lengths, and
+               whether there are offsets
     lengths    of the keys: records × that type
     keys       one after another
+    offsets    records × int64, or nothing
     labels     records × int64, or nothing
 """
 
@@ -21,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paceline.data.formats import RecordFormat
+from paceline.config.db import RecordFormat
 from paceline.data.keys import KeyList
 
 
@@ -31,12 +33,15 @@ class Index:
 
     Attributes:
         keys: every record's key, in the order of their bytes.
+        offsets: int64 of shape (records,), where each record begins in its file, of a database that
+            can't find a key itself.
         labels: int64 of shape (records,), where known.
         label_names: the classes' names in the order of their labels, where known.
         format: the format of all records, where known.
     """
 
     keys: KeyList
+    offsets: npt.NDArray[np.int64] | None = None
     labels: npt.NDArray[np.int64] | None = None
     label_names: tuple[str, ...] | None = None
     format: RecordFormat | None = None
@@ -53,11 +58,10 @@ def pack(index: Index, stamp: str) -> bytes:
         "label_names": index.label_names,
         "records": len(lengths),
         "length_type": lengths.dtype.str,
+        "offsets": index.offsets is not None,
     }
-    labels = b"" if index.labels is None else index.labels.astype("<i8").tobytes()
-    body = b"".join(
-        (json.dumps(header).encode(), b"\n", lengths.tobytes(), index.keys.blob, labels)
-    )
+    arrays = (lengths.tobytes(), index.keys.blob, _bytes(index.offsets), _bytes(index.labels))
+    body = b"".join((json.dumps(header).encode(), b"\n", *arrays))
     return _seal(body) + body
 
 
@@ -99,14 +103,20 @@ def _index(header: dict[str, Any], content: bytes, start: int) -> Index:
     records, names = header["records"], header["label_names"]
     lengths = np.frombuffer(content, header["length_type"], records, start)
     keys = start + lengths.nbytes
-    labels = keys + int(lengths.sum(dtype=np.int64))
+    offsets = keys + int(lengths.sum(dtype=np.int64))
+    labels = offsets + 8 * records * header.get("offsets", False)  # older indexes have none
     return Index(
-        keys=KeyList(content[keys:labels], lengths),
-        labels=_labels(content, labels) if labels < len(content) else None,
+        keys=KeyList(content[keys:offsets], lengths),
+        offsets=_numbers(content, offsets, records) if offsets < labels else None,
+        labels=_numbers(content, labels, records) if labels < len(content) else None,
         label_names=None if names is None else tuple(names),
         format=header["format"],
     )
 
 
-def _labels(content: bytes, start: int) -> npt.NDArray[np.int64]:
-    return np.frombuffer(content, "<i8", offset=start).astype(np.int64)
+def _bytes(numbers: npt.NDArray[np.int64] | None) -> bytes:
+    return b"" if numbers is None else numbers.astype("<i8").tobytes()
+
+
+def _numbers(content: bytes, start: int, count: int) -> npt.NDArray[np.int64]:
+    return np.frombuffer(content, "<i8", count, start).astype(np.int64)

@@ -1,27 +1,33 @@
-"""Records by number over any database of keys and values: what LMDB and LevelDB have in common.
+"""Records by number over any database of keys and values: what the databases have in common.
 
     open    an index that fits?  yes → its keys      no → list all keys, save the index
     read    number → key → value → record            whatever disagrees with the index is an error
 
-An index is believed only as far as it was checked: at open its stamp and some sampled records, the
-first among them; and every record when it is read, for its label. So the worst that an index of
-another database can do is an error that names it.
+An index is believed only as far as it was checked: at open its stamp and some sampled records; and
+every record when it is read, for its label. So the worst that an index of another database can do
+is an error that names it.
+
+One damaged record, even the first, is no reason not to open: who reads it is told. A database opens
+unless all of the sampled records are damaged, and most of them decide the format of all.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from paceline.data.formats import RecordFormat, decode_record, printable
+from paceline.config.db import RecordFormat
+from paceline.data.database_files import beside
+from paceline.data.formats import parse_record, printable
 from paceline.data.index import INDEX_NAME, load_index, read_label_names, save_index
 from paceline.data.index_file import Index
-from paceline.data.keys import KeyList
+from paceline.data.records import UnfitRecord
 from paceline.data.source import Record
 from paceline.errors import DataError
 
@@ -31,15 +37,23 @@ _SAMPLED = 16  # records that are read at open: a few milliseconds, also from a 
 class Database(Protocol):
     """What a source needs of a database. `read` may be called by several threads at once."""
 
-    def read(self, key: bytes) -> bytes | None:
+    def read(self, key: bytes, offset: int | None) -> bytes | None:
         """Read a value; None where there is no such key.
+
+        Args:
+            key: the record's.
+            offset: where the record begins, from a listing with offsets.
 
         Raises:
             DataError: the database is damaged there.
         """
 
-    def keys(self) -> Iterator[bytes]:
-        """List all keys in the order of their bytes."""
+    def listing(self) -> Index:
+        """List all keys in the order of their bytes, with offsets if reading needs them.
+
+        Raises:
+            DataError: the database is damaged.
+        """
 
     def close(self) -> None:
         """Release the database."""
@@ -49,15 +63,15 @@ class IndexedSource:
     """A `Source` over a database; see there. Owns the database and closes it."""
 
     def __init__(self, database: Database, folder: Path, cache_dir: Path | None) -> None:
-        """Find or make the index, and check the first record.
+        """Find or make the index, and look at some records.
 
         Args:
             database: an open database, closed if this fails.
-            folder: where it is, with its index and label names.
+            folder: where it is, with its index and label names; of a minidb perhaps a file.
             cache_dir: where its index goes if the folder can't be written.
 
         Raises:
-            DataError: the database is damaged or empty, or its first record is of no known format.
+            DataError: the database is damaged or empty, or its records are of no known format.
         """
         self._database = database
         self._folder = folder
@@ -65,8 +79,7 @@ class IndexedSource:
         try:
             self._index = self._saved_index(cache_dir) or self._new_index(cache_dir)
             self._names = read_label_names(folder) or self._index.label_names
-            first = self._index.keys[0]
-            _, self._format = decode_record(self._value(first), first)
+            self._format = self._index.format or self._common_format(self._index)
             self._fingerprint = self._digest()
         except BaseException:
             database.close()
@@ -101,19 +114,26 @@ class IndexedSource:
         return len(self._index.keys)
 
     def __getitem__(self, index: int) -> Record:
-        key = self._index.keys[index]
-        record, _ = decode_record(self._value(key), key, self._format)
+        record, _ = self._parsed(self._index, index, self._format)
         labels = self._index.labels
         if labels is not None and record.label != labels[index]:
             raise DataError(
-                f"Record {printable(key)} has label {record.label}, and {labels[index]} in the "
-                f"index: that is another database's. {self._remedy()}"
+                f"{self.name(index)} has label {record.label}, and {labels[index]} in the index: "
+                f"that is another database's, {self._remedy()}."
             )
         return record
 
+    def stored(self, index: int) -> tuple[bytes, bytes]:
+        """Read a record's key and value as they are in the database.
+
+        Raises:
+            DataError: the database is damaged there.
+        """
+        return self._index.keys[index], self._value(self._index, index)
+
     def name(self, index: int) -> str:
         """Name a record by its key and the database's folder."""
-        return f"record {printable(self._index.keys[index])} of {self._folder}"
+        return self._name(self._index.keys[index])
 
     def close(self) -> None:
         """Release the database; no record may be read any more."""
@@ -127,38 +147,69 @@ class IndexedSource:
         return None
 
     def _agrees(self, i: int, index: Index) -> bool:
-        key = index.keys[i]
         try:
-            value = self._database.read(key)
+            value = self._read(index, i)
             if value is None:
                 return False
-            record, found = decode_record(value, key)
-        except DataError:
+            record, found = parse_record(value)
+        except (DataError, UnfitRecord):
             return True  # damage says nothing about the index; who reads the record is told
         known_label = record.label if index.labels is None else index.labels[i]
         return index.format in (None, found) and record.label == known_label
 
     def _new_index(self, cache_dir: Path | None) -> Index:
         """List the keys, and save them for the next open."""
-        keys = KeyList.of(self._database.keys())
-        if not keys:
+        index = self._database.listing()
+        if not index.keys:
             raise DataError(f"{self._folder} holds no records; write it again.")
-        _, found = decode_record(self._value(keys[0]), keys[0])
-        index = Index(keys=keys, label_names=read_label_names(self._folder), format=found)
+        index = replace(
+            index,
+            label_names=read_label_names(self._folder),
+            format=self._common_format(index),
+        )
         self._index_note = save_index(self._folder, index, cache_dir=cache_dir)
         return index
 
-    def _value(self, key: bytes) -> bytes:
-        value = self._database.read(key)
+    def _common_format(self, index: Index) -> RecordFormat:
+        """Find the format that most of the sampled records have."""
+        found: Counter[RecordFormat] = Counter()
+        damage = []
+        for i in _sample(len(index.keys)):
+            try:
+                found[self._parsed(index, i, None)[1]] += 1
+            except DataError as error:
+                damage.append(error)
+        if not found:
+            raise damage[0]
+        return found.most_common(1)[0][0]
+
+    def _parsed(
+        self, index: Index, i: int, expected: RecordFormat | None
+    ) -> tuple[Record, RecordFormat]:
+        value = self._value(index, i)
+        try:
+            return parse_record(value, expected)
+        except UnfitRecord as error:
+            raise DataError(f"{self._name(index.keys[i])}: {error}") from error
+
+    def _value(self, index: Index, i: int) -> bytes:
+        value = self._read(index, i)
         if value is None:
             raise DataError(
-                f"Record {printable(key)} is in the index but not in the database: the index is "
-                f"another database's. {self._remedy()}"
+                f"{self._name(index.keys[i])} is in the index but not in the database: the index "
+                f"is another database's, {self._remedy()}."
             )
         return value
 
+    def _read(self, index: Index, i: int) -> bytes | None:
+        offset = None if index.offsets is None else int(index.offsets[i])
+        return self._database.read(index.keys[i], offset)
+
+    def _name(self, key: bytes) -> str:
+        return f"record {printable(key)} of {self._folder}"
+
     def _remedy(self) -> str:
-        return f"Delete {self._folder / INDEX_NAME} (and what --cache_dir has of it)."
+        return f"delete {beside(self._folder, INDEX_NAME)} (and what --cache_dir has of it)"
 
     def _digest(self) -> str:
         keys = self._index.keys
@@ -166,7 +217,7 @@ class IndexedSource:
         for i in _sample(len(keys)):
             digest.update(hashlib.sha256(keys[i]).digest())
             try:
-                digest.update(hashlib.sha256(self._value(keys[i])).digest())
+                digest.update(hashlib.sha256(self._value(self._index, i)).digest())
             except DataError:  # a damaged record has no content; who reads it is told
                 continue
         return digest.hexdigest()

@@ -11,23 +11,14 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median_low
-from tempfile import TemporaryDirectory
 
-from paceline.config.db import DbInfoConfig, DbType
-from paceline.data.database_files import LMDB_DATA
-from paceline.data.formats import RecordFormat, printable
+from paceline.config.db import DbInfoConfig, DbType, RecordFormat
+from paceline.data.database_files import kind_of
+from paceline.data.databases import opened
 from paceline.data.image_file import DamagedImage, ImageFacts, check_image
-from paceline.data.index import load_index
-from paceline.data.keys import KeyList
-from paceline.data.leveldb_source import LevelDbSource
-from paceline.data.lmdb_source import LmdbSource
+from paceline.data.indexed_source import IndexedSource
 from paceline.data.ordered import Meter, ordered_map
 from paceline.errors import DataError
-
-_SOURCES: dict[DbType, type[LmdbSource] | type[LevelDbSource]] = {
-    "lmdb": LmdbSource,
-    "leveldb": LevelDbSource,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,25 +71,22 @@ def inspect_database(config: DbInfoConfig, meter: Meter) -> Report:
 
     Raises:
         ConfigError: there is no database.
-        DataError: it can't be read at all, or its first record is of no known format.
+        DataError: it can't be read at all, or its records are of no known format.
     """
-    db_type: DbType = "lmdb" if (config.path / LMDB_DATA).exists() else "leveldb"
-    with TemporaryDirectory(prefix="paceline-") as scratch:
-        cache_dir = config.cache_dir or Path(scratch)
-        with closing(_SOURCES[db_type](config.path, cache_dir=cache_dir)) as source:
-            tally = _tally(source, _keys(config.path, cache_dir), config.workers, meter)
-            return Report(
-                path=config.path,
-                db_type=db_type,
-                records=len(source),
-                record_format=source.format,
-                encodings=tally.encodings,
-                sizes=tally.sizes,
-                labels=tally.labels,
-                label_names=source.label_names,
-                damaged=len(source) - tally.labels.total(),
-                first_damaged=tally.first_damaged,
-            )
+    with opened(config.path, config.cache_dir) as source:
+        tally = _tally(source, config.workers, meter)
+        return Report(
+            path=config.path,
+            db_type=kind_of(config.path),
+            records=len(source),
+            record_format=source.format,
+            encodings=tally.encodings,
+            sizes=tally.sizes,
+            labels=tally.labels,
+            label_names=source.label_names,
+            damaged=len(source) - tally.labels.total(),
+            first_damaged=tally.first_damaged,
+        )
 
 
 @dataclass
@@ -109,15 +97,9 @@ class _Tally:
     first_damaged: str | None = None
 
 
-def _keys(path: Path, cache_dir: Path) -> KeyList:
-    index = load_index(path, cache_dir=cache_dir)
-    assert index is not None, "opening the database has saved its index"
-    return index.keys
-
-
-def _tally(source: LmdbSource | LevelDbSource, keys: KeyList, workers: int, meter: Meter) -> _Tally:
+def _tally(source: IndexedSource, workers: int, meter: Meter) -> _Tally:
     tally = _Tally(Counter(), Counter(), Counter())
-    examine = _examiner(source, keys)
+    examine = _examiner(source)
     with closing(
         ordered_map(examine, range(len(source)), workers=workers, meter=meter)
     ) as findings:
@@ -132,9 +114,7 @@ def _tally(source: LmdbSource | LevelDbSource, keys: KeyList, workers: int, mete
     return tally
 
 
-def _examiner(
-    source: LmdbSource | LevelDbSource, keys: KeyList
-) -> Callable[[int], tuple[ImageFacts, int] | str]:
+def _examiner(source: IndexedSource) -> Callable[[int], tuple[ImageFacts, int] | str]:
     """Make a function of a record's number that returns its facts and label, or what is wrong."""
 
     def examine(number: int) -> tuple[ImageFacts, int] | str:
@@ -142,7 +122,7 @@ def _examiner(
             record = source[number]
             return check_image(record.image), record.label
         except DamagedImage as error:
-            return f"Record {printable(keys[number])} has a damaged image: {error}."
+            return f"{source.name(number)} has a damaged image: {error}."
         except DataError as error:
             return str(error)
 

@@ -1,4 +1,4 @@
-"""Which tables of a LevelDB hold its data: read from its MANIFEST.
+"""Which tables of a LevelDB hold its data, and how long they are: read from its MANIFEST.
 
 A folder may have more: tables that a merge was writing when its process ended, which no MANIFEST
 names. LevelDB gives their numbers out again, and a new table would be written *through* a link of
@@ -9,6 +9,9 @@ A MANIFEST is a log of edits (LevelDB's doc/log_format.md and db/version_edit.cc
     file     blocks of 32 KiB; a record's pieces fill them, never split below the header
     piece    checksum (4 bytes), length (2, little-endian), type (whole, first, middle, last)
     edit     fields, each a tag and its values; a number is a varint, a string has its length first
+
+The lengths matter: LevelDB passes over a table that was cut off, with all its records, and says
+nothing.
 
 Checksums are left to LevelDB, which reads the same file right after.
 """
@@ -35,17 +38,18 @@ _FIELDS = {
 _DELETED, _NEW = 6, 7
 
 
-def live_tables(manifest: bytes) -> set[int]:
-    """Return the numbers of the tables that the last version of a database consists of.
+def live_tables(manifest: bytes) -> dict[int, int]:
+    """Return the tables that the last version of a database consists of: number to bytes.
 
     Raises:
         ValueError: this is no MANIFEST.
     """
-    live: set[int] = set()
+    live: dict[int, int] = {}
     for record in _records(manifest):
         fields = list(_fields(record))
-        live -= {values[1] for tag, values in fields if tag == _DELETED}
-        live |= {values[1] for tag, values in fields if tag == _NEW}
+        gone = {values[1] for tag, values in fields if tag == _DELETED}
+        live = {number: size for number, size in live.items() if number not in gone}
+        live |= {values[1]: values[2] for tag, values in fields if tag == _NEW}
     return live
 
 

@@ -9,14 +9,16 @@ Open after a fork, never before: LevelDB's thread and the view belong to the pro
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import plyvel
 
 from paceline.data.database_files import require_database
 from paceline.data.formats import printable
+from paceline.data.index_file import Index
 from paceline.data.indexed_source import IndexedSource
+from paceline.data.keys import KeyList
 from paceline.data.leveldb_view import LevelDbView
 from paceline.errors import DataError
 
@@ -27,7 +29,7 @@ class LevelDbSource(IndexedSource):
     """The records of a LevelDB, numbered in the order of their keys."""
 
     def __init__(self, path: Path, *, cache_dir: Path | None = None) -> None:
-        """Open a view of the database and check its first record.
+        """Open a view of the database and look at some of its records.
 
         Args:
             path: the database's folder.
@@ -36,8 +38,8 @@ class LevelDbSource(IndexedSource):
 
         Raises:
             ConfigError: there is no LevelDB, it may not be read, or no view can be written.
-            DataError: it is damaged or empty, its first record is of no known format, or the disk
-                has too little room for a view.
+            DataError: it is damaged or empty, its records are of no known format, or the disk has
+                too little room for a view.
         """
         super().__init__(_LevelDb(path, cache_dir), path, cache_dir)
 
@@ -56,27 +58,44 @@ class _LevelDb:
         except plyvel.Error as error:
             self._view.close()
             raise DataError(
-                f"{folder}: LevelDB can't open it ({error}); it is damaged, copy it again."
+                f"{folder}: LevelDB can't open it ({_text(error)}); it is damaged, copy it again."
             ) from error
         self._view.fence()
 
-    def read(self, key: bytes) -> bytes | None:
+    def read(self, key: bytes, offset: int | None) -> bytes | None:
         try:
             # Checksums find damage; a cache would only keep what isn't read again for an epoch.
             value: bytes | None = self._db.get(key, verify_checksums=True, fill_cache=False)
         except plyvel.Error as error:
-            raise DataError(f"{self._folder}: record {printable(key)}: {error}.") from error
+            raise DataError(
+                f"record {printable(key)} of {self._folder}: LevelDB can't read it "
+                f"({_text(error)}); it is damaged, copy the database again."
+            ) from error
         return value
 
-    def keys(self) -> Iterator[bytes]:
+    def listing(self) -> Index:
+        walk = partial(
+            self._db.iterator, include_value=False, verify_checksums=True, fill_cache=False
+        )
         try:
-            with self._db.iterator(
-                include_value=False, verify_checksums=True, fill_cache=False
-            ) as keys:
-                yield from keys
+            # A walk passes over damaged blocks and tells of them at the next key. Behind the last
+            # key there is none; but the first step of a walk backward begins at the end.
+            with walk(reverse=True) as backward:
+                next(backward, None)
+            with walk() as keys:
+                return Index(keys=KeyList.of(keys))
         except plyvel.Error as error:
-            raise DataError(f"{self._folder}: its keys can't be listed: {error}.") from error
+            raise DataError(
+                f"{self._folder}: its keys can't be listed ({_text(error)}); it is damaged, copy "
+                "it again."
+            ) from error
 
     def close(self) -> None:
         self._db.close()
         self._view.close()
+
+
+def _text(error: plyvel.Error) -> str:
+    """What LevelDB says, of which plyvel makes bytes."""
+    (said,) = error.args or (b"",)
+    return said.decode(errors="replace") if isinstance(said, bytes) else str(said)

@@ -168,15 +168,22 @@ def _fill(view: Path, database: Path) -> int:
 
 def _live_tables(database: Path, manifest: Path) -> list[Path]:
     try:
-        numbers = live_tables(manifest.read_bytes())
+        sizes = live_tables(manifest.read_bytes())
     except ValueError as error:
         raise DataError(f"{manifest} is damaged ({error}); copy the database again.") from error
     tables = leveldb_files(database, ".ldb", ".sst")
     by_number = {int(table.stem): table for table in tables if table.stem.isdecimal()}
-    missing = numbers - by_number.keys()
+    missing = sizes.keys() - by_number.keys()
     if missing:
         raise DataError(
-            f"{database}: {len(missing)} of its {len(numbers)} tables are missing, "
+            f"{database}: {len(missing)} of its {len(sizes)} tables are missing, "
             f"{min(missing):06}.ldb first; the database is incomplete, copy it again."
         )
-    return [by_number[number] for number in sorted(numbers)]
+    for number, wanted in sorted(sizes.items()):
+        size = by_number[number].stat().st_size
+        if size != wanted:
+            raise DataError(
+                f"{by_number[number]} has {size} bytes of {wanted}: the copy is incomplete, repeat "
+                "it."
+            )
+    return [by_number[number] for number in sorted(sizes)]

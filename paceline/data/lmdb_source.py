@@ -15,14 +15,15 @@ without locks survives a fork, but open after it where you can: LevelDB's doesn'
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import lmdb
 
 from paceline.data.database_files import LMDB_DATA, require_database
 from paceline.data.formats import printable
+from paceline.data.index_file import Index
 from paceline.data.indexed_source import IndexedSource
+from paceline.data.keys import KeyList
 from paceline.errors import DataError
 
 
@@ -30,7 +31,7 @@ class LmdbSource(IndexedSource):
     """The records of an LMDB, numbered in the order of their keys."""
 
     def __init__(self, path: Path, *, cache_dir: Path | None = None) -> None:
-        """Open the database and check its first record.
+        """Open the database and look at some of its records.
 
         Args:
             path: the database's folder.
@@ -38,7 +39,7 @@ class LmdbSource(IndexedSource):
 
         Raises:
             ConfigError: there is no LMDB, or it may not be read.
-            DataError: it is damaged or empty, or its first record is of no known format.
+            DataError: it is damaged or empty, or its records are of no known format.
         """
         super().__init__(_Lmdb(path), path, cache_dir)
 
@@ -51,19 +52,24 @@ class _Lmdb:
         self._folder = folder
         self._environment = _ENVIRONMENTS.acquire(folder)
 
-    def read(self, key: bytes) -> bytes | None:
+    def read(self, key: bytes, offset: int | None) -> bytes | None:
         try:
             with self._environment.begin() as transaction:
                 return transaction.get(key)
         except lmdb.Error as error:
-            raise DataError(f"{self._folder}: record {printable(key)}: {error}.") from error
+            raise DataError(
+                f"record {printable(key)} of {self._folder}: LMDB can't read it ({error}); it is "
+                "damaged, copy the database again."
+            ) from error
 
-    def keys(self) -> Iterator[bytes]:
+    def listing(self) -> Index:
         try:
             with self._environment.begin() as transaction:
-                yield from transaction.cursor().iternext(keys=True, values=False)
+                return Index(keys=KeyList.of(transaction.cursor().iternext(values=False)))
         except lmdb.Error as error:
-            raise DataError(f"{self._folder}: its keys can't be listed: {error}.") from error
+            raise DataError(
+                f"{self._folder}: its keys can't be listed ({error}); it is damaged, copy it again."
+            ) from error
 
     def close(self) -> None:
         _ENVIRONMENTS.release(self._environment)

@@ -8,13 +8,16 @@ Nothing here iterates: a step asks for a batch by its number, and the loader has
 question was to be expected, with the next few steps, into the next epoch if need be. A jump (going
 back to a snapshot, another world) drops what was begun. A batch depends on its number, the rank and
 the world's size; neither threads nor prefetching change a bit of it.
+
+A record that gives no sample ends the run, or is left out: the batch is smaller by it, and the
+others count as if it were there. So what is trained doesn't depend on who met it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -22,12 +25,15 @@ from torch import Tensor
 
 from paceline.data.augment import Transform
 from paceline.data.order import Indices, Order
-from paceline.data.samples import SampleMaker
+from paceline.data.place import Place
+from paceline.data.samples import BadRecord, SampleMaker
+from paceline.data.skipped import Skipped
 from paceline.data.source import Source
 from paceline.data.upload import Upload
 from paceline.errors import DataError
 
 _CHUNK = 4  # records a task: few enough to share out evenly, more than a task's own cost
+_REMEDY = "Leave such records out by --bad_records skip, or find them by `paceline db info`."
 _CLOSE_LIMIT = 2.0  # seconds; Ctrl-C must end a run within five
 
 
@@ -38,49 +44,31 @@ class Batch:
     Attributes:
         images: float32, normalised, shape (n, channels, image_size, image_size), on the device.
         labels: int64, shape (n,), on the device.
-        epoch: the epoch.
-        step: the step of the epoch.
-        first: the share's first position in the epoch's order.
-        last: the position after its last one.
-        global_count: samples of the global batch.
+        place: where the share stands in the order; where its `count` is 0, `images` holds one
+            that counts nothing, a borrowed one or a blank.
     """
 
     images: Tensor
     labels: Tensor
-    epoch: int
-    step: int
-    first: int
-    last: int
-    global_count: int
-
-    @property
-    def count(self) -> int:
-        """Count the share's samples; where it has none, `images` is one borrowed sample."""
-        return self.last - self.first
-
-    @property
-    def weight(self) -> float:
-        """The share's part of the global batch, by which its mean loss counts."""
-        return self.count / self.global_count
-
-    @property
-    def place(self) -> dict[str, int]:
-        """The share's place in the order, as a recorder is told of it."""
-        place = {"epoch": self.epoch, "epoch_step": self.step}
-        return place | {"first": self.first, "last": self.last, "samples": self.global_count}
+    place: Place
 
 
 @dataclass(frozen=True)
 class _Work:
     """A batch on its way: where it is written, and the tasks that write it."""
 
+    records: Indices
     images: Tensor
     labels: Tensor
-    tasks: list[Future[None]]
+    tasks: list[Future[list[BadRecord]]]
 
     def cancel(self) -> None:
         for task in self.tasks:
             task.cancel()
+
+
+def _unheard(text: str) -> None:
+    """Tell nobody."""
 
 
 class Loader:
@@ -98,6 +86,9 @@ class Loader:
         threads: that read and decode; at least 1.
         prefetch: batches to make ahead.
         num_labels: labels are 0 to num_labels - 1; None checks nothing.
+        epochs: of the run: nothing is made ahead beyond them. None: there is no end.
+        skip_bad: leave bad records out, instead of raising what is wrong with the first.
+        warn: is told, in sentences, which records were left out; in the caller's thread.
         channels_last: keep the channels of a pixel together in memory.
         timeout: seconds that `batch` waits at most.
     """
@@ -116,12 +107,16 @@ class Loader:
         threads: int,
         prefetch: int = 2,
         num_labels: int | None = None,
+        epochs: int | None = None,
+        skip_bad: bool = False,
+        warn: Callable[[str], object] = _unheard,
         channels_last: bool = True,
         timeout: float = 600.0,
     ) -> None:
         self._order = order
         self._rank, self._world_size = rank, world_size
-        self._prefetch, self._timeout = prefetch, timeout
+        self._prefetch, self._epochs, self._timeout = prefetch, epochs, timeout
+        self._skipped = Skipped(warn) if skip_bad else None
         fill = np.clip(np.rint(mean), 0, 255).astype(np.uint8)
         self._maker = SampleMaker(
             source=source,
@@ -141,7 +136,7 @@ class Loader:
         self._begun: dict[tuple[int, int], _Work] = {}  # by (epoch, step)
         self._indices: dict[int, Indices] = {}  # by epoch
         # Tasks that haven't ended, dropped ones among them: nobody may close the source under them.
-        self._running: set[Future[None]] = set()
+        self._running: set[Future[list[BadRecord]]] = set()
 
     @property
     def samples(self) -> int:
@@ -158,24 +153,18 @@ class Loader:
 
         Raises:
             IndexError: the epoch has no such step.
-            DataError: a record is damaged or its label isn't below `num_labels`, or the source
-                took too long.
+            DataError: a record is damaged or its label isn't below `num_labels`, and bad records
+                aren't to be skipped, or most are bad; or the source took too long.
         """
-        first, last = self._order.share(step, self._rank, self._world_size)
-        begin, end = self._order.batch_range(step)
+        place = self._order.place(epoch, step, self._rank, self._world_size)
         self._begin(self._following(epoch, step))
         work = self._begun.pop((epoch, step))
-        self._finish(work, f"epoch {epoch}, step {step}")
-        images, labels = self._upload(work.images, work.labels)
-        return Batch(
-            images=images,
-            labels=labels,
-            epoch=epoch,
-            step=step,
-            first=first,
-            last=last,
-            global_count=end - begin,
-        )
+        bad = self._finish(work, f"epoch {epoch}, step {step}")
+        if place.count:
+            place = self._judged(place, bad)
+        good = self._good(work, bad) if bad else work
+        images, labels = self._upload(good.images, good.labels)
+        return Batch(images=images, labels=labels, place=place)
 
     def reconfigure(self, rank: int, world_size: int) -> None:
         """Take another place in another world from the next batch on."""
@@ -190,8 +179,9 @@ class Loader:
 
     def _following(self, epoch: int, step: int) -> list[tuple[int, int]]:
         """List a step and the ones to make ahead, as (epoch, step)."""
-        ahead = (divmod(step + more, self.steps) for more in range(self._prefetch + 1))
-        return [(epoch + more, at) for more, at in ahead]
+        ahead = (divmod(step + more, self.steps) for more in range(1, self._prefetch + 1))
+        steps = [(epoch + more, at) for more, at in ahead]
+        return [(epoch, step), *(s for s in steps if self._epochs is None or s[0] < self._epochs)]
 
     def _begin(self, wanted: list[tuple[int, int]]) -> None:
         """Begin what is wanted and not begun yet, and drop what is no longer wanted."""
@@ -220,27 +210,39 @@ class Loader:
             self._running.add(task)
             task.add_done_callback(self._running.discard)
             tasks.append(task)
-        return _Work(images, labels, tasks)
+        return _Work(records, images, labels, tasks)
 
     def _records(self, epoch: int, step: int) -> Indices:
         """List the records of this rank's share, or one borrowed record where it is empty."""
         if epoch not in self._indices:
             self._indices[epoch] = self._order.epoch_indices(epoch)
-        first, last = self._order.share(step, self._rank, self._world_size)
-        if first == last:
-            first, _ = self._order.batch_range(step)
-            last = first + 1
-        return self._indices[epoch][first:last]
+        place = self._order.place(epoch, step, self._rank, self._world_size)
+        return self._indices[epoch][place.computed]
 
-    def _finish(self, work: _Work, name: str) -> None:
-        """Wait until a batch is written, and raise what went wrong."""
+    def _judged(self, place: Place, bad: Sequence[BadRecord]) -> Place:
+        """Count the share's bad records as left out, or raise what is wrong with the first."""
+        if self._skipped is not None:
+            self._skipped.take(self._rank, place, bad)
+        elif bad:
+            raise DataError(f"{bad[0].error} {_REMEDY}") from bad[0].error
+        return replace(place, skipped=len(bad))
+
+    def _good(self, work: _Work, bad: Sequence[BadRecord]) -> _Work:
+        """Leave bad records out of a batch; where none is left, one blank stands for all."""
+        good = torch.from_numpy(~np.isin(work.records, [record.index for record in bad]))
+        if good.any():
+            return replace(work, images=work.images[good], labels=work.labels[good])
+        blank = torch.from_numpy(self._maker.fill.copy()).expand_as(work.images[:1])
+        return replace(work, images=blank, labels=torch.zeros(1, dtype=torch.int64))
+
+    def _finish(self, work: _Work, name: str) -> list[BadRecord]:
+        """Wait until a batch is written, and list what couldn't be."""
         done, waiting = wait(work.tasks, timeout=self._timeout, return_when=FIRST_EXCEPTION)
-        for task in work.tasks:
-            if task in done:
-                task.result()
+        bad = [record for task in work.tasks if task in done for record in task.result()]
         if waiting:
             work.cancel()
             raise DataError(
                 f"the batch of {name} wasn't read within {self._timeout:g} s: the database's disk "
-                "or network doesn't answer"
+                "or network doesn't answer; mend it, and start again to go on."
             )
+        return bad

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.data import splitmix
+from paceline.data.place import Place
 from paceline.errors import ConfigError
 
 Indices = npt.NDArray[np.int64]
@@ -101,6 +102,23 @@ class Order:
         each, larger = divmod(last - first, world_size)
         start = first + rank * each + min(rank, larger)
         return start, start + each + (rank < larger)
+
+    def place(self, epoch: int, step: int, rank: int, world_size: int) -> Place:
+        """Say where a rank's share of a global batch stands.
+
+        Raises:
+            IndexError: the epoch has no such step, or the world no such rank.
+        """
+        first, last = self.share(step, rank, world_size)
+        begin, end = self.batch_range(step)
+        return Place(
+            epoch=epoch,
+            step=step,
+            steps=self.steps,
+            first=first,
+            last=last,
+            global_count=end - begin,
+        )
 
 
 def uniforms(seed: int, epoch: int, samples: Indices, count: int) -> Uniforms:

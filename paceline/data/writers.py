@@ -1,6 +1,6 @@
-"""New databases, written in the order of their keys: LMDB and LevelDB behind one protocol.
+"""New databases, written in the order of their keys: LMDB, LevelDB and minidb behind one protocol.
 
-Both are left as readers like them: LMDB's pages are full because keys are appended, and LevelDB is
+All are left as readers like them: LMDB's pages are full because keys are appended, and LevelDB is
 compacted, so that reading it starts no compaction.
 """
 
@@ -16,15 +16,25 @@ import lmdb
 import plyvel
 
 from paceline.config.db import DbType
+from paceline.data.database_files import MINIDB_DATA
+from paceline.data.minidb_source import LENGTHS
 
-# What the two databases raise where a file would raise OSError.
+# What the databases raise where a file would raise OSError.
 WRITE_ERRORS: tuple[type[Exception], ...] = (OSError, lmdb.Error, plyvel.Error)
 
+LONGEST_KEY = 511  # bytes; LMDB's limit
 _MIB = 1 << 20
 
 
 class Writer(Protocol):
-    """A database that is being made."""
+    """A database that is being made.
+
+    Attributes:
+        offsets: where each record begins, of a database that can't find a key itself.
+    """
+
+    @property
+    def offsets(self) -> list[int] | None: ...
 
     def put(self, key: bytes, value: bytes) -> None:
         """Append a record; its key must sort after all that came before."""
@@ -38,6 +48,8 @@ class Writer(Protocol):
 
 class LmdbWriter:
     """An LMDB whose map grows as records come, so that nobody guesses its size."""
+
+    offsets = None
 
     def __init__(self, folder: Path, *, map_size: int = 256 * _MIB) -> None:
         # Nobody else sees the folder yet: no lock file, and one sync at the end.
@@ -81,6 +93,8 @@ class LmdbWriter:
 class LevelDbWriter:
     """A LevelDB, uncompressed (images are compressed already) and compacted at the end."""
 
+    offsets = None
+
     def __init__(self, folder: Path, *, write_buffer_size: int = 64 * _MIB) -> None:
         self._database = plyvel.DB(
             str(folder),
@@ -100,7 +114,27 @@ class LevelDbWriter:
         self._database.close()
 
 
-WRITERS: dict[DbType, type[LmdbWriter] | type[LevelDbWriter]] = {
+class MiniDbWriter:
+    """A minidb: `data.minidb` in the folder, its records one after another."""
+
+    def __init__(self, folder: Path) -> None:
+        self.offsets: list[int] = []
+        self._file = (folder / MINIDB_DATA).open("xb")
+        self._end = 0
+
+    def put(self, key: bytes, value: bytes) -> None:
+        self.offsets.append(self._end)
+        self._end += self._file.write(LENGTHS.pack(len(key), len(value)) + key + value)
+
+    def finish(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+WRITERS: dict[DbType, type[LmdbWriter] | type[LevelDbWriter] | type[MiniDbWriter]] = {
     "lmdb": LmdbWriter,
     "leveldb": LevelDbWriter,
+    "minidb": MiniDbWriter,
 }

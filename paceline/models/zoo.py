@@ -11,11 +11,13 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from torch import nn
 
 from paceline.errors import ConfigError
+from paceline.models.blame import described, is_ours
 from paceline.models.cifar import CifarResNet
 from paceline.models.resnet import BasicBlock, Bottleneck, ResNet
 
@@ -40,9 +42,18 @@ def build_model(name: str, *, num_labels: int, num_channels: int) -> nn.Module:
 
     Raises:
         ConfigError: there is no such model or function, its module can't be imported, it needs
-            other arguments, or it returns something else than a module.
+            other arguments, it fails, or it returns something else than a module.
     """
-    model = model_factory(name, num_labels=num_labels, num_channels=num_channels)()
+    make = model_factory(name, num_labels=num_labels, num_channels=num_channels)
+    try:
+        model = make()
+    except Exception as error:  # somebody's code may raise anything
+        if is_ours(error):
+            raise
+        raise ConfigError(
+            f"Model {name}: the function failed with {described(error)}: mend it; call it with "
+            f"num_labels={num_labels} to look into it."
+        ) from error
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"Model {name} returned {type(model).__name__}: the function must return a "
@@ -77,13 +88,26 @@ def _import(name: str) -> Callable[..., Any]:
         module = import_module(module_name)
     except Exception as error:  # a module's code may raise anything
         raise ConfigError(
-            f"Model {name}: module {module_name} can't be imported "
-            f"({type(error).__name__}: {error}); it must be installed or in a folder of PYTHONPATH."
+            f"Model {name}: module {module_name} can't be imported, {described(error)}; it must be "
+            "installed or in a folder of PYTHONPATH, and free of errors."
         ) from error
     if not callable(getattr(module, function_name, None)):
-        raise ConfigError(f"Model {name}: module {module_name} has no function {function_name}.")
+        raise ConfigError(
+            f"Model {name}: module {module_name} has no function {function_name}; "
+            f"{_those_of(module)}."
+        )
     function: Callable[..., Any] = getattr(module, function_name)
     return function
+
+
+def _those_of(module: ModuleType) -> str:
+    """Name the functions and classes that a module defines itself."""
+    own = [
+        name
+        for name, value in vars(module).items()
+        if callable(value) and getattr(value, "__module__", "") == module.__name__
+    ]
+    return f"it has {', '.join(own[:5])}" if own else "it defines none"
 
 
 def _accepted(name: str, factory: Callable[..., Any], offered: dict[str, int]) -> dict[str, int]:

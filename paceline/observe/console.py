@@ -4,9 +4,8 @@
     epoch 2/30  ━━━━━━───────  180/391  21:07 left  1,204 images/s  loss 1.219  accuracy 56.1%  …
     epoch 1/30: 1,198 images/s, loss 1.713, accuracy 36.9%, test accuracy 41.0%, …
 
-Reading a loss waits for the accelerator, so it is read only when something is shown: some times a
-second on a terminal, every ten seconds in a pipe. Epochs and steps count from 0 in events and from
-1 for people.
+Something is shown some times a second on a terminal, and every ten seconds in a pipe. Epochs and
+steps count from 0 in events and from 1 for people.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from rich.text import Text
 
 from paceline.observe.pace import Pace, duration
 from paceline.observe.screen import Screen
+from paceline.observe.tally import so_far
 from paceline.recorder import NullRecorder
 
 LIVE_INTERVAL = 0.2  # seconds between looks, on a terminal
@@ -33,8 +33,7 @@ class Console(NullRecorder):
     Events, and the fields that are looked at:
         run: model, world_size, machines, device, samples and steps (of an epoch), epochs, log.
         step: epoch, step (of the run), epoch_step, steps (of an epoch), samples (of all ranks),
-            learning_rate; loss and accuracy, each a number, a tensor of one, or a function that
-            returns either.
+            learning_rate, sums (of the epoch so far, as a tally's).
         evaluate: step, steps.
         epoch: epoch, seconds, samples, loss, accuracy, learning_rate, test_accuracy and top5 (None
             without test data).
@@ -62,6 +61,7 @@ class Console(NullRecorder):
         self._started = self._shown = clock()
         self._pace = Pace(self._started)
         self._epochs = 0
+        self._samples = 0  # seen since the epoch's start; a resumed one has others before
 
     def event(self, name: str, **fields: Any) -> None:
         """Show what happened, or take note of it for the next look."""
@@ -90,6 +90,7 @@ class Console(NullRecorder):
     def _step(self, fields: Mapping[str, Any]) -> None:
         now = self._clock()
         self._pace.step(fields["samples"], now)
+        self._samples += fields["samples"]
         if now - self._shown < self._interval:
             return
         self._shown = now
@@ -108,7 +109,8 @@ class Console(NullRecorder):
     def _epoch(self, fields: Mapping[str, Any]) -> None:
         self._shown = self._clock()
         self._pace.pause(self._shown)
-        self._screen.line(epoch_line(fields, self._epochs), style="bold")
+        seen, self._samples = self._samples, 0
+        self._screen.line(epoch_line(fields, self._epochs, seen), style="bold")
 
     def _note(self, fields: Mapping[str, Any]) -> None:
         self._screen.line(fields["text"])
@@ -138,26 +140,26 @@ def run_lines(fields: Mapping[str, Any]) -> list[str]:
 
 
 def step_parts(fields: Mapping[str, Any], speed: float, left: float | None) -> list[str]:
-    """Say how a step went, what matters most first; reads loss and accuracy.
+    """Say how a step went, what matters most first.
 
     Args:
         fields: the step's.
         speed: images a second, over all machines.
         left: seconds until the run ends, where they are known.
     """
+    known = so_far(fields["sums"])
     return [
         *([] if left is None else [f"{duration(left)} left"]),
         f"{speed:,.0f} images/s",
-        f"loss {_number(fields['loss']):.3f}",
-        f"accuracy {_number(fields['accuracy']):.1%}",
+        *([] if known is None else [f"loss {known[0]:.3f}", f"accuracy {known[1]:.1%}"]),
         f"lr {fields['learning_rate']:.4g}",
     ]
 
 
-def epoch_line(fields: Mapping[str, Any], epochs: int) -> str:
-    """Sum an epoch up."""
+def epoch_line(fields: Mapping[str, Any], epochs: int, seen: int) -> str:
+    """Sum an epoch up, in which `seen` samples were trained since this start of the run."""
     parts = [
-        f"{fields['samples'] / fields['seconds']:,.0f} images/s",
+        f"{seen / fields['seconds']:,.0f} images/s",
         f"loss {fields['loss']:.3f}",
         f"accuracy {fields['accuracy']:.1%}",
     ]
@@ -175,10 +177,6 @@ def bar(done: int, steps: int, width: int, ascii_only: bool) -> Text:
     full, empty = "#-" if ascii_only else "━─"
     filled = width * done // steps
     return Text.assemble((full * filled, "green"), (empty * (width - filled), "dim"))
-
-
-def _number(value: Any) -> float:
-    return float(value() if callable(value) else value)
 
 
 def _many(count: int, noun: str) -> str:

@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from paceline.observe.lines import LineFile
+from paceline.observe.lines import LineFile, write_whole
 from paceline.recorder import NullRecorder
 
 COLUMNS = (
@@ -33,6 +33,7 @@ COLUMNS = (
     "loss",
     "test_accuracy",
 )
+_COUNTS = ("cumulative_input_count", "cumulative_batch_count", "epoch")
 NO_TEST = -1  # test_accuracy of a run without test data
 
 
@@ -58,7 +59,8 @@ class CsvLog(NullRecorder):
         name: the file's name up to the time, as from `log_name`.
         parameters: all the run's parameters.
         now: the time in the file's name.
-        totals: where the cumulative columns start.
+        epoch: where the run goes on: an earlier part's newest log is continued, without its rows
+            from this epoch on.
         clock: seconds since any moment.
     """
 
@@ -69,16 +71,17 @@ class CsvLog(NullRecorder):
         name: str,
         parameters: Mapping[str, object],
         now: datetime,
-        totals: Totals | None = None,
+        epoch: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.path = folder / f"{name}_{now:%Y%m%d_%H%M%S}.log"
-        self._totals = totals or Totals()
+        told = ", ".join(f"{key}={value!r}" for key, value in parameters.items())
+        start = f"# Namespace({told})\n{','.join(COLUMNS)}\n"
+        earlier = sorted(folder.glob("*_v2_*.log"), key=lambda path: path.name[-19:])
+        self.path = earlier[-1] if earlier else folder / f"{name}_{now:%Y%m%d_%H%M%S}.log"
+        self._totals = _begin(self.path, start, epoch)
         self._clock = clock
         self._last_row = clock()
         self._file = LineFile(self.path)
-        told = ", ".join(f"{key}={value!r}" for key, value in parameters.items())
-        self._file.write(f"# Namespace({told})\n{','.join(COLUMNS)}")
 
     def event(self, name: str, **fields: Any) -> None:
         """Write a row if an epoch ended."""
@@ -109,6 +112,37 @@ class CsvLog(NullRecorder):
             "inputs_per_sec": fields["samples"] / spent if spent > 0 else 0.0,
             "test_accuracy": NO_TEST if test_accuracy is None else test_accuracy,
         }
+
+
+def _begin(path: Path, start: str, epoch: int) -> Totals:
+    """Write the log's start, or cut an earlier part's rows; return what its rows add up to."""
+    rows = [line.split(",") for line in _lines(path)[2:]]
+    place = COLUMNS.index("epoch")
+    kept = [row for row in rows if _whole(row) and int(row[place]) < epoch]
+    head = "".join(f"{line}\n" for line in _lines(path)[:2]) or start
+    write_whole(path, head + "".join(",".join(row) + "\n" for row in kept))
+    if not kept:
+        return Totals()
+    last = dict(zip(COLUMNS, kept[-1], strict=True))
+    return Totals(
+        seconds=float(last["cumulative_time_spent"]),
+        samples=int(last["cumulative_input_count"]),
+        batches=int(last["cumulative_batch_count"]),
+    )
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+
+
+def _whole(row: list[str]) -> bool:
+    """Tell whether what is read of a row is there: neither torn nor damaged."""
+    told = dict(zip(COLUMNS, row, strict=False))
+    try:
+        float(told["cumulative_time_spent"])
+    except (KeyError, ValueError):
+        return False
+    return len(row) == len(COLUMNS) and all(told[name].isdecimal() for name in _COUNTS)
 
 
 def log_name(

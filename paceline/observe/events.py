@@ -5,7 +5,11 @@ trained in which step of which generation. A line is handed to the system whole 
 killed process loses none. A machine that loses power can tear the last line, and it only; readers
 ignore a torn last line and the next writer removes it.
 
-    {"event": "step", "generation": 0, "step": 12, "epoch": 0, "first": 384, "last": 400}
+    run         a start of the run, generation g, by each of its ranks
+    restore     generation g goes on before step s: lines of earlier generations from s on are void
+    step        this rank trained positions [first, last) of the epoch's order
+    loss        the global batch's mean loss, by rank 0
+    checkpoint  published: it holds all steps below s
 """
 
 from __future__ import annotations
@@ -22,21 +26,20 @@ from paceline.recorder import NullRecorder
 
 # The fields that are written; others, such as a loss that is still being computed, are for others.
 FIELDS = {
-    "run": ("model", "world_size", "machines", "device", "samples", "steps", "epochs"),
-    "step": ("generation", "step", "epoch", "first", "last"),
+    "run": (
+        *("generation", "rank", "world_size", "machines", "samples", "steps", "epochs", "batch"),
+        *("model", "device"),
+    ),
+    "restore": ("generation", "step", "origin"),
+    "step": ("generation", "step", "epoch", "first", "last", "skipped"),
+    "loss": ("generation", "step", "loss"),
+    "checkpoint": ("generation", "step", "path"),
     "epoch": (
-        "epoch",
-        "seconds",
-        "samples",
-        "batches",
-        "loss",
-        "accuracy",
-        "learning_rate",
-        "test_accuracy",
-        "top5",
+        *("epoch", "seconds", "samples", "batches", "loss", "accuracy", "learning_rate"),
+        *("test_accuracy", "top5"),
     ),
     "note": ("text",),
-    "end": (),
+    "end": ("generation",),
 }
 
 
@@ -85,7 +88,7 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
     try:
         event = json.loads(line)
     except ValueError as error:
-        raise DataError(f"{where}: not an event ({error}); the file was damaged.") from error
+        raise DataError(f"{where}: not an event ({error}); it was damaged, put it back.") from error
     if not isinstance(event, dict):
         raise DataError(f"{where}: not an event but {type(event).__name__}; not our file.")
     return event

@@ -19,25 +19,37 @@ class LineFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with self._sentence():
+        with _sentence(self.path):
             self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, line: str) -> None:
         """Append a line."""
-        with self._sentence():
+        with _sentence(self.path):
             self._file.write(line + "\n")
 
     def close(self) -> None:
         """Close the file."""
-        with self._sentence():
+        with _sentence(self.path):
             self._file.close()
 
-    @contextmanager
-    def _sentence(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise PacelineError(
-                f"{self.path} can't be written ({error.strerror}): make room, or give another "
-                "--output_dir."
-            ) from error
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all.
+
+    Raises:
+        PacelineError: it can't be written.
+    """
+    with _sentence(path):
+        part = path.with_name(f".{path.name}.part")
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+
+
+@contextmanager
+def _sentence(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise PacelineError(
+            f"{path} can't be written ({error.strerror}): make room, or give another --output_dir."
+        ) from error

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+TOLD = 4  # sums of a batch
 NO_TEST = {"test_accuracy": None, "top5": None}  # an epoch's event without an evaluation
 
 
@@ -33,13 +35,13 @@ class Scores:
 class Tally:
     """Running sums of one rank.
 
-    Attributes:
-        sums: (4,) float64: loss times samples, right at first, right among five, samples. Sums of
-            several ranks may be added.
+    Args:
+        sums: (4,) float64 to add to: loss times samples, right at first, right among five, samples.
+            Sums of several ranks may be added.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.sums = torch.zeros(4, dtype=torch.float64, device=device)
+    def __init__(self, sums: Tensor) -> None:
+        self.sums = sums
 
     @torch.no_grad()
     def add(self, loss: Tensor, logits: Tensor, labels: Tensor, count: int) -> None:
@@ -60,15 +62,16 @@ class Tally:
         self.sums[2] += right.sum()
         self.sums[3] += count
 
-    @property
-    def means(self) -> dict[str, Tensor]:
-        """Loss and accuracy so far, scalars on the device: reading them would wait for it."""
-        return {"loss": self.sums[0] / self.sums[3], "accuracy": self.sums[1] / self.sums[3]}
+
+def so_far(sums: Sequence[float]) -> tuple[float, float] | None:
+    """Read loss and accuracy of an epoch that runs; None before anything is known."""
+    loss, right, _, samples = sums[:TOLD]
+    return (loss / samples, right / samples) if samples else None
 
 
-def scores(sums: Tensor) -> Scores:
-    """Read sums, (4,) as in `Tally.sums`, as means."""
-    loss, top1, top5, samples = sums.tolist()
+def scores(sums: Sequence[float]) -> Scores:
+    """Read sums, those of `Tally`, as means."""
+    loss, top1, top5, samples = sums[:TOLD]
     return Scores(
         loss=loss / samples, accuracy=top1 / samples, top5=top5 / samples, samples=round(samples)
     )

@@ -4,6 +4,9 @@
     <log>.log              the CSV log
     events.rank<r>.jsonl   a line a step
     <name>.pt              weights
+    checkpoints/           what the run resumes from
+    generation             how often it was started again
+    finished               there once the run came to its end
 
 A lock, which the system takes back from a dead process, tells whether the run is alive on this
 machine. Nothing is written before the folder is known to be free and of the same configuration.
@@ -11,6 +14,7 @@ machine. Nothing is written before the folder is known to be free and of the sam
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import tomllib
@@ -24,6 +28,9 @@ import tomli_w
 from paceline.errors import ConfigError, PacelineError
 
 CONFIG_NAME = "config.toml"
+FINISHED_NAME = "finished"
+GENERATION_NAME = "generation"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class RunFolder:
@@ -34,13 +41,22 @@ class RunFolder:
         self._lock_path = path / f".alive.{shard_id}"
         self._lock: int | None = None
 
-    def check(self, config: Mapping[str, object]) -> None:
+    def check(self, config: Mapping[str, object], *, anew: bool = False) -> None:
         """Look, without writing, whether a run of this configuration may have the folder.
 
+        Args:
+            config: every flag that makes it this run, by name.
+            anew: the run must not have begun.
+
         Raises:
-            ConfigError: the run is alive, or its configuration is another.
+            ConfigError: the run is alive, has begun and mustn't, or its configuration is another.
         """
         self._refuse_other(config)
+        if anew and (self.path / CONFIG_NAME).exists():
+            raise ConfigError(
+                f"--resume no: run {self.path.name} has begun; give another --run_id, or remove "
+                f"{self.path}."
+            )
         if self._lock_path.exists():
             self._take_lock()
             self.close()
@@ -54,6 +70,7 @@ class RunFolder:
         Raises:
             ConfigError: the run is alive, its configuration is another, or the folder can't be
                 written.
+            PacelineError: the disk is full.
         """
         self._refuse_other(config)
         try:
@@ -62,10 +79,21 @@ class RunFolder:
             if not (self.path / CONFIG_NAME).exists():
                 _write(self.path / CONFIG_NAME, tomli_w.dumps(dict(config)))
         except OSError as error:
+            if error.errno in _FULL:
+                raise _no_room(self.path, error) from error
             raise ConfigError(
                 f"--output_dir: {self.path} can't be written ({error.strerror}): "
                 "give a folder where you may write."
             ) from error
+
+    @property
+    def finished(self) -> bool:
+        """Tell whether the run came to its end."""
+        return (self.path / FINISHED_NAME).exists()
+
+    def finish(self) -> None:
+        """Write down that the run came to its end."""
+        (self.path / FINISHED_NAME).touch()
 
     def close(self) -> None:
         """Let go of the folder."""
@@ -98,12 +126,57 @@ class RunFolder:
         self._lock = lock
 
 
-def next_run_id(output_dir: Path, digest: str) -> str:
-    """Return `<digest>-<n>` with the smallest n ≥ 1 that no folder in `output_dir` has."""
+def next_generation(run: Path, at_least: int = 0) -> int:
+    """Count a start of the run: 0 for the first one, one more for each other.
+
+    Args:
+        run: the run's folder, which exists.
+        at_least: what the checkpoint says that the run goes on from.
+
+    Raises:
+        PacelineError: the folder can't be written.
+    """
+    path = run / GENERATION_NAME
+    generation = at_least
+    if path.exists():
+        generation = max(generation, _number(path) + 1)
+    try:
+        _write(path, f"{generation}\n")
+    except OSError as error:
+        raise _no_room(path, error) from error
+    return generation
+
+
+def choose_run_id(output_dir: Path, digest: str, *, anew: bool) -> str:
+    """Return `<digest>-<n>`: the unfinished run of this configuration, or the next one.
+
+    Args:
+        output_dir: the folder of all runs.
+        digest: of the configuration.
+        anew: start the next one, whether the last is finished or not.
+    """
     number = 1
     while (output_dir / f"{digest}-{number}").exists():
         number += 1
-    return f"{digest}-{number}"
+    last = output_dir / f"{digest}-{number - 1}"
+    done = number == 1 or anew or (last / FINISHED_NAME).exists()
+    return f"{digest}-{number}" if done else last.name
+
+
+def _number(path: Path) -> int:
+    text = path.read_bytes().strip()
+    if not text.isdigit():
+        raise PacelineError(
+            f"{path} is damaged, it should hold the number of the run's last start: put it back, "
+            "or give another --run_id."
+        )
+    return int(text)
+
+
+def _no_room(path: Path, error: OSError) -> PacelineError:
+    return PacelineError(
+        f"{path} can't be written ({error.strerror}): make room, or give another --output_dir."
+    )
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -111,11 +184,17 @@ def _read(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text())
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise PacelineError(f"{path} can't be read: {error}") from error
+    except (OSError, ValueError) as error:
+        raise PacelineError(
+            f"{path} can't be read ({error}): put it back as it was, or give another --run_id."
+        ) from error
 
 
 def _write(path: Path, text: str) -> None:
     part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")  # machines may share the folder
-    part.write_text(text)
-    part.replace(path)
+    try:
+        part.write_text(text)
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise

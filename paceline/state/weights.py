@@ -1,15 +1,28 @@
-"""Files of weights: plain `model.state_dict()`, written at once or not at all."""
+"""Files of weights: plain `model.state_dict()`, written at once or not at all.
+
+    torch.save of a state dict, or of a dict that has one as "model", as a run's checkpoints do
+    safetensors, where its package is installed
+
+What is read never runs code: a file that holds more than tensors and plain values is refused.
+"""
 
 from __future__ import annotations
 
-import os
+import re
+from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from paceline.errors import CheckpointError, ConfigError
+from paceline.state.fit import fit
+from paceline.state.whole import check_header, check_whole
+from paceline.state.whole_file import save_whole
 
+_GLOBAL = re.compile(r"GLOBAL (\S+)")  # in torch's message: what a pickle wanted to call
 _LONGEST = 200  # characters of a reason in a message
 
 
@@ -19,47 +32,86 @@ def save_weights(path: Path, model: nn.Module) -> None:
     Raises:
         CheckpointError: the file can't be written (disk, permissions).
     """
-    part = path.with_name(f".{path.name}.part")
+    state = model.state_dict()
+    for name, value in state.items():
+        state[name] = value.contiguous() if isinstance(value, torch.Tensor) else value
     try:
-        with part.open("wb") as file:
-            state = model.state_dict()
-            for name, value in state.items():
-                state[name] = value.contiguous() if isinstance(value, torch.Tensor) else value
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except (OSError, RuntimeError) as error:  # torch wraps a full disk in a RuntimeError
-        part.unlink(missing_ok=True)
-        raise CheckpointError(f"{path}: the weights can't be written: {error}") from error
+        save_whole(path, state)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: the weights can't be written ({error.strerror}); make room, or give another "
+            "--output_dir."
+        ) from error
 
 
-def load_weights(path: Path, model: nn.Module) -> None:
+def load_weights(path: Path, model: nn.Module) -> tuple[str, ...]:
     """Copy a file's weights into the model, of the same names and shapes.
 
+    A last layer for another number of labels stays as it is. Weights of another floating-point type
+    are converted.
+
+    Returns:
+        what was left out, in sentences.
+
     Raises:
-        ConfigError: there is no such file, or its weights are another model's.
+        ConfigError: there is no such file, its package isn't installed, or its weights are another
+            model's; the model is as it was.
         CheckpointError: the file is damaged or holds something else.
     """
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError as error:
-        raise ConfigError(f"--load_model_path {path}: there is no such file.") from error
-    except Exception as error:  # torch's unpickler stumbles over damage in many ways
-        raise CheckpointError(
-            f"--load_model_path {path}: not a file of weights, or damaged; give one that a run or "
-            "torch.save wrote."
-        ) from error
-    try:
-        model.load_state_dict(state)
-    except (RuntimeError, TypeError, AttributeError) as error:
+    check_weights(path)
+    check_whole(path)
+    fitted = fit(_read(path), model)
+    if fitted.differences:
         raise ConfigError(
-            f"--load_model_path {path}: the weights are another model's: {_first_reason(error)}"
-        ) from error
+            f"--load_model_path {path}: the weights are another model's: "
+            f"{'; '.join(fitted.differences)}. Give the --model that they were made by."
+        )
+    model.load_state_dict(fitted.weights, strict=False)
+    return tuple(f"{path}: {note}" for note in fitted.notes)
 
 
-def _first_reason(error: Exception) -> str:
-    """Return the first of the reasons that torch lists, cut to a readable length."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    reason = lines[1] if len(lines) > 1 else lines[0]
-    return reason if len(reason) <= _LONGEST else f"{reason[:_LONGEST]}…"
+def check_weights(path: Path) -> None:
+    """Look at the ends of a file, without reading it: is it there, of a known format, not torn.
+
+    Raises:
+        ConfigError: there is no such file, or its package isn't installed.
+        CheckpointError: the file is torn or something else.
+    """
+    if not path.exists():
+        raise ConfigError(f"--load_model_path {path}: there is no such file.")
+    if check_header(path) == "safetensors" and find_spec("safetensors") is None:
+        raise ConfigError(
+            f"--load_model_path {path}: a file of safetensors, whose package isn't installed; run "
+            "pip install 'paceline[safetensors]'."
+        )
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    """Read a whole file's weights by name into this machine's memory."""
+    try:
+        if check_header(path) == "safetensors":
+            from safetensors.torch import load_file  # an extra
+
+            state: Any = load_file(path)
+        else:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch's unpickler stumbles over damage in many ways
+        raise CheckpointError(f"{path}: not a file of weights: {_reason(error)}") from error
+    if isinstance(state, Mapping) and isinstance(state.get("model"), Mapping):
+        state = state["model"]
+    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
+        raise CheckpointError(
+            f"{path}: holds no weights by name; give a file of a model's state_dict()."
+        )
+    return state
+
+
+def _reason(error: Exception) -> str:
+    called = _GLOBAL.search(str(error))
+    if called:
+        return (
+            f"it wants to call {called.group(1)}, which could be any code; give one that holds a "
+            "model's state_dict() alone."
+        )
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return first if len(first) <= _LONGEST else f"{first[:_LONGEST]}…"

@@ -76,8 +76,10 @@ class Memory:
                 view.zero_()
             else:
                 torch.mul(p.grad, weight, out=view)
-        flags = [float(p.grad is not None) for p in bucket.parameters]
-        self.used.copy_(torch.tensor(flags, dtype=self.used.dtype))
+        unused = [i for i, p in enumerate(bucket.parameters) if p.grad is None]
+        self.used.fill_(1)
+        for index in unused:
+            self.used[index] = 0
 
     def reduced(self, *, used_here: bool = False) -> list[Tensor | None]:
         """Return the gradients after the exchange; None where no rank used the parameter.

@@ -1,15 +1,21 @@
-"""The arithmetic of a step, by torch's autocast and, for float16, its loss scaling.
+"""The arithmetic of a step: torch's autocast, loss scaling for float16, and clipping.
 
-With float16 the update needs the reduced gradients first: whether a step overflowed is then seen
-by all ranks in the same values, and all skip it or none.
+Loss scaling and clipping need the reduced gradients before the update. So whether a step
+overflowed is seen by all ranks in the same values, and all skip it or none; and a norm is that of
+the gradient of the whole global batch.
+
+    backward ── reduce ── unscale ── clip by norm ── clip by value ── optimizer's step
+                └ where there is scaling or clipping
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
 
 from paceline.sync.replica import Replica
@@ -18,10 +24,25 @@ DTYPES = {"float": torch.float32, "float16": torch.float16, "bfloat16": torch.bf
 
 
 class Precision:
-    """Forward, backward and update in one of `DTYPES`; weights stay as they are."""
+    """Forward, backward and update in one of `DTYPES`; weights stay as they are.
 
-    def __init__(self, dtype: str, device: torch.device) -> None:
+    Args:
+        dtype: a key of `DTYPES`.
+        device: what computes.
+        clip_norm: the largest 2-norm of all gradients together; 0 is off.
+        clip_value: the largest absolute value of an element, after `clip_norm`; 0 is off.
+    """
+
+    def __init__(
+        self,
+        dtype: str,
+        device: torch.device,
+        *,
+        clip_norm: float = 0.0,
+        clip_value: float = 0.0,
+    ) -> None:
         self._dtype, self._device = DTYPES[dtype], device
+        self._clip_norm, self._clip_value = clip_norm, clip_value
         scaled = self._dtype is torch.float16
         self._scaler = torch.amp.GradScaler(device.type, enabled=True) if scaled else None
 
@@ -31,14 +52,43 @@ class Precision:
             self._device.type, dtype=self._dtype, enabled=self._dtype is not torch.float32
         )
 
-    def backward_and_update(self, loss: Tensor, replica: Replica, optimizer: Optimizer) -> None:
-        """Run backward from a scalar loss and the optimizer's step."""
+    def backward_and_update(self, loss: Tensor, replica: Replica, optimizer: Optimizer) -> bool:
+        """Run backward from a scalar loss and the optimizer's step, within the replica's step.
+
+        Returns:
+            False where float16 overflowed and all ranks left the update out.
+
+        Raises:
+            ConfigError: a rule of the exchange was broken.
+            CommError: a peer was lost, or silent.
+        """
+        (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+        if self._scaler is not None or self._clip_norm or self._clip_value:
+            replica.reduce()
         if self._scaler is None:
-            loss.backward()
+            self._clip(optimizer)
             optimizer.step()
         else:
-            self._scaler.scale(loss).backward()
-            replica.reduce()
+            self._scaler.unscale_(optimizer)
+            self._clip(optimizer)
             self._scaler.step(optimizer)
             self._scaler.update()
+        updated = replica.ended
         optimizer.zero_grad()
+        return updated
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loss scaling's state; nothing where there is none."""
+        return {} if self._scaler is None else self._scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the state of `state_dict`."""
+        if self._scaler is not None:
+            self._scaler.load_state_dict(state)
+
+    def _clip(self, optimizer: Optimizer) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if self._clip_norm:
+            clip_grad_norm_(parameters, self._clip_norm)
+        if self._clip_value:
+            clip_grad_value_(parameters, self._clip_value)

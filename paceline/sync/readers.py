@@ -3,21 +3,27 @@
 A module usually reads its own parameters, but not only: `MultiheadAttention` reads its child's
 (`out_proj`) without calling it. In the first step a dispatch mode sees every tensor operation
 under autograd; an operation on a parameter is a read by the innermost module then running. A
-parameter's readers are those and the module that owns it, so that a model which takes other paths
-in later steps waits in the right places too. A parameter that is used and that no running module
-was seen to read is read by code outside: nobody can wait there, so its update isn't put off.
+parameter's readers are those and the module that owns it. A module that didn't run in the first
+step (a layer that was dropped) may read anything: it waits for all. A module that did, and that
+reads another module's parameter in a later step only, isn't known to: such a model calls
+`settle()` first. A compiled module owns all that is in it, and nobody
+looks inside. A parameter that is used and that no running module was seen to read is read by code
+outside, and one that no module owns can only be: nobody can wait there, so its update isn't put
+off.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
+
+from paceline.sync.compiled import around_call, is_compiled, visible_modules
 
 Readers = dict[nn.Module, list[nn.Parameter]]
 
@@ -25,8 +31,8 @@ Readers = dict[nn.Module, list[nn.Parameter]]
 def owners(model: nn.Module) -> Readers:
     """Map each module to the trainable parameters that it registers itself."""
     found: Readers = {}
-    for module in model.modules():
-        own = [p for p in module.parameters(recurse=False) if p.requires_grad]
+    for module in visible_modules(model):
+        own = [p for p in module.parameters(recurse=is_compiled(module)) if p.requires_grad]
         if own:
             found[module] = own
     return found
@@ -37,36 +43,82 @@ class ReaderLesson:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._owners = owners(model)
         self._running: list[nn.Module] = []
+        self._over = False
         self._mode = _ReadMode(model.parameters(), self._running)
-        self._handles: list[RemovableHandle] = []
-        for module in model.modules():
-            self._handles.append(module.register_forward_pre_hook(self._enter))
-            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+        self._used: set[nn.Parameter] = set()
+        self._ran: set[nn.Module] = set()
+        self._undo: list[Callable[[], None]] = []
+        for module in visible_modules(model):
+            if is_compiled(module):
+                self._undo.append(around_call(module, self._pause))
+            else:
+                handles = (
+                    module.register_forward_pre_hook(self._enter),
+                    module.register_forward_hook(self._leave, always_call=True),
+                )
+                self._undo += [handle.remove for handle in handles]
 
-    @property
-    def seen(self) -> frozenset[nn.Parameter]:
-        """The parameters that a running module was seen to read."""
-        return frozenset(p for parameters in self._mode.reads.values() for p in parameters)
+    def __deepcopy__(self, memo: object) -> ReaderLesson:
+        """Stay one: a copy of the model takes its hooks along, and they end with the lesson."""
+        return self
+
+    def use(self, parameter: nn.Parameter) -> None:
+        """Note that a parameter got a gradient."""
+        self._used.add(parameter)
+
+    def outside(self, parameters: Iterable[nn.Parameter]) -> frozenset[nn.Parameter]:
+        """Return those that are read where no module can wait for them."""
+        owned = {p for own in self._owners.values() for p in own}
+        compiled = {p for m, own in self._owners.items() if is_compiled(m) for p in own}
+        seen = compiled.union(*self._mode.reads.values())
+        return frozenset(
+            p for p in parameters if p not in owned or (p in self._used and p not in seen)
+        )
 
     def finish(self) -> Readers:
         """End the lesson; return each module's trainable parameters, owners' included."""
-        for handle in self._handles:
-            handle.remove()
+        self._over = True
+        while self._undo:
+            self._undo.pop()()
         readers: dict[nn.Module, dict[nn.Parameter, None]] = defaultdict(dict)
-        for module, parameters in [*owners(self._model).items(), *self._mode.reads.items()]:
+        for module, parameters in [*self._owners.items(), *self._mode.reads.items()]:
             readers[module].update(dict.fromkeys(p for p in parameters if p.requires_grad))
+        for module in visible_modules(self._model):
+            if module not in self._ran and not is_compiled(module):
+                readers[module].update(dict.fromkeys(self._trained()))
         return {module: list(parameters) for module, parameters in readers.items()}
 
+    def _trained(self) -> Iterator[nn.Parameter]:
+        return (p for p in self._model.parameters() if p.requires_grad)
+
     def _enter(self, module: nn.Module, args: object) -> None:
+        if self._over:
+            return
         if not self._running:
             self._mode.__enter__()  # type: ignore[no-untyped-call]
         self._running.append(module)
+        self._ran.add(module)
 
     def _leave(self, module: nn.Module, args: object, output: object) -> None:
+        if self._over:
+            return
         self._running.pop()
         if not self._running:
             self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
+        """Look away: torch.compile would compile the watching, too."""
+        if not self._running:
+            yield
+            return
+        self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
 
 
 class _ReadMode(TorchDispatchMode):

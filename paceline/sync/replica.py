@@ -9,53 +9,91 @@
 `optimizer.step()` freezes the hyperparameters and returns; the update itself happens in the next
 forward, layer by layer, as results arrive, or in `settle`. `eval()`, `state_dict()` and
 `load_state_dict()`, the model's and the optimizer's, settle first.
+
+The optimizer's own step hooks see what they see in plain torch: before a pre-hook gradients are
+reduced, before a post-hook parameters are settled.
+
+When other parameters are trained than in the step before, the replica settles and binds anew; what
+is new gets rank 0's values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
+from torch.optim import optimizer as optimizers
 
+from paceline.comm.communicator import Communicator, broadcast_all
 from paceline.errors import ConfigError
-from paceline.sync.bucket import Bucket
-from paceline.sync.readers import ReaderLesson, Readers, owners
+from paceline.sync.binding import Binding
+from paceline.sync.bucket import Bucket, partition
+from paceline.sync.patch import patch
+from paceline.sync.roster import Roster, state_of
+from paceline.sync.scaling import meet_scaler
+from paceline.sync.share import Share
 from paceline.sync.synchronizer import Synchronizer
+
+MakeSynchronizer = Callable[[Sequence[Bucket]], Synchronizer]
 
 
 class Replica:
-    """This rank's copy of the model, kept in step with the others'."""
+    """This rank's copy of the model, kept in step with the others'.
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, synchronizer: Synchronizer) -> None:
+    Args:
+        model: on all ranks the same but for its values; they become rank 0's.
+        optimizer: of any parameters, the model's or others.
+        communicator: of the ranks; used at the start and when other parameters are trained.
+        make_synchronizer: makes the exchange of given buckets.
+        bucket_bytes: a bucket's size, about.
+        share: is told what this rank counts in each step; the SyncBatchNorm layers'.
+
+    Raises:
+        ConfigError: a lazy module doesn't know its shapes, or the optimizer can't be exchanged.
+        CommError: a peer was lost, or silent.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        communicator: Communicator,
+        make_synchronizer: MakeSynchronizer,
+        *,
+        bucket_bytes: int,
+        share: Share | None = None,
+    ) -> None:
         self._model, self._optimizer = model, optimizer
-        self._synchronizer = synchronizer
-        self._names = {p: name for name, p in model.named_parameters()}
-        self._bucket_of = {p: b for b in synchronizer.buckets for p in b.parameters}
-        self._missing: dict[Bucket, set[nn.Parameter]] = {}
+        self._communicator = communicator
+        self._make_synchronizer = make_synchronizer
+        self._bucket_bytes = bucket_bytes
+        self._share = Share() if share is None else share
         self._number: int | None = None  # the step that runs
-        self._exchanging = True
-        self._prompt: tuple[Bucket, ...] = ()  # read where nobody can wait: updated in `end`
-        self._handles: list[RemovableHandle] = []
-        self._reader_handles: list[RemovableHandle] = []
-        self._wait_in(owners(model))
-        self._lesson: ReaderLesson | None = ReaderLesson(model)
-        for p in self._bucket_of:
-            self._handles.append(p.register_post_accumulate_grad_hook(self._gradient_done))
+        self._reduced = False
+        self._undo: list[Callable[[], None]] = []
+        self._binding = self._bind(known=set())
         self._settle_before_states()
-        optimizer_step = optimizer.step
-        _patch(optimizer, "step", lambda _, closure=None: self._end(optimizer_step, closure))
-        _patch(model, "train", self._train)
+        self._plain_step = optimizer.step
+        self._hooked_end = Optimizer.profile_hook_step(self._end)
+        self._patches = [
+            patch(optimizer, "step", self._step_optimizer),
+            patch(model, "train", self._train),
+            meet_scaler(optimizer, self._refuse_early_unscaling),
+        ]
 
-    def __deepcopy__(self, memo: object) -> Replica:
-        """Stay one: a copy of the model (an average of weights, say) is nobody's replica."""
-        return self
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """What is exchanged, by when backward completes it."""
+        return self._binding.synchronizer.buckets
+
+    @property
+    def ended(self) -> bool:
+        """Whether `optimizer.step()` has ended the step; False in a step that it is yet to end."""
+        return self._number is None
 
     @contextmanager
     def step(self, number: int, weight: float) -> Iterator[None]:
@@ -67,124 +105,124 @@ class Replica:
             ConfigError: the block broke a rule of the exchange; names the remedy.
             CommError: a peer was lost, or silent.
         """
-        self._number = number
-        self._missing = {b: set(b.parameters) for b in self._synchronizer.buckets}
-        self._synchronizer.begin(number, weight)
+        self._bind_anew_if_changed()
+        self._number, self._reduced = number, False
+        self._share.begin(weight)
+        self._binding.begin(number, weight)
         yield
         if self._number is not None:
-            self._synchronizer.abandon(number)
+            self._binding.synchronizer.abandon(number)
             self._done()
-        if self._lesson is not None:
-            self._learn(self._lesson)
+        self._share.end()
+        self._binding.learn()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate: gradients of backwards inside stay here until one outside sends the sum."""
-        self._exchanging = False
+        self._binding.exchanging = False
         try:
             yield
         finally:
-            self._exchanging = True
+            self._binding.exchanging = True
 
     def reduce(self) -> None:
-        """Wait, and make every `.grad` the mean over the global batch."""
-        self._synchronizer.reduce()
+        """Wait, and make every `.grad` the mean over the global batch; then it may be changed.
+
+        Raises:
+            ConfigError: no step runs.
+            CommError: a peer was lost, or silent.
+        """
+        if self._number is None:
+            raise ConfigError(
+                "reduce() was called where no step runs: call it within step(), after backward "
+                "and before optimizer.step()."
+            )
+        if not self._reduced:
+            self._binding.gradients.reduce()
+            self._binding.synchronizer.reduce()
+            self._reduced = True
 
     def settle(self) -> None:
         """Make parameters and running statistics final and equal everywhere."""
-        self._synchronizer.settle()
+        self._binding.synchronizer.settle()
 
     def close(self) -> None:
         """Take the hooks off model and optimizer and close the synchronizer."""
-        for handle in [*self._handles, *self._reader_handles]:
-            handle.remove()
-        self._optimizer.__dict__.pop("step", None)
-        self._model.__dict__.pop("train", None)
-        self._synchronizer.close()
+        self._unbind()
+        for undo in self._patches:
+            undo()
 
-    def _wait_in(self, readers: Readers) -> None:
-        """Make each reader wait for its buckets, and the model's end for what is left."""
-        for handle in self._reader_handles:
-            handle.remove()
-        self._reader_handles.clear()
-        for module, parameters in readers.items():
-            known = [self._bucket_of[p] for p in parameters if p in self._bucket_of]
-            hook = partial(self._before_forward, tuple(dict.fromkeys(known)))
-            self._reader_handles.append(module.register_forward_pre_hook(hook, prepend=True))
-        self._reader_handles.append(self._model.register_forward_hook(self._after_forward))
+    def _bind(self, known: set[Tensor]) -> Binding:
+        """Bind what is trained now; `known` tensors are equal on all ranks, others become so."""
+        roster = Roster.of(self._model, self._optimizer)
+        fresh = [tensor for tensor in roster.tensors if tensor not in known]
+        broadcast_all(self._communicator, fresh, "the broadcast of rank 0's weights")
+        buckets = partition(roster.names, roster.groups, self._bucket_bytes)
+        return Binding(self._model, roster, self._make_synchronizer(buckets))
 
-    def _learn(self, lesson: ReaderLesson) -> None:
-        """Take from the first step who reads what."""
-        self._wait_in(lesson.finish())
-        self._lesson = None
-        seen = lesson.seen
-        self._prompt = tuple(
-            bucket
-            for bucket in self._synchronizer.buckets
-            if any(p not in seen and p not in self._missing[bucket] for p in bucket.parameters)
-        )
-        for bucket in self._prompt:
-            self._synchronizer.before_read(bucket)
-
-    def _before_forward(self, buckets: tuple[Bucket, ...], module: nn.Module, args: object) -> None:
-        for bucket in buckets:
-            self._synchronizer.before_read(bucket)
-
-    def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
-        self._before_forward(self._synchronizer.buckets, module, args)
-
-    def _gradient_done(self, parameter: Tensor) -> None:
-        if not self._exchanging or self._number is None:
+    def _bind_anew_if_changed(self) -> None:
+        old = self._binding
+        if state_of(self._optimizer) == old.roster.state:
             return
-        assert isinstance(parameter, nn.Parameter)
-        bucket = self._bucket_of[parameter]
-        missing = self._missing[bucket]
-        if parameter not in missing:
-            raise ConfigError(
-                f"the gradient of {self._names[parameter]} was completed twice in step "
-                f"{self._number}: put all backwards of a step but the last into no_sync(), and "
-                "call activation checkpointing with use_reentrant=False."
-            )
-        if parameter.grad is not None and parameter.grad.is_sparse:
-            raise ConfigError(
-                f"the gradient of {self._names[parameter]} is sparse, and sparse gradients can't "
-                "be exchanged: make its layer with sparse=False."
-            )
-        missing.remove(parameter)
-        if not missing:
-            self._synchronizer.gradient_ready(bucket)
+        self.settle()
+        self._unbind()
+        self._binding = self._bind(known=set(old.roster.tensors))
+        self._binding.exchanging = old.exchanging
+        self._settle_before_states()
 
-    def _end(
-        self, optimizer_step: Callable[..., Any], closure: Callable[[], Any] | None = None
-    ) -> Any:
+    def _unbind(self) -> None:
+        self._binding.close()
+        while self._undo:
+            self._undo.pop()()
+
+    def _step_optimizer(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Stand in for `optimizer.step()`: inside a step, end it."""
         if self._number is None:
-            return optimizer_step(closure)
+            return self._plain_step(*args, **kwargs)
+        if not args and not kwargs and _has_hooks(optimizer, "pre"):  # no closure to run first
+            self.reduce()
+        return self._hooked_end(optimizer, *args, **kwargs)
+
+    def _end(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        assert self._number is not None
+        self._binding.gradients.refuse_changes()
         self._refuse_strangers()
-        self._synchronizer.end(self._number)
+        self._binding.synchronizer.end(self._number)
         self._done()
-        for bucket in self._prompt:
-            self._synchronizer.before_read(bucket)
+        if _has_hooks(optimizer, "post"):
+            self.settle()
         return loss
 
     def _done(self) -> None:
         self._number = None
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look at it
+        self._binding.end()
+
+    def _refuse_early_unscaling(self) -> None:
+        """Refuse a GradScaler's step whose gradients aren't reduced, or were unscaled before."""
+        if self._number is None:
+            return
+        if not self._reduced or not self._binding.gradients.reduced_as_sent():
+            raise ConfigError(
+                f"a GradScaler unscaled gradients in step {self._number} that had been sent: call "
+                "reduce() after backward, before unscale_() and step()."
+            )
 
     def _refuse_strangers(self) -> None:
         """Refuse a gradient that nobody exchanges and that a plain step would have used."""
+        exchanged = self._binding.gradients.parameters
         for group in self._optimizer.param_groups:
             for p in group["params"]:
-                if p.grad is not None and p not in self._bucket_of:
-                    name = self._names.get(p, f"a parameter of shape {tuple(p.shape)}")
+                if p.grad is not None and p not in exchanged:
+                    name = self._binding.roster.names.get(p, f"a new parameter, {tuple(p.shape)},")
                     raise ConfigError(
-                        f"{name} has a gradient that isn't exchanged: it was unfrozen, or given to "
-                        "the optimizer, after the ranks began, or isn't the model's; let model and "
-                        "optimizer have it, unfrozen, from the start."
+                        f"{name} has a gradient that isn't exchanged: freeze and unfreeze "
+                        "parameters, and give them to the optimizer, between steps, and "
+                        "zero_grad() what you freeze."
                     )
 
     def _settle_before_states(self) -> None:
@@ -192,10 +230,11 @@ class Replica:
             self.settle()
 
         for module in self._model.modules():
-            self._handles.append(module.register_state_dict_pre_hook(settle_first))
-            self._handles.append(module.register_load_state_dict_pre_hook(settle_first))
-        self._handles.append(self._optimizer.register_state_dict_pre_hook(settle_first))
-        self._handles.append(self._optimizer.register_load_state_dict_pre_hook(settle_first))
+            self._undo.append(module.register_state_dict_pre_hook(settle_first).remove)
+            self._undo.append(module.register_load_state_dict_pre_hook(settle_first).remove)
+        optimizer = self._optimizer
+        self._undo.append(optimizer.register_state_dict_pre_hook(settle_first).remove)
+        self._undo.append(optimizer.register_load_state_dict_pre_hook(settle_first).remove)
 
     def _train(self, model: nn.Module, mode: bool = True) -> nn.Module:
         """Stand in for `model.train()`, which `eval()` calls too."""
@@ -204,11 +243,7 @@ class Replica:
         return type(model).train(model, mode)
 
 
-def _patch(target: object, name: str, function: Callable[..., Any]) -> None:
-    """Replace a method of one object; it stays a bound method, as torch's schedulers expect."""
-
-    def method(this: object, *args: object, **kwargs: object) -> object:
-        return function(this, *args, **kwargs)
-
-    method._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # `_done` tells schedulers
-    setattr(target, name, MethodType(method, target))
+def _has_hooks(optimizer: Optimizer, when: str) -> bool:
+    """Tell whether hooks run before ("pre") or after ("post") an optimizer's step."""
+    own = getattr(optimizer, f"_optimizer_step_{when}_hooks")
+    return bool(own or getattr(optimizers, f"_global_optimizer_{when}_hooks"))

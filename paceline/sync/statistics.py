@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from paceline.sync.batch_norm import SyncBatchNorm
+
 
 class RunningStatistics:
-    """All floating-point running statistics of a model, flat.
+    """All running statistics of a model, flat, but those of `SyncBatchNorm`: they are equal.
 
     Attributes:
         flat: (values,) in the widest of their dtypes, or None where there are none.
@@ -27,7 +29,7 @@ class RunningStatistics:
         self._owned: Sequence[tuple[nn.Module, Tensor]] = [
             (module, buffer)
             for module in model.modules()
-            if isinstance(module, _NormBase)
+            if isinstance(module, _NormBase) and not isinstance(module, SyncBatchNorm)
             for buffer in (module.running_mean, module.running_var)
             if buffer is not None
         ]

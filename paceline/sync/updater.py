@@ -35,6 +35,9 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     }
 )
 
+# What a GradScaler sets for the time of a fused optimizer's step, which unscales or skips itself.
+_SCALING = ("grad_scale", "found_inf")
+
 
 class Updater:
     """Updates parameters from reduced gradients."""
@@ -68,6 +71,8 @@ class Updater:
         """Take the optimizer's present hyperparameters for the updates to come."""
         for part in self._parts.values():
             part.state = self._optimizer.state  # load_state_dict() makes a new one
+            for name in _SCALING:
+                setattr(part, name, getattr(self._optimizer, name, None))
             for group in part.param_groups:
                 group.update(_hyperparameters(self._optimizer.param_groups[group["index"]]))
 
@@ -81,7 +86,7 @@ class Updater:
         with torch.inference_mode(False):  # an evaluation's block may be what first reads
             for p, gradient in zip(parameters, gradients, strict=True):
                 p.grad = gradient
-            self._parts[unit].step()
+            _unhooked_step(self._parts[unit])
             for p, grad in zip(parameters, kept, strict=True):
                 p.grad = grad
 
@@ -99,6 +104,14 @@ def _part(optimizer: Optimizer, unit: tuple[Bucket, ...]) -> Optimizer:
         if (parameters := [p for b in unit if b.group == index for p in b.parameters])
     ]
     return part
+
+
+def _unhooked_step(part: Optimizer) -> None:
+    """Update; hooks on every optimizer's step are for the user's, not for its parts'."""
+    step = type(part).step
+    if getattr(step, "hooked", False):  # by torch, in the optimizer's constructor
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    step(part)
 
 
 def _hyperparameters(group: dict[str, object]) -> dict[str, object]:

@@ -254,25 +254,6 @@ def test_a_copy_of_the_model_trains_and_evaluates_by_itself(model: nn.Module) ->
     run_ranks(2, train)
 
 
-@pytest.mark.parametrize("late", ["unfrozen", "added"])
-def test_a_gradient_that_nobody_exchanges_is_refused(model: nn.Module, late: str) -> None:
-    model[0].bias.requires_grad_(False)  # type: ignore[index, union-attr]
-
-    def train(communicator: Communicator) -> None:
-        bench = Bench.of(communicator, model)
-        bench.step(0)
-        if late == "unfrozen":
-            bench.model[0].bias.requires_grad_(True)  # type: ignore[index, union-attr]
-        else:
-            extra = nn.Parameter(torch.ones(1, dtype=torch.float64))
-            extra.grad = torch.ones_like(extra)
-            bench.optimizer.add_param_group({"params": [extra]})
-        bench.step(1)
-
-    with pytest.raises(ConfigError, match="has a gradient that isn't exchanged"):
-        run_ranks(1, train)
-
-
 def test_a_sparse_gradient_is_refused() -> None:
     model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Flatten(), nn.Linear(6, 2))
 

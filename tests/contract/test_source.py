@@ -1,4 +1,4 @@
-"""What every source over a database must do, for LMDB and LevelDB alike."""
+"""What every source over a database must do, for LMDB, LevelDB and minidb alike."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from paceline.errors import ConfigError, DataError
 from tests.harness.databases import (
     ENGINES,
     RECORDS,
-    Engine,
     check_records,
     items,
     key,
@@ -24,24 +23,6 @@ from tests.harness.databases import (
     read_only,
 )
 from tests.harness.wire import bgr_planes, raw_datum, raw_tensorprotos
-
-
-@pytest.fixture(params=ENGINES)
-def engine(request: pytest.FixtureRequest) -> Engine:
-    return ENGINES[request.param]
-
-
-@pytest.fixture
-def cache(tmp_path: Path) -> Path:
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def folder(engine: Engine, tmp_path: Path) -> Path:
-    folder = tmp_path / "database"
-    engine.write(folder, items())
-    return folder
-
 
 # -- reading --
 
@@ -79,7 +60,7 @@ def test_one_database_opens_several_times_in_one_process(engine, folder, cache, 
         check_records(third)
 
 
-def test_both_databases_have_the_same_fingerprint_and_other_data_another(tmp_path, cache):
+def test_all_databases_have_the_same_fingerprint_and_other_data_another(tmp_path, cache):
     changed = items()
     changed[RECORDS - 1] = (key(RECORDS - 1), raw_datum(bgr_planes(pixels(0)), 0))
     variants = {"same": items(), "fewer": items()[:-1], "changed": changed}
@@ -104,18 +85,19 @@ def test_an_empty_database_is_an_error(engine, tmp_path, cache):
 
 
 def test_a_missing_path_is_an_error(engine, tmp_path, cache):
-    with pytest.raises(ConfigError, match="there is no such folder"):
+    with pytest.raises(ConfigError, match="there is no such folder or file"):
         engine.source(tmp_path / "nowhere", cache_dir=cache)
 
 
 def test_a_file_is_an_error(engine, tmp_path, cache):
     (tmp_path / "file").write_bytes(b"data")
-    with pytest.raises(ConfigError, match="is a file"):
+    told = "or this is no minidb" if engine.name == "minidb" else "is a file.*--db_type minidb"
+    with pytest.raises((ConfigError, DataError), match=told):
         engine.source(tmp_path / "file", cache_dir=cache)
 
 
 def test_another_folder_is_an_error(engine, tmp_path, cache):
-    with pytest.raises(ConfigError, match="is no database: it has neither"):
+    with pytest.raises(ConfigError, match="is no database: it has none of"):
         engine.source(tmp_path, cache_dir=cache)
 
 
@@ -134,8 +116,7 @@ def test_a_database_that_may_not_be_read_is_an_error(engine, folder, cache):
 
 
 def test_a_file_of_junk_is_no_database(engine, folder, cache):
-    marker = folder / ("data.mdb" if engine.name == "lmdb" else "CURRENT")
-    marker.write_bytes(b"junk\n" * 5000)
+    (folder / engine.marker).write_bytes(b"junk\n" * 5000)
     with pytest.raises(DataError, match=r"damaged|incomplete"):
         engine.source(folder, cache_dir=cache)
 
@@ -143,40 +124,47 @@ def test_a_file_of_junk_is_no_database(engine, folder, cache):
 def test_an_incomplete_copy_is_an_error(engine, tmp_path, cache):
     folder = tmp_path / "database"
     engine.write(folder, [(k, v + bytes(70_000)) for k, v in items()])
-    if engine.name == "lmdb":
-        os.truncate(folder / "data.mdb", (folder / "data.mdb").stat().st_size // 2)
-    else:
+    if engine.name == "leveldb":
         compact(folder)
         next(folder.glob("*.ldb")).unlink()
+    else:
+        os.truncate(folder / engine.marker, (folder / engine.marker).stat().st_size // 2)
     with pytest.raises(DataError, match="copy"):
         engine.source(folder, cache_dir=cache)
 
 
-def test_a_first_record_of_no_format_is_told_at_once(engine, tmp_path, cache):
+def test_records_of_no_format_are_told_at_once(engine, tmp_path, cache):
     engine.write(tmp_path / "text", [(b"a", b"hello"), (b"b", b"world")])
     with pytest.raises(DataError, match=r'"a".*neither'):
         engine.source(tmp_path / "text", cache_dir=cache)
 
 
-def test_a_damaged_record_is_told_when_it_is_read(engine, tmp_path, cache):
+@pytest.mark.parametrize("damaged", [0, 7])
+def test_a_damaged_record_is_told_when_it_is_read(engine, tmp_path, cache, damaged):
     content = items()
-    content[7] = (key(7), content[7][1][:20])
+    content[damaged] = (key(damaged), content[damaged][1][:20])
     engine.write(tmp_path / "database", content)
     for _ in range(2):
         with closing(engine.source(tmp_path / "database", cache_dir=cache)) as source:
-            check_records(source, [0, 6, 8, RECORDS - 1])
-            with pytest.raises(DataError, match="00000007_cat"):
-                source[7]
+            check_records(source, [1, 6, 8, RECORDS - 1])
+            with pytest.raises(DataError, match=f"0000000{damaged}_cat.*of .*database: its"):
+                source[damaged]
 
 
-def test_a_record_of_the_other_format_is_told_when_it_is_read(engine, tmp_path, cache):
+@pytest.mark.parametrize("other", [0, 7])
+def test_a_record_of_the_other_format_is_told_when_it_is_read(engine, tmp_path, cache, other):
     content = items()
-    content[7] = (key(7), raw_tensorprotos(pixels(7), label(7)))
+    content[other] = (key(other), raw_tensorprotos(pixels(other), label(other)))
     engine.write(tmp_path / "database", content)
     with closing(engine.source(tmp_path / "database", cache_dir=cache)) as source:
-        check_records(source, [0, 6, 8])
-        with pytest.raises(DataError, match=r"00000007_cat.*one format"):
-            source[7]
+        check_records(source, [1, 6, 8])
+        with pytest.raises(DataError, match=rf"0000000{other}_cat.*one format"):
+            source[other]
+
+
+def test_a_stored_record_is_its_key_and_its_bytes(engine, folder, cache):
+    with closing(engine.source(folder, cache_dir=cache)) as source:
+        assert [source.stored(i) for i in range(RECORDS)] == items()
 
 
 def compact(folder: Path) -> None:

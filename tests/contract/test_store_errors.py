@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import redis
 
+from paceline.cluster import tcp_store
 from paceline.cluster.redis_store import RedisStore
 from paceline.cluster.store import StoreSpec, erase, open_store
 from paceline.cluster.tcp_store import connect_tcp, serve_tcp, split_address
@@ -115,3 +117,27 @@ def test_folders_text_doesnt_matter_to_the_store(tmp_path: Path) -> None:
     store = open_store(StoreSpec(kind="folder", address=str(folder), space="r/1"), LIMIT, make=True)
     store.set("k", "v")
     assert store.get("k") == b"v"
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", None])
+def test_whoever_isnt_a_tcp_store_is_told_at_once_and_in_a_sentence(
+    answer: bytes | None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tcp_store, "_ANSWER_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(100)
+                if answer is not None:
+                    connection.sendall(answer)
+                else:
+                    connection.recv(100)  # until the other goes
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(CommError, match="can't be reached: no store answers there"):
+            connect_tcp("127.0.0.1", listener.getsockname()[1], LIMIT)
+        thread.join()
+    assert capfd.readouterr().err == ""

@@ -47,6 +47,9 @@ def break_things(folder: Path) -> None:
         (folder / f"{name}-lmdb").mkdir()
         write_lmdb(folder / f"{name}-lmdb", list(items.items()))
     (folder / "animals-lmdb/labels.txt").write_text("cat\ndog\n")
+    (folder / "cut-lmdb").mkdir()
+    data = (folder / "train-lmdb/data.mdb").read_bytes()
+    (folder / "cut-lmdb/data.mdb").write_bytes(data[: len(data) // 2])
     put(folder, "flat-photos/1.jpg", file_of(ramp(16, 16), "JPEG"))
     put(folder, "broken-photos/dog/2.jpg", file_of(ramp(16, 16), "JPEG")[:200])
 

@@ -49,6 +49,11 @@ class Command:
             raise AssertionError(f"still running after {limit} s:\n{text}") from None
         return Ended(self._process.returncode, text)
 
+    @property
+    def pid(self) -> int:
+        """The command's process, not those that it started."""
+        return self._process.pid
+
     def send(self, number: int) -> None:
         """Send a signal to the command itself, not to what it started."""
         self._process.send_signal(number)

@@ -1,8 +1,13 @@
-"""Databases as another program writes them: by the databases' own libraries, records by hand."""
+"""Databases as another program writes them: by the databases' own libraries, records by hand.
+
+Tests that run over every kind of database take the fixtures `engine`, `cache` and `folder`, which
+`tests/contract/conftest.py` hands out.
+"""
 
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -11,10 +16,13 @@ from pathlib import Path
 import lmdb
 import numpy as np
 import plyvel
+import pytest
 
+from paceline.data.databases import DatabaseSource
 from paceline.data.indexed_source import IndexedSource
 from paceline.data.leveldb_source import LevelDbSource
 from paceline.data.lmdb_source import LmdbSource
+from paceline.data.minidb_source import MiniDbSource
 from tests.harness.wire import bgr_planes, raw_datum
 
 RECORDS = 40
@@ -34,18 +42,54 @@ def write_leveldb(folder: Path, items: Sequence[tuple[bytes, bytes]]) -> None:
             database.put(key, value)
 
 
+def write_minidb(folder: Path, items: Sequence[tuple[bytes, bytes]]) -> None:
+    """Append records as Caffe2's minidb.cc does."""
+    folder.mkdir(exist_ok=True)
+    with (folder / "data.minidb").open("ab") as file:
+        for key, value in items:
+            file.write(struct.pack("<i", len(key)) + struct.pack("<i", len(value)) + key + value)
+
+
 @dataclass(frozen=True)
 class Engine:
+    """A kind of database.
+
+    Attributes:
+        marker: the file that shows a folder to be one.
+        other: another kind.
+    """
+
     name: str
+    marker: str
     other: str
     write: Callable[[Path, Sequence[tuple[bytes, bytes]]], None]
-    source: type[LmdbSource] | type[LevelDbSource]
+    source: DatabaseSource
 
 
 ENGINES = {
-    "lmdb": Engine("lmdb", "leveldb", write_lmdb, LmdbSource),
-    "leveldb": Engine("leveldb", "lmdb", write_leveldb, LevelDbSource),
+    "lmdb": Engine("lmdb", "data.mdb", "leveldb", write_lmdb, LmdbSource),
+    "leveldb": Engine("leveldb", "CURRENT", "minidb", write_leveldb, LevelDbSource),
+    "minidb": Engine("minidb", "data.minidb", "lmdb", write_minidb, MiniDbSource),
 }
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> Engine:
+    """Each kind of database."""
+    return ENGINES[request.param]
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    """A place for indexes and views; not made yet."""
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def folder(engine: Engine, tmp_path: Path) -> Path:
+    """A database with the records of `items()`."""
+    engine.write(tmp_path / "database", items())
+    return tmp_path / "database"
 
 
 def key(i: int) -> bytes:
@@ -85,7 +129,7 @@ def read_only(*folders: Path) -> Iterator[None]:
     try:
         if root:
             for parent in folders[0].parents[:3]:  # pytest's own are closed to others
-                parent.chmod(0o755)
+                parent.chmod(parent.stat().st_mode | 0o055)
             os.seteuid(NOBODY)
         yield
     finally:

@@ -1,8 +1,9 @@
-"""`paceline db create` as a process: killed, interrupted, out of space, mistyped."""
+"""`paceline db create` and `convert` as processes: killed, interrupted, out of space, mistyped."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,9 @@ from pathlib import Path
 import lmdb
 import pytest
 
+from tests.harness.databases import items, write_lmdb
 from tests.harness.image_folder import file_of, put, ramp, some_images
+from tests.harness.wire import encoded_tensorprotos
 
 LIMIT = 30
 COMMAND = [sys.executable, "-m", "paceline.cli.main", "db"]
@@ -33,7 +36,7 @@ def in_the_middle(*words: object) -> Iterator[subprocess.Popen[str]]:
     ) as process:
         try:
             assert process.stderr is not None
-            assert process.stderr.readline() == "Writing: 1 of 2,000 images\n"
+            assert re.match("(Writing|Converting): 1 of ", process.stderr.readline())
             yield process
         finally:
             process.kill()
@@ -49,7 +52,7 @@ def much_work(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("db_type", ["lmdb", "leveldb"])
+@pytest.mark.parametrize("db_type", ["lmdb", "leveldb", "minidb"])
 def test_a_killed_create_leaves_no_database_and_the_next_tidies_up(
     tmp_path: Path, much_work: Path, db_type: str
 ) -> None:
@@ -65,6 +68,20 @@ def test_a_killed_create_leaves_no_database_and_the_next_tidies_up(
     assert (again.returncode, again.stdout) == (0, f"{dest}: 15 records in 3 classes.\n")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["db", "few", "in"]
     assert run("info", dest).returncode == 0
+
+
+def test_a_killed_convert_leaves_no_database_and_the_next_tidies_up(tmp_path: Path) -> None:
+    large = encoded_tensorprotos(file_of(ramp(1000, 1000), "PNG"), 0)
+    write_lmdb(tmp_path / "old", [(b"%08d" % i, large) for i in range(500)])
+    with in_the_middle("convert", tmp_path / "old", tmp_path / "new") as process:
+        process.kill()
+        assert process.wait(LIMIT) == -signal.SIGKILL
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".new.creating", "old"]
+
+    write_lmdb(tmp_path / "few", items())
+    again = run("convert", tmp_path / "few", tmp_path / "new", "--format", "tensorprotos")
+    assert (again.returncode, again.stdout) == (0, f"{tmp_path}/new: 40 tensorprotos records.\n")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["few", "new", "old"]
 
 
 def test_ctrl_c_ends_it_within_five_seconds_and_leaves_nothing(
@@ -98,7 +115,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(disk)], check=True)
 
 
-@pytest.mark.parametrize("db_type", ["lmdb", "leveldb"])
+@pytest.mark.parametrize("db_type", ["lmdb", "leveldb", "minidb"])
 def test_a_full_disk_is_told_and_cleared(tmp_path: Path, tiny_disk: Path, db_type: str) -> None:
     for i in range(40):  # two megabytes of pixels
         put(tmp_path / "in", f"a/{i}.png", file_of(ramp(130, 130), "PNG"))
@@ -142,12 +159,14 @@ def test_info_of_a_damaged_database_names_the_record_and_ends_with_status_1(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
+        (["convert", "a"], "DEST"),
+        (["convert", "missing", "b"], "missing: there is no such folder or file"),
         (["creat", "a", "b"], "did you mean create?"),
         (["create", "a", "b", "--db_typ", "lmdb"], "--db_type"),
         (["create", "missing", "b"], "missing isn't a folder"),
         (["create", "a", "b", "--resize", "0"], "--resize 0: must be at least 1"),
-        (["info", "missing"], "missing: there is no such folder"),
-        (["info", "/"], "no"),
+        (["info", "missing"], "missing: there is no such folder or file"),
+        (["info", "/"], "is no database"),
         ([], "usage: paceline db COMMAND"),
     ],
 )
@@ -158,7 +177,7 @@ def test_mistakes_have_status_2_and_a_remedy(words: list[str], told: str) -> Non
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("command", ["create", "info"])
+@pytest.mark.parametrize("command", ["create", "convert", "info"])
 def test_help_has_examples(command: str) -> None:
     result = run(command, "--help")
     assert result.returncode == 0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.state.run_folder import RunFolder, next_run_id
+from paceline.state.run_folder import RunFolder, choose_run_id, next_generation
 
 HOLD = """
 import sys
@@ -55,7 +55,26 @@ def test_a_folder_that_cannot_be_made_is_the_callers_mistake(tmp_path: Path) -> 
         RunFolder(tmp_path / "file" / "r", shard_id=0).open({})
 
 
-def test_the_next_run_id_is_the_first_free_one(tmp_path: Path) -> None:
-    assert next_run_id(tmp_path, "abc") == "abc-1"
-    (tmp_path / "abc-1").mkdir()
-    assert next_run_id(tmp_path, "abc") == "abc-2"
+def test_the_same_command_takes_the_unfinished_run_or_the_next_one(tmp_path: Path) -> None:
+    assert choose_run_id(tmp_path, "abc", anew=False) == "abc-1"
+    first = RunFolder(tmp_path / "abc-1", shard_id=0)
+    first.open({})
+    assert choose_run_id(tmp_path, "abc", anew=False) == "abc-1"
+    assert choose_run_id(tmp_path, "abc", anew=True) == "abc-2"
+    first.finish()
+    assert choose_run_id(tmp_path, "abc", anew=False) == "abc-2"
+
+
+def test_a_run_that_has_begun_cannot_start_anew(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "r", shard_id=0)
+    folder.check({}, anew=True)
+    folder.open({"batch_size": 4})
+    folder.close()
+    with pytest.raises(ConfigError, match=r"--resume no: run r has begun"):
+        RunFolder(tmp_path / "r", shard_id=0).check({"batch_size": 4}, anew=True)
+
+
+def test_each_start_is_a_generation_of_its_own(tmp_path: Path) -> None:
+    assert [next_generation(tmp_path) for _ in range(3)] == [0, 1, 2]
+    assert next_generation(tmp_path, at_least=7) == 7
+    assert next_generation(tmp_path, at_least=2) == 8

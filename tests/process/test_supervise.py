@@ -135,12 +135,12 @@ def test_workers_that_dont_hear_sigterm_are_killed_within_five_seconds(stage: St
     assert actor.ended()
 
 
-def test_a_second_signal_kills_at_once(stage: Stage) -> None:
+def test_a_second_signal_leaves_what_saving_takes(stage: Stage) -> None:
     supervisor = stage.start(RunPlan(workers=1))
     (actor,) = stage.actors(1)
     actor.tell("stubborn")
     assert actor.hear() == "stubborn"
-    with at_most(2.5):
+    with at_most(3.9):  # one alone: 4 seconds
         supervisor.send(signal.SIGINT)
         supervisor.send(signal.SIGTERM)
         assert supervisor.status() in (130, 143)  # two that come at once have no order

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from paceline.observe.console import Console
 from paceline.observe.pace import Pace, duration
@@ -51,7 +50,7 @@ class Clock:
         return self.now
 
 
-def step(console: Console, number: int, loss: object = 1.25, accuracy: object = 0.5) -> None:
+def step(console: Console, number: int, loss: float = 1.25, accuracy: float = 0.5) -> None:
     console.event(
         "step",
         generation=0,
@@ -60,14 +59,9 @@ def step(console: Console, number: int, loss: object = 1.25, accuracy: object = 
         epoch_step=number % 10,
         steps=10,
         samples=128,
-        loss=loss,
-        accuracy=accuracy,
+        sums=[4 * loss, 4 * accuracy, 4.0, 4.0],
         learning_rate=0.1,
     )
-
-
-def unread() -> float:
-    raise AssertionError("a loss was read though nothing is shown")
 
 
 def test_a_pipe_gets_a_line_every_ten_seconds_and_one_an_epoch() -> None:
@@ -97,15 +91,32 @@ def test_a_pipe_gets_a_line_every_ten_seconds_and_one_an_epoch() -> None:
     ]
 
 
-def test_a_loss_is_read_only_when_it_is_shown() -> None:
+def test_a_loss_that_nobody_knows_yet_is_left_out() -> None:
     clock, file = Clock(), io.StringIO()
     console = Console(file, clock=clock)
     console.event("run", **RUN)
-    clock.now += 9.9
-    step(console, 0, loss=unread, accuracy=unread)
-    clock.now += 0.1
-    step(console, 1, loss=lambda: torch.tensor(2.0), accuracy=torch.tensor(1.0))
-    assert file.getvalue().count("loss 2.000, accuracy 100.0%") == 1
+    clock.now += 10.0
+    console.event(
+        "step",
+        epoch=0,
+        step=0,
+        epoch_step=0,
+        steps=10,
+        samples=128,
+        learning_rate=0.1,
+        sums=[0.0] * 5,
+    )
+    assert file.getvalue().splitlines()[-1] == "epoch 1/3, step 1/10, 13 images/s, lr 0.1"
+
+
+def test_the_speed_of_a_resumed_epoch_counts_what_was_trained_since() -> None:
+    clock, file = Clock(), io.StringIO()
+    console = Console(file, clock=clock)
+    console.event("run", **RUN)
+    for number in (8, 9):
+        step(console, number)
+    console.event("epoch", test_accuracy=None, **EPOCH)
+    assert file.getvalue().splitlines()[-1].startswith("epoch 1/3: 64 images/s, loss 1.500")
 
 
 def test_a_terminal_is_drawn_at_most_five_times_a_second() -> None:
@@ -114,7 +125,7 @@ def test_a_terminal_is_drawn_at_most_five_times_a_second() -> None:
     console.event("run", **RUN)
     for number in range(10):
         clock.now += 0.125
-        step(console, number, loss=unread if number % 2 == 0 else 1.0)
+        step(console, number)
     assert file.getvalue().count("images/s") == 5
 
 
@@ -140,7 +151,7 @@ def test_on_a_terminal_the_epochs_line_takes_the_progress_lines_place() -> None:
     console.event("note", text="a [bold]note[/bold]")
     console.close()
     assert shown(file.getvalue())[2:] == [
-        "epoch 1/3: 320 images/s, loss 1.500, accuracy 25.0%, test accuracy 43.21%, "
+        "epoch 1/3: 160 images/s, loss 1.500, accuracy 25.0%, test accuracy 43.21%, "
         "top-5 90.00%, lr 0.1, 0:04",
         "a [bold]note[/bold]",
         "",

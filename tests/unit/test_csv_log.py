@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.observe.csv_log import CsvLog, Totals, log_name
+from paceline.observe.csv_log import CsvLog, log_name
 
 NOW = datetime(2018, 1, 2, 3, 4, 5)
 EPOCH = {"seconds": 7.0, "accuracy": 0.25, "learning_rate": 0.1, "loss": 1.5}
@@ -19,14 +19,14 @@ def clock(*readings: float) -> Iterator[float]:
     return iter(readings)
 
 
-def open_log(folder: Path, *readings: float, totals: Totals | None = None) -> CsvLog:
+def open_log(folder: Path, *readings: float, epoch: int = 0) -> CsvLog:
     times = clock(*readings)
     return CsvLog(
         folder,
         name=log_name("resnet50", 2, 64, 1000, 0.1),
         parameters={"batch_size": 64, "run_id": "r"},
         now=NOW,
-        totals=totals,
+        epoch=epoch,
         clock=lambda: next(times),
     )
 
@@ -65,20 +65,47 @@ def test_a_row_is_in_the_file_before_the_log_is_closed(tmp_path: Path) -> None:
     log.close()
 
 
-def test_a_resumed_runs_totals_go_on(tmp_path: Path) -> None:
-    log = open_log(tmp_path, 50.0, 52.0, totals=Totals(seconds=14.0, samples=800, batches=8))
-    log.event("epoch", epoch=2, samples=400, batches=4, test_accuracy=None, **EPOCH)
+def test_a_resumed_run_continues_its_log_without_the_rows_that_it_repeats(tmp_path: Path) -> None:
+    killed = open_log(tmp_path, 100.0, 110.0, 114.0, 120.0)
+    for epoch in range(3):
+        killed.event("epoch", epoch=epoch, samples=400, batches=4, test_accuracy=None, **EPOCH)
+    killed.close()
+    log = open_log(tmp_path, 50.0, 52.0, epoch=2)
+    log.event("epoch", epoch=2, samples=400, batches=4, test_accuracy=0.5, **EPOCH)
     log.close()
+    assert list(tmp_path.iterdir()) == [killed.path]
     with log.path.open() as file:
-        next(file)  # the parameters
-        row = next(csv.DictReader(file))
-    assert row["cumulative_time_spent"] == "16"
-    assert row["cumulative_input_count"] == "1200"
-    assert row["cumulative_batch_count"] == "12"
-    assert row["inputs_per_sec"] == "200"
+        assert next(file) == "# Namespace(batch_size=64, run_id='r')\n"
+        rows = list(csv.DictReader(file))
+    assert [row["epoch"] for row in rows] == ["0", "1", "2"]
+    assert rows[-1]["cumulative_time_spent"] == "16"
+    assert rows[-1]["cumulative_input_count"] == "1200"
+    assert rows[-1]["cumulative_batch_count"] == "12"
+    assert rows[-1]["inputs_per_sec"] == "200"
+
+
+def test_a_torn_last_row_is_dropped(tmp_path: Path) -> None:
+    first = open_log(tmp_path, 100.0, 110.0)
+    first.event("epoch", epoch=0, samples=400, batches=4, test_accuracy=None, **EPOCH)
+    first.close()
+    with first.path.open("a") as file:
+        file.write("4,14,400,8")
+    open_log(tmp_path, 0.0, epoch=5).close()
+    assert len(first.path.read_text().splitlines()) == 3
 
 
 def test_a_parameter_with_line_breaks_stays_in_the_first_line(tmp_path: Path) -> None:
     log = CsvLog(tmp_path, name="x", parameters={"path": "a\nb"}, now=NOW)
     log.close()
     assert log.path.read_text().splitlines()[0] == "# Namespace(path='a\\nb')"
+
+
+def test_a_damaged_row_of_an_earlier_part_is_left_out(tmp_path: Path) -> None:
+    log = open_log(tmp_path, 100.0, 110.0)
+    log.event("epoch", epoch=0, samples=400, batches=4, test_accuracy=None, **EPOCH)
+    log.close()
+    whole = log.path.read_text()
+    with log.path.open("ab") as file:
+        file.write(b"1,2,3\n" + b",".join([b"\xff"] * 11) + b"\n")
+    open_log(tmp_path, 120.0, epoch=5).close()
+    assert log.path.read_text() == whole

@@ -11,19 +11,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from paceline.config.db import DbCreateConfig, DbInfoConfig, DbType, Encoding
+from paceline.config.db import DbCreateConfig, DbInfoConfig, DbType, Encoding, RecordFormat
 from paceline.data.create import Created, create_database
-from paceline.data.formats import RecordFormat
+from paceline.data.databases import DATABASES
 from paceline.data.image_file import check_image
 from paceline.data.index import INDEX_NAME
 from paceline.data.inspect import Sides, inspect_database
-from paceline.data.leveldb_source import LevelDbSource
-from paceline.data.lmdb_source import LmdbSource
 from paceline.data.source import Pixels, Record
 from paceline.errors import ConfigError, DataError
 from tests.harness.image_folder import file_of, put, ramp, some_images
-
-SOURCES = {"lmdb": LmdbSource, "leveldb": LevelDbSource}
 
 
 def silent(done: int, total: int) -> None:
@@ -36,7 +32,7 @@ def create(folder: Path, dest: Path, **options: object) -> Created:
 
 
 def records(db: Path, db_type: DbType = "lmdb") -> list[Record]:
-    with closing(SOURCES[db_type](db, cache_dir=db.parent / "cache")) as source:
+    with closing(DATABASES[db_type](db, cache_dir=db.parent / "cache")) as source:
         return [source[i] for i in range(len(source))]
 
 
@@ -52,7 +48,7 @@ def pixels_of(image: bytes | Pixels) -> Pixels:
     return image
 
 
-@pytest.mark.parametrize("db_type", ["lmdb", "leveldb"])
+@pytest.mark.parametrize("db_type", DATABASES)
 @pytest.mark.parametrize("record_format", ["tensorprotos", "datum"])
 @pytest.mark.parametrize("encoding", ["jpeg", "png", "raw"])
 def test_what_was_written_is_read(
@@ -83,7 +79,7 @@ def test_what_was_written_is_read(
         assert found.shape == expected.shape
         assert np.abs(found - expected).max() <= (20 if encoding == "jpeg" else 0)
         assert check_image(record.image).encoding == encoding
-    with closing(SOURCES[db_type](db, cache_dir=tmp_path / "cache")) as source:
+    with closing(DATABASES[db_type](db, cache_dir=tmp_path / "cache")) as source:
         assert source.format == record_format
         assert source.label_names == ("ant", "bee", "cat")
         assert source.labels is not None
@@ -197,7 +193,7 @@ def test_places_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "nothing"]
 
 
-@pytest.mark.parametrize("db_type", ["lmdb", "leveldb"])
+@pytest.mark.parametrize("db_type", DATABASES)
 def test_a_report_counts_records_sizes_and_labels(tmp_path: Path, db_type: DbType) -> None:
     for i, width in enumerate((10, 10, 20, 40)):
         put(tmp_path / "in", f"ant/{i}.jpg", file_of(ramp(8, width), "JPEG"))
@@ -222,7 +218,8 @@ def test_a_report_names_the_first_damaged_record_by_its_key(tmp_path: Path) -> N
     report = inspect_database(DbInfoConfig(path=tmp_path / "db"), silent)
     assert (report.records, report.damaged, report.labels[0]) == (5, 2, 3)
     assert report.first_damaged is not None
-    assert '"00000002_class0/2.jpg" has a damaged image' in report.first_damaged
+    assert '"00000002_class0/2.jpg" of ' in report.first_damaged
+    assert "has a damaged image: " in report.first_damaged
 
 
 def test_a_read_only_database_without_an_index_is_reported_too(tmp_path: Path) -> None:

@@ -12,7 +12,14 @@ import torch
 from paceline.errors import DataError
 from paceline.observe.events import EventFile, read_events
 
-STEP: dict[str, Any] = {"generation": 0, "step": 12, "epoch": 0, "first": 384, "last": 400}
+STEP: dict[str, Any] = {
+    "generation": 0,
+    "step": 12,
+    "epoch": 0,
+    "first": 384,
+    "last": 400,
+    "skipped": 1,
+}
 
 EPOCH: dict[str, Any] = {
     "epoch": 0,
@@ -32,7 +39,8 @@ def test_a_step_is_one_line_of_json(tmp_path: Path) -> None:
     events.event("step", **STEP)
     events.close()
     assert (tmp_path / "events.rank3.jsonl").read_text() == (
-        '{"event": "step", "generation": 0, "step": 12, "epoch": 0, "first": 384, "last": 400}\n'
+        '{"event": "step", "generation": 0, "step": 12, "epoch": 0, "first": 384, "last": 400, '
+        '"skipped": 1}\n'
     )
 
 

@@ -18,6 +18,7 @@ LAYERS = (
     "api",
     "build",
     "trainer",
+    "steps",
     "sync parallel data state observe",
     "cluster",
     "comm",

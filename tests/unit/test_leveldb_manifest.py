@@ -15,7 +15,7 @@ BLOCK, HEADER = 32 << 10, 7  # LevelDB's doc/log_format.md: no piece begins in a
 
 @pytest.fixture
 def written(tmp_path):
-    """A folder and LevelDB's own list of tables. Long keys make a MANIFEST of several blocks."""
+    """A folder and LevelDB's own list of tables and sizes. Long keys make a MANIFEST of blocks."""
     database = plyvel.DB(str(tmp_path / "db"), create_if_missing=True, write_buffer_size=64 << 10)
     for i in range(400):
         database.put(b"%05d" % (i * 7919 % 400) + b"k" * 3000, bytes(1000))
@@ -27,7 +27,8 @@ def written(tmp_path):
         if listed == before:
             break
     database.close()
-    return tmp_path / "db", {int(n) for n in re.findall(r"^ (\d+):", listed, re.MULTILINE)}
+    tables = re.findall(r"^ (\d+):(\d+)", listed, re.MULTILINE)
+    return tmp_path / "db", {int(number): int(size) for number, size in tables}
 
 
 def test_live_tables_are_those_that_leveldb_lists(written):

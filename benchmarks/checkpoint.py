@@ -1,0 +1,165 @@
+"""What a background checkpoint costs: the share of a run's throughput at one a minute.
+
+    python benchmarks/checkpoint.py [--quick]
+
+ResNet-50 on 2 ranks over loopback, as in `step.py`. Runs can't be compared to one per cent, so the
+cost is added up from spans, a checkpoint at a time:
+
+    quiet steps │ settle, copy │ step │ step │ step │ step …
+                │◀─ stall ────▶├── file is written ──┤
+
+It is the stall and all steps that began while the file was being written, less as many quiet ones
+(their median, from right before). Rank 0 saves and the others wait for it, so its clock tells. The
+file is synced to the disk under --folder, so its speed counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from pathlib import Path
+from statistics import median
+
+import torch
+from links import LOOPBACK, connect
+from ranks import Ranks, start
+from rounds import Interval, median_of
+from variants import Setting, Training, bind, meet
+
+from paceline.cluster.allocator import keep_freed_memory
+from paceline.config.world import SyncConfig
+from paceline.state.checkpoint import Checkpoints
+from paceline.state.keeper import Keeper, Stateful
+
+MINUTE = 60  # seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saving(Setting):
+    """What a rank is told; `folder` is where checkpoints go."""
+
+    folder: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spans:
+    """What rank 0 saw of one checkpoint, in seconds.
+
+    Attributes:
+        quiet: a step while nothing is written.
+        stall: settling, the copy in memory, and the start of the writer.
+        writing: each step that began while the file was being written.
+    """
+
+    quiet: float
+    stall: float
+    writing: list[float]
+
+    @property
+    def cost(self) -> float:
+        """Seconds that the checkpoint took from the training."""
+        return self.stall + sum(self.writing) - len(self.writing) * self.quiet
+
+
+def main() -> None:
+    options = _parser().parse_args()
+    checkpoints = 3 if options.quick else options.checkpoints
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        work = {name: getattr(options, name) for name in ("model", "image_size", "batch", "dtype")}
+        work |= {"rows": [], "folder": folder}
+        program = Path(__file__)
+        with connect(LOOPBACK) as ends, start(ends, work, options.ranks, program) as ranks:
+            measure(ranks, 1, options.steps)  # its copy is into fresh memory
+            print_spans([measure(ranks, 2 + i, options.steps) for i in range(checkpoints)])
+
+
+def measure(ranks: Ranks, files: int, steps: int) -> Spans:
+    """Run quiet steps, save, and run steps until `files` files in all are written."""
+    quiet = [float(ranks.ask("step")[0].split()[0]) for _ in range(steps)]
+    stall, written = ranks.ask("save")[0].split()
+    writing = []
+    while int(written) < files:
+        seconds, written = ranks.ask("step")[0].split()
+        writing.append(float(seconds))
+    return Spans(quiet=median(quiet), stall=float(stall), writing=writing)
+
+
+def serve(setting: Saving) -> None:
+    """Be a rank: "step" or "save" as told; answer the seconds, and the files written so far."""
+    torch.set_num_threads(1)
+    keep_freed_memory()  # as any worker of Paceline does; the other methods have it too
+    training = Training(setting)
+    bucket_mb = SyncConfig().bucket_mb
+    replica = bind(training, setting, meet(setting, "checkpoint"), "allreduce", bucket_mb)
+    parts: dict[str, Stateful] = {"model": training.model, "optimizer": training.optimizer}
+    keeper = Keeper(parts, Checkpoints(Path(setting.folder), keep=1), constant={})
+    numbers, files = count(), count()
+
+    def step() -> None:
+        with replica.step(next(numbers), 1 / setting.ranks):
+            training.step()
+
+    def save() -> None:
+        replica.settle()
+        if setting.rank == 0:
+            keeper.capture(next(files), {})
+            keeper.publish()
+
+    step()
+    print("ready", flush=True)
+    for told in sys.stdin:
+        seconds = timed({"step": step, "save": save}[told.strip()])
+        print(seconds, keeper.published.qsize(), flush=True)
+
+
+def timed(function: Callable[[], None]) -> float:
+    """Return the seconds that a call takes."""
+    began = time.perf_counter()
+    function()
+    return time.perf_counter() - began
+
+
+def print_spans(spans: list[Spans]) -> None:
+    """Print the medians."""
+    rows: dict[str, Interval] = {
+        "a quiet step, ms": median_of([s.quiet * 1000 for s in spans]),
+        "stall, ms": median_of([s.stall * 1000 for s in spans]),
+        "steps while writing": median_of([len(s.writing) for s in spans]),
+        "cost, ms": median_of([s.cost * 1000 for s in spans]),
+        "cost at one a minute, %": median_of([s.cost / MINUTE * 100 for s in spans]),
+    }
+    print(f"{len(spans)} checkpoints: median (95 %)")
+    for name, interval in rows.items():
+        print(f"{name:28}{interval}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = partial(parser.add_argument, help="default: %(default)s")
+    parser.add_argument("--quick", action="store_true", help="3 checkpoints")
+    add("--checkpoints", type=int, default=15)
+    add("--steps", type=int, default=8, help="quiet ones; default: %(default)s")
+    add("--ranks", type=int, default=2)
+    add("--model", default="resnet50")
+    add("--image-size", type=int, default=64)
+    add("--batch", type=int, default=16, help="images a rank; default: %(default)s")
+    add("--dtype", choices=["float", "bfloat16"], default="float")
+    parser.add_argument("--folder", help="default: the system's folder for temporary files")
+    return parser
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] and sys.argv[1].startswith("{"):
+        serve(Saving(**json.loads(sys.argv[1])))
+    else:
+        try:
+            main()
+        except KeyboardInterrupt:
+            sys.exit(130)

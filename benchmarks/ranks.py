@@ -1,0 +1,129 @@
+r"""Rank processes that hold all variants and run them in turns, as they are told.
+
+    parent    "ddp:25 3\n" ──▶ every rank          a row, and how many of its steps to time
+              "0.41\n"     ◀── every rank          seconds a step
+
+All variants live in the same processes, so that a round compares them within seconds and nothing
+but the exchange differs; those that aren't running wait in the kernel. Their memory (a model and
+its momenta, gradients and buckets each) is small.
+
+The steps of a turn are timed in the steady state: one step goes before, untimed, and what the last
+one leaves under way is installed after the clock has stopped, since a next step would hide it. So
+a method that overlaps the next forward pays for its first forward what it gains in its last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from links import Machine
+from variants import Setting, Variant, make
+
+from paceline.cluster.allocator import keep_freed_memory
+
+WARM_UP = 1  # step after the first, in which DDP and Paceline learn the order
+
+
+class Ranks:
+    """The parent's side."""
+
+    def __init__(self, processes: Sequence[subprocess.Popen[str]]) -> None:
+        self._processes = processes
+        self._hear()  # all is made and warm
+
+    def turn(self, row: str, steps: int) -> float:
+        """Run a variant on all ranks; return the slowest rank's milliseconds a step."""
+        return max(float(answer) for answer in self.ask(f"{row} {steps}")) * 1000
+
+    def ask(self, line: str) -> list[str]:
+        """Tell all ranks a line; return their answers, a line each."""
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write(line + "\n")
+            process.stdin.flush()
+        return self._hear()
+
+    def _hear(self) -> list[str]:
+        answers = [process.stdout.readline() for process in self._processes if process.stdout]
+        if not all(answers):
+            raise SystemExit("a rank ended; what it said is above.")
+        return answers
+
+
+@contextmanager
+def start(
+    machines: Sequence[Machine],
+    work: Mapping[str, object],
+    ranks: int,
+    program: Path = Path(__file__),
+) -> Iterator[Ranks]:
+    """Start ranks, dealt out to the machines in blocks; end them afterwards.
+
+    Args:
+        machines: where.
+        work: what else their `Setting` says.
+        ranks: how many.
+        program: what each of them runs, with its setting as an argument.
+    """
+    processes: list[subprocess.Popen[str]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for rank in range(ranks):
+                machine = machines[rank * len(machines) // ranks]
+                place = {"rank": rank, "ranks": ranks, "address": machine.address}
+                setting = {**place, "store": str(Path(folder) / "store"), **work}
+                processes.append(_start(machine, program, setting))
+            yield Ranks(processes)
+        finally:
+            for process in processes:
+                process.kill()
+                process.communicate()
+
+
+def _start(machine: Machine, program: Path, setting: Mapping[str, object]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*machine.enter, sys.executable, str(program), json.dumps(setting)],
+        env={**os.environ, "GLOO_SOCKET_IFNAME": machine.interface},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # a Ctrl-C is its parent's
+    )
+
+
+def serve(setting: Setting) -> None:
+    """Be a rank: make all variants, then run what the parent says until it closes its end."""
+    torch.set_num_threads(1)
+    keep_freed_memory()  # as any worker of Paceline does; the other methods have it too
+    variants = {row: make(setting, row) for row in setting.rows}
+    for variant in variants.values():
+        timed(variant, WARM_UP)
+    print("ready", flush=True)
+    for told in sys.stdin:
+        row, steps = told.split()
+        print(timed(variants[row], int(steps)), flush=True)
+    os._exit(0)  # the parent is gone: no goodbyes to peers who are gone as well
+
+
+def timed(variant: Variant, steps: int) -> float:
+    """Return seconds a step in the steady state."""
+    variant.step()
+    start = time.perf_counter()
+    for _ in range(steps):
+        variant.step()
+    seconds = time.perf_counter() - start
+    variant.finish()
+    return seconds / steps
+
+
+if __name__ == "__main__":
+    serve(Setting(**json.loads(sys.argv[1])))

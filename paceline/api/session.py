@@ -1,0 +1,129 @@
+"""What `join` made of a process: its place, its peers, and where its run goes on and is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import PrefixStore
+
+from paceline.api.last_word import LastWord
+from paceline.cluster.join import Joined
+from paceline.cluster.preflight import compare
+from paceline.cluster.signals import StopSignals
+from paceline.comm.alone import AloneCommunicator
+from paceline.comm.communicator import Communicator
+from paceline.comm.process_group import ProcessGroupCommunicator
+from paceline.config.run import OutputConfig
+from paceline.recorder import Recorder
+from paceline.state.checkpoint import Checkpoints
+from paceline.state.keeper import Keeper, Stateful
+from paceline.steps import SavePolicy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """How a process reaches its peers.
+
+    Attributes:
+        joined: the world.
+        device: what its tensors live on.
+        first_timeout: seconds to wait for peers at the start.
+        timeout: seconds to wait for them afterwards.
+    """
+
+    joined: Joined
+    device: torch.device
+    first_timeout: float
+    timeout: float
+
+    def connect(self, purpose: str, resources: ExitStack) -> Communicator:
+        """Connect with all ranks, once a purpose; collective.
+
+        Args:
+            purpose: what for.
+            resources: closes the connections in the end, well or not.
+
+        Raises:
+            CommError: a rank didn't come in time.
+        """
+        communicator = self._connected(purpose)
+
+        def close(failure: type[BaseException] | None, *_: object) -> None:
+            if failure is None:
+                communicator.end()
+            else:
+                communicator.close()
+
+        resources.push(close)
+        return communicator
+
+    def agree(self, subject: str, facts: Mapping[str, object]) -> None:
+        """Require the same facts of all ranks; collective, once a subject.
+
+        Raises:
+            ConfigError: two ranks differ; names both values.
+            CommError: a rank didn't come in time, or the run has ended.
+        """
+        texts = {name: str(value) for name, value in facts.items()}
+        joined = self.joined
+        compare(joined.store, joined.members, subject, texts, timeout=self.first_timeout)
+
+    def _connected(self, purpose: str) -> Communicator:
+        members = self.joined.members
+        if members.world_size == 1:
+            return AloneCommunicator()
+        return ProcessGroupCommunicator(
+            PrefixStore(f"generation/{members.generation}/{purpose}", self.joined.store),
+            rank=members.rank,
+            world_size=members.world_size,
+            device=self.device,
+            address=members.address,
+            first_timeout=self.first_timeout,
+            timeout=self.timeout,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """A process's part in a run.
+
+    Attributes:
+        link: its peers.
+        communicator: connects them for steps.
+        run: the run's folder, or None.
+        output: when and what to save there.
+        identity: what makes the run this one.
+        recorder: receives its events.
+        signals: those that ask it to stop.
+        last_word: speaks if the script fails.
+        resources: what is to be closed in the end.
+    """
+
+    link: Link
+    communicator: Communicator
+    run: Path | None
+    output: OutputConfig
+    identity: Mapping[str, Any]
+    recorder: Recorder
+    signals: StopSignals
+    last_word: LastWord
+    resources: ExitStack
+
+    @property
+    def policy(self) -> SavePolicy:
+        """When checkpoints are due."""
+        return SavePolicy(
+            steps=self.output.checkpoint_steps, minutes=self.output.checkpoint_minutes
+        )
+
+    def keeper(self, parts: Mapping[str, Stateful]) -> Keeper | None:
+        """Make what saves the state of `parts`, on rank 0 of a world with a run."""
+        if self.run is None or self.communicator.rank > 0:
+            return None
+        checkpoints = Checkpoints(self.run, self.output.keep_checkpoints)
+        return Keeper(parts, checkpoints, constant={"config": dict(self.identity)})

@@ -1,0 +1,30 @@
+"""Makes a run's parts of its configuration: the only place that maps values to classes.
+
+Each table of classes is one literal: `SOURCES` in `sources`, `SYNCHRONIZERS` in `exchange`.
+"""
+
+from paceline.build.checks import check
+from paceline.build.exchange import connect, connect_layers, device_of, replicate
+from paceline.build.model import make_model, make_optimizer
+from paceline.build.recorders import build_recorder
+from paceline.build.resume import Start, find_start
+from paceline.build.sources import Sources, cores_per_worker, make_loader, open_sources
+from paceline.build.training import build_trainer
+
+__all__ = [
+    "Sources",
+    "Start",
+    "build_recorder",
+    "build_trainer",
+    "check",
+    "connect",
+    "connect_layers",
+    "cores_per_worker",
+    "device_of",
+    "find_start",
+    "make_loader",
+    "make_model",
+    "make_optimizer",
+    "open_sources",
+    "replicate",
+]

@@ -1,0 +1,72 @@
+"""What can be known of a configuration before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from paceline.build.model import refuse_emulation
+from paceline.build.resume import check_origin
+from paceline.build.sources import Sources, labels_beyond, open_sources
+from paceline.config.train import TrainConfig
+from paceline.errors import ConfigError
+from paceline.models.zoo import model_factory
+from paceline.state.weights import check_weights
+from paceline.sync.bfloat16 import capabilities_of
+from paceline.sync.compiled import check_compiler
+
+
+def check(config: TrainConfig, gpus: int) -> list[str]:
+    """Check what can be known before anything is written, on a machine with `gpus` GPUs.
+
+    Returns:
+        what a person should know, in sentences.
+
+    Raises:
+        ConfigError: a path, a label, a model, a number of samples or of GPUs, an emulated dtype, or
+            no compiler for --compile.
+        DataError: not a database, or one of unknown records.
+        CheckpointError: the file of weights is torn, or something else.
+    """
+    world = config.world
+    wanted = max(world.gpu_numbers, default=world.workers - 1)
+    if gpus and not world.use_cpu and wanted >= gpus:
+        raise ConfigError(
+            f"GPU {wanted} isn't there: this machine has {gpus}, numbered from 0; name fewer by "
+            "--gpus or --num_gpus, or compute on CPUs by --use_cpu."
+        )
+    if config.model.load_model_path:
+        check_weights(Path(config.model.load_model_path))
+    on_cpu = world.use_cpu or not gpus
+    if on_cpu:  # a GPU is asked by its worker: asking takes hold of it
+        refuse_emulation(config.model, "cpu", capabilities_of(torch.device("cpu")))
+    if config.model.compile and on_cpu:
+        check_compiler()
+    if world.shard_id == 0:  # rank 0 reads it
+        check_origin(config.output, Path(config.output.output_dir, world.run_id))
+    channels = config.data.num_channels
+    model_factory(config.model.name, num_labels=config.data.num_labels, num_channels=channels)
+    sources = open_sources(config)
+    sources.close()
+    return list(_notes(config, sources))
+
+
+def _notes(config: TrainConfig, sources: Sources) -> Iterator[str]:
+    for source in (sources.train, sources.test):
+        if source is not None and source.index_note:
+            yield source.index_note
+    wanted = config.data.num_labels
+    for source in (sources.train, sources.test):
+        if source is not None and (beyond := labels_beyond(source, wanted)):
+            yield (
+                f"{beyond} of {len(source)} records have labels beyond --num_labels {wanted}, and "
+                "are skipped: --bad_records skip."
+            )
+    labels = sources.train.labels
+    if labels is not None and (classes := labels.max() + 1) < wanted:
+        yield (
+            f"the training data has {classes} classes, and the model is made for {wanted}: "
+            f"--num_labels {classes} fits."
+        )

@@ -1,0 +1,102 @@
+"""Makes the model and its optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+from paceline.comm.communicator import Communicator
+from paceline.config.model import ModelConfig
+from paceline.config.optim import OptimConfig
+from paceline.config.train import TrainConfig
+from paceline.errors import ConfigError
+from paceline.models.blocks import blocks
+from paceline.models.decay import decay_groups
+from paceline.models.zoo import build_model
+from paceline.schedule import base_rate
+from paceline.state.weights import load_weights
+from paceline.sync.batch_norm import convert_sync_batchnorm
+from paceline.sync.bfloat16 import capabilities_of, computes_bfloat16
+from paceline.sync.compiled import compile_blocks
+from paceline.sync.share import Share
+
+_KINDS = {"cpu": "processor", "cuda": "GPU"}
+
+
+def make_model(
+    config: TrainConfig,
+    device: torch.device,
+    layers: Communicator | None = None,
+    share: Share | None = None,
+    tell: Callable[[str], object] = lambda note: None,
+) -> nn.Module:
+    """Make the model on its device, from torch's random seed or from given weights.
+
+    Args:
+        config: names the model.
+        device: where it computes.
+        layers: connects the layers' ranks, where there is --sync_bn.
+        share: tells such layers what this rank counts; the replica's.
+        tell: receives what of given weights is left out, in sentences.
+
+    Raises:
+        ConfigError: model or weights can't be had as asked for, or the device emulates --dtype.
+    """
+    refuse_emulation(config.model, device.type, capabilities_of(device))
+    data = config.data
+    model = build_model(
+        config.model.name, num_labels=data.num_labels, num_channels=data.num_channels
+    )
+    if config.model.load_model_path:
+        for note in load_weights(Path(config.model.load_model_path), model):
+            tell(note)
+    layout = torch.channels_last if config.model.channels_last else torch.contiguous_format
+    model.to(device=device, memory_format=layout)  # type: ignore[call-overload]
+    if layers is not None and share is not None:
+        model = convert_sync_batchnorm(model, layers, share)
+    if config.model.compile:
+        compile_blocks(blocks(model))
+    return model
+
+
+def refuse_emulation(model: ModelConfig, kind: str, capabilities: Mapping[str, object]) -> None:
+    """Look whether a device computes in bfloat16, where it is asked for.
+
+    Args:
+        model: asks for it, or insists on it.
+        kind: the device's, "cpu" or "cuda".
+        capabilities: of the device, as in `computes_bfloat16`.
+
+    Raises:
+        ConfigError: it only emulates it, and --force_bfloat16 isn't given.
+    """
+    wanted = model.dtype == "bfloat16" and not model.force_bfloat16
+    if wanted and not computes_bfloat16(capabilities):
+        raise ConfigError(
+            f"--dtype bfloat16: this machine's {_KINDS.get(kind, kind)} has no instructions for "
+            "it and would emulate it, slower than float; leave --dtype out, or insist by "
+            "--force_bfloat16."
+        )
+
+
+def make_optimizer(model: nn.Module, optim: OptimConfig, global_batch: int) -> Optimizer:
+    """Make SGD with Nesterov momentum, with weight decay where it belongs.
+
+    Raises:
+        ConfigError: the model has no parameter that can be trained.
+    """
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(
+            "The model has no parameter that requires a gradient, and nothing to train: let "
+            "--model name a function whose model has some that aren't frozen."
+        )
+    return SGD(
+        decay_groups(model, optim.weight_decay, norm_scale=not optim.no_bn_decay),
+        lr=base_rate(optim.base_learning_rate, global_batch, scale=optim.scale_lr),
+        momentum=optim.momentum,
+        nesterov=optim.momentum > 0,
+    )

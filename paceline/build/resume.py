@@ -1,0 +1,168 @@
+"""Where a run goes on: from its newest good checkpoint, from another run's, or from the start.
+
+Rank 0 reads the disk; the others get the state from it, so that machines needn't share a folder.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from paceline.comm.communicator import Communicator, broadcast_bytes
+from paceline.config.run import OutputConfig
+from paceline.errors import CheckpointError, ConfigError
+from paceline.state.checkpoint import Checkpoints, read_checkpoint
+from paceline.state.run_folder import next_generation
+from paceline.steps import Position
+
+
+class Restorable(Protocol):
+    """Something that takes its state back."""
+
+    def load_state_dict(self, state: Any) -> Any:
+        """Take the state."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where a start of a run begins.
+
+    Attributes:
+        generation: of the world; one more at each start.
+        state: the checkpoint, or None.
+        origin: the file, where it is another run's.
+        notes: what a person should know.
+    """
+
+    generation: int = 0
+    state: Mapping[str, Any] | None = None
+    origin: str | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def position(self) -> Position:
+        """Where the steps go on."""
+        if self.state is None:
+            return Position()
+        told = self.state["position"]
+        return Position(**{f.name: told[f.name] for f in fields(Position)})
+
+    def restore(self, parts: Mapping[str, Restorable]) -> None:
+        """Give each part its state back, if there is one.
+
+        Raises:
+            ConfigError: the state is another model's or optimizer's.
+        """
+        for name, part in parts.items() if self.state is not None else ():
+            try:
+                part.load_state_dict(self.state[name])  # type: ignore[index]
+            except (KeyError, RuntimeError, ValueError, TypeError) as error:
+                reason = str(error).strip().splitlines()
+                raise ConfigError(
+                    f"--resume {self.origin or 'auto'}: the checkpoint's {name} doesn't fit: "
+                    f"{' '.join(line.strip() for line in reason[:2])[:300]}; give the flags that "
+                    "it was trained with."
+                ) from error
+
+
+def check_origin(output: OutputConfig, run: Path) -> None:
+    """Look, without reading it, whether the checkpoint to start from is there, if it is needed.
+
+    Args:
+        output: says what to resume from.
+        run: the run's folder, rank 0's; a checkpoint of its own comes first.
+
+    Raises:
+        ConfigError: `--resume` names a file that isn't there.
+    """
+    if output.resume in ("auto", "no") or any(Checkpoints(run, 1).newest_first()):
+        return
+    if not Path(output.resume).is_file():
+        raise ConfigError(
+            f"--resume {output.resume}: there is no such file; give auto, no, or a checkpoint."
+        )
+
+
+def find_start(
+    output: OutputConfig,
+    run: Path,
+    identity: Mapping[str, object],
+    communicator: Communicator,
+    device: torch.device,
+) -> Start:
+    """Find where the run goes on; collective.
+
+    Args:
+        output: says what to resume from.
+        run: the run's folder, rank 0's.
+        identity: what makes the run this one; a checkpoint of another is foreign.
+        communicator: the ranks.
+        device: where its tensors live.
+
+    Raises:
+        ConfigError: `--resume` names a file that isn't there.
+        CheckpointError: there are checkpoints, and none can be read.
+    """
+    data = b""
+    if communicator.rank == 0:
+        file = io.BytesIO()
+        start = _look(output, run, identity)
+        torch.save({f.name: getattr(start, f.name) for f in fields(Start)}, file)
+        data = file.getvalue()
+    data = broadcast_bytes(communicator, data, device, "where rank 0 starts from")
+    told = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    return Start(**told)
+
+
+def _look(output: OutputConfig, run: Path, identity: Mapping[str, object]) -> Start:
+    run.mkdir(parents=True, exist_ok=True)
+    checkpoints = Checkpoints(run, output.keep_checkpoints)
+    checkpoints.clean()
+    found = list(checkpoints.newest_first())
+    notes: list[str] = []
+    for path, state in _readable(found, identity, notes):
+        return _start(run, state, f"Resuming from {path}", None, notes)
+    if found:
+        raise CheckpointError(
+            f"{notes[0]} None of the {len(found)} checkpoints of run {run.name} can be used: give "
+            "another --run_id, or remove them to start the run from the beginning."
+        )
+    if output.resume in ("auto", "no"):
+        return Start(generation=next_generation(run))
+    check_origin(output, run)
+    path = Path(output.resume)
+    return _start(run, read_checkpoint(path), f"Starting from {path}", str(path), notes)
+
+
+def _readable(
+    found: list[Path], identity: Mapping[str, object], notes: list[str]
+) -> Iterator[tuple[Path, dict[str, Any]]]:
+    for path in found:
+        try:
+            state = read_checkpoint(path)
+        except CheckpointError as error:
+            notes.append(str(error))
+            continue
+        if state.get("config") != dict(identity):
+            notes.append(f"{path}: the checkpoint of another run; it is left out.")
+            continue
+        yield path, state
+
+
+def _start(
+    run: Path, state: Mapping[str, Any], what: str, origin: str | None, notes: list[str]
+) -> Start:
+    position = state["position"]
+    where = f"epoch {position['epoch'] + 1}, {position['step']} steps done."
+    own = 0 if origin else position["generation"] + 1
+    return Start(
+        generation=next_generation(run, own),
+        state=state,
+        origin=origin,
+        notes=(*notes, f"{what}: {where}"),
+    )

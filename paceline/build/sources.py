@@ -1,0 +1,184 @@
+"""Opens the databases and reads them in the run's order."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from paceline.cluster.members import Members
+from paceline.config.data import NO_DATA, DataConfig
+from paceline.config.db import DbType
+from paceline.config.train import TrainConfig
+from paceline.data.augment import Transform
+from paceline.data.leveldb_source import LevelDbSource
+from paceline.data.lmdb_source import LmdbSource
+from paceline.data.loader import Loader
+from paceline.data.minidb_source import MiniDbSource
+from paceline.data.order import Order
+from paceline.data.source import Source
+from paceline.data.synthetic import SyntheticSource
+from paceline.errors import ConfigError
+from paceline.recorder import Recorder
+
+SOURCES: dict[DbType, Callable[..., Source]] = {
+    "lmdb": LmdbSource,
+    "leveldb": LevelDbSource,
+    "minidb": MiniDbSource,
+}
+MADE_UP_RECORDS = 2048  # of an epoch of made-up images, where --epoch_size is larger
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sources:
+    """The records to train on and, where there are any, to test on."""
+
+    train: Source
+    test: Source | None
+
+    def close(self) -> None:
+        """Close both."""
+        self.train.close()
+        if self.test is not None:
+            self.test.close()
+
+
+def open_sources(config: TrainConfig) -> Sources:
+    """Open the databases and check what can be known of them at once.
+
+    Raises:
+        ConfigError: a path, a label beyond `num_labels` that isn't to be skipped, other classes in
+            the test data, or fewer samples than workers.
+        DataError: not a database, or one of unknown records.
+    """
+    data, seed = config.data, config.optim.seed
+    train = _open_source("train_data", data.train_data, data, seed)
+    if min(len(train), data.epoch_size) < config.world.workers:
+        raise ConfigError(
+            f"--train_data {data.train_data}: {min(len(train), data.epoch_size)} samples for "
+            f"{config.world.workers} workers; give each worker at least one."
+        )
+    if not data.test_data:
+        return Sources(train=train, test=None)
+    test = _open_source("test_data", data.test_data, data, seed + 1)
+    names = train.label_names, test.label_names
+    if None not in names and names[0] != names[1]:
+        raise ConfigError(
+            f"--test_data {data.test_data}: its classes {_some(names[1])} aren't those of the "
+            f"training data, {_some(names[0])}; make both of folders with the same classes."
+        )
+    return Sources(train=train, test=test)
+
+
+def make_loader(
+    config: TrainConfig,
+    members: Members,
+    device: torch.device,
+    source: Source,
+    *,
+    train: bool,
+    recorder: Recorder,
+) -> Loader:
+    """Make a rank's loader of a source, in the order of training or of evaluation.
+
+    Args:
+        config: the run's.
+        members: this rank's place in the world.
+        device: where batches go.
+        source: the records.
+        train: shuffled, of another selection each epoch, and augmented; or as evaluation wants it.
+        recorder: receives notes of the bad records that are left out.
+
+    Raises:
+        ConfigError: fewer samples than workers.
+    """
+    data, seed = config.data, config.optim.seed
+    order = Order(
+        size=len(source),
+        batch_size=config.global_batch,
+        seed=seed,
+        epoch_size=data.epoch_size if train else data.test_epoch_size,
+        shuffle=train,
+    )
+    if train and order.samples < members.world_size:
+        raise ConfigError(
+            f"--train_data {data.train_data}: {order.samples} samples for {members.world_size} "
+            "workers; give each at least one."
+        )
+    transform = Transform(
+        augment=data.augment,
+        image_size=data.image_size,
+        scale=data.scale,
+        channels=data.num_channels,
+        color_jitter=data.color_jitter if train else 0.0,
+        seed=seed,
+        train=train,
+    )
+    return Loader(
+        source,
+        order,
+        transform,
+        mean=data.mean,
+        std=data.std,
+        rank=members.rank,
+        world_size=members.world_size,
+        device=device,
+        threads=data.decode_threads or cores_per_worker(members.local_world_size),
+        num_labels=data.num_labels,
+        epochs=config.optim.num_epochs,
+        skip_bad=data.bad_records == "skip",
+        warn=lambda text: recorder.event("note", text=text),
+        channels_last=config.model.channels_last,
+    )
+
+
+def cores_per_worker(local_world_size: int) -> int:
+    """Return this machine's cores, those this process may use, shared among its workers."""
+    return max(1, len(os.sched_getaffinity(0)) // local_world_size)
+
+
+def _open_source(flag: str, path: str, data: DataConfig, seed: int) -> Source:
+    if path == NO_DATA:
+        size = data.epoch_size if flag == "train_data" else data.test_epoch_size
+        return SyntheticSource(
+            records=min(size, MADE_UP_RECORDS),
+            image_size=data.image_size,
+            channels=data.num_channels,
+            num_labels=data.num_labels,
+            seed=seed,
+        )
+    if not _may_be_there(Path(path)):
+        raise ConfigError(f"--{flag} {path}: there is no such database.")
+    cache = Path(data.cache_dir) if data.cache_dir else None
+    source = SOURCES[data.db_type](Path(path), cache_dir=cache)
+    beyond = labels_beyond(source, data.num_labels)
+    if beyond and (data.bad_records == "stop" or beyond == len(source)):
+        assert source.labels is not None
+        source.close()
+        raise ConfigError(
+            f"--num_labels {data.num_labels}: {path} has labels up to {source.labels.max()}; "
+            f"give at least {source.labels.max() + 1}."
+        )
+    return source
+
+
+def labels_beyond(source: Source, num_labels: int) -> int:
+    """Count the records whose label is `num_labels` or more, as far as the index knows labels."""
+    return 0 if source.labels is None else int((source.labels >= num_labels).sum())
+
+
+def _may_be_there(path: Path) -> bool:
+    """Tell whether there is something, or a folder that doesn't let us look: the source says so."""
+    try:
+        return path.exists()
+    except PermissionError:
+        return True
+
+
+def _some(names: tuple[str, ...] | None) -> str:
+    """Name the first few of a list."""
+    assert names is not None
+    return ", ".join(names[:5]) + (f", … ({len(names)})" if len(names) > 5 else "")

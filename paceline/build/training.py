@@ -1,0 +1,151 @@
+"""Makes a trainer of a run's parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from paceline.build.exchange import replicate
+from paceline.build.model import make_model, make_optimizer
+from paceline.build.resume import Start
+from paceline.build.sources import Sources, make_loader
+from paceline.cluster.members import Members
+from paceline.comm.communicator import Communicator
+from paceline.config.train import TrainConfig
+from paceline.observe.tally import TOLD
+from paceline.observe.watch import LossWatch
+from paceline.recorder import NullRecorder, Recorder
+from paceline.schedule import LearningRate
+from paceline.state.checkpoint import FOLDER, Checkpoints
+from paceline.state.keeper import Keeper, Stateful
+from paceline.state.weights import save_weights
+from paceline.steps import SavePolicy, Steps
+from paceline.sync.agreement import Agreement
+from paceline.sync.precision import Precision
+from paceline.sync.share import Share
+from paceline.trainer import Trainer
+
+
+def build_trainer(
+    config: TrainConfig,
+    members: Members,
+    communicator: Communicator,
+    sources: Sources,
+    device: torch.device,
+    recorder: Recorder,
+    folder: Path,
+    start: Start | None = None,
+    stopping: Callable[[], bool] = lambda: False,
+    agree: Callable[[nn.Module], None] = lambda model: None,
+    layers: Communicator | None = None,
+) -> Trainer:
+    """Make the model and everything around it; collective, as rank 0's weights are sent to all.
+
+    Args:
+        config: what the run is told.
+        members: the world.
+        communicator: connects it.
+        sources: the records.
+        device: this rank's.
+        recorder: receives what happens.
+        folder: the run's.
+        start: where the run goes on; by default the beginning.
+        stopping: tells whether this process was asked to stop.
+        agree: compares the model with the other ranks', before anything of it is exchanged.
+        layers: connects layers that exchange within forward and backward, where there are any.
+
+    Raises:
+        ConfigError: model, weights or checkpoint can't be had as asked for.
+    """
+    optim, start = config.optim, start or Start()
+    torch.manual_seed(optim.seed)
+    share = Share()
+    told = config if start.state is None else config.without_weights()
+    model = make_model(told, device, layers, share, lambda note: recorder.event("note", text=note))
+    agree(model)
+    loader = partial(make_loader, config, members, device, recorder=recorder)
+    train = loader(sources.train, train=True)
+    test = loader(sources.test, train=False) if sources.test is not None else None
+    optimizer = make_optimizer(model, optim, config.global_batch)
+    schedule = LambdaLR(
+        optimizer,
+        LearningRate(
+            policy=optim.lr_policy,
+            steps_per_epoch=train.steps,
+            epochs=optim.num_epochs,
+            warmup_epochs=optim.warmup_epochs,
+        ),
+    )
+    precision = Precision(
+        config.model.dtype, device, clip_norm=optim.clip_norm, clip_value=optim.clip_value
+    )
+    parts: dict[str, Any] = {
+        "model": model,
+        "optimizer": optimizer,
+        "schedule": schedule,
+        "precision": precision,
+    }
+    start.restore(parts)
+    replica = replicate(
+        model, optimizer, communicator, config.sync.sync, config.sync.bucket_mb, share
+    )
+    weights = folder / f"{config.model.weights_name}.pt"
+    output = config.output
+    teller = recorder if members.rank == 0 else NullRecorder()  # all hear the same losses
+    steps = Steps(
+        replica,
+        Agreement(communicator),
+        recorder,
+        keeper_of(config, folder, parts) if members.rank == 0 else None,
+        rank=members.rank,
+        generation=start.generation,
+        seed=optim.seed,
+        position=start.position,
+        policy=SavePolicy(steps=output.checkpoint_steps, minutes=output.checkpoint_minutes),
+        stopping=stopping,
+        listen=watch_of(config, teller, folder, start.generation).hear,
+        values=TOLD + 1,
+        device=device,
+    )
+    return Trainer(
+        model=model,
+        criterion=nn.CrossEntropyLoss(label_smoothing=optim.label_smoothing),
+        optimizer=optimizer,
+        schedule=schedule,
+        precision=precision,
+        replica=replica,
+        steps=steps,
+        communicator=communicator,
+        device=device,
+        train=train,
+        test=test,
+        recorder=recorder,
+        save=partial(save_weights, weights, model) if members.rank == 0 else _nothing,
+        epochs=optim.num_epochs,
+        num_labels=config.data.num_labels,
+    )
+
+
+def keeper_of(config: TrainConfig, folder: Path, parts: Mapping[str, Stateful]) -> Keeper:
+    """Make what saves the run's state into `folder`."""
+    checkpoints = Checkpoints(folder, config.output.keep_checkpoints)
+    return Keeper(parts, checkpoints, constant={"config": config.identity()})
+
+
+def watch_of(config: TrainConfig, recorder: Recorder, folder: Path, generation: int) -> LossWatch:
+    """Make what tells the losses and stops a run that diverges."""
+    remedy = (
+        "Give a smaller --base_learning_rate or a --warmup_epochs; what was saved in "
+        f"{folder / FOLDER} is good."
+    )
+    return LossWatch(recorder, generation=generation, max_loss=config.optim.max_loss, remedy=remedy)
+
+
+def _nothing() -> None:
+    """Save nothing: rank 0 does."""

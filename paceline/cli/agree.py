@@ -1,0 +1,50 @@
+"""What the ranks of a training run compare before they connect: the preflight's questions."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+from torch import nn
+from torch._C._distributed_c10d import Store
+
+from paceline.build import Sources
+from paceline.cluster.members import Members
+from paceline.cluster.preflight import (
+    compare,
+    configuration_facts,
+    data_facts,
+    model_facts,
+    token_facts,
+    version_facts,
+)
+from paceline.config.train import TrainConfig
+
+
+def agree_on_inputs(
+    config: TrainConfig, members: Members, store: Store, token: str, sources: Sources
+) -> None:
+    """Require the same job token, configuration, versions and data of all ranks; collective.
+
+    Raises:
+        ConfigError: two ranks differ; names what, and both values.
+        CommError: a rank didn't come within `--first_iter_timeout`, or has failed.
+    """
+    limit = config.world.first_iter_timeout
+    data = data_facts("train_data", len(sources.train), sources.train.fingerprint)
+    if sources.test is not None:
+        data |= data_facts("test_data", len(sources.test), sources.test.fingerprint)
+    compare(store, members, "job token", token_facts(token), timeout=limit)
+    compare(store, members, "configuration", configuration_facts(config), timeout=limit)
+    compare(store, members, "versions", version_facts(), timeout=limit)
+    compare(store, members, "data", data, timeout=limit)
+
+
+def agree_on_model(config: TrainConfig, members: Members, store: Store, model: nn.Module) -> None:
+    """Require the same names, shapes and types of parameters and buffers; collective.
+
+    Raises:
+        ConfigError: two ranks differ; names what, and both values.
+        CommError: a rank has failed, or said nothing within `--first_iter_timeout`.
+    """
+    facts = model_facts(chain(model.named_parameters(), model.named_buffers()))
+    compare(store, members, "model", facts, timeout=config.world.first_iter_timeout)

@@ -1,0 +1,86 @@
+"""`paceline launch`: local workers of a command of one's own, under the supervisor of `train`.
+
+Each worker finds its place by `paceline.join()`; a command that asks for none is fine, too. They
+start together and end together: with the first that fails, with a signal, with the supervisor.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from paceline.cli.flags import parse
+from paceline.cluster import lifeline
+from paceline.cluster.plan import RunPlan
+from paceline.cluster.supervise import supervise
+from paceline.config.launch import LaunchConfig
+from paceline.config.world import WorldConfig
+from paceline.errors import ConfigError
+
+DESCRIPTION = """Start workers of a command of your own: paceline launch -n 2 -- COMMAND.
+
+-n N is --num_workers N; without it there is a worker for each GPU, or one.
+
+examples:
+  two workers of a script that calls paceline.join():
+    paceline launch -n 2 -- python train.py --epochs 3
+  two machines with two workers each, which share a folder (on the other one, --shard_id 1):
+    paceline launch -n 2 --num_shards 2 --shard_id 0 --run_id first
+        --file_store_path /shared/meet -- python train.py
+"""
+_EXAMPLE = "paceline launch -n 2 -- python train.py"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command with the arguments after its name; return its exit status.
+
+    Raises:
+        PacelineError: the caller's mistake, told before anything is started.
+    """
+    flags, command = _split(argv)
+    config = parse(LaunchConfig, flags, prog="paceline launch", description=DESCRIPTION)
+    _check(command)
+    plan = RunPlan.of(config.world, workers=_workers(config.world))
+    guarded = [sys.executable, "-I", "-S", lifeline.__file__, *command]
+    return supervise(replace(plan, command=True), guarded)
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the words before the first `--`, with `-n` spelled out, and those after it.
+
+    Raises:
+        ConfigError: there is a command, but no `--` in front of it.
+    """
+    words = list(argv)
+    end = words.index("--") if "--" in words else len(words)
+    flags = ["--num_workers" if word == "-n" else word for word in words[:end]]
+    if end == len(words) and _has_command(flags):
+        raise ConfigError(f"there is no -- between the flags and the command: {_EXAMPLE}.")
+    return flags, words[end + 1 :]
+
+
+def _has_command(flags: Sequence[str]) -> bool:
+    """Tell whether a word is neither a flag nor a flag's value."""
+    before = ["", *flags]
+    return any(
+        not word.startswith("-") and ("=" in last or not last.startswith("-"))
+        for last, word in zip(before, flags, strict=False)
+    )
+
+
+def _check(command: Sequence[str]) -> None:
+    if not command:
+        raise ConfigError(f"there is no command: give one after --, as in {_EXAMPLE}.")
+    if shutil.which(command[0]) is None:
+        what = "isn't executable" if Path(command[0]).exists() else "isn't found"
+        raise ConfigError(f"the command {command[0]} {what}: give a program, as in {_EXAMPLE}.")
+
+
+def _workers(world: WorldConfig) -> int:
+    given = world.gpus or world.num_gpus or world.num_workers
+    return world.workers if given or world.use_cpu else max(1, torch.cuda.device_count())

@@ -1,0 +1,177 @@
+"""One entry to the world, whoever started this process.
+
+    launcher   started by                      the processes meet
+    paceline   a supervisor of ours            in the store that it tells them of
+    others     torchrun, mpirun or srun        where `meeting` says
+    alone      a person                        nowhere: it is the whole world
+
+From there on all is the same: ranks, addresses, a store, a job token, and a way to leave.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Literal
+
+from torch._C._distributed_c10d import HashStore, Store
+
+from paceline.cluster.allocator import keep_freed_memory
+from paceline.cluster.ending import Ending, Foreign, Private, Supervised
+from paceline.cluster.environment import Environment
+from paceline.cluster.gather import gather
+from paceline.cluster.identity import Identity
+from paceline.cluster.launched import Launched
+from paceline.cluster.meeting import meet
+from paceline.cluster.members import Members
+from paceline.cluster.patience import Patience
+from paceline.cluster.store import StoreSpec
+from paceline.cluster.waiting import await_keys
+from paceline.cluster.worker import join_world
+
+LauncherName = Literal["paceline", "torchrun", "mpirun", "slurm", "alone"]
+
+
+class Joined:
+    """A world that stands, and this process in it.
+
+    Attributes:
+        members: the world as this process sees it.
+        store: where process groups meet; keep this object for as long as one uses it.
+        token: the job token.
+        launcher: who started the processes.
+        meeting: where they met, HOST:PORT, where that is a TCP store; else "".
+    """
+
+    def __init__(
+        self,
+        *,
+        members: Members,
+        store: Store,
+        token: str,
+        launcher: LauncherName,
+        ending: Ending,
+        meeting: str = "",
+    ) -> None:
+        self.members = members
+        self.store = store
+        self.token = token
+        self.launcher = launcher
+        self.meeting = meeting
+        self._ending = ending
+
+    def from_rank_0(self, name: str, value: str, timeout: float) -> str:
+        """Return rank 0's `value`; collective.
+
+        Args:
+            name: what it is, the same on all ranks and used once.
+            value: what rank 0 gives; the others' isn't used.
+            timeout: seconds to wait for rank 0.
+
+        Raises:
+            CommTimeout: rank 0 said nothing.
+            PeerLost: another process gave a reason for the run's end.
+        """
+        key = f"from rank 0/{name}"
+        if self.members.rank == 0:
+            self.store.set(key, value)
+            return value
+        self.await_all([key], f"{self.members.describe(0)} didn't say the {name}", timeout)
+        return self.store.get(key).decode()
+
+    def await_all(self, keys: Sequence[str], late: str, timeout: float) -> None:
+        """Wait for keys in the store.
+
+        Raises:
+            CommTimeout: some didn't come in time; says `late`.
+            PeerLost: another process gave a reason for the run's end.
+        """
+        await_keys(self.store, keys, timeout, lambda missing: f"{late} within {timeout:g} s.")
+
+    def fail(self, error: BaseException) -> int:
+        """Say why this process fails, once, where the person sees it, and leave the world.
+
+        Returns:
+            the exit status to end with, at once: by `os._exit`.
+        """
+        return self._ending.fail(error)
+
+    def close(self) -> None:
+        """Leave the world; who serves the store stays until all have left, within a limit."""
+        self._ending.close()
+
+
+def join_world_of(
+    environment: Environment,
+    *,
+    first_iter_timeout: float,
+    timeout: float,
+    meeting: StoreSpec | None = None,
+    wanted: Sequence[str] = (),
+) -> Joined:
+    """Find this process's place in the world; collective.
+
+    Args:
+        environment: who started the process.
+        first_iter_timeout: seconds to wait for the others at the start.
+        timeout: seconds that the store's server waits for the others at the end.
+        meeting: where flags say to meet.
+        wanted: the network interfaces to use; none: all.
+
+    Raises:
+        ConfigError: the launcher's numbers contradict each other, or the meeting place is wrong.
+        CommError: processes didn't come in time (names them), or can't reach each other.
+    """
+    keep_freed_memory()
+    if environment.worker is not None:
+        members, store, token = join_world(environment.worker)
+        return Joined(
+            members=members,
+            store=store,
+            token=token,
+            launcher="paceline",
+            ending=Supervised(environment.worker),
+        )
+    launched = environment.launched
+    if launched is None or launched.world_size == 1:
+        return _alone("alone" if launched is None else launched.launcher)
+    return _launched(launched, first_iter_timeout, timeout, meeting, wanted)
+
+
+def _alone(launcher: LauncherName) -> Joined:
+    host = Identity.of_this_process().host
+    return Joined(
+        members=Members.on(0, 0, machines=(1,), addresses=("127.0.0.1",), hosts=(host,)),
+        store=HashStore(),
+        token=secrets.token_hex(16),
+        launcher=launcher,
+        ending=Private(),
+    )
+
+
+def _launched(
+    launched: Launched,
+    first_iter_timeout: float,
+    timeout: float,
+    meeting: StoreSpec | None,
+    wanted: Sequence[str],
+) -> Joined:
+    remedy = "see what they say, or give a longer --first_iter_timeout"
+    patience = Patience(first_iter_timeout, _say_nothing, time.sleep, remedy)
+    server, place = meet(launched, meeting, wanted, first_iter_timeout)
+    world = gather(place, launched, wanted, patience)
+    world.store.set_timeout(timedelta(seconds=first_iter_timeout))
+    return Joined(
+        members=world.members,
+        store=world.store,
+        token=world.token,
+        launcher=launched.launcher,
+        meeting=place.address if place.kind == "tcp" else "",
+        ending=Foreign(world, place, server, keeps=launched.rank == 0, timeout=timeout),
+    )
+
+
+def _say_nothing(text: str) -> None:
+    """Tell nobody for whom a start waits: with many processes it would be many lines."""

@@ -1,0 +1,145 @@
+"""A process's place as somebody else's launcher tells it: torchrun, mpirun, Slurm's srun.
+
+Each launcher has variables of its own, and a file here that reads them. What they share is four
+numbers (`Names` says what a launcher calls them) and the rules that the numbers obey.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from paceline.errors import ConfigError
+
+Launcher = Literal["torchrun", "mpirun", "slurm"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launched:
+    """One process among those that a launcher started.
+
+    Attributes:
+        launcher: who started it.
+        rank: the launcher's number of the process; ours may differ, which counts by machines.
+        world_size: how many processes it started.
+        local_rank: the process's number on its machine.
+        local_world_size: how many it started on this machine.
+        node: the launcher's number of the machine, where it has one.
+        start: a name that no other start of a job has, where the launcher has one; else "".
+        master: HOST:PORT of a TCP store for all, where the launcher says it; else "".
+        serves: whether the launcher itself serves that store; else rank 0 does.
+    """
+
+    launcher: Launcher
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node: int | None = None
+    start: str = ""
+    master: str = ""
+    serves: bool = False
+
+    @property
+    def command(self) -> str:
+        """The launcher's command, for people."""
+        return command_of(self.launcher)
+
+    @property
+    def one_machine(self) -> bool:
+        """Whether all processes were started on this machine."""
+        return self.world_size == self.local_world_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Names:
+    """What a launcher calls its variables."""
+
+    launcher: Launcher
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str
+
+    def read(self, variables: Mapping[str, str]) -> Launched:
+        """Return the four numbers.
+
+        Raises:
+            ConfigError: one is missing, isn't a number, or contradicts another; names them.
+        """
+        names = (self.rank, self.world_size, self.local_rank, self.local_world_size)
+        require(variables, names, self.launcher)
+        rank, size, local_rank, local_size = (whole(variables, name) for name in names)
+        for part, whole_part in ((self.rank, self.world_size), (self.local_rank, names[3])):
+            below(variables, part, whole_part)
+        if local_rank > rank or local_size > size:
+            words = ", ".join(f"{name} {variables[name]}" for name in names)
+            raise ConfigError(
+                f"{words}: a machine's number can't be larger than the world's; see what set them."
+            )
+        return Launched(
+            launcher=self.launcher,
+            rank=rank,
+            world_size=size,
+            local_rank=local_rank,
+            local_world_size=local_size,
+        )
+
+
+def command_of(launcher: Launcher) -> str:
+    """Return the name of a launcher's command."""
+    return "srun" if launcher == "slurm" else launcher
+
+
+def require(variables: Mapping[str, str], names: tuple[str, ...], launcher: Launcher) -> None:
+    """Require all of a launcher's variables.
+
+    Raises:
+        ConfigError: some are missing; names them.
+    """
+    missing = [name for name in names if name not in variables]
+    if missing:
+        present = [name for name in names if name in variables]
+        verb = ("are" if len(present) > 1 else "is", "aren't" if len(missing) > 1 else "isn't")
+        raise ConfigError(
+            f"{' and '.join(present)} {verb[0]} set and {', '.join(missing)} {verb[1]}: start all "
+            f"processes by {command_of(launcher)}, which sets all of them, or unset those."
+        )
+
+
+def whole(variables: Mapping[str, str], name: str) -> int:
+    """Return a variable's value as a number from 0 on.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    text = variables[name]
+    if not (text.isascii() and text.isdecimal()):
+        raise ConfigError(f"{name} is {text!r} in the environment: it must be a whole number.")
+    return int(text)
+
+
+def below(variables: Mapping[str, str], part: str, size: str) -> None:
+    """Require a number below the count that goes with it.
+
+    Raises:
+        ConfigError: it isn't.
+    """
+    if whole(variables, part) >= whole(variables, size):
+        raise ConfigError(
+            f"{part} {variables[part]} and {size} {variables[size]}: {part} must be less than "
+            f"{size}; see what set them."
+        )
+
+
+def port_in(variables: Mapping[str, str], name: str) -> int:
+    """Return a variable's value as the number of a port.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    port = whole(variables, name)
+    if not 0 < port < 65536:
+        raise ConfigError(f"{name} is {port} in the environment: a port is 1 to 65535.")
+    return port

@@ -1,0 +1,55 @@
+"""A program of its own: run a command, and end it with the supervisor that wants it.
+
+    python -I -S lifeline.py COMMAND …
+
+The command knows nothing of its supervisor. This process stands between: its standard input is a
+pipe that only the supervisor holds open, and at its end it kills its process group, the command and
+whatever that started among it. Signals reach the command directly, as one of the group, and are
+ignored here. The end is the command's: its status, or the signal that killed it.
+
+It imports nothing of the package, so that it is up at once and takes little memory.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+
+
+def main(argv: list[str]) -> int:
+    """Run the command; return its exit status."""
+    lifeline = os.dup(0)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)  # the command doesn't inherit a handler
+    try:
+        process = subprocess.Popen(argv, stdin=subprocess.DEVNULL)
+    except OSError as error:
+        print(f"paceline: {argv[0]} can't be started: {error.strerror}.", file=sys.stderr)
+        return 2
+    threading.Thread(target=_watch, args=(lifeline,), daemon=True).start()
+    status = process.wait()
+    if status < 0:
+        _die_of(-status)
+    return status
+
+
+def _watch(lifeline: int) -> None:
+    while os.read(lifeline, 1):
+        pass
+    os.killpg(0, signal.SIGKILL)
+
+
+def _die_of(number: int) -> None:
+    """End by the signal that ended the command, without a second core dump."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if number != signal.SIGKILL:
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

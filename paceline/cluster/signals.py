@@ -1,0 +1,84 @@
+"""SIGTERM and SIGINT in a process that trains: noticed at once, obeyed at the next step's end.
+
+A handler of Python's runs only when the main thread is back from C++, which a long convolution or
+a wait for a peer may keep for a while. The system writes the signal's number into a pipe instead,
+and a thread that reads it does at once what can't wait:
+
+    signal ─▶ number ── 1.5 s ──▶ rescue() ── until 3.5 s ──▶ the process ends, with 128 + number
+                    └─ the loop ends itself at a step boundary, as a rule before that
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import monotonic
+
+_RESCUE_S = 1.5
+_END_S = 3.5
+
+
+class StopSignals:
+    """Listens to SIGTERM and SIGINT; `with signals.heard(rescue):` in the main thread.
+
+    Args:
+        leave: ends the process with a status; for tests.
+    """
+
+    def __init__(self, leave: Callable[[int], None] = os._exit) -> None:
+        self._leave = leave
+        self._number = 0
+        self._ended = threading.Event()
+
+    @property
+    def status(self) -> int:
+        """The exit status that a signal asks for: 128 + its number; 0 as long as there is none."""
+        return 128 + self._number if self._number else 0
+
+    @contextmanager
+    def heard(self, rescue: Callable[[], object]) -> Iterator[None]:
+        """Listen inside the block.
+
+        Args:
+            rescue: saves what can be saved, from another thread, where the block doesn't end soon
+                after a signal.
+        """
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        before = {
+            number: signal.signal(number, lambda *_: None)
+            for number in (signal.SIGTERM, signal.SIGINT)
+        }
+        wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        thread = threading.Thread(
+            target=self._listen, args=(reader, rescue), name="signals", daemon=True
+        )
+        thread.start()
+        try:
+            yield
+        finally:
+            self._ended.set()
+            signal.set_wakeup_fd(wakeup)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            os.close(writer)
+            thread.join()
+            os.close(reader)
+
+    def _listen(self, reader: int, rescue: Callable[[], object]) -> None:
+        while received := os.read(reader, 1):
+            if received[0] in (signal.SIGTERM, signal.SIGINT):
+                self._number = received[0]
+                self._see_to_the_end(rescue)
+                return
+
+    def _see_to_the_end(self, rescue: Callable[[], object]) -> None:
+        deadline = monotonic() + _END_S
+        if self._ended.wait(_RESCUE_S):
+            return
+        rescue()
+        if not self._ended.wait(max(0.0, deadline - monotonic())):
+            self._leave(self.status)

@@ -1,0 +1,36 @@
+"""The communicator of a world of one rank: a sum is its only summand, and nothing is connected."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from paceline.comm.communicator import Ticket
+
+
+class AloneCommunicator:
+    """The only rank."""
+
+    rank = 0
+    world_size = 1
+
+    def all_reduce(self, tensor: Tensor) -> Ticket:
+        """Leave the tensor as it is: the sum over one rank."""
+        return _Done()
+
+    def broadcast(self, tensor: Tensor) -> Ticket:
+        """Leave the tensor as it is: rank 0's."""
+        return _Done()
+
+    def steady(self) -> None:
+        """Change nothing: nobody is waited for."""
+
+    def end(self) -> None:
+        """Close nothing."""
+
+    def close(self) -> None:
+        """Close nothing."""
+
+
+class _Done:
+    def wait(self, operation: str) -> None:
+        """Return at once."""

@@ -1,0 +1,52 @@
+"""Where a rank's share of a global batch stands in the data order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A share: positions `first` to `last` - 1 of an epoch's order.
+
+    Attributes:
+        epoch: the epoch, from 0.
+        step: the step of the epoch, from 0.
+        steps: the steps of an epoch.
+        first: the share's first position in the epoch's order.
+        last: the position after its last one.
+        global_count: samples of the global batch, over all ranks.
+        skipped: samples of the share that couldn't be read and are left out.
+    """
+
+    epoch: int
+    step: int
+    steps: int
+    first: int
+    last: int
+    global_count: int
+    skipped: int = 0
+
+    @property
+    def number(self) -> int:
+        """The number of the step in the run, from 0."""
+        return self.epoch * self.steps + self.step
+
+    @property
+    def count(self) -> int:
+        """Count the samples that this rank trains; 0: it computes a borrowed one for nothing."""
+        return self.last - self.first - self.skipped
+
+    @property
+    def computed(self) -> slice:
+        """Name the positions that this rank computes: its share, or a borrowed one for an empty."""
+        # Empty shares are a batch's last ones: the position before is in the batch.
+        return slice(min(self.first, self.last - 1), self.last)
+
+    @property
+    def weight(self) -> float:
+        """The share's part of the global batch, by which its mean loss counts.
+
+        A skipped sample adds nothing, for any number of ranks: the others count as before.
+        """
+        return self.count / self.global_count

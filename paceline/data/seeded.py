@@ -1,0 +1,64 @@
+"""A data set whose random transforms depend on (seed, epoch, sample), not on who loads it.
+
+Transforms draw from the streams of Python, numpy and torch, which belong to the process: what they
+give depends on all that was drawn before, by whom. So each sample is made with streams of its own,
+and the caller's are put back behind it:
+
+    dataset[epoch, 7]     caller's streams aside │ seeded by (seed, epoch, 7): dataset[7] │ back
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from paceline.data import splitmix
+
+_TRANSFORM = 4  # a purpose beside those of the order and of made-up images
+
+
+class MapStyle(Protocol):
+    """A map-style data set: samples by number, from 0 to its length."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class SeededDataset(Dataset[Any]):
+    """The samples of a data set by (epoch, number).
+
+    Args:
+        dataset: makes the samples.
+        seed: another number, other random transforms.
+    """
+
+    def __init__(self, dataset: MapStyle, seed: int) -> None:
+        self._dataset = dataset
+        self._seed = seed
+
+    def __getitem__(self, place: tuple[int, int]) -> Any:
+        epoch, index = place
+        with _seeded(splitmix.base(self._seed, _TRANSFORM, epoch, index)):
+            return self._dataset[index]
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed the three streams of the CPU; a device's aren't touched."""
+    ours, numpys, torchs = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(ours)
+        np.random.set_state(numpys)
+        torch.set_rng_state(torchs)

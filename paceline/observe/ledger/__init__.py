@@ -1,0 +1,12 @@
+"""The ledger: a proof, from the ranks' own event files, that a run trained each sample once.
+
+It knows nothing of the loader: positions of an epoch are 0 to N - 1, and batch t of B samples is
+[t * B, min((t + 1) * B, N)).
+
+    lines ── history (packed) ── periods (who answers for what) ── segments (like steps) ── proof
+"""
+
+from paceline.observe.ledger.faults import Fault
+from paceline.observe.ledger.proof import Account, Proof, prove
+
+__all__ = ["Account", "Fault", "Proof", "prove"]

@@ -1,0 +1,121 @@
+"""What isn't exact, in words: lines that contradict each other, and batches that aren't tiled.
+
+A person reads of positions in an epoch's order and of ranks; epochs and steps are told beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from paceline.observe.ledger.history import History, Stretch
+from paceline.observe.ledger.periods import Period, Timeline
+from paceline.observe.ledger.segments import Segment
+from paceline.observe.ledger.tiling import Columns, Tiling
+
+_NAMED = 8  # ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """Something that isn't exact.
+
+    Attributes:
+        text: what it is, without where; a sentence.
+        generation: in which generation.
+        step: the first step of the run that it concerns, if it concerns steps.
+        steps: how many it concerns.
+    """
+
+    text: str
+    generation: int
+    step: int | None = None
+    steps: int = 0
+
+
+def contradictions(history: History, times: Timeline) -> Iterator[Fault]:
+    """Yield what the lines of a generation that stands say of it and can't be."""
+    for period in times.periods:
+        for text in _contradictions(history, period):
+            yield Fault(text=text, generation=period.number)
+
+
+def judge(segment: Segment, tiling: Tiling, strays: Iterable[Stretch]) -> Iterator[Fault]:
+    """Yield what isn't right in a segment.
+
+    Args:
+        segment: the steps.
+        tiling: of its batch by those shares that fit.
+        strays: those that don't.
+    """
+    for text in _misplaced(segment, tiling, strays):
+        steps = segment.end - segment.start
+        yield Fault(text=text, generation=segment.generation, step=segment.start, steps=steps)
+
+
+def _contradictions(history: History, period: Period) -> Iterator[str]:
+    told = period.generation
+    if len(told.world_sizes) > 1:
+        sizes = " and ".join(map(str, sorted(told.world_sizes)))
+        yield f"Its ranks don't agree how many they are: {sizes}."
+    if told.stretches and not told.world_sizes:
+        yield "No line tells how many ranks it has."
+    if len(told.restores) > 1:
+        steps = " and ".join(map(str, sorted(told.restores)))
+        yield f"Its ranks don't agree before which step they went on: {steps}."
+    if told.stretches and not told.restores:
+        yield "No line tells before which step it went on."
+    if any(not 0 <= step <= history.extent.total for step in told.restores):
+        yield f"It went on before step {max(told.restores)} of a run of {history.extent.total}."
+    for stretch in told.stretches:
+        if stretch.start < period.start or stretch.end > history.extent.total:
+            yield (
+                f"Rank {stretch.rank} trained step {_span(stretch.start, stretch.end)}, and could "
+                f"only step {_span(period.start, history.extent.total)}."
+            )
+    missing = sorted(set(period.ranks) - history.ranks)
+    if missing and told.stretches:
+        yield f"There is no event file of {_ranks(missing)} of its {len(period.ranks)}."
+
+
+def _misplaced(segment: Segment, tiling: Tiling, strays: Iterable[Stretch]) -> Iterator[str]:
+    if segment.owed:
+        for columns in tiling.lost:
+            silent = f"{_ranks(segment.absent)} wrote no line" if segment.absent else ""
+            yield f"{_positions(segment, columns)} trained by nobody{_aside(silent)}."
+    elif segment.holes:
+        yield f"{_ranks(segment.holes).capitalize()} wrote no line, but later ones."
+    for columns in tiling.twice:
+        if columns[0] < 0 or columns[1] > segment.length:
+            batch = _span(segment.begin, segment.begin + segment.length)
+            where = f"outside of the batch, {batch}"
+        else:
+            where = "twice"
+        owners = [s.rank for s in segment.shares if s.first < columns[1] and s.last > columns[0]]
+        yield f"{_positions(segment, columns)} trained {where}, by {_ranks(owners)}."
+    for stray in strays:
+        if stray.epoch != segment.epoch:
+            yield f"Rank {stray.rank} wrote another epoch, {stray.epoch} counted from 0."
+        else:
+            count = stray.last - stray.first
+            yield f"Rank {stray.rank} wrote that it skipped {stray.skipped} of {count} samples."
+
+
+def _positions(segment: Segment, columns: Columns) -> str:
+    span = _span(segment.begin + columns[0], segment.begin + columns[1])
+    return f"Positions {span} were" if " to " in span else f"Position {span} was"
+
+
+def _span(first: int, end: int) -> str:
+    return f"{first} to {end - 1}" if first < end - 1 else f"{first}"
+
+
+def _aside(text: str) -> str:
+    return f" ({text})" if text else ""
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    """Name ranks: `rank 3`, `ranks 0, 1`, the first few of many."""
+    named = list(dict.fromkeys(ranks))
+    more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
+    return f"rank{'s' * (len(named) > 1)} {', '.join(map(str, named[:_NAMED]))}{more}"

@@ -1,0 +1,112 @@
+"""What a run's event files say, packed: millions of steps become a few thousand stretches.
+
+In step after step of an epoch a rank trains the same part of each batch, here columns 16 to 32:
+
+    step      40      41      42          a batch begins at (step - epoch * steps) * batch
+    rank 0    0-16    0-16    0-16
+    rank 1    16-32   16-32   16-32    >  one stretch: rank 1, steps 40 to 43, columns 16 to 32
+
+It is what stands in the lines, right or wrong; `proof` judges it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extent:
+    """What a run has to train.
+
+    Attributes:
+        samples: of an epoch.
+        steps: of an epoch.
+        epochs: of the run; None where a script alone knows.
+        batch: samples of a step, over all ranks; an epoch's last one may be short.
+    """
+
+    samples: int
+    steps: int
+    epochs: int | None
+    batch: int
+
+    @property
+    def needed(self) -> int:
+        """Count the steps that an epoch of so many samples needs."""
+        return -(-self.samples // self.batch)
+
+    @property
+    def total(self) -> int:
+        """Count the steps of the run; without an end where only a script knows it."""
+        return sys.maxsize if self.epochs is None else self.epochs * self.steps
+
+    def length(self, step: int) -> int:
+        """Count the samples of a step of the run."""
+        return min(self.batch, self.samples - step % self.steps * self.batch)
+
+    def reached(self, epoch: int, step: int) -> int:
+        """Count the samples of an epoch in the run's first `step` steps."""
+        return max(0, min((step - epoch * self.steps) * self.batch, self.samples))
+
+
+@dataclass(slots=True, kw_only=True)
+class Stretch:
+    """Consecutive steps in which a rank trained the same columns of each batch.
+
+    Attributes:
+        rank: the rank.
+        generation: the generation.
+        epoch: as the lines name it.
+        start: the first step of the run.
+        end: the step after the last one.
+        first: the first column; positions count from the batch's first one.
+        last: the column after the last one.
+        skipped: samples of each step that couldn't be read.
+    """
+
+    rank: int
+    generation: int
+    epoch: int
+    start: int
+    end: int
+    first: int
+    last: int
+    skipped: int
+
+
+@dataclass(kw_only=True)
+class Generation:
+    """What the ranks say of one start of the run.
+
+    Attributes:
+        world_sizes: how many ranks there are; one number, if they agree.
+        restores: before which step it goes on; one number, if they agree, none if it didn't begin.
+        foreign: it goes on from another run's checkpoint.
+        saved: steps that its newest checkpoint holds.
+        ended: it came to the run's end.
+        stretches: what its ranks trained.
+    """
+
+    world_sizes: set[int] = field(default_factory=set)
+    restores: set[int] = field(default_factory=set)
+    foreign: bool = False
+    saved: int = 0
+    ended: bool = False
+    stretches: list[Stretch] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """All that a run's event files say.
+
+    Attributes:
+        extent: what it has to train.
+        generations: its starts, by number.
+        ranks: whose files are there.
+    """
+
+    extent: Extent
+    generations: Mapping[int, Generation]
+    ranks: frozenset[int]

@@ -1,0 +1,99 @@
+"""Which generation answers for which steps of a run, and how far the run must be exact.
+
+    generation 0    0 ─────────────────── 7 · · · · 9        steps 7, 8 are void:
+    generation 1                          7 ─────────── 12 · 14
+                                                        │     └ under way: not all ranks wrote it
+                                                        └ all ranks did, or a checkpoint holds it
+
+A generation answers for the steps from where it went on to where a later one did. Steps that a
+checkpoint, a later generation or the run's end holds are committed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from paceline.observe.ledger.history import Generation, History
+
+
+@dataclass(frozen=True, kw_only=True)
+class Period:
+    """The steps `start` to `end` of a run, for which one generation answers.
+
+    Attributes:
+        number: the generation's.
+        generation: what its ranks wrote.
+        start: its first step.
+        end: the step after its last one; the run's end for the last period.
+    """
+
+    number: int
+    generation: Generation
+    start: int
+    end: int
+
+    @property
+    def ranks(self) -> range:
+        """The generation's ranks."""
+        return range(max(self.generation.world_sizes, default=0))
+
+    def reach(self) -> dict[int, int]:
+        """Tell of each rank before which step its lines end."""
+        reach = dict.fromkeys(self.ranks, self.start)
+        for stretch in self.generation.stretches:
+            reach[stretch.rank] = max(reach.get(stretch.rank, self.start), stretch.end)
+        return reach
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """Who answers for what.
+
+    Attributes:
+        periods: gapless; the first begins where the run did.
+        committed: steps that a checkpoint, a later generation or the run's end holds.
+        done: steps that must be exact: the committed ones, and those that all ranks passed.
+        begun: steps that some rank wrote.
+    """
+
+    periods: tuple[Period, ...]
+    committed: int
+    done: int
+    begun: int
+
+
+def timeline(history: History) -> Timeline:
+    """Tell which lines stand, and how far the run must be exact."""
+    total = history.extent.total
+    periods = tuple(reversed(list(_backwards(history))))
+    last = periods[-1]
+    saved = max(min(period.generation.saved, period.end) for period in periods)
+    committed = total if last.generation.ended else max(last.start, saved)
+    reach = [min(step, total) for step in last.reach().values()] or [committed]
+    done = max(committed, min(reach))
+    return Timeline(periods=periods, committed=committed, done=done, begun=max(done, *reach))
+
+
+def began(generation: Generation) -> int | None:
+    """Return the step before which a generation went on, or None if it came to nothing."""
+    lines = (stretch.start for stretch in generation.stretches)
+    return min(generation.restores, default=min(lines, default=None))
+
+
+def _backwards(history: History) -> Iterator[Period]:
+    """Yield the periods from the last to the first, which is a gap where nobody answers for it."""
+    end, number, generation = history.extent.total, 0, Generation()
+    nothing = True
+    for number, generation in sorted(history.generations.items(), reverse=True):
+        start = began(generation)
+        if start is None:
+            continue  # it ended before its first step
+        start = max(0, min(start, end))
+        if start < end or nothing:
+            yield Period(number=number, generation=generation, start=start, end=end)
+        end, nothing = start, False
+        if generation.foreign:
+            return  # what was before came with another run's checkpoint
+    if nothing or end > 0:
+        yield Period(number=number, generation=Generation(), start=0, end=end)

@@ -1,0 +1,143 @@
+"""Adds up each epoch's samples, segment by segment, and says what isn't exact.
+
+In each step that is owed the shares of the generation that answers for it must tile the batch.
+Among the steps under way, which not all ranks have passed, nothing may stand twice, and no rank may
+have left out a step and written a later one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from paceline.observe.ledger.faults import Fault, contradictions, judge
+from paceline.observe.ledger.history import Extent, History, Stretch
+from paceline.observe.ledger.periods import Timeline, timeline
+from paceline.observe.ledger.reading import Events, read_history
+from paceline.observe.ledger.segments import segments
+from paceline.observe.ledger.tiling import size, tile
+
+KEPT = 20  # faults in a proof; the others are counted
+
+
+@dataclass(kw_only=True)
+class Account:
+    """The samples of an epoch as far as the run went; owed are `once + skipped + lost + twice`.
+
+    Attributes:
+        epoch: the epoch, from 0.
+        owed: samples that must have been trained.
+        committed: of them, those that a checkpoint or the run's end holds.
+        once: trained once.
+        skipped: visited once and left out, as their records can't be read.
+        lost: trained by nobody.
+        twice: trained more than once; besides, those that were trained out of place.
+    """
+
+    epoch: int
+    owed: int
+    committed: int
+    once: int = 0
+    skipped: int = 0
+    lost: int = 0
+    twice: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """What the event files prove.
+
+    Attributes:
+        extent: what the run has to train.
+        starts: how often it was started.
+        base: steps that came with another run's checkpoint: not this run's to prove.
+        committed: steps that a checkpoint, a later generation or the run's end holds.
+        done: steps that must be exact: the committed ones, and those that all ranks passed.
+        begun: steps that some rank wrote.
+        accounts: the samples of each epoch up to `done`.
+        faults: the first few of them.
+        fault_count: all of them.
+    """
+
+    extent: Extent
+    starts: int
+    base: int
+    committed: int
+    done: int
+    begun: int
+    accounts: tuple[Account, ...]
+    faults: tuple[Fault, ...]
+    fault_count: int
+
+    @property
+    def exact(self) -> bool:
+        """Tell whether each sample was trained once, as far as the run went."""
+        return self.fault_count == 0
+
+
+def prove(files: Iterable[tuple[int, Events]]) -> Proof:
+    """Account for every sample of a run.
+
+    Args:
+        files: a rank and its events, in the order in which they were written. Of a run that goes on
+            meanwhile rank 0 comes first: it says what is committed, which the others wrote before.
+
+    Raises:
+        DataError: an event lacks a field, or the files are those of different runs.
+    """
+    history = read_history(files)
+    times = timeline(history)
+    accounts = _accounts(history.extent, times)
+    kept: list[Fault] = []
+    count = 0
+    for fault in _faults(history, times, accounts):
+        count += 1
+        if len(kept) < KEPT:
+            kept.append(fault)
+    return Proof(
+        extent=history.extent,
+        starts=len(history.generations),
+        base=times.periods[0].start,
+        committed=times.committed,
+        done=times.done,
+        begun=times.begun,
+        accounts=tuple(accounts.values()),
+        faults=tuple(kept),
+        fault_count=count,
+    )
+
+
+def _accounts(extent: Extent, times: Timeline) -> dict[int, Account]:
+    """Open an account for each epoch between where the run began and what is done."""
+    base = times.periods[0].start
+    return {
+        epoch: Account(
+            epoch=epoch,
+            owed=extent.reached(epoch, times.done) - extent.reached(epoch, base),
+            committed=extent.reached(epoch, times.committed) - extent.reached(epoch, base),
+        )
+        for epoch in range(base // extent.steps, -(-times.done // extent.steps))
+    }
+
+
+def _faults(history: History, times: Timeline, accounts: dict[int, Account]) -> Iterator[Fault]:
+    """Fill the accounts; yield what isn't right."""
+    yield from contradictions(history, times)
+    for period in times.periods:
+        for segment in segments(history.extent, period, times):
+            right = [share for share in segment.shares if _possible(share, segment.epoch)]
+            strays = [share for share in segment.shares if not _possible(share, segment.epoch)]
+            tiling = tile(((share.first, share.last) for share in right), segment.length)
+            if segment.owed:
+                skipped, steps = sum(s.skipped for s in right), segment.end - segment.start
+                account = accounts[segment.epoch]
+                account.once += steps * (tiling.once - skipped)
+                account.skipped += steps * skipped
+                account.lost += steps * size(tiling.lost)
+                account.twice += steps * size(tiling.twice)
+            yield from judge(segment, tiling, strays)
+
+
+def _possible(share: Stretch, epoch: int) -> bool:
+    length = share.last - share.first
+    return share.epoch == epoch and 0 <= share.skipped <= length

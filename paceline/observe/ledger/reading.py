@@ -1,0 +1,144 @@
+"""Reads events into a history, line by line: what is kept grows with changes, not with steps.
+
+Only an event's fields are checked here: that they are there, are whole numbers, and that all files
+tell of one run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from paceline.errors import DataError
+from paceline.observe.ledger.history import Extent, Generation, History, Stretch
+
+Events = Iterable[Mapping[str, Any]]
+
+
+def read_history(files: Iterable[tuple[int, Events]]) -> History:
+    """Read the events of each file, one file after the other, each once.
+
+    Args:
+        files: a rank and its events, in the order in which they were written. A rank may have
+            several files, if it was on several machines.
+
+    Raises:
+        DataError: an event lacks a field, or the files are those of different runs.
+    """
+    reader = _Reader()
+    for rank, events in files:
+        reader.read(rank, events)
+    if reader.extent is None:
+        raise DataError("The event files have no run in them: it ended before it began.")
+    return History(
+        extent=reader.extent, generations=reader.generations, ranks=frozenset(reader.ranks)
+    )
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self.extent: Extent | None = None
+        self.generations: dict[int, Generation] = {}
+        self.ranks: set[int] = set()
+        self._started: set[tuple[int, int]] = set()  # (rank, generation)
+
+    def read(self, rank: int, events: Events) -> None:
+        self.ranks.add(rank)
+        stretch = None
+        for number, event in enumerate(events, start=1):
+            try:
+                if event["event"] == "step":
+                    stretch = self._step(rank, event, stretch)
+                elif "generation" in event:
+                    self._other(rank, event)
+            except (KeyError, TypeError) as error:
+                what = f"{error} is missing" if isinstance(error, KeyError) else error
+                raise DataError(
+                    f"Event {number} of rank {rank}, {dict(event)}, can't be used ({what}): it was "
+                    "damaged, or another version of Paceline wrote it."
+                ) from error
+
+    def _step(self, rank: int, event: Mapping[str, Any], stretch: Stretch | None) -> Stretch:
+        """Lengthen the stretch by a step, or begin a new one."""
+        if self.extent is None:
+            raise TypeError("a step before the start of a run")
+        generation, step, epoch = event["generation"], event["step"], event["epoch"]
+        skipped = event["skipped"]
+        begin = (step - epoch * self.extent.steps) * self.extent.batch
+        first, last = event["first"] - begin, event["last"] - begin
+        if (
+            stretch is not None
+            and stretch.end == step
+            and stretch.first == first
+            and stretch.last == last
+            and stretch.epoch == epoch
+            and stretch.generation == generation
+            and stretch.skipped == skipped
+        ):
+            stretch.end = step + 1
+            return stretch
+        _whole(generation, step, epoch, first, last, skipped)
+        stretch = Stretch(
+            rank=rank,
+            generation=generation,
+            epoch=epoch,
+            start=step,
+            end=step + 1,
+            first=first,
+            last=last,
+            skipped=skipped,
+        )
+        self._generation(generation).stretches.append(stretch)
+        return stretch
+
+    def _other(self, rank: int, event: Mapping[str, Any]) -> None:
+        number = _whole(event["generation"])
+        generation = self._generation(number)
+        match event["event"]:
+            case "run":
+                self._run(rank, number, event)
+                generation.world_sizes.add(_whole(event["world_size"]))
+            case "restore":
+                generation.restores.add(_whole(event["step"]))
+                generation.foreign |= event["origin"] is not None
+            case "checkpoint":
+                generation.saved = max(generation.saved, _whole(event["step"]))
+            case "end":
+                generation.ended = True
+
+    def _run(self, rank: int, number: int, event: Mapping[str, Any]) -> None:
+        if event["samples"] is None:
+            raise DataError(
+                f"Generation {number} of rank {rank} counted its samples itself, without "
+                "paceline.loader: there is no order of samples to compare with."
+            )
+        names = ("samples", "steps", "batch")
+        epochs = None if event["epochs"] is None else _whole(event["epochs"])
+        extent = Extent(**{name: _whole(event[name]) for name in names}, epochs=epochs)
+        if min(extent.batch, extent.samples) < 1 or extent.steps != extent.needed:
+            raise TypeError(f"{extent} doesn't fit together")
+        if extent != (self.extent or extent):
+            raise DataError(
+                f"Generation {number} of rank {rank} trains {extent}, others {self.extent}: "
+                "give the folders of one run only."
+            )
+        if (rank, number) in self._started:
+            raise DataError(
+                f"Rank {rank} started generation {number} twice: these are different runs, or "
+                "copies of one; give the folders of one run, each once."
+            )
+        self.extent = extent
+        self._started.add((rank, number))
+
+    def _generation(self, number: int) -> Generation:
+        if number not in self.generations:
+            self.generations[number] = Generation()
+        return self.generations[number]
+
+
+def _whole(*numbers: Any) -> int:
+    """Return the first of some whole numbers."""
+    for number in numbers:
+        if type(number) is not int:
+            raise TypeError(f"{number!r} is not a whole number")
+    return numbers[0]  # type: ignore[no-any-return]

@@ -1,0 +1,80 @@
+"""Steps in which all ranks did the same as in the step before, so that one of them is judged.
+
+    rank 0    |---------------------|--|         a stretch ends where an epoch's short batch begins
+    rank 1    |------|  |-----------|--|
+    segments  |  a   |b |     c     |d |
+
+Here rank 1 wrote nothing of the steps b.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from paceline.observe.ledger.history import Extent, Stretch
+from paceline.observe.ledger.periods import Period, Timeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """Steps of one epoch in which the same shares were trained.
+
+    Attributes:
+        generation: that answers for them.
+        epoch: whose steps they are.
+        start: the first step.
+        end: the step after the last one.
+        begin: the position in the epoch at which the first step's batch begins.
+        length: samples of the batch.
+        owed: they must be exact; otherwise they are under way.
+        shares: what was trained.
+        absent: ranks without a share.
+        holes: those of them that wrote later lines.
+    """
+
+    generation: int
+    epoch: int
+    start: int
+    end: int
+    begin: int
+    length: int
+    owed: bool
+    shares: tuple[Stretch, ...]
+    absent: tuple[int, ...]
+    holes: tuple[int, ...]
+
+
+def segments(extent: Extent, period: Period, times: Timeline) -> Iterator[Segment]:
+    """Cut a period wherever a share changes, and where an epoch or its short last batch begins."""
+    end = min(period.end, times.begun)
+    reach = period.reach()
+    waiting = sorted(period.generation.stretches, key=lambda stretch: -stretch.start)
+    shares: list[Stretch] = []
+    for start, stop in pairwise(_cuts(extent, period, times.done, end)):
+        while waiting and waiting[-1].start <= start:
+            shares.append(waiting.pop())
+        shares = [share for share in shares if share.end > start]
+        absent = reach.keys() - {share.rank for share in shares}
+        yield Segment(
+            generation=period.number,
+            epoch=start // extent.steps,
+            start=start,
+            end=stop,
+            begin=start % extent.steps * extent.batch,
+            length=extent.length(start),
+            owed=stop <= times.done,
+            shares=tuple(shares),
+            absent=tuple(sorted(absent)),
+            holes=tuple(sorted(rank for rank in absent if reach[rank] > start)),
+        )
+
+
+def _cuts(extent: Extent, period: Period, done: int, end: int) -> list[int]:
+    cuts = {period.start, done, end}
+    for epoch in range(period.start // extent.steps, -(-end // extent.steps)):
+        cuts.update((epoch * extent.steps, (epoch + 1) * extent.steps - 1))
+    for stretch in period.generation.stretches:
+        cuts.update((stretch.start, stretch.end))
+    return sorted(cut for cut in cuts if period.start <= cut <= end)

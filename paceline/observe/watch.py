@@ -1,0 +1,60 @@
+"""Watches the losses of a run: tells them, and stops it where it doesn't learn any more."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from paceline.errors import Diverged
+from paceline.recorder import Recorder
+
+# In a row: 2^16, the scale that float16's loss scaling starts from, halved 40 times is below 1e-7.
+_SKIPPED = 40
+
+
+class LossWatch:
+    """Judge each step's loss, of all ranks.
+
+    Args:
+        recorder: receives a `loss` event a step.
+        generation: of the world.
+        max_loss: largest loss; 0 accepts any number.
+        remedy: what the person can do, a sentence.
+    """
+
+    def __init__(
+        self, recorder: Recorder, *, generation: int, max_loss: float, remedy: str
+    ) -> None:
+        self._recorder, self._generation = recorder, generation
+        self._max_loss, self._remedy = max_loss, remedy
+        self._skipped = 0
+
+    def hear(self, step: int, sums: Sequence[float]) -> None:
+        """Look at a step.
+
+        Args:
+            step: its number.
+            sums: over all ranks: loss times samples, …, samples, ranks that skipped the update
+                because float16 overflowed.
+
+        Raises:
+            Diverged: the loss isn't a number or too large, or every update overflows.
+        """
+        total, samples, skipped = sums[0], sums[3], sums[4]
+        loss = total / samples if samples else 0.0
+        self._recorder.event("loss", generation=self._generation, step=step, loss=loss)
+        self._skipped = self._skipped + 1 if skipped else 0
+        if self._skipped > _SKIPPED:
+            raise Diverged(
+                f"The gradients overflowed float16 in {self._skipped} steps up to {step}. "
+                f"{self._remedy}"
+            )
+        if skipped:
+            return
+        if not math.isfinite(loss):
+            raise Diverged(f"The loss is {loss} in step {step}. {self._remedy}")
+        if 0 < self._max_loss < loss:
+            raise Diverged(
+                f"The loss is {loss:.4g} in step {step}, and --max_loss is {self._max_loss:g}. "
+                f"{self._remedy}"
+            )

@@ -1,0 +1,56 @@
+"""Copies of state dicts in this machine's memory, which may be reused for the next copy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def copy_state(state: Any, into: Any = None) -> Any:
+    """Copy a tree of dicts, lists, tuples, tensors and values; tensors go to this machine's memory.
+
+    Tensors keep their strides (channels-last weights and momenta), so that a resumed run computes
+    in the same layouts.
+
+    Args:
+        state: what a `state_dict()` returned.
+        into: an earlier copy that nobody needs any more: its tensors are overwritten where their
+            shapes and dtypes fit.
+    """
+    if isinstance(state, Tensor):
+        return _copy_tensor(state.detach(), into)
+    if isinstance(state, Mapping):
+        old = into if isinstance(into, Mapping) else {}
+        return {key: copy_state(value, old.get(key)) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        olds = into if isinstance(into, list | tuple) and len(into) == len(state) else ()
+        copies = [
+            copy_state(value, olds[place] if olds else None) for place, value in enumerate(state)
+        ]
+        return tuple(copies) if isinstance(state, tuple) else copies
+    return state
+
+
+def finite(state: Any) -> bool:
+    """Tell whether all floating-point values of a tree are finite."""
+    if isinstance(state, Tensor):
+        return not state.is_floating_point() or bool(torch.isfinite(state.sum(dtype=torch.float64)))
+    if isinstance(state, Mapping):
+        return all(finite(value) for value in state.values())
+    if isinstance(state, list | tuple):
+        return all(finite(value) for value in state)
+    return True
+
+
+def _copy_tensor(tensor: Tensor, into: Any) -> Tensor:
+    fits = (
+        isinstance(into, Tensor)
+        and into.shape == tensor.shape
+        and into.dtype == tensor.dtype
+        and into.stride() == tensor.stride()
+    )
+    copy: Tensor = into if fits else torch.empty_like(tensor, device="cpu")
+    return copy.copy_(tensor)

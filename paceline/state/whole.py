@@ -1,0 +1,122 @@
+"""Whether a file of weights or of a run's state is whole: looked at, never unpickled.
+
+    torch.save       a zip archive: its directory stands at the end, a checksum with each member
+    safetensors      [8 bytes: n][n bytes of JSON][tensors]: the JSON tells how long the file is
+    torch.save, old  a pickle and bytes behind it; only reading it tells
+
+torch itself passes over the checksums of its archives, so that a flipped bit on a disk would become
+a weight. https://docs.pytorch.org/docs/stable/notes/serialization.html,
+https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import struct
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+from paceline.errors import CheckpointError
+
+Kind = Literal["torch", "safetensors", "old torch"]
+
+_ZIP = b"PK\x03\x04"
+_OLD = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)  # what torch wrote first before 1.6
+_LONGEST_HEADER = 100_000_000  # bytes of safetensors' JSON, the format's own limit
+_FOLDER = 0x10  # MS-DOS's mark, in a member's attributes
+# What zipfile raises over damage, depending on where it sits: an OSError is a seek to nowhere.
+_DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, ValueError)
+
+
+def check_whole(path: Path) -> None:
+    """Read a whole file and compare it with its checksums and lengths.
+
+    Raises:
+        CheckpointError: it can't be read, is torn or damaged, or holds something else.
+    """
+    if check_header(path) == "torch":
+        try:
+            with zipfile.ZipFile(path) as archive:
+                damaged = archive.testzip() if _has_checksums(archive) else None
+        except _DAMAGE as error:
+            raise _torn(path, str(error) or type(error).__name__) from error
+        if damaged is not None:
+            raise _torn(path, f"the checksum of {damaged} is wrong")
+
+
+def check_header(path: Path) -> Kind:
+    """Look at the ends of a file, which tells a torn one from a whole one; return its format.
+
+    Raises:
+        CheckpointError: it can't be read, is torn, or is of no format that holds weights.
+    """
+    try:
+        with path.open("rb") as file:
+            return _kind(path, file)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: can't be read ({error.strerror or error}); give a file that you may read."
+        ) from error
+
+
+def _kind(path: Path, file: BinaryIO) -> Kind:
+    start = file.read(len(_OLD))
+    if not start:
+        raise _torn(path, "it is empty")
+    if start.startswith(_ZIP):
+        _check_archive(path, file)
+        return "torch"
+    if start == _OLD:
+        return "old torch"
+    if start[8:9] == b"{":
+        _check_lengths(path, file)
+        return "safetensors"
+    raise CheckpointError(
+        f"{path}: not a file of weights; give one that a run, torch.save or safetensors wrote."
+    )
+
+
+def _check_archive(path: Path, file: BinaryIO) -> None:
+    try:
+        with zipfile.ZipFile(file) as archive:
+            members = archive.infolist()
+    except _DAMAGE as error:
+        raise _torn(path, f"an archive whose end is missing or unreadable: {error}") from error
+    if any(member.external_attr & _FOLDER and not member.is_dir() for member in members):
+        raise _torn(path, "a tensor is marked as a folder")  # torch would leave it uninitialised
+    names = {member.filename.rpartition("/")[2] for member in members}
+    if "data.pkl" not in names or "constants.pkl" in names:  # the latter is TorchScript's
+        raise CheckpointError(
+            f"{path}: a zip archive, but not one of torch.save; give a file of weights."
+        )
+
+
+def _check_lengths(path: Path, file: BinaryIO) -> None:
+    size = os.fstat(file.fileno()).st_size
+    file.seek(0)
+    (length,) = struct.unpack("<Q", file.read(8))
+    if length > min(size - 8, _LONGEST_HEADER):
+        raise _torn(path, f"its header should have {length:,} bytes")
+    try:
+        tensors: dict[str, Any] = json.loads(file.read(length))
+        ends = [value["data_offsets"][1] for key, value in tensors.items() if key != "__metadata__"]
+        wanted = 8 + length + max(ends, default=0)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        raise _torn(path, "its header can't be read") from error
+    if size != wanted:
+        raise _torn(path, f"it has {size:,} bytes where its header announces {wanted:,}")
+
+
+def _has_checksums(archive: zipfile.ZipFile) -> bool:
+    """Tell whether the writer computed any: torch can be told not to, and leaves zeros."""
+    return any(member.CRC for member in archive.infolist())
+
+
+def _torn(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: torn or damaged ({reason}); use another file, or a fresh copy of this one."
+    )

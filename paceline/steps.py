@@ -1,0 +1,254 @@
+"""The steps of a run, the trainer's and anybody's own: exchanged, accounted for, saved, stopped.
+
+    boundary ── random streams ── exchange( the step ) ── line in the ledger ── tell all ranks
+       └ hear of the step before the last; save; stop where all ranks agreed to
+
+Whatever is saved is saved at a boundary, the moment before a step: the last step's result, the
+schedule and the epoch's end are then all in. All ranks hear the same, so they stop at the same
+boundary; the state is rank 0's to keep, and it alone decides when.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+
+import torch
+from torch import Tensor
+
+from paceline.data import splitmix
+from paceline.data.place import Place
+from paceline.recorder import Recorder
+from paceline.state.keeper import Keeper
+from paceline.sync.agreement import Agreement
+from paceline.sync.replica import Replica
+
+_RANDOM = 3  # a purpose of the seed's, beside the data's
+
+
+class Stop(Exception):
+    """The run stops here, between two steps; what was to be saved is saved."""
+
+
+@dataclass(kw_only=True)
+class Position:
+    """Where a run stands.
+
+    Attributes:
+        epoch: the epoch.
+        step: steps of the epoch that are done.
+        number: steps of the run that are done.
+        sums: what the steps of the epoch told, added up over steps and ranks.
+        best: the best test accuracy at an epoch's end.
+    """
+
+    epoch: int = 0
+    step: int = 0
+    number: int = 0
+    sums: list[float] = field(default_factory=list)
+    best: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavePolicy:
+    """When a checkpoint is due in the middle of an epoch: by steps, by minutes; 0 is never."""
+
+    steps: int = 0
+    minutes: float = 0.0
+
+    def due(self, number: int, seconds: float) -> bool:
+        """Tell whether one is due before step `number`, so many seconds after the last."""
+        by_steps = self.steps > 0 and number % self.steps == 0
+        return by_steps or 0 < self.minutes * 60 <= seconds
+
+
+class Steps:
+    """Runs steps.
+
+    Args:
+        replica: the model's copy.
+        agreement: with the other ranks.
+        recorder: receives an event a step.
+        keeper: keeps the state; rank 0's, None elsewhere.
+        rank: this rank.
+        generation: of the world, in the ledger.
+        seed: of the random streams.
+        position: where the run goes on; changed here.
+        policy: when to save.
+        stopping: tells whether this rank was asked to stop.
+        listen: is told of each step its number and sums, as all ranks know them; may raise.
+        values: how many numbers a step tells.
+        device: where they are.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        agreement: Agreement,
+        recorder: Recorder,
+        keeper: Keeper | None,
+        *,
+        rank: int,
+        generation: int,
+        seed: int,
+        position: Position,
+        policy: SavePolicy,
+        stopping: Callable[[], bool],
+        listen: Callable[[int, Sequence[float]], None],
+        values: int,
+        device: torch.device,
+    ) -> None:
+        self._replica, self._agreement = replica, agreement
+        self._recorder, self._keeper = recorder, keeper
+        self._rank, self._seed = rank, seed
+        self.generation = generation
+        self.position = position
+        self.position.sums = self.position.sums or [0.0] * values
+        self._policy, self._stopping, self._listen = policy, stopping, listen
+        self._values, self._device = values, device
+        self._stop_told: int | None = None  # the step in which somebody wished to stop
+        self._saved_at = time.monotonic()
+        self._saved_number = self.position.number
+
+    @contextmanager
+    def step(self, place: Place, **told: object) -> Iterator[Tensor]:
+        """Run a step.
+
+        Args:
+            place: this rank's share.
+            told: what else its event says.
+
+        Yields:
+            (values,) float64 zeros for the block to fill in: this rank's part of the step's sums.
+
+        Raises:
+            Stop: all ranks agreed to stop before this step.
+            CommError: a peer was lost, or silent.
+            CheckpointError: a checkpoint couldn't be written.
+        """
+        self._boundary(place.number)
+        self.seed(place.number)
+        sums = torch.zeros(self._values, dtype=torch.float64, device=self._device)
+        with self._replica.step(place.number, place.weight):
+            yield sums
+        self._recorder.event(
+            "step",
+            generation=self.generation,
+            step=place.number,
+            epoch=place.epoch,
+            first=place.first,
+            last=place.last,
+            skipped=place.skipped,
+            epoch_step=place.step,
+            steps=place.steps,
+            samples=place.global_count,
+            sums=self.position.sums,
+            **told,
+        )
+        self._agreement.tell(place.number, sums, stop=self._stopping())
+        self.position.step, self.position.number = place.step + 1, place.number + 1
+
+    def seed(self, number: int) -> None:
+        """Start the random streams of a step, for what a script computes before it begins."""
+        torch.manual_seed(self._random_word(number))
+
+    def end_steps(self) -> list[float]:
+        """End an epoch's steps; return their sums, over all ranks. All ranks call it.
+
+        Raises:
+            Stop, CommError, CheckpointError: as `step`.
+        """
+        self._hear(before=self.position.number)
+        if self._stop_told is not None:
+            self._stop()
+        self._snapshot()
+        return list(self.position.sums)
+
+    def end_epoch(self, accuracy: float | None = None) -> None:
+        """Go on to the next epoch, and save. All ranks call it.
+
+        Args:
+            accuracy: on the test data; the best one's checkpoint is kept.
+        """
+        position = self.position
+        best = accuracy is not None and (position.best is None or accuracy > position.best)
+        if best:
+            position.best = accuracy
+        position.epoch, position.step, position.sums = position.epoch + 1, 0, [0.0] * self._values
+        self.save(best=best)
+
+    def save(self, *, best: bool = False) -> None:
+        """Save a checkpoint in the background; on ranks other than 0, only settle.
+
+        Raises:
+            CommError: a peer was lost, or silent.
+            CheckpointError: an earlier checkpoint couldn't be written.
+        """
+        self._snapshot(best=best)
+        if self._keeper is not None:
+            self._keeper.publish()
+            self._saved_at, self._saved_number = time.monotonic(), self.position.number
+
+    def rescue(self) -> None:
+        """Write the newest state in memory to the disk, from another thread."""
+        if self._keeper is not None:
+            self._keeper.rescue()
+
+    def finish(self) -> None:
+        """Return once everything is on the disk.
+
+        Raises:
+            CheckpointError: it couldn't be written.
+        """
+        if self._keeper is not None:
+            self._keeper.wait()
+            self._tell_published(self._keeper.published)
+
+    def _boundary(self, number: int) -> None:
+        self._hear(before=number - 1)
+        if self._stop_told is not None and self._stop_told < number - 1:
+            self._stop()
+        if self._keeper is None:
+            return
+        self._tell_published(self._keeper.published)
+        seconds, done = time.monotonic() - self._saved_at, self.position.number
+        if done > self._saved_number and self._policy.due(done, seconds):
+            self.save()
+        elif self._keeper.due:
+            self._snapshot()
+
+    def _hear(self, *, before: int) -> None:
+        for heard in self._agreement.hear(before=before):
+            sums = zip(self.position.sums, heard.sums, strict=True)
+            self.position.sums = [total + told for total, told in sums]
+            if heard.stop and self._stop_told is None:
+                self._stop_told = heard.step
+            self._listen(heard.step, heard.sums)
+
+    def _snapshot(self, *, best: bool = False) -> None:
+        self._replica.settle()
+        self._hear(before=self.position.number)
+        if self._keeper is not None:
+            position = {**asdict(self.position), "generation": self.generation}
+            self._keeper.capture(self.position.number, position, best=best)
+
+    def _stop(self) -> None:
+        self.save()
+        self.finish()
+        raise Stop
+
+    def _tell_published(self, files: SimpleQueue[tuple[int, Path]]) -> None:
+        while not files.empty():
+            step, path = files.get()
+            self._recorder.event(
+                "checkpoint", generation=self.generation, step=step, path=path.name
+            )
+
+    def _random_word(self, number: int) -> int:
+        """Draw the seed of a step's random streams: a function of (seed, step, rank)."""
+        words = splitmix.stream(splitmix.base(self._seed, _RANDOM, number), self._rank + 1)
+        return int(words[self._rank])

@@ -1,0 +1,73 @@
+"""What all ranks learn of a step: its sums, and whether anybody wishes to stop.
+
+Each rank tells a few numbers after its part of a step; an all_reduce adds them up while the next
+step computes, and is heard one step later, so that nobody waits for it:
+
+    step n      … end, tell(n)
+    step n + 1  hear(before=n) ── tells of n - 1 ── begin …
+
+All ranks tell the same steps in the same order, after all buckets of the step, so the collectives
+match. What is heard is bit for bit the same everywhere: decisions that follow from it need no
+further word.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.comm.communicator import Communicator, Ticket
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heard:
+    """A step as all ranks know it.
+
+    Attributes:
+        step: its number.
+        sums: what the ranks told, added up.
+        stop: somebody wishes to stop.
+    """
+
+    step: int
+    sums: tuple[float, ...]
+    stop: bool
+
+
+class Agreement:
+    """Adds up what the ranks tell of each step.
+
+    Args:
+        communicator: the ranks.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._told: deque[tuple[int, Tensor, Ticket]] = deque()
+
+    def tell(self, step: int, sums: Tensor, *, stop: bool) -> None:
+        """Send this rank's part of a step's sums, and its wish; never blocks.
+
+        Args:
+            step: the step's number; larger than the one told before.
+            sums: (values,) float64, on the communicator's device.
+            stop: this rank wishes to stop.
+        """
+        flat = torch.cat([sums, sums.new_tensor([stop])])
+        self._told.append((step, flat, self._communicator.all_reduce(flat)))
+
+    def hear(self, *, before: int) -> Iterator[Heard]:
+        """Yield what was told of the steps below `before` and not heard yet; waits for it.
+
+        Raises:
+            CommError: a peer was lost, or silent.
+        """
+        while self._told and self._told[0][0] < before:
+            step, flat, ticket = self._told.popleft()
+            ticket.wait(f"the sums of step {step}")
+            *values, stops = flat.tolist()
+            yield Heard(step=step, sums=tuple(values), stop=stops > 0)

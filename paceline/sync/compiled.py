@@ -1,0 +1,103 @@
+"""Modules that torch.compile has compiled: who waits outside of them, and which ones to compile.
+
+Inside a compiled module nobody can wait: its hooks are traced once and for all. So a compiled
+module is one reader of all its parameters, and what must happen before it reads them happens
+around its compiled call, which `module.compile()` leaves in an attribute. That keeps names and
+state dict as they are, and a copy of the module (an average of weights) isn't compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.errors import ConfigError
+
+_SHAPES = 8  # specialised for training, for evaluation, and each for some batch sizes
+
+
+def compile_blocks(blocks: list[nn.Module], backend: str = "inductor") -> None:
+    """Compile modules in place, each at its first call; a failure is a `ConfigError` there."""
+    import torch._dynamo as dynamo  # takes a second; only who compiles waits for it
+
+    # Blocks share their code: one limit holds for the variants of all of them together.
+    limit = _SHAPES * len(blocks)
+    dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, limit)
+    for block in blocks:
+        block.compile(backend=backend)
+        around_call(block, lambda: _Explained(dynamo.exc.TorchDynamoException))
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Tell whether calls are compiled: by `module.compile()` or `torch.compile(module)`."""
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
+
+
+def visible_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the model's modules, each once, but none inside of a compiled one."""
+    seen = set()
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        if module not in seen:
+            seen.add(module)
+            yield module
+            if not is_compiled(module):
+                waiting.extend(reversed(list(module.children())))
+
+
+def around_call(
+    module: nn.Module, context: Callable[[], AbstractContextManager[object]]
+) -> Callable[[], None]:
+    """Enter a context around each call of a compiled module; return what undoes that.
+
+    Undo in the opposite order.
+    """
+    name = "forward" if "_orig_mod" in module._modules else "_compiled_call_impl"
+    inner: Any = vars(module)[name]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return inner(*args, **kwargs)
+
+    def undo() -> None:
+        vars(module)[name] = inner
+
+    vars(module)[name] = call
+    return undo
+
+
+class _Explained(AbstractContextManager[None]):
+    """Turns a failure of the compiler into a sentence."""
+
+    def __init__(self, kind: type[Exception]) -> None:
+        self._kind = kind
+
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, self._kind):
+            raise refusal(error) from error
+
+
+def refusal(error: BaseException) -> ConfigError:
+    """Put a failure of torch.compile in a sentence."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return ConfigError(
+        f"--compile: torch.compile failed ({type(error).__name__}: {' '.join(lines[:2])[:200]}); "
+        "install a C++ compiler (g++), or train without --compile."
+    )
+
+
+def check_compiler() -> None:
+    """Compile a trifle for the CPU, in some seconds.
+
+    Raises:
+        ConfigError: there is no working C++ compiler.
+    """
+    try:
+        torch.compile(lambda x: x + 1, dynamic=False)(torch.ones(2))
+    except Exception as error:  # compilers fail in many ways
+        raise refusal(error) from error

@@ -1,0 +1,70 @@
+"""Which parameters are trained, and how a change of them is noticed.
+
+A parameter is exchanged if the optimizer has it and it isn't frozen, be it the model's or not (a
+loss's own, say). Layers may be frozen and unfrozen, and parameters and groups given to the
+optimizer, between any two steps; all ranks do the same at the same step. Each step begins with a
+look: `state` is a few numbers a parameter, about 25 microseconds for a ResNet-50.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from paceline.errors import ConfigError
+
+State = tuple[tuple[tuple[int, bool, torch.dtype, torch.device], ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Roster:
+    """The parameters that are trained.
+
+    Attributes:
+        state: changes with the parameters, their groups, and with freezing.
+        names: the name of each parameter of model and optimizer, in the model's order first.
+        groups: the index of each parameter's group in the optimizer.
+        buffers: the model's.
+    """
+
+    state: State
+    names: dict[nn.Parameter, str]
+    groups: dict[nn.Parameter, int]
+    buffers: tuple[Tensor, ...]
+
+    @staticmethod
+    def of(model: nn.Module, optimizer: Optimizer) -> Roster:
+        """List what model and optimizer have at this moment.
+
+        Raises:
+            ConfigError: a lazy module doesn't know its shapes yet.
+        """
+        names = {p: name for name, p in model.named_parameters()}
+        groups = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        strangers = [p for p in groups if p not in names]
+        names |= {p: f"a parameter of shape {tuple(p.shape)}, not the model's," for p in strangers}
+        for p, name in names.items():
+            if is_lazy(p):
+                raise ConfigError(
+                    f"{name} has no shape yet: run one batch through the model before the ranks "
+                    "begin."
+                )
+        state, buffers = state_of(optimizer), tuple(model.buffers())
+        return Roster(state=state, names=names, groups=groups, buffers=buffers)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that must be equal on all ranks."""
+        return [*self.names, *self.buffers]
+
+
+def state_of(optimizer: Optimizer) -> State:
+    """Return what changes when other parameters are trained, or in other groups."""
+    return tuple(
+        tuple((id(p), p.requires_grad, p.dtype, p.device) for p in group["params"])
+        for group in optimizer.param_groups
+    )

@@ -1,0 +1,243 @@
+"""The rules of a step (docs/architecture.md): broken on purpose, or watched by a communicator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from paceline.comm.communicator import Communicator, Ticket
+from paceline.comm.inprocess import ThreadCommunicator, ThreadGroup
+from paceline.errors import ConfigError
+from tests.harness.bench import Bench
+from tests.harness.case_models import Tied
+from tests.harness.equivalence import Training, convnet, largest_difference
+from tests.harness.threads import run_ranks
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(1)
+    return convnet()
+
+
+class Watched:
+    """A communicator that fails if memory that it holds is used, and keeps a diary.
+
+    Attributes:
+        diary: "start" and "wait" of each sum, with the number of its values.
+    """
+
+    def __init__(self, inner: Communicator) -> None:
+        self.rank, self.world_size = inner.rank, inner.world_size
+        self._inner = inner
+        self._held: list[Tensor] = []
+        self.diary: list[tuple[str, int]] = []
+
+    def all_reduce(self, tensor: Tensor) -> Ticket:
+        for held in self._held:
+            assert held.data_ptr() != tensor.data_ptr(), "sent again before it was acknowledged"
+        self.diary.append(("start", tensor.numel()))
+        ticket = self._inner.all_reduce(tensor)  # leaves nothing but NaN in the memory
+        self._held.append(tensor)
+        return _WatchedTicket(self, tensor, ticket)
+
+    def broadcast(self, tensor: Tensor) -> Ticket:
+        return self._inner.broadcast(tensor)
+
+    def steady(self) -> None:
+        self._inner.steady()
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def give_back(self, tensor: Tensor) -> None:
+        assert tensor.isnan().all(), "written before it was acknowledged"
+        self.diary.append(("wait", tensor.numel()))
+        self._held = [held for held in self._held if held is not tensor]
+
+
+class _WatchedTicket:
+    def __init__(self, watched: Watched, tensor: Tensor, ticket: Ticket) -> None:
+        self._watched, self._tensor, self._ticket = watched, tensor, ticket
+
+    def wait(self, operation: str) -> None:
+        self._watched.give_back(self._tensor)
+        self._ticket.wait(operation)
+
+
+class PartlyCalled(nn.Module):
+    """Two layers; in the first step both are called, later one alone, past the model itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(192, 10))
+        self.extra = nn.Linear(10, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.extra(self.body(x))
+        return y
+
+
+def test_memory_is_sent_again_only_after_it_came_back() -> None:
+    torch.manual_seed(2)
+    model = PartlyCalled().double()
+    batches = Training.of(model).batches
+
+    def forward(model: nn.Module, number: int, x: Tensor) -> Tensor:
+        call: Callable[[Tensor], Tensor] = model if number < 2 else model.body  # type: ignore[assignment]
+        return call(x)
+
+    def train(communicator: Communicator) -> dict[str, Tensor]:
+        bench = Bench.of(Watched(communicator), model, bucket_bytes=1)
+        for number, (x, y) in enumerate(batches):
+            local = slice(communicator.rank, None, 2)
+            with bench.replica.step(number, len(x[local]) / len(x)):
+                F.cross_entropy(forward(bench.model, number, x[local]), y[local]).backward()
+                bench.optimizer.step()
+                bench.optimizer.zero_grad()
+        return bench.model.state_dict()
+
+    alone = PartlyCalled().double()
+    alone.load_state_dict(model.state_dict())
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    for number, (x, y) in enumerate(batches):
+        F.cross_entropy(forward(alone, number, x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert largest_difference(run_ranks(2, train)[0], alone.state_dict()) < 1e-10
+
+
+def test_a_layer_waits_for_its_own_bucket_and_for_nothing_else(model: nn.Module) -> None:
+    watched = Watched(ThreadCommunicator(ThreadGroup(1), 0))
+    bench = Bench.of(watched, model, bucket_bytes=1)
+    bench.step(0)
+    bench.step(1)  # what is read where has been learned
+    watched.diary.clear()
+    with bench.replica.step(2, 1.0):
+        bench.backward(2)
+        bench.optimizer.step()
+    sizes = [p.numel() + 1 for p in bench.model.parameters()]  # a flag behind each
+    waits = [size for what, size in watched.diary if what == "wait"]
+    assert sorted(waits) == sorted(sizes)
+    assert waits[:2] == sizes[:2]  # the first layer's, first
+    assert watched.diary[-len(sizes) :] == [("start", size) for size in reversed(sizes)]
+
+
+def test_all_ranks_send_in_one_order_whatever_order_backward_takes() -> None:
+    class TwoArms(nn.Module):
+        """Takes its arms in an order of the rank's own."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.arms = nn.ModuleList([nn.Linear(192, 10), nn.Linear(192, 11)])
+
+        def forward(self, x: Tensor, first: int) -> Tensor:
+            outputs = {arm: self.arms[arm](x.flatten(1)) for arm in (first, 1 - first)}
+            y: Tensor = outputs[0] + outputs[1][:, :10]
+            return y
+
+    torch.manual_seed(3)
+    model = TwoArms().double()
+
+    def train(communicator: Communicator) -> list[tuple[str, int]]:
+        watched = Watched(communicator)
+        bench = Bench.of(watched, model, bucket_bytes=1)
+        x, y = bench.batches[0]
+        for number in range(3):
+            with bench.replica.step(number, 1 / 2):
+                F.cross_entropy(bench.model(x, communicator.rank), y).backward()
+                bench.optimizer.step()
+                bench.optimizer.zero_grad()
+        return [entry for entry in watched.diary if entry[0] == "start"]
+
+    one, other = run_ranks(2, train)
+    assert one == other
+
+
+@pytest.mark.parametrize("when", ["in backward", "after backward", "after another forward"])
+def test_nothing_is_installed_before_the_steps_end(model: nn.Module, when: str) -> None:
+    def train(communicator: Communicator) -> None:
+        bench = Bench.of(communicator, model, bucket_bytes=1)
+        bench.step(0)
+        bench.replica.settle()
+        before = bench.weights()
+        seen: list[list[Tensor]] = []
+        if when == "in backward":
+            last = bench.model[0].weight  # type: ignore[index]
+            last.register_hook(lambda _: seen.append(bench.weights()))
+        with bench.replica.step(1, 1 / 2):
+            bench.backward(1)
+            if when == "after another forward":
+                bench.model(bench.batches[1][0])
+            seen.append(bench.weights())
+            for weights in seen:
+                assert all(torch.equal(a, b) for a, b in zip(before, weights, strict=True))
+            bench.optimizer.step()
+        bench.replica.settle()
+        assert not any(torch.equal(a, b) for a, b in zip(before, bench.weights(), strict=True))
+
+    run_ranks(2, train)
+
+
+def test_an_update_is_seen_by_autograd(model: nn.Module) -> None:
+    def train(communicator: Communicator) -> None:
+        bench = Bench.of(communicator, model)
+        bench.step(0)
+        versions = [p._version for p in bench.model.parameters()]
+        bench.replica.settle()
+        assert all(
+            p._version > version
+            for p, version in zip(bench.model.parameters(), versions, strict=True)
+        )
+
+    run_ranks(2, train)
+
+
+class TiedSegments(nn.Module):
+    """One layer in two segments of reentrant checkpointing: its gradient is completed twice."""
+
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.inward = nn.Linear(192, 10)
+        self.shared = nn.Linear(10, 10)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inward(x.flatten(1))
+        for _ in range(2):
+            y = checkpoint(self.shared, y, use_reentrant=self.use_reentrant)
+        return y
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_gradient_hook_that_fires_twice_is_answered_by_the_remedy(use_reentrant: bool) -> None:
+    model = TiedSegments(use_reentrant=use_reentrant).double()
+
+    def train(communicator: Communicator) -> None:
+        Bench.of(communicator, model).step(0)
+
+    if not use_reentrant:  # the remedy
+        run_ranks(1, train)
+        return
+    with pytest.raises(ConfigError, match=r"shared\.\w+ was completed twice.*use_reentrant=False"):
+        run_ranks(1, train)
+
+
+def test_a_retained_graph_run_twice_is_refused() -> None:
+    model = Tied().double()
+
+    def train(communicator: Communicator) -> None:
+        bench = Bench.of(communicator, model)
+        x, y = bench.batches[0]
+        with bench.replica.step(0, 1.0):
+            loss = F.cross_entropy(bench.model(x), y)
+            loss.backward(retain_graph=True)
+            loss.backward()
+
+    with pytest.raises(ConfigError, match=r"inner\.weight was completed twice"):
+        run_ranks(1, train)

@@ -1,0 +1,235 @@
+"""What is trained changes between steps: noticed, bound anew, or refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from paceline.comm.communicator import Communicator
+from paceline.comm.inprocess import ThreadCommunicator, ThreadGroup
+from paceline.errors import ConfigError
+from paceline.sync.batch_norm import convert_sync_batchnorm
+from paceline.sync.replica import Replica
+from paceline.sync.share import Share
+from tests.harness.bench import Bench
+from tests.harness.equivalence import Training, convnet, largest_difference, replicate, sgd
+from tests.harness.threads import run_ranks
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(1)
+    return convnet()
+
+
+class Counting(ThreadCommunicator):
+    """Counts the values that are summed and broadcast."""
+
+    summed = 0
+    broadcasts = 0
+
+    def all_reduce(self, tensor: Tensor) -> Any:
+        self.summed += tensor.numel()
+        return super().all_reduce(tensor)
+
+    def broadcast(self, tensor: Tensor) -> Any:
+        self.broadcasts += 1
+        return super().broadcast(tensor)
+
+
+def test_what_is_frozen_travels_no_more(model: nn.Module) -> None:
+    communicator = Counting(ThreadGroup(1), 0)
+    bench = Bench.of(communicator, model)
+    for number in range(2):
+        communicator.summed = 0
+        bench.step(number)
+        if number == 0:
+            assert communicator.summed == sum(p.numel() + 1 for p in model.parameters())
+            bench.model[6].requires_grad_(False)  # type: ignore[index]
+    trained = [p for p in bench.model.parameters() if p.requires_grad]
+    assert communicator.summed == sum(p.numel() + 1 for p in trained)
+
+
+def test_nothing_is_bound_anew_where_nothing_changed(model: nn.Module) -> None:
+    bench = Bench.of(Counting(ThreadGroup(1), 0), model)
+    buckets = bench.replica.buckets
+    for number in range(3):
+        bench.step(number)
+        bench.optimizer.load_state_dict(copy.deepcopy(bench.optimizer.state_dict()))
+        bench.model.eval()
+        bench.model.train()
+        bench.model.load_state_dict(copy.deepcopy(bench.model.state_dict()))
+    assert bench.replica.buckets is buckets
+
+
+def test_only_what_is_new_is_broadcast(model: nn.Module) -> None:
+    communicator = Counting(ThreadGroup(1), 0)
+    bench = Bench.of(communicator, model)
+    at_first = communicator.broadcasts
+    bench.step(0)
+    bench.model[0].requires_grad_(False)  # type: ignore[index]
+    bench.step(1)
+    assert communicator.broadcasts == at_first
+    extra = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    bench.optimizer.add_param_group({"params": [extra]})
+    bench.step(2)
+    assert communicator.broadcasts == at_first + 1
+
+
+def test_unfreezing_within_a_step_is_refused(model: nn.Module) -> None:
+    model[0].bias.requires_grad_(False)  # type: ignore[index, union-attr]
+
+    def train(communicator: Communicator) -> None:
+        bench = Bench.of(communicator, model)
+        with bench.replica.step(0, 1.0):
+            bench.model[0].bias.requires_grad_(True)  # type: ignore[index, union-attr]
+            bench.backward(0)
+            bench.optimizer.step()
+
+    with pytest.raises(ConfigError, match=r"0\.bias has a gradient that isn't .* between steps"):
+        run_ranks(1, train)
+
+
+def test_a_gradient_left_on_a_frozen_parameter_is_refused(model: nn.Module) -> None:
+    def train(communicator: Communicator) -> None:
+        bench = Bench.of(communicator, model)
+        bench.step(0, set_to_none=False)
+        bench.model[0].bias.requires_grad_(False)  # type: ignore[index, union-attr]
+        bench.step(1)
+
+    with pytest.raises(
+        ConfigError, match=r"0\.bias has a gradient .*zero_grad\(\) what you freeze"
+    ):
+        run_ranks(1, train)
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_a_parameter_without_a_shape_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3))
+    with pytest.raises(ConfigError, match=r"1\.weight has no shape yet: run one batch"):
+        Bench.of(ThreadGroup(1).communicator(0), model)
+
+
+def test_lbfgs_is_refused(model: nn.Module) -> None:
+    optimizer = torch.optim.LBFGS(model.parameters())
+    with pytest.raises(ConfigError, match="LBFGS evaluates the loss several times"):
+        replicate(model, optimizer, ThreadGroup(1).communicator(0), 2_000)
+
+
+def test_a_copy_made_before_the_first_step_learns_nothing_after_it(model: nn.Module) -> None:
+    bench = Bench.of(ThreadGroup(1).communicator(0), model)
+    average = copy.deepcopy(bench.model)
+    x, _ = bench.batches[0]
+    modes: list[object] = []
+    average[6].register_forward_hook(lambda *_: modes.append(_get_current_dispatch_mode()))  # type: ignore[index]
+    average(x)  # during the lesson: seen, as the model's own calls are
+    bench.step(0)
+    average(x)
+    assert modes[-1] is None
+
+
+def test_a_copy_of_a_model_with_sync_bn_evaluates_by_itself() -> None:
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
+    layers = Counting(ThreadGroup(1), 0)
+    share = Share()
+    synced = convert_sync_batchnorm(model, layers, share)
+    replica = replicate(synced, sgd(synced), ThreadGroup(1).communicator(0), 2_000, share=share)
+    x = torch.randn(5, 4, dtype=torch.float64)
+    with replica.step(0, 1.0):
+        synced(x).sum().backward()
+    average = copy.deepcopy(synced).eval()
+    before = layers.summed
+    assert torch.equal(average(x), synced.eval()(x))
+    assert layers.summed == before
+
+
+def test_closing_gives_back_the_step_that_a_scheduler_wrapped(model: nn.Module) -> None:
+    optimizer = sgd(model)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    wrapped = vars(optimizer)["step"]
+    replica = replicate(model, optimizer, ThreadGroup(1).communicator(0), 2_000)
+    assert vars(optimizer)["step"] is not wrapped
+    replica.close()
+    assert vars(optimizer)["step"] is wrapped
+    optimizer.step()
+    schedule.step()
+
+
+class ReadsOutside(nn.Module):
+    """A layer, and a bias that only the loop reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(10))
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(192, 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.body(x)
+        return y
+
+
+def reducing(replica: Replica, number: int, loss: Callable[[], Tensor]) -> None:
+    loss().backward()
+    if number == 0:
+        replica.reduce()
+
+
+def accumulating(replica: Replica, number: int, loss: Callable[[], Tensor]) -> None:
+    with replica.no_sync():
+        (loss() * 0.25).backward()
+    (loss() * 0.75).backward()
+
+
+def accumulating_all(replica: Replica, number: int, loss: Callable[[], Tensor]) -> None:
+    with replica.no_sync():
+        loss().backward()
+
+
+def left_out(replica: Replica, number: int, loss: Callable[[], Tensor]) -> None:
+    loss().backward()
+
+
+@pytest.mark.parametrize("backward", [reducing, accumulating, accumulating_all, left_out])
+@pytest.mark.parametrize("changes", [False, True])
+def test_what_is_read_outside_is_never_stale_whatever_the_first_step_does(
+    backward: Callable[..., None], changes: bool
+) -> None:
+    """The lesson of the first step; and that after a change, which begins like a first one."""
+    torch.manual_seed(9)
+    model = ReadsOutside().double()
+    skipped = 0 if backward is left_out else None
+
+    def train(communicator: Communicator) -> dict[str, Tensor]:
+        bench = Bench.of(communicator, model, bucket_bytes=1)
+        for number, (x, y) in enumerate(bench.batches):
+            local = slice(communicator.rank, None, communicator.world_size)
+
+            def loss(x: Tensor = x[local], y: Tensor = y[local]) -> Tensor:
+                own: Any = bench.model
+                return F.cross_entropy(own.bias + own.body(x), y)  # the model itself isn't called
+
+            bench.model.body[1].bias.requires_grad_(not changes or number < 4)  # type: ignore[index, union-attr]
+            with bench.replica.step(number, len(x[local]) / len(x)):
+                backward(bench.replica, number, loss)
+                if number != skipped:
+                    bench.optimizer.step()
+                bench.optimizer.zero_grad()
+        return bench.model.state_dict()
+
+    alone: Any = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    for number, (x, y) in enumerate(Training.of(model).batches):
+        alone.body[1].bias.requires_grad_(not changes or number < 4)
+        F.cross_entropy(alone.bias + alone.body(x), y).backward()
+        if number != skipped:
+            optimizer.step()
+        optimizer.zero_grad()
+    assert largest_difference(run_ranks(2, train)[0], alone.state_dict()) < 1e-10

@@ -1,0 +1,213 @@
+"""Steps on several ranks: what they hear, where they stop, what is saved, what they draw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.comm.communicator import Communicator
+from paceline.data.order import Order
+from paceline.data.place import Place
+from paceline.recorder import NullRecorder
+from paceline.state.checkpoint import Checkpoints, read_checkpoint
+from paceline.state.keeper import Keeper
+from paceline.steps import Position, SavePolicy, Steps, Stop
+from paceline.sync.agreement import Agreement
+from tests.harness.bench import Bench
+from tests.harness.equivalence import convnet
+from tests.harness.threads import run_ranks
+
+ORDER = Order(size=40, batch_size=12)  # 4 steps an epoch, the last one short
+
+
+class Lines(NullRecorder):
+    """Keeps the events."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, dict[str, Any]]] = []
+
+    def event(self, name: str, **fields: object) -> None:
+        self.lines.append((name, fields))
+
+
+class Rank:
+    """One rank's steps over a small model."""
+
+    def __init__(self, communicator: Communicator, folder: Path, **options: Any) -> None:
+        torch.manual_seed(1)
+        self.bench = Bench.of(communicator, convnet())
+        self.communicator = communicator
+        self.recorder = Lines()
+        self.heard: list[tuple[int, tuple[float, ...]]] = []
+        self.wishes: set[int] = options.get("stop_in", set())
+        self.number = 0
+        parts = {"model": self.bench.model, "optimizer": self.bench.optimizer}
+        keeper = Keeper(parts, Checkpoints(folder, 3), constant={})
+        self.steps = Steps(
+            self.bench.replica,
+            Agreement(communicator),
+            self.recorder,
+            keeper if communicator.rank == 0 else None,
+            rank=communicator.rank,
+            generation=0,
+            seed=5,
+            position=options.get("position", Position()),
+            policy=options.get("policy", SavePolicy()),
+            stopping=lambda: self.number in self.wishes,
+            listen=lambda step, sums: self.heard.append((step, tuple(sums))),
+            values=2,
+            device=torch.device("cpu"),
+        )
+
+    def place(self, number: int) -> Place:
+        epoch, step = divmod(number, ORDER.steps)
+        first, last = ORDER.share(step, self.communicator.rank, self.communicator.world_size)
+        begin, end = ORDER.batch_range(step)
+        return Place(
+            epoch=epoch,
+            step=step,
+            steps=ORDER.steps,
+            first=first,
+            last=last,
+            global_count=end - begin,
+        )
+
+    def train(self, number: int) -> torch.Tensor:
+        """Run a step; return a number that it drew."""
+        self.number = number
+        with self.steps.step(self.place(number)) as sums:
+            drawn = torch.rand(1)
+            sums[0] = 10.0**self.communicator.rank
+            sums[1] = number
+            self.bench.backward(number % 4)
+            self.bench.optimizer.step()
+            self.bench.optimizer.zero_grad()
+        return drawn
+
+
+def until_stopped(rank: Rank, steps: int = 20) -> int:
+    """Train; return the number of the step that didn't run."""
+    for number in range(steps):
+        try:
+            rank.train(number)
+        except Stop:
+            return number
+    return steps
+
+
+def test_each_rank_hears_the_sum_over_all_one_step_later(tmp_path: Path) -> None:
+    def work(communicator: Communicator) -> list[int]:
+        rank = Rank(communicator, tmp_path)
+        late = []
+        for number in range(4):
+            rank.train(number)
+            late.append(number - len(rank.heard))
+        assert rank.steps.end_steps() == [4 * 111.0, 3 * 6.0]
+        assert rank.heard == [(number, (111.0, 3.0 * number)) for number in range(4)]
+        return late
+
+    for late in run_ranks(3, work)[1:]:  # rank 0 hears earlier where it takes a snapshot
+        assert late == [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("wishes", [{1: {3}}, {0: {3}}, {0: {4}, 1: {3}, 2: {4, 5}}, {2: {0}}])
+def test_all_ranks_stop_at_the_same_boundary(tmp_path: Path, wishes: dict[int, set[int]]) -> None:
+    def work(communicator: Communicator) -> int:
+        stop_in = wishes.get(communicator.rank, set())
+        return until_stopped(Rank(communicator, tmp_path, stop_in=stop_in))
+
+    first = min(min(steps) for steps in wishes.values())
+    assert run_ranks(3, work) == [first + 2] * 3
+    saved = read_checkpoint(tmp_path / "checkpoints" / f"step-{first + 2:08}.pt")
+    assert saved["position"]["number"] == first + 2
+
+
+def test_a_wish_in_an_epochs_last_step_is_heard_at_its_end(tmp_path: Path) -> None:
+    def work(communicator: Communicator) -> None:
+        rank = Rank(communicator, tmp_path, stop_in={3} if communicator.rank else set())
+        for number in range(4):
+            rank.train(number)
+        with pytest.raises(Stop):
+            rank.steps.end_steps()
+
+    run_ranks(2, work)
+    position = read_checkpoint(tmp_path / "checkpoints" / "step-00000004.pt")["position"]
+    assert (position["epoch"], position["step"]) == (0, 4)
+    assert position["sums"] == [4 * 11.0, 2 * 6.0]
+
+
+def test_a_checkpoint_holds_the_result_of_the_step_before_it(tmp_path: Path) -> None:
+    def work(communicator: Communicator) -> dict[int, list[torch.Tensor]]:
+        rank = Rank(communicator, tmp_path, policy=SavePolicy(steps=2))
+        weights = {}
+        for number in range(7):
+            rank.train(number)
+            rank.bench.replica.settle()
+            weights[number + 1] = rank.bench.weights()
+        rank.steps.finish()
+        return weights
+
+    weights = run_ranks(2, work)[1]
+    for step in (2, 4, 6):
+        saved = read_checkpoint(tmp_path / "checkpoints" / f"step-{step:08}.pt")
+        for ours, theirs in zip(saved["model"].values(), weights[step], strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_the_lines_of_all_steps_are_there_before_their_checkpoint_is(tmp_path: Path) -> None:
+    ranks: dict[int, Rank] = {}
+    published: list[list[int]] = []
+
+    class Watched(Checkpoints):
+        def write(self, step: int, state: Any, *, best: bool = False) -> Path:
+            published.append(
+                [sum(n == "step" for n, _ in r.recorder.lines) for r in ranks.values()]
+            )
+            return super().write(step, state, best=best)
+
+    def work(communicator: Communicator) -> None:
+        rank = ranks[communicator.rank] = Rank(communicator, tmp_path, policy=SavePolicy(steps=1))
+        if communicator.rank == 0:
+            rank.steps._keeper._checkpoints = Watched(tmp_path, 3)  # type: ignore[union-attr]
+        for number in range(8):
+            rank.train(number)
+        rank.steps.finish()
+
+    run_ranks(3, work)
+    assert len(published) == 7
+    for step, lines in enumerate(published, start=1):
+        assert min(lines) >= step
+
+
+def test_random_numbers_depend_on_seed_step_and_rank_only(tmp_path: Path) -> None:
+    def draw(start: int) -> Callable[[Communicator], list[float]]:
+        def work(communicator: Communicator) -> list[float]:
+            rank = Rank(communicator, tmp_path, position=Position(number=start, step=start))
+            return [float(rank.train(number)) for number in range(start, 4)]
+
+        return work
+
+    whole, resumed = run_ranks(1, draw(0))[0], run_ranks(1, draw(2))[0]
+    assert whole[2:] == resumed
+    assert len(set(whole)) == 4
+
+
+@pytest.mark.parametrize(
+    ("steps", "minutes", "number", "seconds", "due"),
+    [
+        (0, 0.0, 100, 1e9, False),
+        (10, 0.0, 20, 0.0, True),
+        (10, 0.0, 21, 1e9, False),
+        (0, 5.0, 3, 299.0, False),
+        (0, 5.0, 3, 300.0, True),
+        (10, 5.0, 3, 300.0, True),
+    ],
+)
+def test_a_checkpoint_is_due_by_steps_or_by_minutes(
+    steps: int, minutes: float, number: int, seconds: float, due: bool
+) -> None:
+    assert SavePolicy(steps=steps, minutes=minutes).due(number, seconds) is due

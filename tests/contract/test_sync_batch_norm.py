@@ -1,0 +1,221 @@
+"""BatchNorm over all ranks: dtypes, layouts, what is kept of the model, and what is refused.
+
+That it equals the whole batch's to 1e-10, with uneven and empty shares, is in the grid of
+`test_equivalence.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.communicator import Communicator
+from paceline.comm.inprocess import ThreadCommunicator, ThreadGroup
+from paceline.errors import CommTimeout, ConfigError
+from paceline.sync.batch_norm import SyncBatchNorm, convert_sync_batchnorm
+from paceline.sync.share import Share
+from paceline.sync.statistics import RunningStatistics
+from tests.harness.threads import run_ranks
+
+SHAPE = (9, 4, 5, 6)
+CUTS = ((0, 4), (4, 9))  # of a batch of 9, on two ranks
+
+
+def share_of(first: int, last: int, whole: int) -> Share:
+    share = Share()
+    share.begin((last - first) / whole)
+    return share
+
+
+def alone_and_together(
+    layer: nn.Module, x: Tensor, upstream: Tensor
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return output, gradients and statistics of the whole batch, by one process and by two."""
+    reference = copy.deepcopy(layer).double()
+    inputs = x.to(torch.float64, copy=True).requires_grad_()
+    output = reference(inputs)
+    (output * upstream.double()).sum(list(range(1, x.dim()))).mean().backward()
+    expected = {"output": output.detach(), "input": _gradient(inputs)}
+    expected |= {name: _gradient(p) for name, p in reference.named_parameters()}
+    expected |= dict(reference.named_buffers())
+
+    def run(communicator: Communicator) -> dict[str, Tensor]:
+        first, last = CUTS[communicator.rank]
+        share = share_of(first, last, len(x))
+        own = convert_sync_batchnorm(copy.deepcopy(layer), communicator, share)
+        inputs = x[first:last].clone(memory_format=torch.preserve_format).requires_grad_()
+        output = own(inputs)
+        (output * upstream[first:last]).sum(list(range(1, x.dim()))).mean().backward()
+        result = {"output": output.detach(), "input": _gradient(inputs) * share.weight}
+        result |= {name: _gradient(p) * share.weight for name, p in own.named_parameters()}
+        return result | dict(own.named_buffers())
+
+    one, other = run_ranks(2, run)
+    together = {name: torch.cat([one[name], other[name]]) for name in ("output", "input")}
+    together |= {name: one[name] + other[name] for name, _ in layer.named_parameters()}
+    together |= {name: one[name] for name, _ in layer.named_buffers()}
+    return expected, together
+
+
+def _gradient(tensor: Tensor) -> Tensor:
+    assert tensor.grad is not None
+    return tensor.grad.detach()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)],
+)
+@pytest.mark.parametrize("weights", ["float weights", "weights of the input's dtype"])
+def test_every_dtype_has_its_own_accuracy(
+    dtype: torch.dtype, tolerance: float, weights: str
+) -> None:
+    torch.manual_seed(0)
+    layer = nn.BatchNorm2d(4)
+    nn.init.uniform_(layer.weight, 0.5, 2)
+    layer.to(dtype if weights != "float weights" or dtype is torch.float64 else torch.float32)
+    x, upstream = torch.randn(SHAPE, dtype=dtype) + 3, torch.randn(SHAPE, dtype=dtype)
+    expected, together = alone_and_together(layer, x, upstream)
+    assert together["output"].dtype is together["input"].dtype is dtype
+    for name, value in expected.items():
+        scale = float(value.double().abs().max())
+        torch.testing.assert_close(
+            together[name].double(), value.double(), rtol=0, atol=tolerance * max(scale, 1)
+        )
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e3])
+def test_statistics_are_stable_far_from_zero(offset: float) -> None:
+    torch.manual_seed(0)
+    x, upstream = torch.randn(9, 4) + offset, torch.zeros(9, 4)
+    expected, together = alone_and_together(nn.BatchNorm1d(4, momentum=1.0), x, upstream)
+    torch.testing.assert_close(
+        together["running_var"].double(), expected["running_var"], rtol=1e-4, atol=0
+    )
+
+
+def test_channels_last_stays_channels_last() -> None:
+    def run(communicator: Communicator) -> None:
+        layer = convert_sync_batchnorm(nn.BatchNorm2d(4), communicator, Share())
+        x = torch.randn(SHAPE).to(memory_format=torch.channels_last).requires_grad_()
+        output = layer(x)
+        output.backward(torch.randn_like(output))
+        assert output.is_contiguous(memory_format=torch.channels_last)
+        assert _gradient(x).is_contiguous(memory_format=torch.channels_last)
+
+    run_ranks(2, run)
+
+
+class Fussy(nn.Module):
+    """A model with BatchNorms in odd places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.BatchNorm2d(3)
+        self.body = nn.ModuleDict({"deep": nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))})
+        self.twice = self.body["deep"][1]  # type: ignore[index]
+        self.theirs = nn.SyncBatchNorm(3)
+        self.not_one = nn.InstanceNorm2d(3, affine=True)
+
+
+def test_names_parameters_buffers_hooks_and_modes_are_kept() -> None:
+    model: Any = Fussy()
+    model.first.eval()
+    calls: list[str] = []
+    model.first.register_forward_hook(lambda *_: calls.append("hook"))
+    parameters, names = list(model.parameters()), list(model.state_dict())
+    communicator = ThreadGroup(1).communicator(0)
+    converted: Any = convert_sync_batchnorm(model, communicator, Share())
+    assert converted is model
+    assert list(model.state_dict()) == names
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    kinds = [type(m) for m in (model.first, model.twice, model.theirs)]
+    assert kinds == [SyncBatchNorm] * 3
+    assert model.twice is model.body["deep"][1]
+    assert type(model.not_one) is nn.InstanceNorm2d
+    assert not model.first.training
+    assert model.theirs.training
+    model.first(torch.randn(2, 3, 1, 1))
+    assert calls == ["hook"]
+
+
+def test_a_model_that_is_a_batch_norm_is_replaced() -> None:
+    converted = convert_sync_batchnorm(nn.BatchNorm1d(3), ThreadGroup(1).communicator(0), Share())
+    assert type(converted) is SyncBatchNorm
+
+
+def test_nothing_is_exchanged_in_evaluation() -> None:
+    def run(communicator: Communicator) -> None:
+        for tracks in (True, False):
+            plain = nn.BatchNorm1d(4, track_running_stats=tracks)
+            layer = convert_sync_batchnorm(copy.deepcopy(plain), communicator, Share()).eval()
+            x = torch.randn(6, 4)
+            if communicator.rank == 0:  # alone
+                assert torch.equal(layer(x), plain.eval()(x))
+
+    run_ranks(2, run)
+
+
+def test_one_value_a_channel_on_each_rank_is_enough() -> None:
+    x = torch.tensor([[1.0, 5.0], [3.0, 9.0]])
+
+    def run(communicator: Communicator) -> Tensor:
+        layer: Any = convert_sync_batchnorm(
+            nn.BatchNorm1d(2, momentum=1.0), communicator, share_of(0, 1, 2)
+        )
+        layer(x[communicator.rank : communicator.rank + 1])
+        return torch.stack([layer.running_mean, layer.running_var])
+
+    for statistics in run_ranks(2, run):
+        torch.testing.assert_close(statistics, torch.tensor([[2.0, 7.0], [2.0, 8.0]]))
+
+
+def test_one_value_a_channel_in_the_whole_batch_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+
+    def run(communicator: Communicator) -> None:
+        share = share_of(0, 1 - communicator.rank, 1)  # rank 1 has only a borrowed sample
+        convert_sync_batchnorm(copy.deepcopy(model), communicator, share)(torch.ones(1, 2))
+
+    with pytest.raises(ConfigError, match="1: the global batch has one value a channel"):
+        run_ranks(2, run)
+
+
+def test_equal_statistics_are_not_averaged_again() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.InstanceNorm1d(3, track_running_stats=True))
+    synced = convert_sync_batchnorm(model, ThreadGroup(1).communicator(0), Share())
+    flat = RunningStatistics(synced).flat
+    assert flat is not None
+    assert flat.numel() == 6  # the InstanceNorm's
+
+
+def test_a_silent_peer_is_named_with_the_layer() -> None:
+    communicator = ThreadGroup(2, timeout=0.01).communicator(0)
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    layer = convert_sync_batchnorm(model, communicator, Share())
+    with pytest.raises(CommTimeout, match=r"ranks \[1\] were silent .*the forward of 1"):
+        layer(torch.ones(2, 2))
+
+
+class CountsSteady(ThreadCommunicator):
+    """Counts how often the start-up was said to be over."""
+
+    steadied = 0
+
+    def steady(self) -> None:
+        self.steadied += 1
+
+
+def test_the_start_up_is_over_with_the_first_step() -> None:
+    communicator, share = CountsSteady(ThreadGroup(1), 0), Share()
+    layer = convert_sync_batchnorm(nn.BatchNorm1d(2), communicator, share)
+    share.begin(1.0)
+    layer(torch.randn(3, 2))
+    assert communicator.steadied == 0
+    share.begin(1.0)
+    layer(torch.randn(3, 2))
+    assert communicator.steadied > 0

@@ -1,0 +1,166 @@
+"""Made-up histories of runs, written as event files, and what they trained by plain counting.
+
+    history = RunHistory(samples=10, batch=4, epochs=2)
+    history.start(world=2, at=0, reach=[3, 4], saved=[2])     # rank 1 was one step further
+    history.kill(torn=[1])                                     # in the middle of a line
+    history.start(world=1, at=2, reach=[6], ended=True)
+
+Nothing here is shared with the code that is tested but the format of a line.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Key = tuple[int, int]  # machine, rank
+
+
+@dataclass(kw_only=True)
+class RunHistory:
+    """A run of `epochs` epochs of `samples` samples, `batch` a step.
+
+    Attributes:
+        broken: positions whose records can't be read, in each epoch.
+        files: the lines of each machine's files; a torn one ends without a line's end.
+        trained: how often each position of each step that stands was trained.
+        generation: the last one.
+        reach: how far each rank of it came.
+        saved: the checkpoints that a later generation may go on from.
+        committed: steps that must have been trained, by what the files say.
+    """
+
+    samples: int
+    batch: int
+    epochs: int
+    broken: frozenset[int] = frozenset()
+    files: dict[Key, list[str]] = field(default_factory=dict)
+    trained: dict[int, Counter[int]] = field(default_factory=dict)
+    generation: int = -1
+    reach: Sequence[int] = ()
+    saved: list[int] = field(default_factory=list)
+    committed: int = 0
+
+    @property
+    def steps(self) -> int:
+        return (self.samples + self.batch - 1) // self.batch
+
+    @property
+    def total(self) -> int:
+        return self.steps * self.epochs
+
+    @property
+    def done(self) -> int:
+        """Steps that all ranks of the last generation passed."""
+        return min(self.reach)
+
+    def start(
+        self,
+        *,
+        world: int,
+        at: int,
+        reach: Sequence[int],
+        saved: Iterable[int] = (),
+        told: bool = True,
+        ended: bool = False,
+        origin: str | None = None,
+        local: int = 99,
+    ) -> None:
+        """Start the run anew, with `local` ranks a machine.
+
+        Args:
+            world: ranks.
+            at: the step before which it goes on.
+            reach: before which step each rank ends.
+            saved: before which steps checkpoints are published.
+            told: the event of the last checkpoint was written before the end came.
+            ended: it comes to the run's end.
+            origin: the checkpoint was another run's.
+            local: ranks a machine.
+        """
+        self.generation += 1
+        self.reach = reach
+        self.saved = sorted({s for s in self.saved if s <= at} | {at, *saved})
+        events = [step for step in self.saved if step > at]
+        events = events if told else events[:-1]
+        self.committed = self.total if ended else max([at, *events])
+        for step in [step for step in self.trained if step >= at]:
+            del self.trained[step]
+        for rank in range(world):
+            lines = self.files.setdefault((rank // local, rank), [])
+            if lines and not lines[-1].endswith("\n"):
+                lines.pop()  # as the writer does
+            lines.extend(self._lines(rank, world, at, events if rank == 0 else [], origin))
+            if ended:
+                lines.append(_line(event="end", generation=self.generation))
+
+    def kill(self, *, torn: Iterable[int] = ()) -> None:
+        """End some ranks in the middle of a line; which is the last one of their files."""
+        for (_, rank), lines in self.files.items():
+            if rank in torn and lines[-1].endswith("\n"):
+                lines.append('{"event": "step", "generation": 0, "st')
+
+    def write(self, folder: Path) -> list[tuple[int, Path]]:
+        """Write the files; return each rank's, rank 0's first."""
+        written = []
+        for (machine, rank), lines in self.files.items():
+            path = folder / f"machine{machine}" / f"events.rank{rank}.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("".join(lines))
+            written.append((rank, path))
+        return sorted(written)
+
+    def counts(self, epoch: int) -> tuple[int, int]:
+        """Count an epoch's samples below `done` that were trained once, and those left out."""
+        once = skipped = 0
+        for step in range(epoch * self.steps, min((epoch + 1) * self.steps, self.done)):
+            for position, times in self.trained[step].items():
+                assert times == 1
+                skipped += position in self.broken
+                once += position not in self.broken
+        return once, skipped
+
+    def share(self, step: int, rank: int, world: int) -> tuple[int, int]:
+        """Deal a batch out like cards, then straighten each hand: the first ranks have one more."""
+        first = step % self.steps * self.batch
+        positions = range(first, min(first + self.batch, self.samples))
+        sizes = [len(positions[r::world]) for r in range(world)]
+        begin = first + sum(sizes[:rank])
+        return begin, begin + sizes[rank]
+
+    def _lines(
+        self, rank: int, world: int, at: int, saved: Sequence[int], origin: str | None
+    ) -> Iterator[str]:
+        number = self.generation
+        size: dict[str, Any] = {"samples": self.samples, "steps": self.steps}
+        size |= {"epochs": self.epochs, "batch": self.batch, "world_size": world, "machines": 1}
+        yield _line(event="run", generation=number, rank=rank, **size, model="m", device="cpu")
+        yield _line(event="restore", generation=number, step=at, origin=origin)
+        yield _line(event="note", text="Good luck")
+        for step in range(at, self.reach[rank]):
+            yield self._step(step, rank, world)
+            if rank == 0:
+                yield _line(event="loss", generation=number, step=step, loss=0.5)
+            if step + 1 in saved:
+                yield _line(event="checkpoint", generation=number, step=step + 1, path="x.pt")
+
+    def _step(self, step: int, rank: int, world: int) -> str:
+        first, last = self.share(step, rank, world)
+        self.trained.setdefault(step, Counter()).update(range(first, last))
+        return _line(
+            event="step",
+            generation=self.generation,
+            step=step,
+            epoch=step // self.steps,
+            first=first,
+            last=last,
+            skipped=len(self.broken & set(range(first, last))),
+        )
+
+
+def _line(**fields: Any) -> str:
+    return json.dumps(fields) + "\n"

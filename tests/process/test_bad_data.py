@@ -1,0 +1,248 @@
+"""Databases that are missing, torn, damaged, of another kind, or of other classes."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import lmdb
+import pytest
+
+from paceline.cli.main import main
+from paceline.data.formats import decode_record, encode_datum, encode_tensorprotos
+from tests.harness.bad_inputs import (
+    TRAIN,
+    WHO,
+    Bad,
+    require_answer,
+    require_run_answer,
+    stand_in,
+)
+from tests.harness.command import run
+from tests.harness.databases import NOBODY, write_lmdb
+from tests.harness.image_folder import put, some_images
+from tests.harness.runs import events
+
+WORDS = TRAIN + "--model own:net --train_data "
+NO_RECORD = (
+    "its 4 bytes are neither a TensorProtos nor a Datum record; it is damaged or not of an image "
+    "database: write it again."
+)
+AT_ONCE = {
+    "missing": Bad(
+        words=WORDS + "missing", said="--train_data missing: there is no such database."
+    ),
+    "missing test": Bad(
+        words=WORDS + "whole --test_data missing",
+        said="--test_data missing: there is no such database.",
+    ),
+    "a file": Bad(
+        words=WORDS + "own.py",
+        said="own.py is a file, and lmdb databases are folders: give the folder's path, or "
+        "--db_type minidb if this is one.",
+    ),
+    "a folder of images": Bad(
+        words=WORDS + "images",
+        said=r"images is no database: it has none of data.mdb \(lmdb\), CURRENT \(leveldb\), "
+        r"data.minidb \(minidb\); check the path.",
+    ),
+    "another kind": Bad(
+        words=WORDS + "whole --db_type leveldb",
+        said="whole is no leveldb database but a lmdb one; give --db_type lmdb.",
+    ),
+    "empty": Bad(words=WORDS + "empty", said="empty holds no records; write it again.", status=1),
+    "torn lmdb": Bad(
+        words=WORDS + "torn-lmdb",
+        said=r"torn-lmdb/data.mdb has \d+ bytes of \d+: the copy is incomplete, repeat it.",
+        status=1,
+    ),
+    "torn leveldb": Bad(
+        words=WORDS + "torn-leveldb --db_type leveldb",
+        said=r"\S+torn-leveldb/\d+.ldb has \d+ bytes of \d+: the copy is incomplete, repeat it.",
+        status=1,
+    ),
+    "torn minidb": Bad(
+        words=WORDS + "torn-minidb --db_type minidb",
+        said=r"torn-minidb/data.minidb breaks off in the record at byte \d+: the copy is "
+        r"incomplete, repeat it \(or this is no minidb\).",
+        status=1,
+    ),
+    "nothing but garbage": Bad(
+        words=WORDS + "garbage --bad_records skip",
+        said=rf'record "00000000_class\d/\d.jpg" of garbage: {NO_RECORD}',
+        status=1,
+    ),
+    "labels beyond": Bad(
+        words=WORDS + "whole --num_labels 2",
+        said="--num_labels 2: whole has labels up to 2; give at least 3.",
+    ),
+    "other classes": Bad(
+        words=WORDS + "whole --test_data other",
+        said="--test_data other: its classes class0, class1 aren't those of the training data, "
+        "class0, class1, class2; make both of folders with the same classes.",
+    ),
+    "too few": Bad(
+        words=WORDS + "whole --num_workers 30",
+        said="--train_data whole: 15 samples for 30 workers; give each worker at least one.",
+    ),
+    "create of no classes": Bad(
+        words="db create images/class0 made",
+        said="images/class0 has no subfolders: put the images of each class in "
+        "images/class0/<class>.",
+    ),
+    "create of nothing": Bad(
+        words="db create missing made",
+        said="missing isn't a folder: give a folder of class folders.",
+    ),
+    "create onto a database": Bad(
+        words="db create images whole",
+        said="whole isn't empty: give another name, or remove it first.",
+    ),
+    "create of a damaged image": Bad(
+        words="db create broken made",
+        said=r"broken/dog/2.jpg is a damaged image: .*\. Mend or remove it, or give "
+        "--skip_damaged.",
+        status=1,
+    ),
+    "convert onto a database": Bad(
+        words="db convert whole other",
+        said="other isn't empty: give another name, or remove it first.",
+    ),
+    "convert of a torn one": Bad(
+        words="db convert torn-lmdb made",
+        said=r"torn-lmdb/data.mdb has \d+ bytes of \d+: the copy is incomplete, repeat it.",
+        status=1,
+    ),
+    "info of nothing": Bad(
+        words="db info missing", said="missing: there is no such folder or file; check the path."
+    ),
+}
+KEY = r'record "00000007_class\d/\d.jpg" of '
+REMEDIES = " Leave such records out by --bad_records skip, or find them by `paceline db info`."
+LATER = {
+    "one-garbage": f"{KEY}one-garbage: {NO_RECORD}",
+    "cut": f"{KEY}cut can't be decoded: Premature end of JPEG file.",
+    "mixed": f"{KEY}mixed: it is a TensorProtos in a database of Datum records, and a database has "
+    "one format: write it again from one source.",
+    "label-9": f"{KEY}label-9 has the label 9; with --num_labels 3 labels are 0 to 2: change "
+    "--num_labels, or write the database anew.",
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with all these databases."""
+    folder = tmp_path_factory.mktemp("made")
+    some_images(folder / "images", classes=3, each=5, size=32)
+    some_images(folder / "few", classes=2, each=1, size=32)
+    for source, name, kind in (
+        ("images", "whole", "lmdb"),
+        ("few", "other", "lmdb"),
+        ("images", "torn-leveldb", "leveldb"),
+        ("images", "torn-minidb", "minidb"),
+    ):
+        ended = run("db", "create", source, name, "--db_type", kind, folder=folder)
+        assert ended.status == 0, ended.text
+    put(folder, "broken/dog/2.jpg", (folder / "few/class0/0.jpg").read_bytes()[:200])
+    write_lmdb(folder / "empty", [])
+    shutil.copytree(folder / "whole", folder / "torn-lmdb")
+    tear(folder / "torn-lmdb", "data.mdb")
+    (folder / "torn-minidb/paceline.index").unlink(missing_ok=True)
+    tear(folder / "torn-minidb", "data.minidb")
+    tear(folder / "torn-leveldb", "*.ldb")
+    break_records(folder)
+    return folder
+
+
+def tear(database: Path, pattern: str) -> None:
+    """Cut the end off a database's file, as a copy that was broken off leaves it."""
+    (file,) = database.glob(pattern)
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def break_records(folder: Path) -> None:
+    """Write copies of the whole database of which the eighth record is changed, or each."""
+    with lmdb.open(str(folder / "whole"), readonly=True, lock=False) as good, good.begin() as t:
+        items = list(t.cursor())
+    key, value = items[7]
+    record, _ = decode_record(value, key)
+    assert isinstance(record.image, bytes)
+    changes = {
+        "one-garbage": b"\x08\x01\x10\x01",
+        "cut": encode_datum(record.image[:-50], record.label),
+        "mixed": encode_tensorprotos(record.image, record.label),
+        "label-9": encode_datum(record.image, 9),
+    }
+    for name, changed in changes.items():
+        write_lmdb(folder / name, [*items[:7], (key, changed), *items[8:]])
+    write_lmdb(folder / "garbage", [(key, changes["one-garbage"]) for key, _ in items])
+
+
+@pytest.fixture
+def here(made: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return stand_in(made, monkeypatch)
+
+
+@pytest.mark.parametrize("name", AT_ONCE)
+def test_data_that_cant_be_had_are_refused_before_anything_is_written(
+    name: str, here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    require_answer(AT_ONCE[name], here, capfd)
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_a_record_that_only_a_worker_reads_ends_the_run(
+    name: str, here: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = f"{WORDS}{name} --output_dir {tmp_path}"
+    said = WHO + LATER[name] + REMEDIES
+    require_answer(Bad(words=words, said=said, status=1, writes=True), here, capfd)
+
+
+def test_a_truncated_jpeg_can_be_left_out(here: Path, tmp_path: Path) -> None:
+    words = f"{WORDS}cut --run_id r --output_dir {tmp_path} --bad_records skip"
+    assert main(shlex.split(words)) == 0
+    steps = [event for event in events(tmp_path / "r") if event["event"] == "step"]
+    assert sum(step["last"] - step["first"] for step in steps) == 15
+    assert sum(step["skipped"] for step in steps) == 1
+
+
+def test_a_database_that_may_not_be_read_names_who_can_help(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    closed = here / "closed"
+    shutil.copytree(here / "whole", closed)
+    bad = Bad(
+        words=WORDS + "closed",
+        said="closed: you may not read it; ask its owner for permission to read.",
+    )
+    try:
+        with somebody_else(closed):
+            require_answer(bad, here / "images", capfd)
+    finally:
+        shutil.rmtree(closed)
+
+
+@contextmanager
+def somebody_else(folder: Path) -> Iterator[None]:
+    """Close a folder, and be somebody else than root, whom nothing is closed to."""
+    root = os.geteuid() == 0
+    folder.chmod(0)
+    try:
+        if root:
+            for parent in folder.parents[:3]:  # pytest's own are closed to others
+                parent.chmod(parent.stat().st_mode | 0o055)
+            os.seteuid(NOBODY)
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+        folder.chmod(0o755)
+
+
+def test_the_real_command_refuses_a_missing_database(here: Path) -> None:
+    require_run_answer(AT_ONCE["missing"], here)

@@ -1,0 +1,219 @@
+"""Models and weights that don't fit: of the zoo, of somebody's own, of a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.harness.bad_inputs import (
+    NET,
+    NULL,
+    WHO,
+    Bad,
+    require_answer,
+    require_run_answer,
+    stand_in,
+)
+
+OWN = (
+    NET
+    + '''
+
+class Model(nn.Module):
+    """A net that does with its outputs what the test says."""
+
+    def __init__(self, num_labels, then):
+        super().__init__()
+        self.net, self.then = net(num_labels), then
+
+    def forward(self, images):
+        return self.then(self.net(images))
+
+
+def fails(logits):
+    return logits.reshape(7, 7)
+
+
+def returns_dict(num_labels):
+    return Model(num_labels, lambda logits: {"logits": logits, "aux": None})
+
+
+def too_few(num_labels):
+    return net(num_labels - 1)
+
+
+def fails_in_forward(num_labels):
+    return Model(num_labels, fails)
+
+
+def fails_itself(num_labels):
+    return net(num_labels["train"])
+
+
+def needs_more(num_labels, width):
+    return net(num_labels)
+
+
+def frozen(num_labels):
+    return net(num_labels).requires_grad_(False)
+
+
+def no_module(num_labels):
+    return num_labels
+
+
+def too_large(num_labels):
+    return Model(num_labels, lambda logits: logits.expand(1 << 48, -1, -1).clone())
+
+
+number = 3
+'''
+)
+ZOO = "The zoo has resnet18, .*, resnet56; give your own as package.module:function."
+AT_ONCE = {
+    "resnet21": rf"There is no model resnet21: did you mean resnet20 or resnet18\? {ZOO}",
+    "own.net": f"There is no model own.net: {ZOO}",
+    "own:": "Model own:: give your own model as package.module:function.",
+    "nowhere:net": "Model nowhere:net: module nowhere can't be imported, ModuleNotFoundError: No "
+    "module named 'nowhere'; it must be installed or in a folder of PYTHONPATH, and free of "
+    "errors.",
+    "broken:net": r"Model broken:net: module broken can't be imported, NameError: name 'oops' is "
+    r"not defined \(broken.py, line 3\); it must be installed or in a folder of PYTHONPATH, and "
+    "free of errors.",
+    "own:number": "Model own:number: module own has no function number; it has net, Model, fails, "
+    "returns_dict, too_few.",
+    "own:needs_more": "Model own:needs_more: missing a required argument: 'width'; give the "
+    "function's other arguments defaults, it is called with num_labels and num_channels only.",
+}
+LATER = {
+    "own:no_module": "Model own:no_module returned int: the function must return a "
+    "torch.nn.Module.",
+    "own:fails_itself": "Model own:fails_itself: the function failed with TypeError: 'int' object "
+    r"is not subscriptable \(own.py, line \d+\): mend it; call it with num_labels=3 to look into "
+    "it.",
+    "own:frozen": "The model has no parameter that requires a gradient, and nothing to train: let "
+    "--model name a function whose model has some that aren't frozen.",
+    "own:returns_dict": "The model returned a dict of logits, aux: a model must return logits, a "
+    r"Tensor of \(4, 3\) for 4 images; let --model name a function whose model returns its logits "
+    "alone.",
+    "own:too_few": "The model returned 2 outputs an image and --num_labels is 3: they must be "
+    "equal; build the last layer with num_labels, or give --num_labels 2.",
+    "own:fails_in_forward": r"The model failed with RuntimeError: shape '\[7, 7\]' is invalid for "
+    r"input of size 12 \(own.py, line \d+\): mend it; call it on torch.zeros\(4, 3, 32, 32\) to "
+    "look into it.",
+}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "broken.py").write_text("import torch\n\noops\n")
+    return stand_in(tmp_path, monkeypatch, OWN)
+
+
+@pytest.mark.parametrize("model", AT_ONCE)
+def test_a_model_that_cant_be_is_refused_before_anything_is_written(
+    model: str, here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    bad = Bad(words=f"{NULL} --model {model}", said=AT_ONCE[model])
+    require_answer(bad, here, capfd)
+
+
+def test_the_real_command_refuses_a_model_that_isnt_there(here: Path) -> None:
+    bad = Bad(words=f"{NULL} --model nowhere:net", said=AT_ONCE["nowhere:net"])
+    require_run_answer(bad, here)
+
+
+@pytest.mark.parametrize("model", LATER)
+def test_what_only_a_worker_sees_of_a_model_is_a_sentence_too(
+    model: str, here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    bad = Bad(words=f"{NULL} --model {model}", said=WHO + LATER[model], writes=True)
+    require_answer(bad, here, capfd)
+
+
+def test_a_step_that_needs_more_memory_than_there_is_says_what_to_make_smaller(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said = (
+        WHO + r"The memory is too small for a step, which asked for \d+ bytes: give a smaller "
+        "--batch_size or --image_size, or spread the batch over more GPUs or machines."
+    )
+    for words in ("--model own:too_large", "--model own:net --image_size 9999999"):
+        require_answer(Bad(words=f"{NULL} {words}", said=said, status=1, writes=True), here, capfd)
+
+
+def test_a_batch_norm_of_a_single_image_is_a_sentence(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = f"{NULL} --model resnet18 --batch_size 1"
+    said = (
+        WHO + r"A BatchNorm got one value a channel in training \(.*\), and its variance needs "
+        "more: give a larger --batch_size, fewer workers, or --sync_bn, which takes the values of "
+        "all workers together."
+    )
+    require_answer(Bad(words=words, said=said, writes=True), here, capfd)
+
+
+class Malicious:
+    """Calls what it likes when it is unpickled."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return print, ("you are mine",)
+
+
+WEIGHTS = {
+    "none.pt": (2, "--load_model_path none.pt: there is no such file."),
+    "garbage.pt": (
+        1,
+        "garbage.pt: not a file of weights; give one that a run, torch.save or safetensors wrote.",
+    ),
+    "torn.pt": (
+        1,
+        r"torn.pt: torn or damaged \(an archive whose end is missing or unreadable: File is not a "
+        r"zip file\); use another file, or a fresh copy of this one.",
+    ),
+    ".": (1, r"\.: can't be read \(Is a directory\); give a file that you may read."),
+}
+LATER_WEIGHTS = {
+    "malicious.pt": (
+        1,
+        "malicious.pt: not a file of weights: it wants to call print, which could be any code; "
+        r"give one that holds a model's state_dict\(\) alone.",
+    ),
+    "other.pt": (
+        2,
+        "--load_model_path other.pt: the weights are another model's: missing 2.weight, 2.bias; "
+        "unknown 0.weight. Give the --model that they were made by.",
+    ),
+}
+
+
+@pytest.fixture
+def weights(here: Path) -> Path:
+    """The folder with files of weights."""
+    (here / "garbage.pt").write_bytes(b"garbage" * 100)
+    torch.save({"0.weight": torch.ones(3, 3)}, here / "other.pt")
+    (here / "torn.pt").write_bytes((here / "other.pt").read_bytes()[:-100])
+    torch.save({"2.weight": Malicious()}, here / "malicious.pt")
+    return here
+
+
+@pytest.mark.parametrize("file", WEIGHTS)
+def test_weights_that_arent_are_refused_before_anything_is_written(
+    file: str, weights: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    status, said = WEIGHTS[file]
+    bad = Bad(words=f"{NULL} --model own:net --load_model_path {file}", said=said, status=status)
+    require_answer(bad, weights, capfd)
+
+
+@pytest.mark.parametrize("file", LATER_WEIGHTS)
+def test_weights_that_dont_fit_or_would_run_code_are_refused(
+    file: str, weights: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    status, said = LATER_WEIGHTS[file]
+    words = f"{NULL} --model own:net --load_model_path {file}"
+    require_answer(Bad(words=words, said=WHO + said, status=status, writes=True), weights, capfd)
+    assert "you are mine" not in capfd.readouterr().out

@@ -1,0 +1,196 @@
+"""Checkpoints, logs and configurations of a run that are torn, foreign, missing, or another's."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.cli.main import main
+from tests.harness.bad_inputs import (
+    LIMIT,
+    NET,
+    NULL,
+    WHO,
+    Bad,
+    nobody_left,
+    require_answer,
+    require_run_answer,
+    stand_in,
+)
+from tests.harness.command import Command
+from tests.harness.runs import losses
+
+WORDS = f"{NULL} --model own:net --epoch_size 16 --run_id r --checkpoint_steps 1"
+WORDS += " --keep_checkpoints 3"
+RUN = "runs/r/"
+NEWEST = RUN + "checkpoints/step-00000003.pt"
+TORN = rf"{NEWEST}: torn or damaged \(.*\); use another file, or a fresh copy of this one."
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of four steps that looks as if it had been killed in the last one."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "own.py").write_text(NET)
+    with nobody_left() as environment:
+        ended = Command(*WORDS.split(), folder=folder, environment=environment).wait(LIMIT)
+    assert ended.status == 0, ended.text
+    for name in ("finished", "checkpoints/step-00000004.pt", "net_model.pt"):
+        (folder / RUN / name).unlink()
+    return folder
+
+
+@pytest.fixture
+def here(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "here"
+    shutil.copytree(trained, folder)
+    return stand_in(folder, monkeypatch)
+
+
+def tear(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def test_a_torn_checkpoint_is_named_and_the_one_before_it_used(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tear(here / NEWEST)
+    before = losses(here / RUN)
+    assert main(WORDS.split()) == 0
+    said = capfd.readouterr().out
+    assert f"{NEWEST}: torn or damaged (" in said
+    assert f"Resuming from {RUN}checkpoints/step-00000002.pt: epoch 1, 2 steps done." in said
+    assert "Traceback" not in said
+    told = losses(here / RUN)
+    assert told[2] == before[2] * 2  # step 2 was trained again, and to the same loss
+    assert main(["ledger", "r"]) == 0
+
+
+def test_a_checkpoint_of_another_run_is_named_and_the_one_before_it_used(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    state = torch.load(here / NEWEST, weights_only=True)
+    torch.save({**state, "config": {**state["config"], "momentum": 0.5}}, here / NEWEST)
+    assert main(WORDS.split()) == 0
+    said = capfd.readouterr().out
+    assert f"{NEWEST}: the checkpoint of another run; it is left out." in said
+    assert "step-00000002.pt: epoch 1, 2 steps done." in said
+
+
+def test_without_a_good_checkpoint_the_run_doesnt_begin_anew_by_itself(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    files = sorted((here / RUN / "checkpoints").glob("step-*.pt"))
+    for file in files:
+        tear(file)
+    events = (here / RUN / "events.rank0.jsonl").read_bytes()
+    said = (
+        WHO + TORN + r" None of the 2 checkpoints of run r can be used: give another --run_id, or "
+        "remove them to start the run from the beginning."
+    )
+    require_answer(Bad(words=WORDS, said=said, status=1), here, capfd)
+    assert (here / RUN / "events.rank0.jsonl").read_bytes() == events
+
+
+REFUSED = {
+    "other flags": Bad(
+        words=WORDS + " --momentum 0.5",
+        said="--run_id r: this run was started with --momentum 0.9, now it is 0.5; give the same "
+        "or another --run_id.",
+    ),
+    "resume no": Bad(
+        words=WORDS + " --resume no",
+        said="--resume no: run r has begun; give another --run_id, or remove runs/r.",
+    ),
+    "resume missing": Bad(
+        words=WORDS + " --run_id new --resume nowhere.pt",
+        said="--resume nowhere.pt: there is no such file; give auto, no, or a checkpoint.",
+    ),
+    "ledger of nothing": Bad(
+        words="ledger nowhere",
+        said="nowhere: no run's folder, with files events.rank<r>.jsonl, nor the id of a run in "
+        "--output_dir runs; runs has r; check the path.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_run_that_is_another_isnt_touched(
+    name: str, here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    require_answer(REFUSED[name], here, capfd)
+
+
+def test_a_finished_run_is_left_as_it_is(here: Path) -> None:
+    (here / RUN / "finished").touch()
+    said = "run r is finished; give another --run_id to train again."
+    require_run_answer(Bad(words=WORDS, said=said, status=0), here)
+
+
+def test_a_damaged_configuration_is_named(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for damage, reason in ((b"torn = ", "Invalid value .*"), (b"\xff\xfe", ".*can't decode.*")):
+        (here / RUN / "config.toml").write_bytes(damage)
+        said = (
+            rf"runs/r/config.toml can't be read \({reason}\): put it back as it was, or give "
+            "another --run_id."
+        )
+        require_answer(Bad(words=WORDS, said=said, status=1), here, capfd)
+
+
+def test_a_damaged_number_of_the_last_start_is_named(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (here / RUN / "generation").write_text("")
+    said = (
+        WHO + "runs/r/generation is damaged, it should hold the number of the run's last start: "
+        "put it back, or give another --run_id."
+    )
+    require_answer(Bad(words=WORDS, said=said, status=1), here, capfd)
+
+
+def test_damaged_events_are_named_by_their_line(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = here / RUN / "events.rank0.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines[:3], "damaged\n", *lines[4:]]))
+    said = (
+        r"\S+/runs/r/events.rank0.jsonl, line 4: not an event \(.*\); it was damaged, put it back."
+    )
+    require_answer(Bad(words="ledger r", said=said, status=1), here, capfd)
+    path.write_text("".join([*lines[:4], *lines[6:]]))
+    assert main(["ledger", "r"]) == 1
+    assert "Not exact: " in capfd.readouterr().out
+
+
+ORIGINS = {
+    "garbage.pt": (
+        1,
+        "garbage.pt: not a file of weights; give one that a run, torch.save or safetensors wrote.",
+    ),
+    "weights.pt": (
+        1,
+        "weights.pt: not a run's checkpoint: it has no 'paceline'; give one that a run wrote, or "
+        "weights by --load_model_path.",
+    ),
+    NEWEST: (
+        2,
+        f"--resume {NEWEST}: the checkpoint's model doesn't fit: .* size mismatch for 2.weight: "
+        ".*; give the flags that it was trained with.",
+    ),
+}
+
+
+@pytest.mark.parametrize("origin", ORIGINS)
+def test_a_checkpoint_to_start_from_that_doesnt_fit_is_refused(
+    origin: str, here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (here / "garbage.pt").write_bytes(b"garbage" * 100)
+    torch.save({"2.weight": torch.ones(3, 48)}, here / "weights.pt")
+    status, said = ORIGINS[origin]
+    words = f"{NULL} --model own:net --run_id new --num_labels 4 --resume {origin}"
+    require_answer(Bad(words=words, said=WHO + said, status=status, writes=True), here, capfd)

@@ -1,0 +1,267 @@
+"""Machines and ranks that disagree, come twice, come not at all, die, freeze, or aren't ours."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from paceline.cli.main import main
+from tests.harness.bad_inputs import (
+    LIMIT,
+    NET,
+    NULL,
+    WHO,
+    Bad,
+    answer,
+    nobody_left,
+    require_answer,
+    require_message,
+    stand_in,
+)
+from tests.harness.command import Command, Ended
+from tests.harness.image_folder import some_images
+from tests.harness.launched import free_port
+from tests.harness.runs import until_step
+
+HOST = os.uname().nodename
+OWN = (
+    NET
+    + '''
+
+import json, os, signal
+
+
+class Ends(nn.Module):
+    """Rank 1 sends itself a signal in a step of its training."""
+
+    def __init__(self, num_labels, number, step):
+        super().__init__()
+        self.net, self.number, self.left = net(num_labels), number, step
+        self.here = json.loads(os.environ["PACELINE_WORKER"])["local_rank"] == 1
+
+    def forward(self, images):
+        if self.here and self.left == 0:
+            os.kill(os.getpid(), self.number)
+        self.left -= 1
+        return self.net(images)
+
+
+def dies_in_the_first_step(num_labels):
+    return Ends(num_labels, signal.SIGKILL, 0)
+
+
+def freezes(num_labels):
+    return Ends(num_labels, signal.SIGSTOP, 2)
+'''
+)
+SHARED = f"{NULL} --model own:net --run_id r --file_store_path ../meet "
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of machine 0, beside machine 1's and one that they share."""
+    for name in ("0", "1", "meet"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "1/own.py").write_text(OWN)
+    return stand_in(tmp_path / "0", monkeypatch, OWN)
+
+
+class Machines:
+    """Two machines, each in its folder, and what they say in the end."""
+
+    def __init__(self, here: Path, environment: Mapping[str, str]) -> None:
+        self._folder, self._environment = here.parent, environment
+
+    def start(self, machine: int, words: str, *, also: Mapping[str, str] | None = None) -> Command:
+        return Command(
+            *f"{words} --num_shards 2 --shard_id {machine}".split(),
+            folder=self._folder / str(machine),
+            environment={**self._environment, **(also or {})},
+        )
+
+    def run(self, first: str, second: str, **also: Mapping[str, str]) -> list[Ended]:
+        commands = [self.start(0, first), self.start(1, second, **also)]
+        return [command.wait(LIMIT) for command in commands]
+
+
+def both_say(ends: list[Ended], status: int, said: str) -> None:
+    assert len({require_message(ended, status, said) for ended in ends}) == 1
+
+
+def test_another_model_on_the_other_machine_is_told_by_both(here: Path) -> None:
+    own = here.parent / "1/own.py"
+    own.write_text(OWN.replace("nn.Linear(48, num_labels)", "nn.Linear(48, num_labels).double()"))
+    with nobody_left() as environment:
+        ends = Machines(here, environment).run(SHARED, SHARED)
+    said = (
+        rf"{WHO}the model's 2.weight is \[3, 48\] float32 on rank 0 \({HOST}\) and \[3, 48\] "
+        rf"float64 on rank 1 \({HOST}\): build the same model on all ranks."
+    )
+    both_say(ends, 2, said)
+
+
+def test_another_data_set_on_the_other_machine_is_told_by_both(here: Path) -> None:
+    for machine, each in ((0, 2), (1, 3)):
+        folder = here.parent / str(machine)
+        some_images(folder / "images", classes=3, each=each, size=32)
+        assert main(["db", "create", f"{folder}/images", f"{folder}/data"]) == 0
+    words = f"{SHARED} --train_data data"
+    with nobody_left() as environment:
+        ends = Machines(here, environment).run(words, words)
+    said = (
+        rf"{WHO}--train_data's number of records is 6 on rank 0 \({HOST}\) and 9 on rank 1 "
+        rf"\({HOST}\): give all machines the same data set."
+    )
+    both_say(ends, 2, said)
+
+
+OLD = """
+from importlib import metadata
+
+real = metadata.version
+metadata.version = lambda name: "0.0.9" if name == "paceline" else real(name)
+"""
+
+
+def test_another_version_on_the_other_machine_is_told_by_both(here: Path) -> None:
+    (here.parent / "old").mkdir()
+    (here.parent / "old/sitecustomize.py").write_text(OLD)
+    with nobody_left() as environment:
+        old = {"PYTHONPATH": str(here.parent / "old")}
+        ends = Machines(here, environment).run(SHARED, SHARED, also=old)
+    said = (
+        rf"{WHO}paceline is 0.1.0 on rank 0 \({HOST}\) and 0.0.9 on rank 1 \({HOST}\): install the "
+        "same on all machines."
+    )
+    both_say(ends, 2, said)
+
+
+def test_another_number_of_machines_is_told_by_both_before_anything_is_written(here: Path) -> None:
+    with nobody_left() as environment:
+        machines = Machines(here, environment)
+        first = machines.start(0, SHARED)
+        second = Command(
+            *f"{SHARED} --num_shards 3 --shard_id 1".split(),
+            folder=here.parent / "1",
+            environment=environment,
+        )
+        ends = [first.wait(LIMIT), second.wait(LIMIT)]
+    said = (
+        rf"(machine 1 \({HOST}\): )?--num_shards 3 on machine 1, but 2 on machine 0 \({HOST}\): "
+        "give the same number on all machines."
+    )
+    for ended in ends:
+        require_message(ended, 2, said)
+    assert not (here / "runs").exists()
+    assert list((here.parent / "meet").iterdir()) == []
+
+
+def test_a_place_in_a_live_run_is_refused_and_the_run_goes_on(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    endless = f"{SHARED} --num_epochs 1000000"
+    second = (
+        rf"--shard_id 1 of run 'r' is taken by a live machine, host {HOST} \(.*\): give each "
+        "machine its own."
+    )
+    first = (
+        rf"--run_id r is in use by a live run on host {HOST} \(process \d+; .*\): choose another, "
+        "or stop that one."
+    )
+    with nobody_left() as environment:
+        machines = Machines(here, environment)
+        commands = [machines.start(i, endless) for i in (0, 1)]
+        until_step(here / "runs/r", 2, 0)
+        for machine, said in ((1, second), (0, first)):
+            words = f"{endless} --output_dir elsewhere --num_shards 2 --shard_id {machine}"
+            require_message(answer(words, capfd), 2, said)
+        commands[1].send(signal.SIGINT)
+        ends = [command.wait(LIMIT) for command in commands]
+    assert [ended.status for ended in ends] == [130, 130]
+    assert not (here / "elsewhere").exists()
+
+
+def test_a_stranger_at_machine_0s_port_changes_nothing(here: Path) -> None:
+    port = free_port()
+    words = f"{NULL} --model own:net --run_id r --master 127.0.0.1:{port}"
+    with nobody_left() as environment:
+        machines = Machines(here, environment)
+        first = machines.start(0, words)
+        first.line_with("waiting for machine 1")
+        with (
+            socket.create_connection(("127.0.0.1", port)) as silent,
+            socket.create_connection(("127.0.0.1", port)) as loud,
+        ):
+            loud.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
+            ends = [command.wait(LIMIT) for command in (machines.start(1, words), first)]
+            silent.sendall(b"\0")
+    assert [ended.status for ended in ends] == [0, 0], ends
+    assert not any("Traceback" in ended.text for ended in ends)
+
+
+def test_a_rank_that_dies_in_the_first_step_is_named(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said = (
+        rf"rank 1 on machine 0 \({HOST}\) was killed by SIGKILL. If nobody did that, the machine "
+        "ran out of memory: try a smaller batch."
+    )
+    words = f"{NULL} --model own:dies_in_the_first_step --num_workers 2"
+    require_answer(Bad(words=words, said=said, status=1, writes=True), here, capfd)
+
+
+def test_a_rank_that_freezes_is_waited_for_as_long_as_the_flag_says(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said = (
+        rf"rank 0 on machine 0 \({HOST}\): rank 0 waited 2 s for a peer in .* in step \d: one "
+        r"hangs, can't be reached, or needs a longer --timeout \(--first_iter_timeout in the "
+        r"start\)."
+    )
+    words = f"{NULL} --epoch_size 400 --model own:freezes --num_workers 2 --timeout 2"
+    require_answer(Bad(words=words, said=said, status=1, writes=True), here, capfd)
+
+
+LAUNCHED = {
+    "RANK and WORLD_SIZE are set and LOCAL_RANK, LOCAL_WORLD_SIZE aren't: start all processes by "
+    "torchrun, which sets all of them, or unset those.": {"WORLD_SIZE": "2", "RANK": "1"},
+    "RANK 2 and WORLD_SIZE 2: RANK must be less than WORLD_SIZE; see what set them.": {
+        **{"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
+        **{"RANK": "2", "LOCAL_RANK": "0"},
+    },
+    "WORLD_SIZE is 'two' in the environment: it must be a whole number.": {
+        **{"WORLD_SIZE": "two", "LOCAL_WORLD_SIZE": "2"},
+        **{"RANK": "1", "LOCAL_RANK": "1"},
+    },
+}
+
+
+@pytest.mark.parametrize("said", LAUNCHED)
+def test_a_launchers_variables_that_contradict_each_other_are_named(
+    said: str, here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable, value in LAUNCHED[said].items():
+        monkeypatch.setenv(variable, value)
+    require_answer(Bad(words=f"{NULL} --model own:net", said=said), here, capfd)
+
+
+def test_a_flag_that_contradicts_torchruns_count_names_both(
+    here: Path,
+) -> None:
+    alone = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    meeting = {"GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with nobody_left() as environment:
+        words = f"{NULL} --model own:net --num_workers 3".split()
+        command = Command(*words, folder=here, environment={**environment, **alone, **meeting})
+        ended = command.wait(LIMIT)
+    said = (
+        "--num_workers 3, but torchrun started 1 on this machine: what the launcher starts "
+        "counts; leave out --num_workers, or start as many as it says."
+    )
+    require_message(ended, 2, said)
+    assert not (here / "runs").exists()

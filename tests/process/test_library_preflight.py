@@ -1,0 +1,68 @@
+"""Ranks whose scripts differ are told so, all alike, before the first step."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import paceline
+from paceline import ConfigError
+from paceline.comm.communicator import Communicator
+from tests.harness.library import BATCH, free_ports, network, place, samples, sgd
+from tests.harness.processes import spawn
+
+CASES = {
+    "seed": r"^seed is 0 on rank 0 \(.*\) and 1 on rank 1",
+    "run": r"^run is given on rank 0 .* and not given on rank 1",
+    "model": r"^the model's 0.weight is \[16, 6\] float64 on rank 0 .* and \[16, 7\] float64",
+    "optimizer": r"^the optimizer is SGD on rank 0 .* and Adam on rank 1",
+    "rate": r"^lr of the optimizer's group 0 is 0.1 on rank 0 .* and 0.2 on rank 1",
+    "data": r"^the data set's length is 50 on rank 0 .* and 51 on rank 1",
+    "batch": r"^batch_size is 12 on rank 0 .* and 13 on rank 1",
+}
+
+
+def differ(communicator: Communicator, ports: list[int], folder: Path) -> dict[str, str]:
+    """Differ from rank 0 in each way, a world each; return what is said."""
+    said, worlds = {}, []
+    for what, port in zip(CASES, ports, strict=True):
+        place(communicator, port)
+        odd = what if communicator.rank > 0 else ""
+        try:
+            differ_in(odd, folder / what)
+        except ConfigError as error:
+            said[what] = str(error)
+            worlds.append(sys.excepthook)  # which holds the world's store until the others read it
+    return said
+
+
+def differ_in(odd: str, run: Path) -> None:
+    given = run if run.name == "run" and odd != "run" else None
+    with paceline.join(given, seed=int(odd == "seed")) as world:
+        model = network()
+        if odd == "model":
+            model[0] = nn.Linear(7, 16).double()
+        optimizer = sgd(model)
+        if odd == "rate":
+            optimizer.param_groups[0]["lr"] = 0.2
+        if odd == "optimizer":
+            optimizer = torch.optim.Adam(model.parameters())
+        paceline.parallelize(model, optimizer, world)
+        paceline.loader(samples(50 + (odd == "data")), BATCH + (odd == "batch"), world)
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    return spawn(2, differ, free_ports(len(CASES)), tmp_path_factory.mktemp("runs"))
+
+
+@pytest.mark.parametrize("what", CASES)
+def test_ranks_differ_in(what: str, said: list[dict[str, Any]]) -> None:
+    assert said[0][what] == said[1][what]
+    assert re.search(CASES[what], said[0][what]), said[0][what]

@@ -1,0 +1,151 @@
+"""Scripts of the library that are killed, stopped and hurt, and go on with the same command."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from paceline.cli.main import main
+from paceline.observe.events import read_events
+from tests.harness.command import Ended, gone
+from tests.harness.launchers import Script, run
+
+SCRIPT = ("-m", "tests.harness.library_script")
+EPOCHS, STEPS = 3, 5  # of the script
+
+
+def losses(text: str) -> dict[int, str]:
+    """Read what rank 0 printed of its steps."""
+    return {int(step): loss for step, loss in re.findall(r"^step (\d+): (\S+)$", text, re.M)}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    """The losses of a run of two ranks that nobody stops."""
+    folder = tmp_path_factory.mktemp("whole")
+    ended = run("paceline", *SCRIPT, "", folder=folder)
+    assert ended.status == 0, ended.text
+    found = losses(ended.text)
+    assert set(found) == set(range(EPOCHS * STEPS))
+    return found
+
+
+def started_again(folder: Path) -> Ended:
+    return run("paceline", *SCRIPT, "run", folder=folder)
+
+
+def test_a_run_killed_in_mid_epoch_goes_on_bit_for_bit(
+    whole: dict[int, str], tmp_path: Path
+) -> None:
+    for step in (3, 8):
+        script = Script("paceline", *SCRIPT, "run", folder=tmp_path)
+        line = script.line_with(f"step {step}:")
+        script.kill_all()
+        script.wait()
+        assert losses(line)[step] == whole[step]
+    ended = started_again(tmp_path)
+    assert ended.status == 0, ended.text
+    found = losses(ended.text)
+    assert found == {step: whole[step] for step in found}
+    assert max(found) == EPOCHS * STEPS - 1
+    assert_each_sample_once(tmp_path / "run")
+    assert main(["ledger", str(tmp_path / "run")]) == 0
+
+
+def assert_each_sample_once(run: Path) -> None:
+    """Read the ranks' events: of each step the last generation's lines count."""
+    shares: dict[tuple[int, int], tuple[int, int]] = {}
+    for rank in (0, 1):
+        for line in read_events(run / f"events.rank{rank}.jsonl"):
+            if line["event"] == "restore":
+                shares = {k: v for k, v in shares.items() if k[0] != rank or k[1] < line["step"]}
+            if line["event"] == "step":
+                shares[rank, line["step"]] = (line["first"], line["last"])
+    for epoch in range(EPOCHS):
+        seen = [
+            position
+            for (_, step), (first, last) in shares.items()
+            if step // STEPS == epoch
+            for position in range(first, last)
+        ]
+        assert sorted(seen) == list(range(50))
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["term", "int"]
+)
+def test_a_stopped_run_saves_and_goes_on(
+    whole: dict[int, str], tmp_path: Path, number: int, status: int
+) -> None:
+    script = Script("paceline", *SCRIPT, "run", "--epochs", "100000", folder=tmp_path)
+    script.line_with("step 7:")
+    family = psutil.Process(script.pid).children(recursive=True)
+    script.send(number)
+    ended = script.wait(limit=30)
+    assert ended.status == status, ended.text
+    assert "Traceback" not in ended.text
+    assert gone(family)
+    newest = max((tmp_path / "run/checkpoints").glob("step-*.pt"))
+    saved = torch.load(newest, weights_only=True)["position"]["number"]
+    stopped_after = max([7, *losses(ended.text)])
+    assert saved == stopped_after + 1  # nothing is lost
+    if number == signal.SIGTERM:  # once is enough
+        found = losses(started_again(tmp_path).text)
+        assert found == {step: whole[step] for step in range(saved, EPOCHS * STEPS)}
+
+
+def test_a_signal_during_an_evaluation_keeps_the_epochs_end(tmp_path: Path) -> None:
+    options = ("run", "--epochs", "1", "--evaluate_until_stopped")
+    script = Script("python", *SCRIPT, *options, folder=tmp_path)
+    script.line_with("step 4:")
+    script.send(signal.SIGTERM)
+    ended = script.wait(limit=30)
+    assert ended.status == 143, ended.text
+    assert "Traceback" not in ended.text
+    assert (tmp_path / "run/checkpoints/step-00000005.pt").exists()
+
+
+def test_without_a_run_ctrl_c_ends_quietly(tmp_path: Path) -> None:
+    script = Script("python", *SCRIPT, "", "--epochs", "100000", folder=tmp_path)
+    script.line_with("step 3:")
+    script.send(signal.SIGINT)
+    ended = script.wait(limit=30)
+    assert ended.status == 130, ended.text
+    assert "Traceback" not in ended.text
+    assert "paceline" not in ended.text
+
+
+def test_a_run_that_is_alive_is_not_joined_again(tmp_path: Path) -> None:
+    script = Script("python", *SCRIPT, "run", "--epochs", "100000", folder=tmp_path)
+    script.line_with("step 3:")
+    second = run("python", *SCRIPT, "run", folder=tmp_path)
+    script.kill_all()
+    script.wait()
+    assert second.status == 2
+    assert second.text == (
+        "paceline: run run: this run is alive on this machine; stop it, or give another run.\n"
+    )
+
+
+def test_a_rank_that_leaves_early_ends_the_others(tmp_path: Path) -> None:
+    ended = run("paceline", *SCRIPT, "", "--fail", "1:3:exit", folder=tmp_path)
+    assert ended.status == 7
+    assert "Traceback" not in ended.text
+    assert "rank 1 on machine 0" in ended.text
+
+
+def test_a_last_checkpoint_that_cannot_be_written_is_a_sentence_and_status_1(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/checkpoints").touch()  # where the folder must be
+    ended = run("python", *SCRIPT, "run", "--epochs", "1", "--steps", "0", folder=tmp_path)
+    assert ended.status == 1, ended.text
+    assert "the checkpoint can't be written" in ended.text
+    assert "give another run." in ended.text
+    assert "Traceback" not in ended.text

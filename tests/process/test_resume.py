@@ -1,0 +1,254 @@
+"""A run that is stopped, killed, moved: it goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.state.checkpoint import read_checkpoint
+from tests.harness.command import Command, gone, rows_of, run
+from tests.harness.runs import events, losses, until, until_step, write_net
+
+SMALL = (
+    *("train", "--train_data", "null", "--test_data", "null", "--epoch_size", "70"),
+    *("--test_epoch_size", "10", "--image_size", "32", "--augment", "none"),
+    *("--num_labels", "3", "--batch_size", "6", "--run_id", "r"),
+)
+STEPS = 12  # of an epoch; the last batch is short
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    write_net(tmp_path)
+    return tmp_path
+
+
+def train(model: str, *words: str, workers: int = 2, epochs: int = 3) -> tuple[str, ...]:
+    return (
+        *SMALL,
+        *("--model", f"net:{model}", "--num_epochs", str(epochs), "--num_workers", str(workers)),
+        *words,
+    )
+
+
+def uninterrupted(here: Path, *words: str) -> dict[int, float]:
+    ended = run(*words, "--output_dir", "whole", folder=here)
+    assert ended.status == 0, ended.text
+    found = losses(here / "whole" / "r")
+    assert len(found) == 3 * STEPS
+    return {step: told[0] for step, told in found.items()}
+
+
+def each_sample_once(run_folder: Path, ranks: int = 2) -> None:
+    """Count positions by hand: the last generation that trained a step is what counts."""
+    restored = {e["generation"]: e["step"] for e in events(run_folder) if e["event"] == "restore"}
+    seen: dict[int, list[int]] = {}
+    for rank in range(ranks):
+        for line in events(run_folder, rank):
+            later = [s for g, s in restored.items() if g > line.get("generation", 0)]
+            if line["event"] == "step" and all(line["step"] < start for start in later):
+                seen.setdefault(line["epoch"], []).extend(range(line["first"], line["last"]))
+    assert {epoch: sorted(positions) for epoch, positions in seen.items()} == {
+        epoch: list(range(70)) for epoch in range(3)
+    }
+
+
+@pytest.mark.timeout(400)
+def test_ten_kills_at_random_moments_change_no_bit(here: Path) -> None:
+    words = train("dropout", "--checkpoint_steps", "2")
+    whole = uninterrupted(here, *words)
+    moments = random.Random(20180102)
+    folder = here / "runs" / "r"
+    for _ in range(10):
+        before = len(events(folder))
+        command = Command(*words, folder=here)
+        until(partial(started, command))
+        asked = moments.randrange(0, 6)
+        until(partial(trained, folder, before, asked))
+        family = command.family()
+        moments.shuffle(family)
+        for process in family:
+            process.kill()
+        command.send(signal.SIGKILL)
+        command.wait(10)
+        assert gone(family)
+    ended = run(*words, folder=here)
+    assert ended.status == 0, ended.text
+    told = losses(here / "runs" / "r")
+    assert {step: set(values) for step, values in told.items()} == {
+        step: {loss} for step, loss in whole.items()
+    }
+    each_sample_once(here / "runs" / "r")
+    assert [row["epoch"] for row in rows_of(here / "runs" / "r")] == ["0", "1", "2"]
+    assert rows_of(here / "runs" / "r")[-1]["cumulative_input_count"] == "210"
+
+
+def started(command: Command) -> bool:
+    """Tell whether its two workers are there."""
+    return len(command.family()) == 2
+
+
+def trained(run_folder: Path, before: int, steps: int) -> bool:
+    """Tell whether so many steps were told after the first `before` lines."""
+    return sum(line["event"] == "step" for line in events(run_folder)[before:]) >= steps
+
+
+@pytest.mark.timeout(240)
+def test_other_numbers_of_workers_train_the_same_curve(here: Path) -> None:
+    whole = uninterrupted(here, *train("plain"))
+    for generation, (workers, step) in enumerate([(2, 5), (1, 13), (3, 20), (4, 28)]):
+        command = Command(*train("plain", workers=workers), folder=here)
+        until_step(here / "runs" / "r", step, generation)
+        command.send(signal.SIGTERM)
+        ended = command.wait(10)
+        assert ended.status == 143, ended.text
+    ended = run(*train("plain"), folder=here)
+    assert ended.status == 0, ended.text
+    told = losses(here / "runs" / "r")
+    assert set(told) == set(whole)
+    for step, values in told.items():
+        assert values == pytest.approx([whole[step]] * len(values), abs=1e-6)
+    each_sample_once(here / "runs" / "r", ranks=4)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_leaves_the_last_step_behind(here: Path, number: int, status: int) -> None:
+    words = train("plain", epochs=100_000)
+    command = Command(*words, folder=here)
+    until_step(here / "runs" / "r", 5, 0)
+    command.send(number)
+    ended = command.wait(5)
+    assert ended.status == status, ended.text
+    assert "Traceback" not in ended.text
+    done = max(line["step"] for line in events(here / "runs" / "r") if line["event"] == "step")
+    (file,) = (here / "runs" / "r" / "checkpoints").glob("step-*.pt")
+    assert read_checkpoint(file)["position"]["number"] == done + 1
+
+
+def test_one_workers_signal_stops_all_at_the_same_step(here: Path) -> None:
+    command = Command(*train("plain", epochs=100_000), folder=here)
+    until_step(here / "runs" / "r", 5, 0)
+    command.family()[1].send_signal(signal.SIGTERM)
+    ended = command.wait(10)
+    assert ended.status == 143, ended.text
+    assert "Traceback" not in ended.text
+    last = [events(here / "runs" / "r", rank)[-1] for rank in (0, 1)]
+    assert last[0]["event"] == "checkpoint"
+    assert last[1]["event"] == "step"
+    assert last[0]["step"] == last[1]["step"] + 1
+
+
+def test_a_finished_run_is_not_trained_again_and_the_next_one_is(here: Path) -> None:
+    words = [word for word in train("plain", epochs=1) if word not in ("--run_id", "r")]
+    for _ in range(2):
+        ended = run(*words, folder=here)
+        assert ended.status == 0, ended.text
+    assert len(list((here / "runs").iterdir())) == 2
+    name = next((here / "runs").iterdir()).name
+    again = run(*words, "--run_id", name, folder=here)
+    assert (again.status, again.text) == (
+        0,
+        f"paceline: run {name} is finished; give another --run_id to train again.\n",
+    )
+
+
+def test_a_torn_checkpoint_is_named_and_the_one_before_it_is_used(here: Path) -> None:
+    words = train("dropout", "--checkpoint_steps", "4", "--keep_checkpoints", "3")
+    whole = uninterrupted(here, *words)
+    command = Command(*words, folder=here)
+    until_step(here / "runs" / "r", 15, 0)
+    command.send(signal.SIGTERM)
+    command.wait(10)
+    newest, before = sorted((here / "runs" / "r" / "checkpoints").glob("step-*.pt"))[:-3:-1]
+    os.truncate(newest, newest.stat().st_size // 2)
+    ended = run(*words, folder=here)
+    assert ended.status == 0, ended.text
+    assert str(newest.relative_to(here)) in ended.text
+    assert f"Resuming from {before.relative_to(here)}" in ended.text
+    assert {s: set(v) for s, v in losses(here / "runs" / "r").items()} == {
+        step: {loss} for step, loss in whole.items()
+    }
+
+
+def test_without_any_good_checkpoint_nothing_is_begun(here: Path) -> None:
+    words = train("plain", epochs=100_000)
+    command = Command(*words, folder=here)
+    until_step(here / "runs" / "r", 3, 0)
+    command.send(signal.SIGTERM)
+    command.wait(10)
+    for file in (here / "runs" / "r" / "checkpoints").iterdir():
+        file.write_bytes(b"torn")
+    before = events(here / "runs" / "r")
+    ended = run(*words, folder=here)
+    assert ended.status == 1
+    assert "None of the 1 checkpoints of run r can be used" in ended.text
+    assert "Traceback" not in ended.text
+    assert events(here / "runs" / "r") == before
+
+
+def test_another_runs_checkpoint_is_a_start(here: Path) -> None:
+    whole = uninterrupted(here, *train("dropout", "--keep_checkpoints", "3"))
+    file = here / "whole" / "r" / "checkpoints" / f"step-{STEPS:08}.pt"
+    ended = run(*train("dropout", "--resume", str(file)), folder=here)
+    assert ended.status == 0, ended.text
+    told = losses(here / "runs" / "r")
+    assert {s: v[0] for s, v in told.items()} == {s: x for s, x in whole.items() if s >= STEPS}
+    restore = next(e for e in events(here / "runs" / "r") if e["event"] == "restore")
+    assert restore["origin"] == str(file)
+    other = run(*train("dropout", "--num_labels", "4", "--resume", str(file)), folder=here)
+    assert other.status == 2  # the run's configuration is another
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_what_differs(here: Path) -> None:
+    uninterrupted(here, *train("plain"))
+    file = next((here / "whole" / "r" / "checkpoints").glob("step-*.pt"))
+    words = [*train("plain", "--resume", str(file)), "--num_labels", "4"]
+    ended = run(*words, folder=here)
+    assert ended.status == 2, ended.text
+    assert "body.4.weight" in ended.text
+    assert "Traceback" not in ended.text
+
+
+def test_a_loss_that_explodes_ends_the_run_with_a_good_checkpoint(here: Path) -> None:
+    words = train("plain", "--base_learning_rate", "1e9", "--checkpoint_steps", "1")
+    ended = run(*words, folder=here)
+    assert ended.status == 1
+    assert "The loss is" in ended.text
+    assert "Give a smaller --base_learning_rate" in ended.text
+    assert "Traceback" not in ended.text
+    for file in (here / "runs" / "r" / "checkpoints").glob("*.pt"):
+        state = torch.load(file, weights_only=True)
+        assert all(torch.isfinite(value).all() for value in state["model"].values())
+
+
+def test_the_best_epochs_checkpoint_is_kept(here: Path) -> None:
+    uninterrupted(here, *train("plain", "--keep_checkpoints", "1"))
+    folder = here / "whole" / "r"
+    rows = [json.loads(line) for line in (folder / "events.rank0.jsonl").read_text().splitlines()]
+    scores = [row["test_accuracy"] for row in rows if row["event"] == "epoch"]
+    best = read_checkpoint(folder / "checkpoints" / "best.pt")
+    assert best["position"]["epoch"] == scores.index(max(scores)) + 1
+    assert best["position"]["best"] == max(scores)
+
+
+def test_a_full_disk_loses_nothing(here: Path, tmp_path: Path) -> None:
+    shutil.rmtree(here / "runs", ignore_errors=True)
+    command = Command(*train("plain", "--checkpoint_steps", "1", epochs=100_000), folder=here)
+    folder = here / "runs" / "r" / "checkpoints"
+    until(lambda: len(list(folder.glob("step-*.pt"))) > 0)
+    folder.rename(folder.with_name("kept"))
+    folder.write_text("no folder any more")
+    ended = command.wait(20)
+    assert ended.status == 1, ended.text
+    assert "the checkpoint can't be written" in ended.text
+    assert "Traceback" not in ended.text
+    for file in folder.with_name("kept").glob("step-*.pt"):
+        read_checkpoint(file)

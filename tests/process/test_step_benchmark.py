@@ -1,0 +1,124 @@
+"""The benchmarks of a step compare equal work, print their tables and leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.comm.communicator import Communicator
+from tests.harness.processes import spawn
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+SMALL = ("--model", "resnet20", "--image-size", "8", "--batch", "2", "--links", "loopback")
+LIMIT = 100
+
+
+def benchmark(name: str, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(BENCHMARKS / name), *arguments]
+    return subprocess.Popen(
+        command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    )
+
+
+def trained(communicator: Communicator, folder: str) -> dict[str, list[Tensor]]:
+    """Train by each row's method for three steps; return the weights."""
+    sys.path.insert(0, str(BENCHMARKS))
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import variants
+
+    setting = variants.Setting(
+        rank=communicator.rank,
+        ranks=communicator.world_size,
+        address="127.0.0.1",
+        store=f"{folder}/store",
+        rows=[],
+        model="resnet20",
+        image_size=8,
+        batch=2,
+        dtype="float",
+    )
+    weights = {}
+    for row in ("none", "floor", "ddp:1", "allreduce", "allreduce:0.1"):
+        variant = variants.make(setting, row)
+        for _ in range(3):
+            variant.step()
+        variant.finish()
+        assert variant.model is not None
+        weights[row] = [p.detach().clone() for p in variant.model.parameters()]
+    return weights
+
+
+def test_ddp_and_paceline_train_the_same_and_no_exchange_something_else(tmp_path: Path) -> None:
+    first, second = spawn(2, trained, str(tmp_path))
+    for row in ("ddp:1", "allreduce", "allreduce:0.1"):
+        torch.testing.assert_close(first[row], first["ddp:1"])
+        torch.testing.assert_close(second[row], first["ddp:1"])
+    torch.testing.assert_close(first["floor"], first["none"])
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(first["none"], second["none"])
+
+
+def test_a_table_has_a_line_a_row_and_ratios_to_both_peers() -> None:
+    with benchmark("step.py", *SMALL, "--rounds", "2", "--steps", "1", "--markdown") as process:
+        out, err = process.communicate(timeout=LIMIT)
+    assert process.returncode == 0, err
+    lines = [line.split("|")[1:-1] for line in out.splitlines() if line.startswith("|")]
+    cells = {line[0].strip(): [cell.strip() for cell in line[1:]] for line in lines[2:]}
+    assert list(cells) == ["none", "floor", "ddp:1", "ddp:4", "ddp:25", "allreduce"]
+    interval = re.compile(r"\d+\.\d\d \(\d+\.\d\d to \d+\.\d\d\)")
+    for milliseconds, to_ddp, to_floor in cells.values():
+        assert milliseconds.isdecimal()
+        assert interval.fullmatch(to_ddp)
+        assert interval.fullmatch(to_floor)
+    assert cells["floor"][2] == "1.00 (1.00 to 1.00)"
+    assert "1.00 (1.00 to 1.00)" in {cells[row][1] for row in ("ddp:1", "ddp:4", "ddp:25")}
+
+
+def test_ctrl_c_in_the_middle_leaves_no_process() -> None:
+    with benchmark("step.py", *SMALL, "--rounds", "1000000") as process:
+        assert process.stdout is not None
+        while process.stdout.readline() != "loopback:\n":  # the ranks are at work
+            assert process.poll() is None
+        ranks = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=LIMIT)
+    assert len(ranks) == 2
+    assert process.returncode == 130
+    assert not err
+    assert not psutil.wait_procs(ranks, timeout=LIMIT)[1]
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        ("horovod", "'horovod' is none of none, floor, line, ddp, allreduce"),
+        ("ddp:0", "0 MiB is no size of a bucket"),
+    ],
+)
+def test_a_row_that_is_none_is_refused(row: str, sentence: str) -> None:
+    with benchmark("step.py", "--rows", row) as process:
+        _, err = process.communicate(timeout=LIMIT)
+    assert process.returncode == 2
+    assert sentence in err
+
+
+def test_a_checkpoint_s_cost_is_added_up(tmp_path: Path) -> None:
+    small = (*SMALL[:6], "--steps", "2", "--checkpoints", "1", "--folder", str(tmp_path))
+    with benchmark("checkpoint.py", *small) as process:
+        out, err = process.communicate(timeout=LIMIT)
+    assert process.returncode == 0, err
+    found = {name: float(value) for name, value in re.findall(r"(.+?)  +(-?[\d.]+) \(", out)}
+    assert found["stall, ms"] > 0
+    share = found["cost, ms"] / 60_000 * 100
+    assert found["cost at one a minute, %"] == pytest.approx(share, abs=0.006)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,37 @@
+"""The allocator keeps what is freed: a step's memory isn't faulted in again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+PROGRAM = """
+import resource, sys
+import torch
+from paceline.cluster.allocator import keep_freed_memory
+
+torch.set_num_threads(1)
+if sys.argv[1] == "keep":
+    assert keep_freed_memory()
+for _ in range(5):
+    step = [torch.ones(1_000_000) for _ in range(20)]
+    del step
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(5):
+    step = [torch.ones(1_000_000) for _ in range(20)]
+    del step
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults(manner: str) -> int:
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM, manner], capture_output=True, text=True, check=True
+    )
+    return int(ended.stdout)
+
+
+def test_memory_that_is_freed_is_not_faulted_in_again() -> None:
+    pages = 5 * 20 * 4_000_000 // 4096
+    assert faults("keep") < pages // 10
+    assert faults("give back") > pages // 2

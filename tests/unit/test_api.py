@@ -1,0 +1,78 @@
+"""The library's public surface: names and arguments. A change here breaks somebody's script."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import paceline
+
+NAMES = [
+    *("CheckpointError", "CommError", "CommTimeout", "ConfigError", "DataError", "Loader"),
+    *("PacelineError", "PeerLost", "World", "join", "loader", "parallelize"),
+]
+SIGNATURES = {
+    "join": "(run=None, *, resume='auto', checkpoint_steps=0, checkpoint_minutes=5.0, "
+    "keep_checkpoints=2, seed=0, device=None, first_iter_timeout=None, timeout=None)",
+    "parallelize": "(model, optimizer, world, *, sync='allreduce', bucket_mb=4.0, sync_bn=False)",
+    "loader": "(dataset, batch_size, world, *, train=True, shuffle=None, seed=None, "
+    "num_workers=0, collate_fn=None, pin_memory=False)",
+    "World.step": "(self, samples=None)",
+    "World.no_sync": "(self)",
+    "World.reduce": "(self)",
+    "World.settle": "(self)",
+    "World.total": "(self, tensor)",
+    "World.track": "(self, *objects, **named)",
+    "World.checkpoint": "(self)",
+    "World.close": "(self)",
+}
+PROPERTIES = {
+    "World": {
+        *("rank", "world_size", "local_rank", "local_world_size", "device", "generation"),
+        *("epoch", "steps"),
+    },
+    "Loader": {"epoch", "step", "steps", "count", "samples"},
+}
+
+
+def test_the_public_names_are_these() -> None:
+    assert paceline.__all__ == sorted(NAMES)
+    assert set(NAMES) <= set(dir(paceline))
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_a_signature_is_this(name: str) -> None:
+    function: object = paceline
+    for part in name.split("."):
+        function = getattr(function, part)
+    assert callable(function)
+    signature = inspect.signature(function)
+    plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    shown = signature.replace(parameters=plain, return_annotation=signature.empty)
+    assert str(shown) == SIGNATURES[name]
+
+
+@pytest.mark.parametrize("name", PROPERTIES)
+def test_a_class_shows_no_more_than_this(name: str) -> None:
+    kind = getattr(paceline, name)
+    shown = {member for member in vars(kind) if not member.startswith("_")}
+    methods = {path.partition(".")[2] for path in SIGNATURES if path.startswith(f"{name}.")}
+    assert shown == PROPERTIES[name] | methods
+
+
+def test_every_public_name_says_what_it_is() -> None:
+    for name in NAMES:
+        assert inspect.getdoc(getattr(paceline, name))
+
+
+def test_importing_the_package_does_not_wait_for_torch() -> None:
+    look = "import paceline, sys; assert 'torch' not in sys.modules; paceline.join"
+    subprocess.run([sys.executable, "-c", look], check=True)
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'jion'"):
+        _ = paceline.jion

@@ -1,0 +1,293 @@
+"""A loop that is put together wrongly is told so, in a sentence with the remedy."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+
+import paceline
+from paceline import ConfigError, World
+from tests.harness.library import BATCH, loss_of, network, samples, sgd
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    """A world of this process alone."""
+    with paceline.join() as world:
+        yield world
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return network()
+
+
+def bound(world: World, model: nn.Module) -> torch.optim.Optimizer:
+    return paceline.parallelize(model, sgd(model), world)[1]
+
+
+def backward(model: nn.Module) -> None:
+    x, y = samples(4)[:]
+    loss_of(model, x, y).backward()
+
+
+def in_step(world: World, *acts: Callable[[], object]) -> None:
+    with world.step():
+        for act in acts:
+            act()
+
+
+def test_a_second_world(world: World) -> None:
+    with pytest.raises(ConfigError, match=r"join\(\) was called before.*close\(\) it first"):
+        paceline.join()
+
+
+def test_another_world_after_the_first_was_closed() -> None:
+    for _ in range(2):
+        with paceline.join() as world:
+            assert world.world_size == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"timeout": 0}, r"^timeout 0: must be greater than 0"),
+        ({"first_iter_timeout": -1}, r"^first_iter_timeout -1"),
+        ({"checkpoint_steps": -1}, r"^checkpoint_steps -1: must be at least 0"),
+        ({"keep_checkpoints": 0}, r"^keep_checkpoints 0: must be at least 1"),
+        ({"resume": "other.pt"}, r"^resume other.pt needs a run"),
+        ({"device": "meta"}, r"^device is meta.*cpu and cuda"),
+        ({"device": "cuda:77"}, r"^device is cuda:77, and this machine shows \d+ GPUs"),
+    ],
+    ids=str,
+)
+def test_arguments_of_join(arguments: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        paceline.join(**arguments)
+    with paceline.join():  # nothing is left behind
+        pass
+
+
+@pytest.mark.parametrize("call", ["no_sync", "reduce", "settle", "step"])
+def test_before_parallelize(world: World, call: str) -> None:
+    use = in_step if call == "step" else getattr(World, call)
+    with pytest.raises(ConfigError, match=rf"world\.{call}\(\) was called before .*parallelize"):
+        use(world)
+
+
+def test_parallelize_twice(world: World, model: nn.Module) -> None:
+    bound(world, model)
+    with pytest.raises(ConfigError, match=r"called before with this world.*nn\.ModuleList"):
+        bound(world, network())
+
+
+def test_after_close(model: nn.Module) -> None:
+    with paceline.join() as world:
+        loader = paceline.loader(samples(), BATCH, world)
+    for use in (
+        lambda: bound(world, model),
+        lambda: next(iter(loader)),
+        lambda: world.total(torch.ones(1)),
+        lambda: paceline.loader(samples(), BATCH, world),
+    ):
+        with pytest.raises(ConfigError, match=r"after world.close\(\): join again"):
+            use()
+
+
+def test_an_unknown_way_to_exchange(world: World, model: nn.Module) -> None:
+    with pytest.raises(ConfigError, match="sync is 'ring'; there is allreduce"):
+        paceline.parallelize(model, sgd(model), world, sync="ring")
+    with pytest.raises(ConfigError, match=r"^bucket_mb 0"):
+        paceline.parallelize(model, sgd(model), world, bucket_mb=0)
+
+
+def test_an_optimizer_of_another_model(world: World, model: nn.Module) -> None:
+    with pytest.raises(ConfigError, match="none of the model's parameters"):
+        paceline.parallelize(model, sgd(network()), world)
+
+
+def test_lbfgs(world: World, model: nn.Module) -> None:
+    optimizer = torch.optim.LBFGS(model.parameters())
+    with pytest.raises(ConfigError, match="LBFGS"):
+        paceline.parallelize(model, optimizer, world)
+
+
+def test_a_model_elsewhere(world: World) -> None:
+    model = nn.Linear(2, 2, device="meta")
+    with pytest.raises(ConfigError, match=r"weight is on meta.*computes on cpu.*world.device"):
+        paceline.parallelize(model, sgd(model), world)
+
+
+def test_a_model_that_is_one_batch_norm(world: World) -> None:
+    model = nn.BatchNorm1d(3)
+    with pytest.raises(ConfigError, match=r"nn\.Sequential"):
+        paceline.parallelize(model, sgd(model), world)
+
+
+def test_an_update_outside_of_a_step(world: World, model: nn.Module) -> None:
+    optimizer = bound(world, model)
+    backward(model)
+    with pytest.raises(ConfigError, match=r"outside of a step, or twice.*with world.step\(\):"):
+        optimizer.step()
+
+
+def test_two_updates_in_a_step(world: World, model: nn.Module) -> None:
+    optimizer = bound(world, model)
+    with pytest.raises(ConfigError, match="outside of a step, or twice"):
+        in_step(world, lambda: backward(model), optimizer.step, optimizer.step)
+
+
+def test_a_gradient_is_touched_without_reduce(world: World, model: nn.Module) -> None:
+    optimizer = bound(world, model)
+    with pytest.raises(ConfigError, match=r"was changed between.*reduce\(\)"):
+        in_step(
+            world,
+            lambda: backward(model),
+            lambda: nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
+            optimizer.step,
+        )
+
+
+def test_two_backwards_without_no_sync(world: World, model: nn.Module) -> None:
+    bound(world, model)
+    with pytest.raises(ConfigError, match=r"completed twice.*no_sync\(\)"):
+        in_step(world, lambda: backward(model), lambda: backward(model))
+
+
+def test_a_step_in_a_step(world: World, model: nn.Module) -> None:
+    bound(world, model)
+    with (
+        pytest.raises(ConfigError, match=r"world.step\(\) was called inside of a step"),
+        world.step(),
+        world.step(),
+    ):
+        pass
+
+
+def test_a_step_after_an_error_in_one(world: World, model: nn.Module) -> None:
+    bound(world, model)
+    with pytest.raises(ZeroDivisionError):
+        in_step(world, lambda: 1 / 0)
+    with pytest.raises(ConfigError, match=r"left in its middle.*join again"):
+        in_step(world)
+
+
+def test_a_total_while_gradients_travel(world: World, model: nn.Module) -> None:
+    optimizer = bound(world, model)
+    with world.step():
+        backward(model)
+        with pytest.raises(ConfigError, match=r"call it after optimizer.step\(\)"):
+            world.total(torch.ones(1))
+        optimizer.step()
+        assert world.total(torch.tensor([True, False])).tolist() == [1, 0]
+
+
+def test_a_step_without_a_batch(world: World, model: nn.Module) -> None:
+    bound(world, model)
+    loader = paceline.loader(samples(), BATCH, world)
+    for _ in loader:
+        with world.step():
+            backward(model)
+        with pytest.raises(ConfigError, match=r"without a batch.*once for each batch"):
+            in_step(world)
+        break
+
+
+def test_batches_that_nobody_trains(world: World) -> None:
+    loader = paceline.loader(samples(), BATCH, world)
+    with pytest.raises(ConfigError, match=r"5 batches that no world.step\(\).*train=False"):
+        list(loader)
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_samples_that_cannot_be(world: World, model: nn.Module, count: int) -> None:
+    bound(world, model)
+    with pytest.raises(ConfigError, match=rf"^samples is {count}"), world.step(samples=count):
+        pass
+
+
+def test_two_loaders_that_train(world: World) -> None:
+    paceline.loader(samples(), BATCH, world)
+    with pytest.raises(ConfigError, match="give train=False"):
+        paceline.loader(samples(), BATCH, world)
+
+
+def test_a_loader_after_steps_without_one(world: World, model: nn.Module) -> None:
+    optimizer = bound(world, model)
+    with world.step():
+        backward(model)
+        optimizer.step()
+    with pytest.raises(ConfigError, match="1 steps without a loader"):
+        paceline.loader(samples(), BATCH, world)
+
+
+class Endless(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        while True:
+            yield torch.zeros(1)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "batch_size", "sentence"),
+    [
+        (Endless(), 4, "map-style"),
+        (iter([1, 2]), 4, "map-style"),
+        ([], 4, "empty"),
+        ([1, 2], 0, "batch_size is 0; it must be at least 1"),
+    ],
+    ids=["iterable", "iterator", "empty", "batch of none"],
+)
+def test_data_that_cannot_be_shared_out(
+    world: World, dataset: Any, batch_size: int, sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        paceline.loader(dataset, batch_size, world)
+
+
+def test_a_checkpoint_without_a_run(world: World, model: nn.Module) -> None:
+    bound(world, model)
+    with pytest.raises(ConfigError, match=r"nowhere to write.*run="):
+        world.checkpoint()
+
+
+def test_a_checkpoint_in_a_step(tmp_path: Path, model: nn.Module) -> None:
+    with paceline.join(tmp_path / "run") as world:
+        bound(world, model)
+        with world.step(), pytest.raises(ConfigError, match="inside of a step"):
+            world.checkpoint()
+
+
+class Odd:
+    """Has a state that no checkpoint can keep."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": [1, Counter({"a": {2}})]}
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+def test_tracking_what_has_no_state(world: World) -> None:
+    with pytest.raises(ConfigError, match="int is a int, which has no state_dict"):
+        world.track(3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"odd\['seen'\]\[1\]\['a'\] is a builtins.set"):
+        world.track(odd=Odd())
+
+
+def test_tracking_a_name_twice_or_too_late(world: World, model: nn.Module) -> None:
+    optimizer = bound(world, model)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    world.track(rate=schedule)
+    with pytest.raises(ConfigError, match="rate is tracked already"):
+        world.track(rate=schedule)
+    with world.step():
+        backward(model)
+        optimizer.step()
+    with pytest.raises(ConfigError, match="after the first step"):
+        world.track(schedule)

@@ -1,0 +1,330 @@
+"""A run of the library goes on where it was stopped, as if it hadn't been."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import lr_scheduler
+from torch.utils.data import Dataset
+
+import paceline
+from paceline import ConfigError
+from paceline.observe.events import read_events
+from tests.harness.library import BATCH, copied, loss_of, network, samples, sgd
+
+EPOCHS, STEPS = 3, 5  # of 50 samples
+Schedule = Callable[[torch.optim.Optimizer], Any]
+
+
+class Killed(Exception):
+    """The process came to its end here."""
+
+
+class Noisy(Dataset[Any]):
+    """Samples with random noise."""
+
+    def __init__(self) -> None:
+        self._samples = samples()
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x, y = self._samples[index]
+        return x + 0.1 * torch.randn(6, dtype=torch.float64), y
+
+
+def step_lr(optimizer: torch.optim.Optimizer) -> Any:
+    return lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+
+def train(
+    run: Path | None,
+    *,
+    die_before: int | None = None,
+    make_schedule: Schedule = step_lr,
+    in_step: bool = False,
+    **options: Any,
+) -> tuple[dict[int, float], dict[str, Tensor]]:
+    """Train; return each step's loss, and the model's state."""
+    losses = {}
+    with paceline.join(run, **options) as world:
+        model = network(dropout=0.3)
+        optimizer = sgd(model)
+        paceline.parallelize(model, optimizer, world)
+        schedule = make_schedule(optimizer)
+        world.track(schedule)
+        loader = paceline.loader(Noisy(), BATCH, world)
+        for _ in range(loader.epoch, EPOCHS):
+            for x, y in loader:
+                if world.steps == die_before:
+                    raise Killed
+                number = world.steps
+                with world.step():
+                    loss = loss_of(model, x, y)
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                losses[number] = loss.item()
+                if in_step:
+                    schedule.step()
+            if not in_step:
+                schedule.step()
+        return losses, copied(model)
+
+
+def killed(run: Path, at: int, **options: Any) -> dict[int, float]:
+    """Train until the process is killed before a step; return nothing of what it had in memory."""
+    with pytest.raises(Killed):
+        train(run, die_before=at, **options)
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint":
+            thread.join()  # a killed process writes no more
+    return {}
+
+
+def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+@pytest.mark.parametrize("at", [1, 4, 5, 6, 9, 14])
+def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path, at: int) -> None:
+    expected, state = train(None)
+    killed(tmp_path / "run", at, checkpoint_steps=2)
+    losses, resumed = train(tmp_path / "run", checkpoint_steps=2)
+    assert losses == {number: expected[number] for number in losses}
+    assert set(losses) >= set(range(at, EPOCHS * STEPS))
+    assert_equal(resumed, state)
+
+
+SCHEDULES: dict[str, Schedule] = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [3, 7, 11]),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 15),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 15),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 4),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=15),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=3),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o), lr_scheduler.CosineAnnealingLR(o, 10)], [5]
+    ),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ExponentialLR(o, 0.95), lr_scheduler.LinearLR(o)]
+    ),
+}
+
+
+@pytest.mark.parametrize("make_schedule", list(SCHEDULES.values()), ids=list(SCHEDULES))
+def test_any_scheduler_goes_on(tmp_path: Path, make_schedule: Schedule) -> None:
+    _, state = train(None, make_schedule=make_schedule, in_step=True)
+    killed(tmp_path / "run", 8, checkpoint_steps=3, make_schedule=make_schedule, in_step=True)
+    losses, resumed = train(tmp_path / "run", make_schedule=make_schedule, in_step=True)
+    assert 0 not in losses
+    assert_equal(resumed, state)
+
+
+def test_a_finished_run_makes_no_step_more(tmp_path: Path) -> None:
+    _, state = train(tmp_path / "run")
+    losses, again = train(tmp_path / "run")
+    assert losses == {}
+    assert_equal(again, state)
+
+
+def test_a_checkpoint_on_demand_is_what_a_run_goes_on_from(tmp_path: Path) -> None:
+    with paceline.join(tmp_path / "run") as world:
+        model = network()
+        optimizer = sgd(model)
+        paceline.parallelize(model, optimizer, world)
+        loader = paceline.loader(samples(), BATCH, world)
+        for x, y in loader:
+            with world.step():
+                loss_of(model, x, y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if loader.step == 2:
+                break
+        world.checkpoint()
+        state = copied(model)
+    plain = torch.load(tmp_path / "run/checkpoints/step-00000003.pt", weights_only=True)
+    assert_equal(plain["model"], state)
+    with paceline.join(tmp_path / "run") as world:
+        fresh = network()
+        paceline.parallelize(fresh, sgd(fresh), world)
+        assert_equal(copied(fresh), state)
+        assert (world.steps, world.epoch, world.generation) == (3, 0, 1)
+
+
+def test_a_loop_without_a_loader_goes_on(tmp_path: Path) -> None:
+    x, y = samples(12)[:]
+
+    def loop(run: Path | None, until: int) -> dict[str, Tensor]:
+        with paceline.join(run) as world:
+            model = network(dropout=0.3)
+            optimizer = sgd(model)
+            paceline.parallelize(model, optimizer, world)
+            for _ in range(world.steps, until):
+                with world.step():
+                    loss_of(model, x, y).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            return copied(model)
+
+    loop(tmp_path / "run", 3)
+    assert_equal(loop(tmp_path / "run", 7), loop(None, 7))
+    lines = read_events(tmp_path / "run/events.rank0.jsonl")
+    taken = [(line["first"], line["last"]) for line in lines if line["event"] == "step"]
+    assert taken == [(number, number + 1) for number in range(7)]
+
+
+def test_accumulation_over_batches_goes_on_with_the_same_dropout(tmp_path: Path) -> None:
+    def loop(run: Path | None, die_before: int | None = None) -> dict[str, Tensor]:
+        with paceline.join(run, checkpoint_steps=4) as world:
+            model = network(dropout=0.3)
+            optimizer = sgd(model)
+            paceline.parallelize(model, optimizer, world)
+            loader = paceline.loader(samples(72), BATCH, world)
+            for _ in range(loader.epoch, 2):
+                for x, y in loader:
+                    if world.steps == die_before:
+                        raise Killed
+                    if loader.step % 2 == 0:
+                        loss_of(model, x, y).backward()
+                        continue
+                    with world.step():
+                        loss_of(model, x, y).backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+            return copied(model)
+
+    with pytest.raises(Killed):
+        loop(tmp_path / "run", die_before=6)
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint":
+            thread.join()
+    names = [path.name for path in (tmp_path / "run/checkpoints").iterdir()]
+    assert "step-00000004.pt" in names
+    assert_equal(loop(tmp_path / "run"), loop(None))
+
+
+def test_another_runs_checkpoint_is_a_start(tmp_path: Path) -> None:
+    _, state = train(tmp_path / "one")
+    best = tmp_path / "one/checkpoints/step-00000015.pt"
+    losses, other = train(tmp_path / "two", resume=best)
+    assert losses == {}
+    assert_equal(other, state)
+
+
+def test_a_torn_checkpoint_is_named_and_the_one_before_is_used(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _, state = train(tmp_path / "run")
+    newest = tmp_path / "run/checkpoints/step-00000015.pt"
+    newest.write_bytes(newest.read_bytes()[:-100])
+    losses, again = train(tmp_path / "run")
+    assert set(losses) == set(range(10, 15))
+    assert_equal(again, state)
+    assert str(newest) in capfd.readouterr().err
+
+
+def test_the_ledger_has_each_sample_once_with_accumulation_too(tmp_path: Path) -> None:
+    with paceline.join(tmp_path / "run") as world:
+        model = network()
+        optimizer = sgd(model)
+        paceline.parallelize(model, optimizer, world)
+        loader = paceline.loader(samples(), BATCH, world)
+        for x, y in loader:
+            if loader.step % 2 == 0 and loader.step + 1 < len(loader):
+                with world.no_sync():
+                    loss_of(model, x, y).backward()
+                continue
+            with world.step():
+                loss_of(model, x, y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    lines = read_events(tmp_path / "run/events.rank0.jsonl")
+    taken = sorted((line["first"], line["last"]) for line in lines if line["event"] == "step")
+    assert taken == [(0, 12), (12, 24), (24, 36), (36, 48), (48, 50)]
+
+
+def loop_of(run: Path, *, batch: int = BATCH, seed: int = 0, track: int = 0) -> None:
+    with paceline.join(run, seed=seed) as world:
+        model = network()
+        optimizer = sgd(model)
+        paceline.parallelize(model, optimizer, world)
+        for _ in range(track):
+            world.track(step_lr(optimizer))
+        for x, y in paceline.loader(samples(), batch, world):
+            with world.step():
+                loss_of(model, x, y).backward()
+                optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"batch": 10}, "batch_size is 10, and was 12 when the checkpoint was made"),
+        ({"seed": 4}, "^run r: this run was started with seed 0, now it is 4.*another run"),
+        ({"track": 2}, "no state of StepLR 2; it has StepLR:"),
+        ({"track": 0}, "the state of StepLR, which isn't tracked"),
+    ],
+    ids=str,
+)
+def test_a_script_that_changed(tmp_path: Path, change: dict[str, int], sentence: str) -> None:
+    loop_of(tmp_path / "r", track=1)
+    with pytest.raises(ConfigError, match=sentence):
+        loop_of(tmp_path / "r", **{"track": 1, **change})
+
+
+def test_a_run_that_must_not_go_on(tmp_path: Path) -> None:
+    loop_of(tmp_path / "r")
+    with pytest.raises(ConfigError, match=r"^resume no: run r has begun; give another run"):
+        paceline.join(tmp_path / "r", resume="no")
+
+
+def test_another_model(tmp_path: Path) -> None:
+    loop_of(tmp_path / "r")
+    with paceline.join(tmp_path / "r") as world:
+        other = torch.nn.Linear(3, 3)
+        with pytest.raises(ConfigError, match="resume auto: the checkpoint's model doesn't fit"):
+            paceline.parallelize(other, sgd(other), world)
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"^run: .* can't be written"):
+        paceline.join(tmp_path / "file/run")
+
+
+def test_the_epoch_is_told_before_during_and_after(tmp_path: Path) -> None:
+    with paceline.join() as world:
+        model = network()
+        optimizer = sgd(model)
+        paceline.parallelize(model, optimizer, world)
+        loader = paceline.loader(samples(), BATCH, world)
+        seen = []
+        while loader.epoch < 2:
+            seen.append(loader.epoch)
+            for x, y in loader:
+                with world.step():
+                    loss_of(model, x, y).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                seen.append(world.epoch)
+        assert seen == [0] * 6 + [1] * 6
+        for _ in loader:
+            assert loader.epoch == 2
+            break
+        assert loader.epoch == 2  # nothing was trained

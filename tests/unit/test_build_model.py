@@ -1,0 +1,112 @@
+"""The flags about the model's arithmetic reach the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import HashStore
+
+from paceline import build
+from paceline.build.model import refuse_emulation
+from paceline.cli.flags import parse
+from paceline.cluster.members import Members
+from paceline.comm.inprocess import ThreadGroup
+from paceline.config.model import ModelConfig
+from paceline.config.train import TrainConfig
+from paceline.errors import ConfigError
+from paceline.models.resnet import BasicBlock
+from paceline.sync.batch_norm import SyncBatchNorm
+from paceline.sync.compiled import is_compiled
+from paceline.sync.share import Share
+
+CPU = torch.device("cpu")
+
+
+def config_of(*words: str) -> TrainConfig:
+    base = ("--train_data", "null", "--model", "resnet18", "--use_cpu", "--timeout", "20")
+    return parse(TrainConfig, [*base, *words], prog="paceline train", description="")
+
+
+def kinds(model: nn.Module) -> set[type[nn.Module]]:
+    return {type(m) for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
+
+
+def test_sync_bn_connects_the_layers_and_replaces_every_batch_norm() -> None:
+    config = config_of("--sync_bn")
+    layers = build.connect_layers(config, Members.alone(), HashStore(), CPU)
+    assert layers is not None
+    model = build.make_model(config, CPU, layers, Share())
+    assert kinds(model) == {SyncBatchNorm}
+    assert model(torch.randn(2, 3, 32, 32)).shape == (2, config.data.num_labels)
+    layers.close()
+
+
+def test_without_the_flag_there_is_no_second_connection_and_no_replacement() -> None:
+    config = config_of()
+    assert build.connect_layers(config, Members.alone(), HashStore(), CPU) is None
+    assert kinds(build.make_model(config, CPU, None, Share())) == {nn.BatchNorm2d}
+
+
+def test_both_connections_of_one_store_are_apart() -> None:
+    store = HashStore()
+    config = config_of("--sync_bn")
+    one = build.connect(config, Members.alone(), store, CPU)
+    other = build.connect_layers(config, Members.alone(), store, CPU)
+    assert other is not None
+    for communicator in (one, other):
+        tensor = torch.ones(3)
+        communicator.all_reduce(tensor).wait("a sum")
+        assert torch.equal(tensor, torch.ones(3))
+        communicator.close()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.compile's import
+def test_compile_prepares_the_blocks() -> None:
+    model: Any = build.make_model(config_of("--compile"), CPU)
+    compiled = [m for m in model.modules() if is_compiled(m)]
+    assert [type(m) for m in compiled] == [BasicBlock] * 8
+    plain = build.make_model(config_of(), CPU)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert not any(is_compiled(m) for m in plain.modules())
+
+
+WITHOUT = {"avx2": True, "avx512_bf16": False}
+WITH = {"avx2": True, "avx512_bf16": True}
+
+
+@pytest.mark.parametrize(
+    ("kind", "capabilities", "device"),
+    [("cpu", WITHOUT, "processor"), ("cuda", {"compute_capability": 7}, "GPU")],
+)
+def test_emulated_bfloat16_is_refused_with_both_ways_out(
+    kind: str, capabilities: dict[str, object], device: str
+) -> None:
+    words = f"--dtype bfloat16: this machine's {device} has no .*leave .*--force_bfloat16"
+    with pytest.raises(ConfigError, match=words):
+        refuse_emulation(ModelConfig(dtype="bfloat16"), kind, capabilities)
+
+
+def test_bfloat16_is_allowed_where_it_is_computed_or_insisted_on() -> None:
+    refuse_emulation(ModelConfig(dtype="bfloat16"), "cpu", WITH)
+    refuse_emulation(ModelConfig(dtype="bfloat16", force_bfloat16=True), "cpu", WITHOUT)
+    refuse_emulation(ModelConfig(dtype="float16"), "cpu", WITHOUT)
+    refuse_emulation(ModelConfig(), "cpu", WITHOUT)
+
+
+def test_a_layer_trains_on_real_ranks_that_are_threads() -> None:
+    """The pieces as a worker puts them together: layers' connection, share, replica."""
+    config, share = config_of("--sync_bn"), Share()
+    model = build.make_model(config, CPU, ThreadGroup(1).communicator(0), share)
+    optimizer = build.make_optimizer(model, config.optim, 4)
+    replica = build.replicate(
+        model, optimizer, ThreadGroup(1).communicator(0), "allreduce", 4.0, share
+    )
+    with replica.step(0, 1.0):
+        assert share.weight == 1.0
+        model(torch.randn(2, 3, 32, 32)).sum().backward()
+        optimizer.step()
+    assert share.begun == 1
+    replica.close()

@@ -1,0 +1,110 @@
+"""Checkpoints on disk: whole or not at all, the last few and the best kept, read by torch alone."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.errors import CheckpointError
+from paceline.state.checkpoint import Checkpoints, read_checkpoint
+
+
+def state(value: float) -> dict[str, Any]:
+    return {
+        "model": {"weight": torch.full((3, 2), value)},
+        "optimizer": {"state": {}, "param_groups": []},
+        "position": {"epoch": 0, "step": 1, "number": 1, "sums": [0.5], "best": None},
+    }
+
+
+def test_torch_alone_reads_a_checkpoint(tmp_path: Path) -> None:
+    path = Checkpoints(tmp_path, keep=2).write(128, state(3.0))
+    assert path == tmp_path / "checkpoints" / "step-00000128.pt"
+    read = torch.load(path, weights_only=True)
+    assert torch.equal(read["model"]["weight"], torch.full((3, 2), 3.0))
+    assert read_checkpoint(path)["position"]["number"] == 1
+
+
+def test_the_newest_are_kept_and_the_best_outlives_them(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step in (5, 10, 15, 20):
+        checkpoints.write(step, state(float(step)), best=step == 10)
+    assert [path.name for path in checkpoints.newest_first()] == [
+        "step-00000020.pt",
+        "step-00000015.pt",
+    ]
+    best = read_checkpoint(tmp_path / "checkpoints" / "best.pt")
+    assert best["model"]["weight"][0, 0] == 10.0
+    assert len(os.listdir(tmp_path / "checkpoints")) == 3
+
+
+def test_a_better_one_takes_the_bests_place(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    for step in (5, 10):
+        checkpoints.write(step, state(float(step)), best=True)
+    best = read_checkpoint(tmp_path / "checkpoints" / "best.pt")
+    assert best["model"]["weight"][0, 0] == 10.0
+
+
+def test_steps_beyond_eight_digits_are_in_order_too(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    for step in (99_999_999, 100_000_000):
+        checkpoints.write(step, state(1.0))
+    assert next(checkpoints.newest_first()).name == "step-100000000.pt"
+
+
+def test_what_a_killed_writer_left_is_removed_and_never_read(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.write(5, state(1.0))
+    (tmp_path / "checkpoints" / ".step-00000010.pt.part").write_bytes(b"half")
+    assert len(list(checkpoints.newest_first())) == 1
+    checkpoints.clean()
+    assert os.listdir(tmp_path / "checkpoints") == ["step-00000005.pt"]
+
+
+def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file")
+    with pytest.raises(CheckpointError, match=r"can't be written \(File exists\); make room"):
+        Checkpoints(tmp_path, keep=2).write(5, state(1.0))
+
+
+@pytest.mark.parametrize("cut", [1, 100, 1000])
+def test_a_torn_checkpoint_is_named(tmp_path: Path, cut: int) -> None:
+    path = Checkpoints(tmp_path, keep=2).write(5, state(1.0))
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - cut)
+    with pytest.raises(CheckpointError, match=r"step-00000005\.pt"):
+        read_checkpoint(path)
+
+
+def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
+    path = Checkpoints(tmp_path, keep=2).write(5, state(1.0))
+    data = bytearray(path.read_bytes())
+    data[data.index(torch.full((3, 2), 1.0).numpy().tobytes())] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"step-00000005\.pt"):
+        read_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [({"weight": torch.ones(2)}, "no 'paceline'"), ([1, 2], "not a run's"), ({}, "not a run's")],
+)
+def test_something_else_is_told_from_a_checkpoint(
+    tmp_path: Path, content: object, reason: str
+) -> None:
+    path = tmp_path / "x.pt"
+    torch.save(content, path)
+    with pytest.raises(CheckpointError, match=reason):
+        read_checkpoint(path)
+
+
+def test_a_newer_format_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    torch.save({**state(1.0), "paceline": 99}, path)
+    with pytest.raises(CheckpointError, match=r"format 99.*update Paceline"):
+        read_checkpoint(path)

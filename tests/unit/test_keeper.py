@@ -1,0 +1,108 @@
+"""The keeper: copies at once, writes in the background, saves what it can when told to."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.errors import CheckpointError
+from paceline.state.checkpoint import Checkpoints, read_checkpoint
+from paceline.state.keeper import Keeper
+
+
+class Part:
+    """Something to keep."""
+
+    def __init__(self) -> None:
+        self.weight = torch.zeros(2)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {"weight": self.weight}
+
+
+class SlowDisk(Checkpoints):
+    """A disk that writes when it may."""
+
+    def __init__(self, run: Path) -> None:
+        super().__init__(run, keep=5)
+        self.begun, self.go = threading.Event(), threading.Event()
+
+    def write(self, step: int, state: Mapping[str, Any], *, best: bool = False) -> Path:
+        self.begun.set()
+        assert self.go.wait(10)
+        return super().write(step, state, best=best)
+
+
+def keeper_of(part: Part, checkpoints: Checkpoints, **more: Any) -> Keeper:
+    parts = {"model": part, "optimizer": part}
+    return Keeper(parts, checkpoints, constant={"config": {"a": 1}}, **more)
+
+
+def written(folder: Path, step: int) -> dict[str, Any]:
+    return read_checkpoint(folder / "checkpoints" / f"step-{step:08}.pt")
+
+
+def test_what_was_captured_is_written_whatever_changes_afterwards(tmp_path: Path) -> None:
+    part, disk = Part(), SlowDisk(tmp_path)
+    keeper = keeper_of(part, disk)
+    keeper.capture(1, {"number": 1})
+    keeper.publish()
+    assert disk.begun.wait(10)
+    for step in (2, 3, 4):
+        part.weight.fill_(float(step))
+        keeper.capture(step, {"number": step})
+    disk.go.set()
+    keeper.wait()
+    assert torch.equal(written(tmp_path, 1)["model"]["weight"], torch.zeros(2))
+    assert written(tmp_path, 1)["position"] == {"number": 1}
+    assert written(tmp_path, 1)["config"] == {"a": 1}
+    assert keeper.published.get() == (1, tmp_path / "checkpoints" / "step-00000001.pt")
+
+
+def test_a_rescue_writes_the_newest_and_only_once(tmp_path: Path) -> None:
+    part = Part()
+    keeper = keeper_of(part, Checkpoints(tmp_path, 5))
+    keeper.rescue()  # nothing yet
+    for step in (1, 2):
+        part.weight.fill_(float(step))
+        keeper.capture(step, {})
+    keeper.rescue()
+    file = tmp_path / "checkpoints" / "step-00000002.pt"
+    assert torch.equal(written(tmp_path, 2)["model"]["weight"], torch.full((2,), 2.0))
+    file.unlink()
+    keeper.rescue()
+    assert not file.exists()
+
+
+def test_a_broken_model_is_not_published(tmp_path: Path) -> None:
+    part = Part()
+    keeper = keeper_of(part, Checkpoints(tmp_path, 5))
+    part.weight[0] = float("nan")
+    keeper.capture(1, {})
+    keeper.publish()
+    keeper.wait()
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_disk_that_refuses_is_told_at_the_next_occasion(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file")
+    keeper = keeper_of(Part(), Checkpoints(tmp_path, 5))
+    keeper.capture(1, {})
+    keeper.publish()
+    with pytest.raises(CheckpointError, match="can't be written"):
+        keeper.wait()
+    keeper.wait()  # told once
+
+
+def test_snapshots_take_under_a_hundredth_of_the_time(tmp_path: Path) -> None:
+    now = iter([0.0, 10.0, 10.5, 60.0, 60.4, 60.6])
+    keeper = keeper_of(Part(), Checkpoints(tmp_path, 5), clock=lambda: next(now))
+    keeper.capture(1, {})  # from 10.0 to 10.5: the next is due 50 s later
+    assert not keeper.due  # 60.0
+    assert not keeper.due  # 60.4
+    assert keeper.due  # 60.6

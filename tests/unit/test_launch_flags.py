@@ -1,0 +1,137 @@
+"""What flags mean beside a launcher's word, and `paceline launch`'s own arguments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch.distributed import HashStore
+
+from paceline.cli.launch import main
+from paceline.cli.launched import fitted, train_launched
+from paceline.cli.notes import notes
+from paceline.cluster.ending import Private
+from paceline.cluster.environment import Environment
+from paceline.cluster.join import Joined, LauncherName
+from paceline.cluster.launched import Launched
+from paceline.cluster.members import Members
+from paceline.config.data import DataConfig
+from paceline.config.train import TrainConfig
+from paceline.config.world import WorldConfig
+from paceline.errors import ConfigError
+
+
+def joined(launcher: LauncherName, machines: tuple[int, ...], machine: int = 0) -> Joined:
+    names = tuple(f"h{i}" for i in range(len(machines)))
+    addresses = ("127.0.0.1",) * len(machines)
+    members = Members.on(machine, 0, machines=machines, addresses=addresses, hosts=names)
+    return Joined(
+        members=members,
+        store=HashStore(),
+        token="t",
+        launcher=launcher,
+        ending=Private(),
+        meeting="node0:1234",
+    )
+
+
+def test_the_launchers_word_fills_the_flags_in() -> None:
+    world = fitted(WorldConfig(run_id="r"), joined("torchrun", (2, 3), 1))
+    assert (world.num_shards, world.shard_id, world.workers) == (2, 1, 3)
+    assert world.master == "node0:1234"
+    world = fitted(WorldConfig(run_id="r"), joined("mpirun", (4,)))
+    assert (world.num_shards, world.shard_id, world.workers, world.master) == (1, 0, 4, "")
+
+
+def test_flags_that_agree_stay() -> None:
+    flags = WorldConfig(run_id="r", gpus="0,3", num_shards=2, shard_id=1, file_store_path="meet")
+    world = fitted(flags, joined("slurm", (2, 2), 1))
+    assert (world.gpu_numbers, world.file_store_path, world.master) == ((0, 3), "meet", "")
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ({"num_workers": 3}, "--num_workers 3, but torchrun started 2 on this machine"),
+        ({"num_gpus": 1}, "--num_gpus 1, but torchrun started 2 on this machine"),
+        ({"gpus": "0,1,2"}, "--gpus 0,1,2, but torchrun started 2 on this machine"),
+        (
+            {"num_shards": 3, "master": "h:1", "run_id": "r"},
+            "--num_shards 3, but torchrun started processes on 2",
+        ),
+        (
+            {"num_shards": 2, "shard_id": 1, "master": "h:1", "run_id": "r"},
+            "--shard_id 1, but torchrun started this as number 0",
+        ),
+    ],
+)
+def test_a_flag_that_contradicts_the_launcher_names_both(
+    flags: dict[str, object], told: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        fitted(WorldConfig(**flags), joined("torchrun", (2, 2)))  # type: ignore[arg-type]
+    assert told in str(caught.value)
+    assert "what the launcher starts counts" in str(caught.value)
+
+
+def test_launchers_are_named_by_their_commands() -> None:
+    with pytest.raises(ConfigError, match="but srun started 2"):
+        fitted(WorldConfig(num_workers=3), joined("slurm", (2,)))
+
+
+def test_mpiruns_processes_need_a_name_for_a_place_that_lasts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launched = Launched(launcher="mpirun", rank=1, world_size=2, local_rank=1, local_world_size=2)
+    world = WorldConfig(file_store_path=str(tmp_path))
+    config = TrainConfig(data=DataConfig(train_data="db"), world=world)
+    assert train_launched(config, Environment(launched=launched)) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("paceline: rank 1 of 2 on ")
+    assert "meet in a folder or in Redis need --run_id, the same for all." in said
+
+
+def test_torchruns_own_store_leaves_a_given_meeting_place_unused() -> None:
+    world = WorldConfig(file_store_path="meet", num_workers=2)
+    config = TrainConfig(data=DataConfig(train_data="db"), world=world)
+    told = "--file_store_path isn't used: torchrun's processes meet in its own store."
+    assert told in list(notes(config, 0, "torchrun"))
+    assert told not in list(notes(config, 0, "mpirun"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        ([], "there is no command: give one after --, as in paceline launch"),
+        (["-n", "2"], "there is no command: give one after --"),
+        (["-n", "2", "--"], "there is no command: give one after --"),
+        (["-n", "2", "python", "train.py"], "there is no -- between the flags and the command"),
+        (["python"], "there is no -- between the flags and the command"),
+        (["--", "no-such-program"], "the command no-such-program isn't found: give a program"),
+        (["--", "/etc/passwd"], "the command /etc/passwd isn't executable"),
+    ],
+)
+def test_what_cant_be_launched_is_a_sentence(argv: list[str], told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        main(argv)
+    assert told in str(caught.value)
+
+
+def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0
+    assert "paceline launch -n 2 -- python train.py" in capsys.readouterr().out
+
+
+def test_flags_that_cant_be_are_refused_before_anything_starts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for flags, told in (
+        (["-n", "-1"], "--num_workers -1: must be at least 0"),
+        (["--num_shards", "2"], "--num_shards 2 needs a meeting place"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            main([*flags, "--", "true"])
+        assert caught.value.code == 2
+        assert told in capsys.readouterr().err

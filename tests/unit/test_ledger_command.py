@@ -1,0 +1,110 @@
+"""`paceline ledger`: which run is meant, what is told of it, and the status."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paceline.cli.ledger import main
+from paceline.errors import ConfigError, DataError
+from tests.harness.ledger_runs import RunHistory
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run of two machines under runs/, each with a folder of its own; three epochs, one begun."""
+    monkeypatch.chdir(tmp_path)
+    history = RunHistory(samples=1000, batch=64, epochs=3, broken=frozenset({3}))
+    history.start(world=4, at=0, reach=[17, 18, 17, 17], saved=[16], local=2)
+    history.write(tmp_path / "runs")
+    return tmp_path / "runs"
+
+
+def test_a_run_whose_machines_share_no_folder_is_proved_of_both(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["runs/machine0", "machine1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines if "/3" in line] == [
+        [*["│", "1/3", "│", "1,000", "│", "999", "│", "1", "│", "0", "│", "0", "│", "1,000│"]],
+        [*["│", "2/3", "│", "64", "│", "63", "│", "1", "│", "0", "│", "0", "│", "0│"]],
+    ]
+    assert lines[-1] == (
+        "Exact: each sample was trained once, in 17 of 48 steps, 16 of them committed, "
+        "1 more under way, unreadable ones left out: 2."
+    )
+
+
+def test_a_machine_that_is_left_out_is_missed(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["machine0"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "Not exact: 500 samples lost, 0 twice or out of place." in lines
+    assert "  generation 0: There is no event file of ranks 2, 3 of its 4." in lines
+    assert (
+        '  epoch 1/3, step 2/16 and the 13 after it (generation 0, "step": 1): '
+        "Positions 96 to 127 were trained by nobody (ranks 2, 3 wrote no line)."
+    ) in lines
+
+
+def test_machines_get_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["machine0", "machine1", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["exact"] is True
+    assert (told["done"], told["committed"], told["begun"]) == (17, 16, 18)
+    assert told["accounts"][0]["once"] == 999
+    assert main(["machine1", "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["exact"] is False
+    assert told["faults"][0]["text"].startswith("There is no event file of ranks 0, 1")
+
+
+def test_a_folder_that_is_given_twice_counts_once(run: Path) -> None:
+    assert main(["machine0", "runs/machine0", "machine1"]) == 0
+
+
+def test_another_output_folder_is_looked_into(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.rename(run.parent / "results")
+    assert main(["machine0", "machine1", "--output_dir", "results"]) == 0
+
+
+def test_a_run_that_is_not_there_is_the_callers_mistake(run: Path) -> None:
+    (run / "empty").mkdir()
+    for name in ("nowhere", "empty"):
+        with pytest.raises(ConfigError, match=rf"{name}: no run's folder.*runs has machine0"):
+            main([name])
+
+
+def test_no_run_is_the_callers_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main([])
+    assert raised.value.code == 2
+    assert "no run is given" in capsys.readouterr().err
+
+
+def test_damage_in_the_middle_is_named(run: Path) -> None:
+    path = run / "machine0" / "events.rank0.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:5], b"\0" * 40 + b"\n", *lines[5:]]))
+    with pytest.raises(DataError, match=r"events\.rank0\.jsonl, line 6: not an event"):
+        main(["machine0", "machine1"])
+
+
+def test_an_unreadable_file_is_named(run: Path) -> None:
+    path = run / "machine0" / "events.rank1.jsonl"
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(DataError, match=r"events\.rank1\.jsonl can't be read \(Is a directory\)"):
+        main(["machine0", "machine1"])
+
+
+def test_many_like_epochs_share_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    history = RunHistory(samples=10, batch=4, epochs=40)
+    history.start(world=1, at=0, reach=[92])
+    history.write(tmp_path)
+    assert main([str(tmp_path / "machine0")]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if "/40" in line]
+    assert [row.split("│")[1].strip() for row in rows] == ["1–30/40", "31/40"]

@@ -1,0 +1,42 @@
+"""Copies of state: independent, with the strides of the original, in memory that is used again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paceline.state.memory import copy_state, finite
+
+
+def test_a_copy_does_not_change_with_the_original() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    state = {"a": [weight, 1], "b": ({"c": weight}, "text", None)}
+    copy = copy_state(state)
+    with torch.no_grad():
+        weight.zero_()
+    assert torch.equal(copy["a"][0], torch.ones(2))
+    assert torch.equal(copy["b"][0]["c"], torch.ones(2))
+    assert copy["b"][1:] == ("text", None)
+    assert not copy["a"][0].requires_grad
+
+
+def test_strides_survive() -> None:
+    images = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    assert copy_state(images).stride() == images.stride()
+    assert copy_state(torch.zeros(())).shape == ()
+
+
+def test_memory_is_used_again_where_it_fits() -> None:
+    first = copy_state({"a": torch.zeros(3), "b": torch.zeros(3)})
+    second = copy_state({"a": torch.ones(3), "b": torch.ones(4)}, first)
+    assert second["a"].data_ptr() == first["a"].data_ptr()
+    assert torch.equal(second["a"], torch.ones(3))
+    assert torch.equal(second["b"], torch.ones(4))
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
+def test_a_value_that_is_no_number_is_seen(broken: float) -> None:
+    good = {"a": [torch.full((4,), 1e38), torch.tensor(3)], "b": 1.0}
+    assert finite(good)
+    good["a"][0][2] = broken  # type: ignore[index]
+    assert not finite(good)
