@@ -88,7 +88,9 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
     try:
         event = json.loads(line)
     except ValueError as error:
-        raise DataError(f"{where}: not an event ({error}); it was damaged, put it back.") from error
+        raise DataError(
+            f"{where}: not an event ({error}); the file was damaged, put it back."
+        ) from error
     if not isinstance(event, dict):
         raise DataError(f"{where}: not an event but {type(event).__name__}; not our file.")
     return event

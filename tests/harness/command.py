@@ -6,6 +6,7 @@ import csv
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,5 +86,21 @@ def rows_of(run_folder: Path) -> list[dict[str, str]]:
 
 
 def gone(processes: Sequence[psutil.Process], limit: float = 5.0) -> bool:
-    """Tell whether all processes end within the limit."""
-    return not psutil.wait_procs(processes, timeout=limit)[1]
+    """Tell whether all processes end within the limit.
+
+    One that nobody waited for has ended too: a container's first process may not do that for
+    orphans.
+    """
+    end = time.monotonic() + limit
+    while not all(_ended(process) for process in processes):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _ended(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

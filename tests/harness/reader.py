@@ -85,6 +85,8 @@ class Reader:
     def _ends(self, processes: list[subprocess.Popen[str]], block: Block) -> None:
         try:
             for process in processes:
+                if "interrupted after" in block.marks:
+                    _interrupt(process, block.marks["interrupted after"])
                 said, _ = process.communicate(timeout=LIMIT)
                 assert process.returncode == block.status, f"line {block.line}:\n{said}"
         finally:
@@ -92,6 +94,15 @@ class Reader:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGTERM)
                     process.communicate(timeout=10)
+
+
+def _interrupt(process: subprocess.Popen[str], after: str) -> None:
+    """Do what a terminal does at Ctrl-C, once the process has said some words."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if after in line:
+            os.killpg(process.pid, signal.SIGINT)
+            return
 
 
 def says(said: str, expected: str) -> bool:
