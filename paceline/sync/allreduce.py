@@ -62,7 +62,9 @@ class AllReduce:
         """Pack the bucket and issue it, if it is its turn, and those that waited for it."""
         if self._ended:
             self._open()
-        self._packed[bucket.index] = all(p.grad is not None for p in bucket.parameters)
+        self._packed[bucket.index] = self._weight > 0 and all(
+            p.grad is not None for p in bucket.parameters
+        )
         self._memory[bucket.index].pack(bucket, self._weight)
         while self._issued in self._packed:
             flat = self._memory[self._issued].flat

@@ -30,11 +30,13 @@ class Bucket:
         index: the bucket's number, 0 for the one that backward can complete first.
         group: the index of the optimizer's parameter group.
         parameters: the parameters, last layer first.
+        names: their names, for messages.
     """
 
     index: int
     group: int
     parameters: tuple[nn.Parameter, ...]
+    names: tuple[str, ...]
 
     @property
     def numel(self) -> int:
@@ -70,14 +72,17 @@ class Memory:
 
     @torch.no_grad()
     def pack(self, bucket: Bucket, weight: float) -> None:
-        """Copy the bucket's gradients, times `weight`; an unused parameter's is 0."""
+        """Copy the bucket's gradients, times `weight`; an unused parameter's is 0.
+
+        With weight 0 (a borrowed sample) they are 0 whatever they are, and nothing counts as used.
+        """
         for p, view in zip(bucket.parameters, self.gradients, strict=True):
-            if p.grad is None:
+            if p.grad is None or not weight:
                 view.zero_()
             else:
                 torch.mul(p.grad, weight, out=view)
         unused = [i for i, p in enumerate(bucket.parameters) if p.grad is None]
-        self.used.fill_(1)
+        self.used.fill_(1 if weight else 0)
         for index in unused:
             self.used[index] = 0
 
@@ -106,12 +111,13 @@ def like(parameter: Tensor, flat: Tensor) -> Tensor:
 
 
 def partition(
-    parameters: Iterable[nn.Parameter], groups: Mapping[nn.Parameter, int], bucket_bytes: int
+    names: Mapping[nn.Parameter, str], groups: Mapping[nn.Parameter, int], bucket_bytes: int
 ) -> tuple[Bucket, ...]:
     """Deal trainable parameters out to buckets of about `bucket_bytes`.
 
     Args:
-        parameters: the model's, in forward order, each once; one in no group is left out.
+        names: the model's parameters, in forward order, with their names; one in no group is left
+            out.
         groups: the index of each parameter's group in the optimizer.
         bucket_bytes: a bucket is closed before it would exceed this; a larger parameter has a
             bucket of its own.
@@ -119,7 +125,7 @@ def partition(
     closed: list[tuple[int, int, list[nn.Parameter]]] = []  # (place of the last one, group, run)
     open_runs: dict[tuple[int, torch.dtype, torch.device], list[nn.Parameter]] = {}
     places = {}
-    for place, p in enumerate(reversed(_trained(parameters, groups))):
+    for place, p in enumerate(reversed(_trained(names, groups))):
         places[p] = place
         key = (groups[p], p.dtype, p.device)
         run = open_runs.setdefault(key, [])
@@ -129,7 +135,7 @@ def partition(
         run.append(p)
     closed += [(places[run[-1]], key[0], run) for key, run in open_runs.items()]
     return tuple(
-        Bucket(index=index, group=group, parameters=tuple(run))
+        Bucket(index=index, group=group, parameters=tuple(run), names=tuple(names[p] for p in run))
         for index, (_, group, run) in enumerate(sorted(closed, key=lambda c: c[0]))
     )
 

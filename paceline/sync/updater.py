@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, optim
+from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from paceline.errors import ConfigError
@@ -58,6 +58,7 @@ class Updater:
             self._units: list[tuple[Bucket, ...]] = [(bucket,) for bucket in buckets]
         else:
             self._units = [tuple(buckets)] * len(buckets)
+        self._versions: dict[nn.Parameter, int] = {}  # of those frozen and not yet updated
         self._parts: dict[tuple[Bucket, ...], Optimizer] = {}
         for unit in self._units:
             if unit not in self._parts:
@@ -69,6 +70,7 @@ class Updater:
 
     def freeze(self) -> None:
         """Take the optimizer's present hyperparameters for the updates to come."""
+        self._versions = {p: p._version for unit in self._parts for p in _parameters(unit)}
         for part in self._parts.values():
             part.state = self._optimizer.state  # load_state_dict() makes a new one
             for name in _SCALING:
@@ -80,8 +82,12 @@ class Updater:
         """Update a unit's parameters from the means of their gradients, in the unit's order.
 
         The parameters' own `.grad` are as before afterwards.
+
+        Raises:
+            ConfigError: a parameter was written since `freeze`, which the update would undo.
         """
-        parameters = [p for bucket in unit for p in bucket.parameters]
+        parameters = _parameters(unit)
+        self._refuse_writes(unit)
         kept = [p.grad for p in parameters]
         with torch.inference_mode(False):  # an evaluation's block may be what first reads
             for p, gradient in zip(parameters, gradients, strict=True):
@@ -89,6 +95,20 @@ class Updater:
             _unhooked_step(self._parts[unit])
             for p, grad in zip(parameters, kept, strict=True):
                 p.grad = grad
+
+    def _refuse_writes(self, unit: tuple[Bucket, ...]) -> None:
+        """Refuse an update of what somebody has written, by autograd's count of writes."""
+        for bucket in unit:
+            for p, name in zip(bucket.parameters, bucket.names, strict=True):
+                if self._versions.pop(p, p._version) != p._version:
+                    raise ConfigError(
+                        f"{name} was written between optimizer.step() and its update, which the "
+                        "next forward installs: call settle() after optimizer.step(), then write."
+                    )
+
+
+def _parameters(unit: tuple[Bucket, ...]) -> list[nn.Parameter]:
+    return [p for bucket in unit for p in bucket.parameters]
 
 
 def _part(optimizer: Optimizer, unit: tuple[Bucket, ...]) -> Optimizer:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import nn
@@ -11,6 +13,10 @@ from paceline.sync.bucket import Bucket, partition
 
 def parameters(*sizes: int, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
     return [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes]
+
+
+def named(model: Sequence[nn.Parameter]) -> dict[nn.Parameter, str]:
+    return {p: f"p{place}" for place, p in enumerate(model)}
 
 
 def places(buckets: tuple[Bucket, ...], of: list[nn.Parameter]) -> list[list[int]]:
@@ -30,7 +36,7 @@ def places(buckets: tuple[Bucket, ...], of: list[nn.Parameter]) -> list[list[int
 )
 def test_buckets_are_filled_up_to_their_size(bucket_bytes: int, expected: list[list[int]]) -> None:
     model = parameters(4, 3, 10, 2, 5)
-    buckets = partition(model, dict.fromkeys(model, 0), bucket_bytes)
+    buckets = partition(named(model), dict.fromkeys(model, 0), bucket_bytes)
     assert places(buckets, model) == expected
     assert [bucket.index for bucket in buckets] == list(range(len(expected)))
 
@@ -38,7 +44,7 @@ def test_buckets_are_filled_up_to_their_size(bucket_bytes: int, expected: list[l
 def test_groups_and_dtypes_are_never_mixed_and_numbers_follow_the_last_parameter() -> None:
     model = [*parameters(1, 1), *parameters(1, 1, dtype=torch.float64), *parameters(1, 1)]
     groups = {p: place % 2 for place, p in enumerate(model)}
-    buckets = partition(model, groups, 10**6)
+    buckets = partition(named(model), groups, 10**6)
     assert places(buckets, model) == [[3], [2], [5, 1], [4, 0]]
     assert [bucket.group for bucket in buckets] == [1, 0, 1, 0]
 
@@ -46,14 +52,14 @@ def test_groups_and_dtypes_are_never_mixed_and_numbers_follow_the_last_parameter
 def test_frozen_parameters_and_those_in_no_group_are_left_out() -> None:
     model = parameters(1, 2, 3)
     model[0].requires_grad_(False)
-    buckets = partition(model, {model[0]: 0, model[2]: 0}, 10**6)
+    buckets = partition(named(model), {model[0]: 0, model[2]: 0}, 10**6)
     assert places(buckets, model) == [[2]]
 
 
 def test_gradients_keep_the_parameters_layout_and_the_counts_stand_behind() -> None:
     weight = nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last))
     unused = nn.Parameter(torch.zeros(3))
-    (bucket,) = partition([weight, unused], {weight: 0, unused: 0}, 10**6)
+    (bucket,) = partition(named([weight, unused]), {weight: 0, unused: 0}, 10**6)
     memory = bucket.allocate()
     weight.grad = torch.randn_like(weight)
     memory.pack(bucket, 0.5)
@@ -61,3 +67,12 @@ def test_gradients_keep_the_parameters_layout_and_the_counts_stand_behind() -> N
     torch.testing.assert_close(memory.gradients[1], weight.grad / 2)
     assert memory.flat.tolist()[-2:] == [0, 1]
     assert memory.reduced()[0] is None
+
+
+def test_a_borrowed_sample_adds_nothing_whatever_its_gradient_is() -> None:
+    (weight,) = parameters(3)
+    (bucket,) = partition(named([weight]), {weight: 0}, 10**6)
+    memory = bucket.allocate()
+    weight.grad = torch.tensor([torch.nan, torch.inf, 1.0])
+    memory.pack(bucket, 0.0)
+    assert memory.flat.tolist() == [0, 0, 0, 0]

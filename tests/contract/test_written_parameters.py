@@ -1,0 +1,68 @@
+"""Parameters that a loop writes itself (clamps, projects): after `settle()`, or with a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.comm.communicator import Communicator
+from paceline.errors import ConfigError
+from tests.harness.bench import Bench
+from tests.harness.equivalence import convnet
+from tests.harness.threads import run_ranks
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(1)
+    return convnet()
+
+
+def clamp(model: nn.Module) -> None:
+    with torch.no_grad():
+        model[2].weight.clamp_(-0.05, 0.05)  # type: ignore[index, union-attr, operator]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("bucket_bytes", [1, 10**9])
+def test_a_write_before_the_update_is_refused_and_settle_is_named(
+    model: nn.Module, world_size: int, bucket_bytes: int
+) -> None:
+    def train(communicator: Communicator) -> None:
+        bench = Bench.of(communicator, model, bucket_bytes=bucket_bytes)
+        bench.step(0)
+        clamp(bench.model)
+        with pytest.raises(ConfigError, match=r"^2\.weight was written .* call settle\(\)"):
+            bench.step(1)
+
+    run_ranks(world_size, train)
+
+
+def settled(bench: Bench) -> None:
+    bench.replica.settle()
+
+
+def looked_at(bench: Bench) -> None:
+    bench.model.state_dict()
+
+
+@pytest.mark.parametrize("settle", [settled, looked_at])
+def test_a_write_after_settling_counts(model: nn.Module, settle: Callable[[Bench], None]) -> None:
+    def train(communicator: Communicator) -> list[torch.Tensor]:
+        bench = Bench.of(communicator, model)
+        for number in range(2):
+            bench.step(number)
+            settle(bench)
+            clamp(bench.model)
+        assert float(bench.model.state_dict()["2.weight"].abs().max()) <= 0.05
+        bench.step(2)
+        settle(bench)
+        return bench.weights()
+
+    alone, *_ = run_ranks(1, train)
+    for weights in run_ranks(2, train):
+        for ours, theirs in zip(weights, alone, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
