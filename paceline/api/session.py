@@ -16,7 +16,7 @@ from paceline.cluster.join import Joined
 from paceline.cluster.preflight import compare
 from paceline.cluster.signals import StopSignals
 from paceline.comm.alone import AloneCommunicator
-from paceline.comm.communicator import Communicator
+from paceline.comm.communicator import Communicator, until_end
 from paceline.comm.process_group import ProcessGroupCommunicator
 from paceline.config.run import OutputConfig
 from paceline.recorder import Recorder
@@ -52,14 +52,7 @@ class Link:
             CommError: a rank didn't come in time.
         """
         communicator = self._connected(purpose)
-
-        def close(failure: type[BaseException] | None, *_: object) -> None:
-            if failure is None:
-                communicator.end()
-            else:
-                communicator.close()
-
-        resources.push(close)
+        resources.enter_context(until_end(communicator))
         return communicator
 
     def agree(self, subject: str, facts: Mapping[str, object]) -> None:

@@ -28,8 +28,11 @@ def device_of(config: TrainConfig, local_rank: int) -> torch.device:
     """Return the device of a machine's worker."""
     if config.world.use_cpu or not torch.cuda.is_available():
         return torch.device("cpu")
-    gpus = config.world.gpu_numbers or tuple(range(config.world.workers))
-    return torch.device("cuda", gpus[local_rank])
+    if config.world.gpu_numbers:
+        return torch.device("cuda", config.world.gpu_numbers[local_rank])
+    if torch.cuda.device_count() == 1:  # a scheduler may show each worker its own only
+        return torch.device("cuda", 0)
+    return torch.device("cuda", local_rank)
 
 
 def connect(

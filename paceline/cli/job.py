@@ -14,6 +14,7 @@ from paceline import build
 from paceline.cli.agree import agree_on_inputs, agree_on_model
 from paceline.cluster.members import Members
 from paceline.cluster.signals import StopSignals
+from paceline.comm.communicator import until_end
 from paceline.config.train import TrainConfig
 from paceline.recorder import Recorder
 from paceline.steps import Stop
@@ -38,10 +39,10 @@ def train(config: TrainConfig, members: Members, store: Store, token: str) -> No
         stack.callback(sources.close)
         agree_on_inputs(config, members, store, token, sources)
         communicator = build.connect(config, members, store, device)
-        stack.callback(communicator.close)
+        stack.enter_context(until_end(communicator))
         layers = build.connect_layers(config, members, store, device)
         if layers is not None:
-            stack.callback(layers.close)
+            stack.enter_context(until_end(layers))
         start = build.find_start(config.output, folder, config.identity(), communicator, device)
         recorder, log = build.build_recorder(config, members, folder, start)
         stack.callback(recorder.close)

@@ -134,6 +134,8 @@ def _prepare(config: TrainConfig, joined: Joined, folder: RunFolder, *, anew: bo
         return
     folder.check(config.identity(), anew=anew)
     gpus = torch.cuda.device_count()
+    if gpus == 1 and not config.world.gpu_numbers:  # the scheduler shows each process its own
+        gpus = members.local_world_size
     for note in [*notes(config, gpus, joined.launcher), *build.check(config, gpus)]:
         if members.rank == 0:
             say(note)

@@ -53,6 +53,15 @@ class StopSignals:
             for number in (signal.SIGTERM, signal.SIGINT)
         }
         wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+        def forget() -> None:
+            """Let a forked child (of a DataLoader) have its own signals, and end by them."""
+            if not self._ended.is_set():
+                signal.set_wakeup_fd(wakeup)
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+
+        os.register_at_fork(after_in_child=forget)
         thread = threading.Thread(
             target=self._listen, args=(reader, rescue), name="signals", daemon=True
         )

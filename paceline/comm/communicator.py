@@ -6,7 +6,8 @@ error names the operation, this rank and, where the transport knows it, the peer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -56,6 +57,17 @@ class Communicator(Protocol):
 
     def close(self) -> None:
         """Give the connections up without waiting for anybody."""
+
+
+@contextmanager
+def until_end(communicator: Communicator) -> Iterator[None]:
+    """Run a block with connections, which end with it: well, or given up where it fails."""
+    try:
+        yield
+    except BaseException:
+        communicator.close()
+        raise
+    communicator.end()
 
 
 def total(communicator: Communicator, tensor: Tensor, operation: str) -> Tensor:

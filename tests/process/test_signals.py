@@ -11,13 +11,22 @@ from contextlib import contextmanager
 import pytest
 
 PROGRAM = """
-import sys, threading
+import os, signal, sys, threading
 from paceline.cluster.signals import StopSignals
 
 signals = StopSignals()
 with signals.heard(lambda: print("rescued", flush=True)):
     print("ready", flush=True)
-    if sys.argv[1] == "polite":
+    if sys.argv[1] == "parent":
+        child = os.fork()
+        if not child:
+            os.kill(os.getpid(), signal.SIGTERM)
+            threading.Event().wait(10)
+        _, status = os.waitpid(child, 0)
+        threading.Event().wait(0.2)  # in which the listener would have heard it
+        print("child ended by", os.WTERMSIG(status), flush=True)
+        print("parent has", signals.status, flush=True)
+    elif sys.argv[1] == "polite":
         while not signals.status:
             threading.Event().wait(0.01)
     else:
@@ -47,6 +56,13 @@ def test_a_loop_that_looks_ends_itself_and_nothing_is_rescued(number: signal.Sig
         text, _ = process.communicate(timeout=10)
     assert text == f"left with {128 + number}\n"
     assert process.returncode == 128 + number
+
+
+def test_a_forked_childs_signals_are_its_own() -> None:
+    with program("parent") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == f"child ended by {signal.SIGTERM.value}\n"
+        assert process.stdout.readline() == "parent has 0\n"
 
 
 def test_a_process_that_is_lost_in_a_long_operation_saves_and_ends() -> None:
