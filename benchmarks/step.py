@@ -107,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     add = partial(parser.add_argument, help="default: %(default)s")
     parser.add_argument("--quick", action="store_true", help="2 rounds of one step")
     add("--rounds", type=int, default=15)
-    add("--steps", type=int, default=3)
+    add("--steps", type=int, default=5)
     add("--links", nargs="+", default=LINKS, metavar="LINK")
     add("--rows", nargs="+", default=ROWS, metavar="METHOD[:MB]", type=_row)
     add("--model", default="resnet50")

@@ -35,7 +35,7 @@ def parallelize(
     world: World,
     *,
     sync: str = "allreduce",
-    bucket_mb: float = 4.0,
+    bucket_mb: float = 8.0,
     sync_bn: bool = False,
 ) -> tuple[Model, AnyOptimizer]:
     """Train a model on all ranks of a world; return the same two objects. Collective.

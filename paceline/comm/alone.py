@@ -32,5 +32,9 @@ class AloneCommunicator:
 
 
 class _Done:
+    def done(self) -> bool:
+        """Be done."""
+        return True
+
     def wait(self, operation: str) -> None:
         """Return at once."""

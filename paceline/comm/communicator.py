@@ -17,6 +17,9 @@ from torch import Tensor
 class Ticket(Protocol):
     """A collective under way."""
 
+    def done(self) -> bool:
+        """Tell whether `wait` would return at once."""
+
     def wait(self, operation: str) -> None:
         """Return once the result is there; on a GPU, once the stream's next kernels see it.
 

@@ -65,6 +65,11 @@ class ThreadGroup:
                 del self._collectives[number]
             return [collective.tensors[rank] for rank in range(self.world_size)]
 
+    def complete(self, number: int) -> bool:
+        """Tell whether all ranks have brought a collective's tensors."""
+        with self._changed:
+            return len(self._collectives[number].tensors) == self.world_size
+
     def close(self) -> None:
         """End all waits."""
         with self._changed:
@@ -112,6 +117,9 @@ class _ThreadTicket:
     number: int
     tensor: Tensor
     summed: bool
+
+    def done(self) -> bool:
+        return self.group.complete(self.number)
 
     def wait(self, operation: str) -> None:
         tensors = self.group.fetch(self.number, operation)

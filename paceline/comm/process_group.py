@@ -101,6 +101,9 @@ class _WorkTicket:
     def __init__(self, work: dist.Work, rank: int, limit: timedelta) -> None:
         self._work, self._rank, self._limit = work, rank, limit
 
+    def done(self) -> bool:
+        return self._work.is_completed()
+
     def wait(self, operation: str) -> None:
         try:
             self._work.wait(self._limit)

@@ -128,7 +128,7 @@ class SyncConfig:
     sync: Literal["allreduce"] = "allreduce"
     """The method: allreduce (NCCL on GPUs, Gloo on CPUs)."""
 
-    bucket_mb: float = 4.0
+    bucket_mb: float = 8.0
     """Size of a bucket, the unit of communication, in MiB."""
 
     def __post_init__(self) -> None:

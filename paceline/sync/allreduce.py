@@ -51,9 +51,20 @@ class AllReduce:
         self._reduced = False
 
     def before_read(self, bucket: Bucket) -> None:
-        """Wait for the bucket's all_reduce and update its parameters."""
-        if not self._ended or bucket.index not in self._tickets:
+        """Wait for the bucket's all_reduce and update its parameters.
+
+        As long as it isn't there, buckets that were sent before it are updated: they arrive before
+        it, and their arithmetic hides under the rest of the exchange.
+        """
+        if not self._ended:
             return
+        while (ticket := self._tickets.get(bucket.index)) is not None:
+            if ticket.done():
+                self._install(bucket)
+            else:
+                self._install(self.buckets[next(iter(self._tickets))])
+
+    def _install(self, bucket: Bucket) -> None:
         unit = self._updater.unit(bucket)
         gradients = [gradient for member in unit for gradient in self._receive(member)]
         self._updater.update(unit, gradients)

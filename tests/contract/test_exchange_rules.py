@@ -30,6 +30,7 @@ class Watched:
 
     Attributes:
         diary: "start" and "wait" of each sum, with the number of its values.
+        late: no sum is there before it is waited for.
     """
 
     def __init__(self, inner: Communicator) -> None:
@@ -37,6 +38,7 @@ class Watched:
         self._inner = inner
         self._held: list[Tensor] = []
         self.diary: list[tuple[str, int]] = []
+        self.late = False
 
     def all_reduce(self, tensor: Tensor) -> Ticket:
         for held in self._held:
@@ -64,6 +66,9 @@ class Watched:
 class _WatchedTicket:
     def __init__(self, watched: Watched, tensor: Tensor, ticket: Ticket) -> None:
         self._watched, self._tensor, self._ticket = watched, tensor, ticket
+
+    def done(self) -> bool:
+        return not self._watched.late and self._ticket.done()
 
     def wait(self, operation: str) -> None:
         self._watched.give_back(self._tensor)
@@ -112,20 +117,32 @@ def test_memory_is_sent_again_only_after_it_came_back() -> None:
     assert largest_difference(run_ranks(2, train)[0], alone.state_dict()) < 1e-10
 
 
-def test_a_layer_waits_for_its_own_bucket_and_for_nothing_else(model: nn.Module) -> None:
+def diary_of_a_step(model: nn.Module, *, late: bool) -> tuple[list[tuple[str, int]], list[int]]:
+    """Return what a step with a bucket for each parameter does, and the buckets' sizes."""
     watched = Watched(ThreadCommunicator(ThreadGroup(1), 0))
     bench = Bench.of(watched, model, bucket_bytes=1)
     bench.step(0)
     bench.step(1)  # what is read where has been learned
     watched.diary.clear()
+    watched.late = late
     with bench.replica.step(2, 1.0):
         bench.backward(2)
         bench.optimizer.step()
-    sizes = [p.numel() + 1 for p in bench.model.parameters()]  # a flag behind each
-    waits = [size for what, size in watched.diary if what == "wait"]
+    return watched.diary, [p.numel() + 1 for p in bench.model.parameters()]  # a flag behind each
+
+
+def test_a_layer_waits_for_its_own_bucket_and_for_nothing_else(model: nn.Module) -> None:
+    diary, sizes = diary_of_a_step(model, late=False)
+    waits = [size for what, size in diary if what == "wait"]
     assert sorted(waits) == sorted(sizes)
     assert waits[:2] == sizes[:2]  # the first layer's, first
-    assert watched.diary[-len(sizes) :] == [("start", size) for size in reversed(sizes)]
+    assert diary[-len(sizes) :] == [("start", size) for size in reversed(sizes)]
+
+
+def test_what_was_sent_before_a_late_bucket_is_updated_first(model: nn.Module) -> None:
+    diary, sizes = diary_of_a_step(model, late=True)
+    waits = [size for what, size in diary if what == "wait"]
+    assert waits == sizes[::-1]  # in the order in which backward had sent them
 
 
 def test_all_ranks_send_in_one_order_whatever_order_backward_takes() -> None:
