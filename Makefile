@@ -32,6 +32,8 @@ test: lint types ## Lint, types and all tests
 
 bench: setup ## The benchmarks that need no network namespaces
 	$(BIN)/python benchmarks/input.py
+	$(BIN)/python benchmarks/step.py --links loopback
+	$(BIN)/python benchmarks/checkpoint.py
 
 clean: ## Remove what make made, but not the runs
 	rm -rf demo-data $(VENV) .mypy_cache .pytest_cache .ruff_cache build *.egg-info
