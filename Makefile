@@ -28,7 +28,7 @@ types: setup
 	$(BIN)/mypy
 
 test: lint types ## Lint, types and all tests
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses logical --maxprocesses 4 --dist worksteal
 
 bench: setup ## The benchmarks that need no network namespaces
 	$(BIN)/python benchmarks/input.py

@@ -20,8 +20,8 @@ from tests.harness.databases import (
     label,
     labels,
     pixels,
-    read_only,
 )
+from tests.harness.permissions import read_only
 from tests.harness.wire import bgr_planes, raw_datum
 
 NAMES = tuple(f"class {i}" for i in range(10))

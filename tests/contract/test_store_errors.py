@@ -16,6 +16,7 @@ from paceline.cluster.redis_store import RedisStore
 from paceline.cluster.store import StoreSpec, erase, open_store
 from paceline.cluster.tcp_store import connect_tcp, serve_tcp, split_address
 from paceline.errors import CommError, ConfigError
+from tests.harness.ports import free_port
 from tests.harness.redis import redis_server
 
 LIMIT = timedelta(seconds=5)
@@ -30,10 +31,7 @@ def url() -> Iterator[str]:
 
 @pytest.fixture
 def closed_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    return free_port()
 
 
 def test_a_redis_password_is_used(url: str) -> None:

@@ -6,10 +6,9 @@ Tests that run over every kind of database take the fixtures `engine`, `cache` a
 
 from __future__ import annotations
 
-import os
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +25,6 @@ from paceline.data.minidb_source import MiniDbSource
 from tests.harness.wire import bgr_planes, raw_datum
 
 RECORDS = 40
-NOBODY = 65534
 
 
 def write_lmdb(folder: Path, items: Sequence[tuple[bytes, bytes]]) -> None:
@@ -118,22 +116,3 @@ def check_records(source: IndexedSource, numbers: Sequence[int] = range(RECORDS)
         record = source[i]
         assert record.label == label(i)
         assert np.array_equal(record.image, pixels(i))
-
-
-@contextmanager
-def read_only(*folders: Path) -> Iterator[None]:
-    """Take the right to write in `folders`, from root too."""
-    for folder in folders:
-        folder.chmod(0o555)
-    root = os.geteuid() == 0
-    try:
-        if root:
-            for parent in folders[0].parents[:3]:  # pytest's own are closed to others
-                parent.chmod(parent.stat().st_mode | 0o055)
-            os.seteuid(NOBODY)
-        yield
-    finally:
-        if root:
-            os.seteuid(0)
-        for folder in folders:
-            folder.chmod(0o755)

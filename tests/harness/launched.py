@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ import psutil
 
 from paceline.cluster.environment import read_environment
 from tests.harness import joiner
+from tests.harness.ports import free_port
 
 LIMIT = 100.0
 BIN = Path(sys.executable).parent
@@ -220,14 +220,6 @@ def srun_variables(nodes: Sequence[int], job: str = "4711") -> list[dict[str, st
 def place() -> dict[str, str]:
     """Return the variables that name a meeting place on this machine."""
     return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-
-
-def free_port() -> int:
-    """Return a port that nobody listens at."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def check_world(folder: Path, launcher: str, machines: list[int]) -> None:

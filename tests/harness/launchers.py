@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from tests.harness.command import LIMIT, Ended
-from tests.harness.library import free_ports
+from tests.harness.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -30,7 +30,7 @@ class Script:
     def __init__(self, launcher: str, *words: str, folder: Path) -> None:
         command = [*PREFIXES[launcher], sys.executable, *words]
         if launcher == "torchrun":  # its default port may be somebody's
-            command[1:1] = ["--master-port", str(free_ports(1)[0])]
+            command[1:1] = ["--master-port", str(free_port())]
         self._process = _start(command, folder, {})
 
     @property
@@ -71,7 +71,7 @@ class Script:
 @contextmanager
 def slurm_tasks(*words: str, folder: Path) -> Iterator[list[subprocess.Popen[str]]]:
     """Start two processes with the variables that srun gives them on one node."""
-    port = free_ports(1)[0]
+    port = free_port()
     tasks = [
         _start(
             [sys.executable, *words],

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from tests.harness.documents import TRAIN, Block
+from tests.harness.ports import free_port
 
 LIMIT = 100
 _BOX = re.compile(r"[╭╮╰╯│─]")
@@ -37,7 +37,7 @@ class Reader:
             f"--redis_port {free.port}",
             "redis.lab:6379": f"127.0.0.1:{guarded.port}",
             ":PASSWORD@": f":{guarded.password}@",
-            "node0:29500": f"127.0.0.1:{_free_port()}",
+            "node0:29500": f"127.0.0.1:{free_port()}",
             "/shared/": f"{folder}/shared/",
         }
 
@@ -114,10 +114,3 @@ def says(said: str, expected: str) -> bool:
 def _plain(text: str) -> str:
     """Leave out boxes and line ends."""
     return " ".join(_BOX.sub(" ", text).split())
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

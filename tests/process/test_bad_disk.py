@@ -19,8 +19,8 @@ from tests.harness.bad_inputs import (
     require_message,
     stand_in,
 )
-from tests.harness.databases import read_only
 from tests.harness.image_folder import some_images
+from tests.harness.permissions import read_only
 from tests.harness.runs import events
 from tests.harness.small_disk import small_disk
 

@@ -22,7 +22,8 @@ from tests.harness.bad_inputs import (
     stand_in,
 )
 from tests.harness.command import Command
-from tests.harness.databases import read_only
+from tests.harness.permissions import read_only
+from tests.harness.ports import free_port
 from tests.harness.redis import redis_server
 
 WORDS = f"{NULL} --model own:net --num_shards 2 --run_id r --first_iter_timeout 1 "
@@ -88,8 +89,7 @@ def test_somebody_else_at_machine_0s_port_isnt_believed(
 def test_nobody_at_machine_0s_port_is_waited_for(
     here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with server(b"") as port:
-        pass
+    port = free_port()
     reason = rf" \(127.0.0.1:{port} can't be reached: Connection refused\)"
     words = f"{SECOND} --master 127.0.0.1:{port}"
     require_answer(Bad(words=words, said=NOT_COME.format(0, reason), status=1), here, capfd)
@@ -113,8 +113,7 @@ def test_a_master_that_cant_be_is_refused(
 def test_a_redis_server_that_isnt_there_is_named(
     here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with server(b"") as port:
-        pass
+    port = free_port()
     said = rf"The Redis server at 127.0.0.1:{port} can't be reached \(.*refused\): {CHECK}"
     words = f"{WORDS} --redis_host 127.0.0.1 --redis_port {port}"
     require_answer(Bad(words=words, said=said, status=1), here, capfd)

@@ -25,7 +25,7 @@ from tests.harness.bad_inputs import (
 )
 from tests.harness.command import Command, Ended
 from tests.harness.image_folder import some_images
-from tests.harness.launched import free_port
+from tests.harness.ports import free_port
 from tests.harness.runs import until_step
 
 HOST = os.uname().nodename

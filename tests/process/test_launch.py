@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 from tests.harness.command import Command, Ended, gone, rows_of
-from tests.harness.launched import check_world, free_port
+from tests.harness.launched import check_world
+from tests.harness.ports import free_port
 from tests.harness.tiny import make_database, train
 
 HOST = os.uname().nodename

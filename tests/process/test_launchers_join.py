@@ -16,12 +16,12 @@ from tests.harness.launched import (
     Program,
     Task,
     check_world,
-    free_port,
     joiners,
     mpirun,
     srun_variables,
     torchrun,
 )
+from tests.harness.ports import free_port
 
 HOST = os.uname().nodename
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from tests.harness.equivalence import largest_difference
-from tests.harness.library import free_ports, loss_of, network, plain_step, samples, sgd
+from tests.harness.library import loss_of, network, plain_step, samples, sgd
 from tests.harness.library import whole_batches as batches
 from tests.harness.library_cases import CASES, LOOPS, accumulated_alone, run_loops, train_all
+from tests.harness.ports import free_ports
 from tests.harness.processes import spawn
 
 WORLDS = (1, 2, 3)

@@ -14,7 +14,8 @@ from torch import nn
 import paceline
 from paceline import ConfigError
 from paceline.comm.communicator import Communicator
-from tests.harness.library import BATCH, free_ports, network, place, samples, sgd
+from tests.harness.library import BATCH, network, place, samples, sgd
+from tests.harness.ports import free_ports
 from tests.harness.processes import spawn
 
 CASES = {

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.launched import ROOT, End, Program, by_variables, free_port, place, srun
+from tests.harness.launched import ROOT, End, Program, by_variables, place, srun
+from tests.harness.ports import free_port
 from tests.harness.tiny import make_database, train
 
 HOST = os.uname().nodename

@@ -21,6 +21,7 @@ from paceline.cluster.plan import RunPlan
 from paceline.cluster.records import Claim, RunRecord
 from paceline.cluster.store import StoreSpec, open_store, run_space
 from paceline.cluster.worker import join_world
+from tests.harness.ports import free_port
 from tests.harness.redis import redis_server
 from tests.harness.stage import Actor, Stage, Supervisor, at_most
 
@@ -48,10 +49,7 @@ def meeting(request: pytest.FixtureRequest, folder: StoreSpec) -> Iterator[Store
         with redis_server() as url:
             yield StoreSpec(kind="redis", address=url, space=SPACE)
     else:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        yield StoreSpec(kind="tcp", address=f"127.0.0.1:{port}", space=SPACE)
+        yield StoreSpec(kind="tcp", address=f"127.0.0.1:{free_port()}", space=SPACE)
 
 
 def plan(meeting: StoreSpec, machine: int, machines: int = 2, **changes: object) -> RunPlan:

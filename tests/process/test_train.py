@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from paceline.models.zoo import build_model
 from paceline.observe.csv_log import COLUMNS
 from tests.harness.command import Command, Ended, gone, rows_of, run
 from tests.harness.image_folder import some_images
+from tests.harness.ports import free_port
 from tests.harness.redis import redis_server
 
 SMALL = (
@@ -99,8 +99,7 @@ def meeting_place(kind: str, folder: Path) -> Iterator[list[str]]:
         (folder / "meet").mkdir()
         yield ["--file_store_path", str(folder / "meet")]
     elif kind == "tcp":
-        with free_port() as port:
-            yield ["--master", f"127.0.0.1:{port}"]
+        yield ["--master", f"127.0.0.1:{free_port()}"]
     else:
         with redis_server("pass" if kind == "redis with password" else "") as url:
             place = urlsplit(url)
@@ -108,14 +107,6 @@ def meeting_place(kind: str, folder: Path) -> Iterator[list[str]]:
                 yield ["--redis_url", url]
             else:
                 yield ["--redis_host", str(place.hostname), "--redis_port", str(place.port)]
-
-
-@contextmanager
-def free_port() -> Iterator[int]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    yield port
 
 
 @pytest.mark.parametrize("kind", ["folder", "redis", "redis with password", "tcp"])

@@ -17,7 +17,8 @@ from paceline.config.train import TrainConfig
 from paceline.data.index import write_index
 from paceline.errors import ConfigError
 from paceline.recorder import NullRecorder
-from tests.harness.databases import ENGINES, RECORDS, items, key, labels, read_only
+from tests.harness.databases import ENGINES, RECORDS, items, key, labels
+from tests.harness.permissions import read_only
 from tests.harness.wire import bgr_planes, raw_datum
 
 SMALL = (
