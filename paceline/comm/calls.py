@@ -1,0 +1,15 @@
+"""The system calls of `loop.py`: as numba compiles them, or plain where it isn't installed."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+_KIND = "plain" if find_spec("numba") is None else "compiled"
+_CALLS: Any = import_module(f"paceline.comm.calls_{_KIND}")
+
+Lock = _CALLS.Lock
+jit, address, errno = _CALLS.jit, _CALLS.address, _CALLS.errno
+lock, unlock, poll = _CALLS.lock, _CALLS.unlock, _CALLS.poll
+sendmsg, recv, read, write = _CALLS.sendmsg, _CALLS.recv, _CALLS.read, _CALLS.write

@@ -1,0 +1,59 @@
+"""System calls that functions compiled by numba make by themselves, without the interpreter.
+
+The lock is one of pthread's, in memory of ours. Python takes it without letting go of the
+interpreter's lock, for a moment; the compiled loop holds it for a moment and never needs the
+interpreter's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+numba: Any = import_module("numba")  # its own types are for what it compiles, not for callers
+types = numba.types
+
+_MUTEX_WORDS = 16  # 128 bytes, more than any pthread_mutex_t; all zero is an unlocked one
+_I32, _WORD = types.int32, types.intp
+
+jit = numba.njit(nogil=True, cache=True)
+sendmsg = types.ExternalFunction("sendmsg", _WORD(_I32, _WORD, _I32))
+recv = types.ExternalFunction("recv", _WORD(_I32, _WORD, _WORD, _I32))
+poll = types.ExternalFunction("poll", _I32(_WORD, _WORD, _I32))
+read = types.ExternalFunction("read", _WORD(_I32, _WORD, _WORD))
+write = types.ExternalFunction("write", _WORD(_I32, _WORD, _WORD))
+lock = types.ExternalFunction("pthread_mutex_lock", _I32(_WORD))
+unlock = types.ExternalFunction("pthread_mutex_unlock", _I32(_WORD))
+_errno_location = types.ExternalFunction("__errno_location", types.CPointer(_I32)())
+
+
+@jit
+def errno():  # type: ignore[no-untyped-def]
+    """Return the error of this thread's last call."""
+    return numba.carray(_errno_location(), (1,))[0]
+
+
+@jit
+def address(array):  # type: ignore[no-untyped-def]
+    """Return where an array's memory begins."""
+    return array.ctypes.data
+
+
+class Lock:
+    """A lock that the loop takes by its address."""
+
+    def __init__(self) -> None:
+        self._memory = np.zeros(_MUTEX_WORDS, np.int64)
+        self.address = self._memory.ctypes.data
+        libc = ctypes.PyDLL(None)  # keeps the interpreter's lock
+        self._lock, self._unlock = libc.pthread_mutex_lock, libc.pthread_mutex_unlock
+        self._lock.argtypes = self._unlock.argtypes = [ctypes.c_void_p]
+
+    def __enter__(self) -> None:
+        self._lock(self.address)
+
+    def __exit__(self, *_: Any) -> None:
+        self._unlock(self.address)

@@ -1,0 +1,70 @@
+"""System calls for the loop as it stands, a thread of Python's as any other."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from ctypes import c_int, c_size_t, c_ssize_t, c_ulong, c_void_p
+from typing import Any, TypeVar
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LOCK = threading.Lock()  # of all loops; each holds it for a moment
+
+
+def jit(function: _Function) -> _Function:
+    """Leave a function as it is."""
+    return function
+
+
+def address(array: Any) -> int:
+    """Return where an array's memory begins."""
+    where: int = array.ctypes.data
+    return where
+
+
+def errno() -> int:
+    """Return the error of this thread's last call."""
+    return ctypes.get_errno()
+
+
+def lock(address: int) -> None:
+    """Take the lock."""
+    _LOCK.acquire()
+
+
+def unlock(address: int) -> None:
+    """Let go of the lock."""
+    _LOCK.release()
+
+
+class Lock:
+    """The lock that the loop takes."""
+
+    address = 0
+
+    def __enter__(self) -> None:
+        _LOCK.acquire()
+
+    def __exit__(self, *_: Any) -> None:
+        _LOCK.release()
+
+
+def _call(name: str, result: Any, *arguments: Any) -> Callable[..., int]:
+    function = getattr(_LIBC, name)
+    function.restype, function.argtypes = result, arguments
+
+    def call(*values: Any) -> int:
+        number: int = function(*map(int, values))  # ctypes takes none of numpy's
+        return number
+
+    return call
+
+
+sendmsg = _call("sendmsg", c_ssize_t, c_int, c_void_p, c_int)
+recv = _call("recv", c_ssize_t, c_int, c_void_p, c_size_t, c_int)
+poll = _call("poll", c_int, c_void_p, c_ulong, c_int)
+read = _call("read", c_ssize_t, c_int, c_void_p, c_size_t)
+write = _call("write", c_ssize_t, c_int, c_void_p, c_size_t)

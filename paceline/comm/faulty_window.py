@@ -1,0 +1,142 @@
+"""A window whose puts are late, overtake each other, or get lost: for tests of what stands on it.
+
+Each put waits for a random time before it goes, whatever its priority, so that puts arrive in any
+order; its source is read only then, so that who writes it before `flush` is found out.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.comm.window import Window
+from paceline.errors import CommTimeout, PeerLost
+
+
+@dataclass(frozen=True, kw_only=True)
+class Faults:
+    """What goes wrong.
+
+    Attributes:
+        delay: seconds that a put is late at most.
+        lost: tells of each put, by (peer, notification, value), whether it gets lost.
+        seed: of the delays.
+    """
+
+    delay: float = 0.001
+    lost: Callable[[int, int, int], bool] = lambda peer, notification, value: False
+    seed: int = 0
+
+
+@dataclass(order=True, frozen=True)
+class _Late:
+    due: float
+    number: int
+    peer: int
+    go: Callable[[], None] = field(compare=False)
+
+
+class FaultyWindow:
+    """Another window, with faults.
+
+    Attributes:
+        rank, world_size, memory, values: the other's.
+    """
+
+    def __init__(self, window: Window, faults: Faults) -> None:
+        self.rank, self.world_size = window.rank, window.world_size
+        self.memory: Tensor = window.memory
+        self.values: NDArray[np.int64] = window.values
+        self._window, self._faults = window, faults
+        self._random = random.Random(faults.seed)
+        self._changed = threading.Condition()
+        self._late: list[_Late] = []
+        self._under_way: Counter[int] = Counter()
+        self._number = 0
+        self._failure: PeerLost | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._deliver, name="faults", daemon=True)
+        self._thread.start()
+
+    def reach(self, peer: int) -> Tensor | None:
+        """Reach as far as the other window."""
+        return self._window.reach(peer)
+
+    def put(
+        self,
+        peer: int,
+        offset: int,
+        source: Tensor | None,
+        notification: int,
+        value: int,
+        priority: int = 0,
+    ) -> None:
+        """Put later, or never."""
+        if self._failure is not None:
+            raise self._failure
+        if self._faults.lost(peer, notification, value):
+            return
+
+        def go() -> None:
+            self._window.put(peer, offset, source, notification, value, priority)
+
+        with self._changed:
+            due = time.monotonic() + self._random.uniform(0, self._faults.delay)
+            self._number += 1
+            heapq.heappush(self._late, _Late(due, self._number, peer, go))
+            self._under_way[peer] += 1
+            self._changed.notify_all()
+
+    def wait(
+        self, peer: int, notification: int, value: int, *, limit: float, operation: str
+    ) -> None:
+        """Wait in the other window."""
+        self._window.wait(peer, notification, value, limit=limit, operation=operation)
+
+    def wait_for_news(self, seen: int, limit: float) -> int:
+        """Wait in the other window."""
+        return self._window.wait_for_news(seen, limit)
+
+    def flush(self, peer: int, *, limit: float, operation: str) -> None:
+        """Wait for the puts that are late, and then in the other window."""
+        with self._changed:
+            gone = self._changed.wait_for(lambda: not self._under_way[peer] or self._closed, limit)
+        if not gone:
+            raise CommTimeout(f"rank {self.rank} waited {limit:g} s in {operation}")
+        self._window.flush(peer, limit=limit, operation=operation)
+
+    def close(self) -> None:
+        """Forget what is late, and close the other window."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+        self._window.close()
+
+    def _deliver(self) -> None:
+        while True:
+            with self._changed:
+                while not self._closed and (left := self._until_next()) > 0:
+                    self._changed.wait(left if self._late else None)
+                if self._closed:
+                    return
+                late = heapq.heappop(self._late)
+            try:
+                late.go()
+            except PeerLost as error:
+                self._failure = error
+            with self._changed:
+                self._under_way[late.peer] -= 1
+                self._changed.notify_all()
+
+    def _until_next(self) -> float:
+        return self._late[0].due - time.monotonic() if self._late else 1.0

@@ -1,0 +1,117 @@
+"""The in-process twin of a window: ranks are threads, a put is a copy and a notification.
+
+group = WindowGroup(world_size=3, size=1024, notifications=8)
+windows = [group.window(rank) for rank in range(3)]     # one a thread
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.comm.linked_window import bytes_of
+from paceline.errors import CommTimeout, PeerLost
+
+
+class WindowGroup:
+    """What the ranks of one process share."""
+
+    def __init__(self, world_size: int, size: int, notifications: int) -> None:
+        self.world_size = world_size
+        self.changed = threading.Condition()
+        self.closed: set[int] = set()
+        self.news = [0] * world_size
+        self.memories = [torch.zeros(size, dtype=torch.uint8) for _ in range(world_size)]
+        shape = (world_size, notifications)
+        self.values = [np.zeros(shape, np.int64) for _ in range(world_size)]
+
+    def window(self, rank: int) -> InProcessWindow:
+        """Return the window of one rank."""
+        return InProcessWindow(self, rank)
+
+
+class InProcessWindow:
+    """One thread's window."""
+
+    def __init__(self, group: WindowGroup, rank: int) -> None:
+        self.rank, self.world_size = rank, group.world_size
+        self.memory, self.values = group.memories[rank], group.values[rank]
+        self._group = group
+
+    def reach(self, peer: int) -> Tensor | None:
+        """Return nothing: peers are reached by puts."""
+        return None
+
+    def put(
+        self,
+        peer: int,
+        offset: int,
+        source: Tensor | None,
+        notification: int,
+        value: int,
+        priority: int = 0,
+    ) -> None:
+        """Copy and notify at once."""
+        group = self._group
+        with group.changed:
+            self._require(peer, f"a put to rank {peer}")
+            if source is not None:
+                data = bytes_of(source)
+                group.memories[peer][offset : offset + data.numel()].copy_(data)
+            group.values[peer][self.rank, notification] = value
+            group.news[peer] += 1
+            group.changed.notify_all()
+
+    def wait(
+        self, peer: int, notification: int, value: int, *, limit: float, operation: str
+    ) -> None:
+        """Wait until the value is there."""
+
+        def there() -> bool:
+            return bool(self.values[peer, notification] >= value)
+
+        with self._group.changed:
+            self._wait(lambda: there() or bool(self._lost(peer)), limit)
+            if there():
+                return
+            self._require(peer, operation)
+        raise CommTimeout(
+            f"rank {self.rank} waited {limit:g} s for rank {peer} in {operation}: it hangs."
+        )
+
+    def wait_for_news(self, seen: int, limit: float) -> int:
+        """Wait until something has come."""
+        news = self._group.news
+        others = [peer for peer in range(self.world_size) if peer != self.rank]
+        with self._group.changed:
+            self._wait(lambda: news[self.rank] != seen or any(map(self._lost, others)), limit)
+            if news[self.rank] == seen:
+                for peer in others:
+                    self._require(peer, "waiting for news")
+            return news[self.rank]
+
+    def flush(self, peer: int, *, limit: float, operation: str) -> None:
+        """Return: a put is over when it returns."""
+
+    def close(self) -> None:
+        """Leave; whoever waits for this rank, or in it, is told."""
+        with self._group.changed:
+            self._group.closed.add(self.rank)
+            self._group.changed.notify_all()
+
+    def _wait(self, ready: Callable[[], bool], limit: float) -> None:
+        self._group.changed.wait_for(ready, limit)
+
+    def _lost(self, peer: int) -> str:
+        closed = self._group.closed
+        if self.rank in closed:
+            return "this process closed it"
+        return "the peer closed it" if peer in closed else ""
+
+    def _require(self, peer: int, operation: str) -> None:
+        if error := self._lost(peer):
+            raise PeerLost(f"rank {self.rank} lost rank {peer} in {operation}: {error}.")

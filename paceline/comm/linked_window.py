@@ -1,0 +1,125 @@
+"""A window over connections: TCP between machines, shared memory and a local socket inside one.
+
+    put over TCP   frames of a head and the bytes themselves (`loop.py`)
+    put inside     a copy into the peer's memory, which is mapped here, and a head without bytes
+
+Both are one loop and one notification, so a rank has peers of either kind at once.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+
+from paceline.comm.loop import EVERYBODY
+from paceline.comm.mover import Mover
+from paceline.errors import CommTimeout, PeerLost
+
+
+class LinkedWindow:
+    """A rank's memory and its links.
+
+    Args:
+        rank: this process's number.
+        memory: (bytes,) of uint8, this rank's.
+        sockets: connected streams, one a rank; None for this one.
+        reaches: the peers' memory where it is mapped here, else None.
+        notifications: how many each peer has.
+        release: called in the end, when nobody writes any more.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        memory: Tensor,
+        sockets: Sequence[socket.socket | None],
+        reaches: Sequence[Tensor | None],
+        notifications: int,
+        release: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.rank, self.world_size = rank, len(sockets)
+        self.memory = memory
+        self._reaches = reaches
+        self._mover = Mover(sockets, memory.numpy(), notifications)
+        self.values = self._mover.values
+        self._resources = ExitStack()
+        self._resources.callback(release)
+        self._resources.callback(self._mover.close)
+
+    def reach(self, peer: int) -> Tensor | None:
+        """Return a peer's memory if it is on this machine."""
+        return self._reaches[peer]
+
+    def put(
+        self,
+        peer: int,
+        offset: int,
+        source: Tensor | None,
+        notification: int,
+        value: int,
+        priority: int = 0,
+    ) -> None:
+        """Queue a put, or copy at once where the memory is shared."""
+        self._require(peer, f"a put to rank {peer}")
+        data = torch.empty(0, dtype=torch.uint8) if source is None else bytes_of(source)
+        shared = self._reaches[peer]
+        if shared is not None:
+            shared[offset : offset + data.numel()].copy_(data)
+            data = data[:0]
+        where = (data.data_ptr(), data.numel())
+        self._mover.put(peer, where, (offset, notification, value), priority, data)
+
+    def wait(
+        self, peer: int, notification: int, value: int, *, limit: float, operation: str
+    ) -> None:
+        """Sleep until the notification has come."""
+        values = self.values
+
+        def there() -> bool:
+            return bool(values[peer, notification] >= value)
+
+        self._sleep(peer, there, limit, operation)
+
+    def wait_for_news(self, seen: int, limit: float) -> int:
+        """Sleep until something has come."""
+        mover = self._mover
+        mover.sleep(EVERYBODY, lambda: mover.news != seen or self._lost() is not None, limit)
+        if mover.news == seen and (lost := self._lost()) is not None:
+            self._require(lost, "waiting for news")
+        return mover.news
+
+    def flush(self, peer: int, *, limit: float, operation: str) -> None:
+        """Sleep until all puts to a peer have left."""
+        self._sleep(peer, lambda: not self._mover.sending(peer), limit, operation)
+
+    def close(self) -> None:
+        """End the loop, close the connections, let go of shared memory."""
+        self._resources.close()
+
+    def _sleep(self, peer: int, ready: Callable[[], bool], limit: float, operation: str) -> None:
+        self._mover.sleep(peer, lambda: ready() or bool(self._mover.error(peer)), limit)
+        if ready():
+            return
+        self._require(peer, operation)
+        raise CommTimeout(
+            f"rank {self.rank} waited {limit:g} s for rank {peer} in {operation}: it hangs, can't "
+            "be reached, or needs a longer --timeout."
+        )
+
+    def _require(self, peer: int, operation: str) -> None:
+        if error := self._mover.error(peer):
+            raise PeerLost(f"rank {self.rank} lost rank {peer} in {operation}: {error}.")
+
+    def _lost(self) -> int | None:
+        others = (peer for peer in range(self.world_size) if peer != self.rank)
+        return next((peer for peer in others if self._mover.error(peer)), None)
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """View a dense tensor's memory, in whatever order its values are, as (bytes,) of uint8."""
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8)

@@ -1,0 +1,224 @@
+"""The loop that moves bytes between connected peers: a state machine over arrays and sockets.
+
+It is written in the part of Python that numba compiles, so that it runs in a thread without ever
+taking the interpreter's lock; where numba isn't installed, the same source runs as it stands
+(`calls.py` has the system calls of both). All that it knows is in arrays that Python made:
+
+    links   a row a peer             what is being sent there, what is being received
+    puts    a row a put              whence, how much is left, how urgent; the most urgent is next
+    values  (peers, notifications)   written when the last byte of a put has landed
+    waits   a row a waiting thread   what it sleeps for, and what wakes it
+
+    frame   | magic | offset | bytes | notification or -1 | value | bytes …
+
+A put travels in frames of a limited size, and between two frames the choice is free: a more urgent
+put overtakes. Only a put's last frame carries its notification, and a stream keeps its order, so
+that the data are there before.
+"""
+
+from __future__ import annotations
+
+from paceline.comm.calls import (
+    address,
+    errno,
+    jit,
+    lock,
+    poll,
+    read,
+    recv,
+    sendmsg,
+    unlock,
+    write,
+)
+
+# The columns of a link, a put and a wait, and the places in `state`.
+FD, ALIVE, ERROR, FULL, PUT, OUT_HAVE, OUT_LEFT, OUT_AT, IN_HAVE, IN_LEFT, IN_AT, LINK = range(12)
+STATUS, TO, PRIORITY, ORDER, AT, LEFT, OFFSET, NOTE, VALUE, PUTS = range(10)
+ASLEEP, PEER, EVENT, WAIT = range(4)
+CONTROL, MEMORY, SIZE, CHUNK, TOP, NEWS, LOCK, STATE = range(8)
+
+FREE, NEW, QUEUED, SENT = range(4)  # a put's status; the loop sets the last two
+WORD = 8  # bytes
+HEAD_WORDS = 5
+HEAD = HEAD_WORDS * WORD
+MAGIC = 0x50_61_63_65
+STOP = -1  # on the control pipe, instead of a put
+EVERYBODY = -1  # is woken, or is waited for, instead of one peer
+ENDED, NONSENSE = -1, -2  # errors of a link that the system has no number for
+
+_IN, _OUT, _BAD = 0x1, 0x4, 0x8 | 0x10 | 0x20  # poll(2)
+_FLAGS = 0x40 | 0x4000  # MSG_DONTWAIT, MSG_NOSIGNAL
+_INTERRUPTED, _AGAIN = 4, 11  # errno(3)
+_PATIENCE_MS = 500
+
+
+@jit
+def wake(peer, waits, one):  # type: ignore[no-untyped-def]
+    """Wake who sleeps for news of a peer; under the lock."""
+    for w in range(waits.shape[0]):
+        who = waits[w, PEER]
+        if waits[w, ASLEEP] and (EVERYBODY in (who, peer) or who == peer):
+            waits[w, ASLEEP] = 0
+            write(waits[w, EVENT], address(one), WORD)
+
+
+@jit
+def most_urgent(i, state, puts):  # type: ignore[no-untyped-def]
+    """Return the put to a peer that goes next; -1: none waits."""
+    best = -1
+    for p in range(state[TOP]):
+        if puts[p, STATUS] != QUEUED or puts[p, TO] != i:
+            continue
+        sooner = puts[p, PRIORITY] - puts[best, PRIORITY] if best >= 0 else -1
+        if sooner < 0 or (sooner == 0 and puts[p, ORDER] < puts[best, ORDER]):
+            best = p
+    return best
+
+
+@jit
+def begin_frame(p, link, head, state, puts):  # type: ignore[no-untyped-def]
+    """Cut the next frame off a put."""
+    put = puts[p]
+    size = min(state[CHUNK], put[LEFT])
+    head[0], head[1], head[2], head[3], head[4] = MAGIC, put[OFFSET], size, -1, put[VALUE]
+    if size == put[LEFT]:
+        head[3] = put[NOTE]
+    link[PUT], link[OUT_HAVE], link[OUT_LEFT], link[OUT_AT] = p, 0, size, put[AT]
+    put[AT] += size
+    put[OFFSET] += size
+    put[LEFT] -= size
+
+
+@jit
+def send(i, state, links, puts, heads, message, waits, one):  # type: ignore[no-untyped-def]
+    """Send until the socket is full or nothing is left; return 0, or an error."""
+    link, head = links[i], heads[i]
+    while True:
+        if link[PUT] < 0:
+            p = most_urgent(i, state, puts)
+            if p < 0:
+                link[FULL] = 0
+                return 0
+            begin_frame(p, link, head, state, puts)
+        message[8], message[9] = address(head) + link[OUT_HAVE], HEAD - link[OUT_HAVE]
+        message[10], message[11] = link[OUT_AT], link[OUT_LEFT]
+        sent = sendmsg(link[FD], address(message), _FLAGS)
+        if sent < 0:
+            error = errno()
+            if error == _INTERRUPTED:
+                continue
+            link[FULL] = 1
+            return 0 if error == _AGAIN else error
+        of_head = min(sent, HEAD - link[OUT_HAVE])
+        link[OUT_HAVE] += of_head
+        link[OUT_AT] += sent - of_head
+        link[OUT_LEFT] -= sent - of_head
+        if link[OUT_HAVE] == HEAD and link[OUT_LEFT] == 0:
+            p = link[PUT]
+            link[PUT] = -1
+            if puts[p, LEFT] == 0:
+                lock(state[LOCK])
+                puts[p, STATUS] = SENT
+                wake(i, waits, one)
+                unlock(state[LOCK])
+
+
+@jit
+def open_frame(link, head, state, notifications):  # type: ignore[no-untyped-def]
+    """Look at a complete head; return 0, or an error."""
+    offset, size, note = head[1], head[2], head[3]
+    if head[0] != MAGIC or size < 0 or size > state[CHUNK] or offset < 0:
+        return NONSENSE
+    if offset + size > state[SIZE] or note < -1 or note >= notifications:
+        return NONSENSE
+    link[IN_AT], link[IN_LEFT] = state[MEMORY] + offset, size
+    return 0
+
+
+@jit
+def notify(i, head, state, values, waits, one):  # type: ignore[no-untyped-def]
+    """Tell what a frame notifies, if it does."""
+    if head[3] >= 0:
+        lock(state[LOCK])
+        values[i, head[3]] = head[4]
+        state[NEWS] += 1
+        wake(i, waits, one)
+        unlock(state[LOCK])
+
+
+@jit
+def receive(i, state, links, heads, values, waits, one):  # type: ignore[no-untyped-def]
+    """Receive what is there; return 0, or an error."""
+    link, head = links[i], heads[i]
+    while True:
+        in_head = link[IN_HAVE] < HEAD
+        at, size = link[IN_AT], link[IN_LEFT]
+        if in_head:
+            at, size = address(head) + link[IN_HAVE], HEAD - link[IN_HAVE]
+        got = recv(link[FD], at, size, _FLAGS)
+        if got == 0:
+            return ENDED
+        if got < 0:
+            error = errno()
+            if error == _INTERRUPTED:
+                continue
+            return 0 if error == _AGAIN else error
+        if in_head:
+            link[IN_HAVE] += got
+            if link[IN_HAVE] < HEAD:
+                continue
+            error = open_frame(link, head, state, values.shape[1])
+            if error != 0:
+                return error
+        else:
+            link[IN_AT] += got
+            link[IN_LEFT] -= got
+        if link[IN_LEFT] == 0:
+            link[IN_HAVE] = 0
+            notify(i, head, state, values, waits, one)
+
+
+@jit
+def take(state, puts, inbox):  # type: ignore[no-untyped-def]
+    """Queue the puts whose rows Python has filled; return False if it wants the loop to end."""
+    got = read(state[CONTROL], address(inbox), WORD * inbox.shape[0])
+    for word in range(got // WORD):
+        p = inbox[word]
+        if p == STOP:
+            return False
+        puts[p, STATUS] = QUEUED
+        state[TOP] = max(state[TOP], p + 1)
+    return True
+
+
+@jit
+def give_up(i, error, state, links, waits, one):  # type: ignore[no-untyped-def]
+    """End a link, and wake everybody."""
+    lock(state[LOCK])
+    links[i, ERROR], links[i, ALIVE] = error, 0
+    wake(EVERYBODY, waits, one)
+    unlock(state[LOCK])
+
+
+@jit
+def run(state, links, puts, values, waits, heads, polled, message, inbox, one):  # type: ignore[no-untyped-def]
+    """Move bytes until Python says stop."""
+    message[2], message[3] = address(message) + 8 * WORD, 2  # msghdr: two parts, at message[8]
+    count = links.shape[0]
+    while True:
+        for i in range(count):
+            polled[i, 0] = links[i, FD] if links[i, ALIVE] else -1
+            polled[i, 1] = _IN | _OUT if links[i, FULL] else _IN
+        polled[count, 0], polled[count, 1] = state[CONTROL], _IN
+        poll(address(polled), count + 1, _PATIENCE_MS)
+        told = (polled[count, 1] >> 16) & _IN
+        if told and not take(state, puts, inbox):
+            return
+        for i in range(count):
+            events, error = polled[i, 1] >> 16, 0
+            if links[i, ALIVE] and events & (_IN | _BAD):
+                error = receive(i, state, links, heads[0], values, waits, one)
+            if links[i, ALIVE] and error == 0 and (events & _OUT or (told and not links[i, FULL])):
+                error = send(i, state, links, puts, heads[1], message, waits, one)
+            if error != 0:
+                give_up(i, error, state, links, waits, one)

@@ -1,0 +1,164 @@
+"""Connects each rank with each other, by sockets of any family; strangers are shown out.
+
+    rank r    listens and says where in the store, calls ranks 0 … r − 1, answers r + 1 … N − 1
+    greeting  | "paceline" | digest of the job token and the purpose | rank |   both ways, at once
+
+A connection whose greeting is another is closed, and costs a caller's patience at most.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import socket
+import struct
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from torch._C._distributed_c10d import Store
+
+from paceline.errors import CommTimeout, PeerLost
+
+_GREETING = struct.Struct("!8s32sI")
+_NAME = b"paceline"
+_PATIENCE_S = 5.0  # with a caller that says nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """Who connects, and how they know each other.
+
+    Attributes:
+        store: where ranks find each other's addresses; fresh in this generation.
+        rank: this rank.
+        world_size: the number of ranks.
+        token: the job's; whoever doesn't know it is a stranger.
+        purpose: what the connections are for, with the generation: no two have the same.
+        limit: seconds for all to come.
+    """
+
+    store: Store
+    rank: int
+    world_size: int
+    token: str
+    purpose: str
+    limit: float
+
+    @property
+    def greeting(self) -> bytes:
+        """What this rank says first."""
+        return _GREETING.pack(_NAME, self._digest, self.rank)
+
+    def rank_in(self, greeting: bytes) -> int | None:
+        """Return who greets; None for a stranger."""
+        if len(greeting) != _GREETING.size:
+            return None
+        name, digest, rank = _GREETING.unpack(greeting)
+        known = name == _NAME and hmac.compare_digest(digest, self._digest)
+        return rank if known and rank < self.world_size else None
+
+    @property
+    def _digest(self) -> bytes:
+        return hashlib.sha256(f"{self.token}\n{self.purpose}".encode()).digest()
+
+
+def connect_all(
+    meeting: Meeting,
+    server: socket.socket,
+    where: str,
+    call: Callable[[str, float], socket.socket],
+) -> list[socket.socket | None]:
+    """Connect this rank with all others; collective.
+
+    Args:
+        meeting: who connects.
+        server: a listening socket of this rank.
+        where: its address, as `call` understands it.
+        call: connects to such an address within some seconds.
+
+    Returns:
+        a stream for each rank, None for this one.
+
+    Raises:
+        PeerLost: a rank can't be reached.
+        CommTimeout: a rank didn't come in time.
+    """
+    deadline = time.monotonic() + meeting.limit
+    ends: list[socket.socket | None] = [None] * meeting.world_size
+    try:
+        meeting.store.set(f"{meeting.purpose}/{meeting.rank}", where)
+        for peer in range(meeting.rank):
+            ends[peer] = _call(meeting, peer, call, deadline)
+        while None in ends[meeting.rank + 1 :]:
+            peer, end = _answer(meeting, server, ends, deadline)
+            ends[peer] = end
+    except BaseException:
+        for end in filter(None, ends):
+            end.close()
+        raise
+    return ends
+
+
+def _call(
+    meeting: Meeting, peer: int, call: Callable[[str, float], socket.socket], deadline: float
+) -> socket.socket:
+    where = meeting.store.get(f"{meeting.purpose}/{peer}").decode()
+    try:
+        end = call(where, max(0.1, deadline - time.monotonic()))
+        end.sendall(meeting.greeting)
+        answer = _received(end, max(0.1, deadline - time.monotonic()))
+    except TimeoutError as error:
+        raise _missing(meeting, [peer]) from error
+    except OSError as error:
+        raise PeerLost(
+            f"rank {meeting.rank} can't reach rank {peer} at {where}: {error}; see whether a "
+            "firewall is between them."
+        ) from error
+    if meeting.rank_in(answer) != peer:
+        end.close()
+        raise PeerLost(f"rank {meeting.rank} found a stranger instead of rank {peer} at {where}.")
+    return end
+
+
+def _answer(
+    meeting: Meeting,
+    server: socket.socket,
+    ends: list[socket.socket | None],
+    deadline: float,
+) -> tuple[int, socket.socket]:
+    """Wait for a rank that isn't there yet."""
+    while True:
+        server.settimeout(max(0.1, deadline - time.monotonic()))
+        try:
+            end, _ = server.accept()
+        except TimeoutError as error:
+            missing = [r for r in range(meeting.rank + 1, len(ends)) if ends[r] is None]
+            raise _missing(meeting, missing) from error
+        with suppress(OSError):
+            peer = meeting.rank_in(_received(end, _PATIENCE_S))
+            if peer is not None and peer > meeting.rank and ends[peer] is None:
+                end.sendall(meeting.greeting)
+                return peer, end
+        end.close()
+
+
+def _received(end: socket.socket, limit: float) -> bytes:
+    """Receive a greeting, or what there is of it when the other end closes."""
+    deadline, parts = time.monotonic() + limit, b""
+    while len(parts) < _GREETING.size:
+        end.settimeout(max(0.01, deadline - time.monotonic()))
+        part = end.recv(_GREETING.size - len(parts))
+        if not part:
+            break
+        parts += part
+    return parts
+
+
+def _missing(meeting: Meeting, ranks: list[int]) -> CommTimeout:
+    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    return CommTimeout(
+        f"rank {meeting.rank} waited {meeting.limit:g} s for the connection of {who}: it didn't "
+        "come; see what it says, or give a longer --first_iter_timeout."
+    )

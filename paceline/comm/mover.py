@@ -1,0 +1,222 @@
+"""Python's side of the loop that moves bytes (`loop.py`): its arrays, its thread, who sleeps."""
+
+from __future__ import annotations
+
+import heapq
+import os
+import queue
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.comm import loop
+from paceline.comm.calls import Lock
+
+CHUNK = 2**18  # bytes of a frame at most
+_PUTS = 4096  # that can be under way
+_SEATS = 16  # threads that can sleep at once
+_CLOSE_S = 5.0
+
+_Words = NDArray[np.int64]
+
+
+class Mover:
+    """Moves puts to peers and theirs into this rank's memory.
+
+    Args:
+        sockets: connected streams, one a peer; None for this rank itself.
+        memory: (bytes,) of uint8, that peers write into.
+        notifications: how many each peer has.
+
+    Attributes:
+        values: (peers, notifications), what has been notified.
+    """
+
+    def __init__(
+        self,
+        sockets: Sequence[socket.socket | None],
+        memory: NDArray[np.uint8],
+        notifications: int,
+    ) -> None:
+        count = len(sockets)
+        self._sockets = sockets
+        self._memory = memory
+        self._control = os.pipe()
+        self._lock = Lock()
+        self._state = _words(loop.STATE)
+        self._state[[loop.CONTROL, loop.CHUNK, loop.LOCK]] = (
+            self._control[0],
+            CHUNK,
+            self._lock.address,
+        )
+        self._state[[loop.MEMORY, loop.SIZE]] = memory.ctypes.data, memory.size
+        self._links = _words(count, loop.LINK)
+        self._links[:, loop.PUT] = -1
+        for link, end in zip(self._links, sockets, strict=True):
+            link[[loop.FD, loop.ALIVE]] = (-1, 0) if end is None else (end.fileno(), 1)
+        self._puts = _words(_PUTS, loop.PUTS)
+        self.values = _words(count, notifications)
+        self._waits = _words(_SEATS, loop.WAIT)
+        self._free = list(range(_PUTS))
+        self._sources: dict[int, object] = {}
+        self._order = 0
+        self._putting = threading.Lock()
+        self._seats: queue.SimpleQueue[_Seat] = queue.SimpleQueue()
+        for row in self._waits:
+            self._seats.put(_Seat.beside(row))
+        self._thread = threading.Thread(
+            target=loop.run,
+            args=(
+                self._state,
+                self._links,
+                self._puts,
+                self.values,
+                self._waits,
+                _words(2, count, loop.HEAD_WORDS),
+                np.zeros((count + 1, 2), np.int32),
+                _words(12),
+                _words(512),
+                np.ones(1, np.int64),
+            ),
+            name="window",
+            daemon=True,
+        )
+        self._thread.start()
+
+    @property
+    def news(self) -> int:
+        """How many notifications have come."""
+        return int(self._state[loop.NEWS])
+
+    def error(self, peer: int) -> str:
+        """Say why a peer's connection ended; "" as long as it stands."""
+        alive, error = self._links[peer, [loop.ALIVE, loop.ERROR]].tolist()
+        if alive or self._sockets[peer] is None:
+            return ""
+        known = {
+            0: "this process closed it",
+            loop.ENDED: "the peer closed it",
+            loop.NONSENSE: "the peer sent something that is no put",
+        }
+        return known.get(error) or os.strerror(error)
+
+    def put(
+        self,
+        peer: int,
+        source: tuple[int, int],
+        target: tuple[int, int, int],
+        priority: int,
+        keep: object,
+    ) -> None:
+        """Queue a put.
+
+        Args:
+            peer: to whom.
+            source: the address and the number of its bytes.
+            target: offset in the peer's memory, notification, value.
+            priority: smaller goes first.
+            keep: what keeps the source's memory alive.
+        """
+        with self._putting:
+            if len(self._free) < _PUTS // 2:
+                self._reap()
+            if not self._free:
+                raise RuntimeError(f"{_PUTS} puts are under way, and more can't be")
+            slot = heapq.heappop(self._free)
+            self._order += 1
+            self._sources[slot] = keep
+            self._puts[slot] = (loop.NEW, peer, priority, self._order, *source, *target)
+            os.write(self._control[1], slot.to_bytes(loop.WORD, "little"))
+
+    def sending(self, peer: int) -> bool:
+        """Tell whether a put to a peer is under way."""
+        status = self._puts[:, loop.STATUS]
+        mine = (status == loop.NEW) | (status == loop.QUEUED)
+        return bool((mine & (self._puts[:, loop.TO] == peer)).any())
+
+    def sleep(self, peer: int, ready: Callable[[], bool], limit: float) -> bool:
+        """Sleep until something is true, for `limit` seconds at most; return whether it is.
+
+        Args:
+            peer: looks again whenever something has come from, or gone to, this peer; or
+                `loop.EVERYBODY`.
+            ready: quick; called under the loop's lock.
+            limit: seconds.
+        """
+        if ready():
+            return True
+        deadline = time.monotonic() + limit
+        seat = self._seats.get()
+        try:
+            while True:
+                with self._lock:
+                    if ready():
+                        return True
+                    seat.row[[loop.PEER, loop.ASLEEP]] = peer, 1
+                if not seat.sleep(deadline - time.monotonic()):
+                    return ready()
+        finally:
+            with self._lock:
+                seat.row[loop.ASLEEP] = 0
+            self._seats.put(seat)
+
+    def close(self) -> None:
+        """End the loop and close the connections; whoever sleeps wakes."""
+        if not self._thread.is_alive() and self._control == (-1, -1):
+            return
+        os.write(self._control[1], loop.STOP.to_bytes(loop.WORD, "little", signed=True))
+        self._thread.join(_CLOSE_S)
+        with self._lock:
+            self._links[:, loop.ALIVE] = 0
+            asleep = [int(row[loop.EVENT]) for row in self._waits if row[loop.ASLEEP]]
+        for event in asleep:
+            os.eventfd_write(event, 1)
+        for end in self._sockets:
+            if end is not None:
+                end.close()
+        for end_of_pipe in self._control:
+            os.close(end_of_pipe)
+        self._control = (-1, -1)
+
+    def _reap(self) -> None:
+        for slot in np.flatnonzero(self._puts[:, loop.STATUS] == loop.SENT).tolist():
+            self._puts[slot, loop.STATUS] = loop.FREE
+            del self._sources[slot]
+            heapq.heappush(self._free, slot)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Seat:
+    """Where a thread sleeps: its row, and the event that the loop wakes it by."""
+
+    row: _Words
+    event: int
+    poll: select.poll
+
+    @staticmethod
+    def beside(row: _Words) -> _Seat:
+        event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        row[loop.EVENT] = event
+        poll = select.poll()
+        poll.register(event, select.POLLIN)
+        return _Seat(row=row, event=event, poll=poll)
+
+    def sleep(self, limit: float) -> bool:
+        """Sleep; return False at the limit."""
+        if limit <= 0 or not self.poll.poll(limit * 1000):
+            return False
+        try:
+            os.eventfd_read(self.event)
+        except BlockingIOError:
+            return True
+        return True
+
+
+def _words(*shape: int) -> _Words:
+    return np.zeros(shape, np.int64)

@@ -1,0 +1,84 @@
+"""A window in shared memory, between the processes of one machine.
+
+Each rank's memory is a file without a name (memfd) that its peers map; its descriptor travels over
+their local sockets, which carry the notifications afterwards. Nothing is ever in a file system: the
+kernel takes memory and sockets back with the last process, however it ended.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import socket
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+
+from paceline.comm.linked_window import LinkedWindow
+from paceline.comm.mesh import Meeting, connect_all
+from paceline.errors import CommTimeout, PeerLost
+
+
+def shared_window(meeting: Meeting, size: int, notifications: int) -> LinkedWindow:
+    """Connect the ranks of one machine; collective.
+
+    Args:
+        meeting: who connects.
+        size: bytes of this rank's memory, the same on all ranks.
+        notifications: how many each peer has.
+
+    Raises:
+        CommError: a rank didn't come in time, or isn't on this machine.
+    """
+    with ExitStack() as stack:
+        name = f"\0paceline-{secrets.token_hex(16)}"  # in no file system
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(name)
+            server.listen()
+            ends = connect_all(meeting, server, name[1:], _call)
+        for end in filter(None, ends):
+            stack.callback(end.close)
+        own = os.memfd_create(f"paceline window of rank {meeting.rank}")
+        stack.callback(os.close, own)
+        os.ftruncate(own, max(size, 1))
+        memory = _mapped(own, size)
+        for end in filter(None, ends):
+            socket.send_fds(end, [b"\0"], [own])
+        reaches = [_reach(meeting, peer, end, size) for peer, end in enumerate(ends)]
+        window = LinkedWindow(meeting.rank, memory, ends, reaches, notifications)
+        stack.pop_all()
+        os.close(own)
+        return window
+
+
+def _reach(meeting: Meeting, peer: int, end: socket.socket | None, size: int) -> Tensor | None:
+    """Map a peer's memory."""
+    if end is None:
+        return None
+    end.settimeout(meeting.limit)
+    try:
+        _, descriptors, _, _ = socket.recv_fds(end, 1, 1)
+    except TimeoutError as error:
+        raise CommTimeout(
+            f"rank {meeting.rank} waited {meeting.limit:g} s for the memory of rank {peer}."
+        ) from error
+    if not descriptors:
+        raise PeerLost(f"rank {meeting.rank} lost rank {peer} before it sent its memory.")
+    try:
+        return _mapped(descriptors[0], size)
+    finally:
+        os.close(descriptors[0])
+
+
+def _mapped(descriptor: int, size: int) -> Tensor:
+    """Map a file into memory; it stays mapped as long as the tensor lives."""
+    return torch.frombuffer(mmap.mmap(descriptor, max(size, 1)), dtype=torch.uint8)[:size]
+
+
+def _call(where: str, limit: float) -> socket.socket:
+    end = socket.socket(socket.AF_UNIX)
+    end.settimeout(limit)
+    end.connect(f"\0{where}")
+    return end

@@ -1,0 +1,54 @@
+"""A window over TCP, between machines.
+
+The kernel's buffer is first in, first out, so it is kept short (`TCP_NOTSENT_LOWAT`): what hasn't
+left it can still be overtaken by something more urgent.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable
+
+import torch
+
+from paceline.comm.linked_window import LinkedWindow
+from paceline.comm.mesh import Meeting, connect_all
+
+_UNSENT = 2**17  # bytes that wait in the kernel at most
+_NOTSENT_LOWAT = 25  # https://man7.org/linux/man-pages/man7/tcp.7.html; not in Python's socket
+
+
+def tcp_window(meeting: Meeting, address: str, size: int, notifications: int) -> LinkedWindow:
+    """Connect ranks by TCP; collective.
+
+    Args:
+        meeting: who connects.
+        address: the IP address of this machine that the peers reach.
+        size: bytes of this rank's memory.
+        notifications: how many each peer has.
+
+    Raises:
+        CommError: a rank didn't come in time, or can't be reached.
+    """
+    with socket.create_server((address, 0), family=_family(address)) as server:
+        where = f"{address} {server.getsockname()[1]}"
+        ends = connect_all(meeting, server, where, _call)
+    tune(ends)
+    memory = torch.zeros(size, dtype=torch.uint8)
+    return LinkedWindow(meeting.rank, memory, ends, [None] * len(ends), notifications)
+
+
+def tune(ends: Iterable[socket.socket | None]) -> None:
+    """Set TCP connections up for puts."""
+    for end in filter(None, ends):
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        end.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, _UNSENT)
+
+
+def _call(where: str, limit: float) -> socket.socket:
+    host, port = where.split()
+    return socket.create_connection((host, int(port)), limit)
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET

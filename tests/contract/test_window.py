@@ -1,0 +1,185 @@
+"""What a window promises (paceline/comm/window.py), of every kind of window."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from paceline.comm.window import Window
+from paceline.errors import CommTimeout, PeerLost
+from tests.harness.windows import KINDS, LIMIT, Make, run_windows
+
+REGION = 40_000  # bytes that a peer's put may have
+SLOTS = 4
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> Callable[[int, int, int], Make]:
+    return KINDS[request.param]
+
+
+def exchange(window: Window, rounds: int) -> int:
+    """Put random sizes to random peers in all slots; check each that comes, and answer it.
+
+    A slot's region belongs to the put that is under way there: the next one goes when the peer has
+    answered. Slot k's data notify k, its answers SLOTS + k; data are the round's number throughout.
+    Returns how many puts came.
+    """
+    generator = random.Random(window.rank)
+    others = [peer for peer in range(window.world_size) if peer != window.rank]
+    sent = dict.fromkeys([(peer, slot) for peer in others for slot in range(SLOTS)], 0)
+    seen = dict(sent)
+    sizes: dict[tuple[int, int], torch.Tensor] = {}
+    news, came = 0, 0
+    while min(sent.values()) < rounds or seen != dict.fromkeys(seen, rounds):
+        for (peer, slot), number in sent.items():
+            if number < rounds and window.values[peer, SLOTS + slot] == number:
+                window.flush(peer, limit=LIMIT, operation="a flush")
+                data = torch.full((generator.choice([0, 1, 7, 500, 4000]),), number + 1.0)
+                sizes[peer, slot] = data
+                offset = REGION * (window.rank * SLOTS + slot)
+                header = torch.tensor([data.numel(), number + 1], dtype=torch.float32)
+                packed = torch.cat([header, data])
+                window.put(peer, offset, packed, slot, number + 1, generator.randrange(3))
+                sent[peer, slot] += 1
+        for (peer, slot), number in seen.items():
+            value = int(window.values[peer, slot])
+            if value > number:
+                assert value == number + 1, "one was lost, or came twice"
+                offset = REGION * (peer * SLOTS + slot)
+                got = window.memory[offset : offset + REGION].view(torch.float32)
+                count = int(got[0])
+                assert (got[1 : count + 2] == value).all(), "a notification came before its data"
+                window.put(peer, 0, None, SLOTS + slot, value)
+                seen[peer, slot] = value
+                came += 1
+        news = window.wait_for_news(news, 0.05)
+    for peer in others:
+        window.flush(peer, limit=LIMIT, operation="the last flush")
+        for slot in range(SLOTS):
+            window.wait(peer, SLOTS + slot, rounds, limit=LIMIT, operation="the last answers")
+    return came
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_nothing_is_lost_or_doubled_and_data_come_before_their_notification(
+    kind: Callable[[int, int, int], Make], world_size: int
+) -> None:
+    make = kind(world_size, REGION * world_size * SLOTS, 2 * SLOTS)
+    rounds = 60
+    came = run_windows(make, world_size, lambda window: exchange(window, rounds))
+    assert came == [rounds * SLOTS * (world_size - 1)] * world_size
+
+
+def test_a_source_may_be_written_after_a_flush(kind: Callable[[int, int, int], Make]) -> None:
+    size = 3_000_000
+
+    def run(window: Window) -> bool:
+        if window.rank == 0:
+            source = torch.arange(size // 4, dtype=torch.int32)
+            window.put(1, 0, source, 0, 1)
+            window.flush(1, limit=LIMIT, operation="a flush")
+            source.fill_(-1)
+            window.wait(1, 0, 1, limit=LIMIT, operation="the answer")
+            return True
+        window.wait(0, 0, 1, limit=LIMIT, operation="the put")
+        right = torch.equal(
+            window.memory.view(torch.int32), torch.arange(size // 4, dtype=torch.int32)
+        )
+        window.put(0, 0, None, 0, 1)
+        window.flush(0, limit=LIMIT, operation="a flush")
+        return right
+
+    assert run_windows(kind(2, size, 1), 2, run) == [True, True]
+
+
+def test_a_layout_arrives_as_it_lies_in_memory(kind: Callable[[int, int, int], Make]) -> None:
+    image = torch.arange(2 * 3 * 4 * 5.0).view(2, 3, 4, 5).to(memory_format=torch.channels_last)
+
+    def run(window: Window) -> torch.Tensor:
+        if window.rank == 0:
+            window.put(1, 8, image, 0, 1)
+            window.flush(1, limit=LIMIT, operation="a flush")
+            window.wait(1, 0, 1, limit=LIMIT, operation="the answer")
+            return image
+        window.wait(0, 0, 1, limit=LIMIT, operation="the put")
+        window.put(0, 0, None, 0, 1)
+        window.flush(0, limit=LIMIT, operation="a flush")
+        return window.memory[8:].view(torch.float32).as_strided(image.shape, image.stride())
+
+    _, got = run_windows(kind(2, 8 + image.numel() * 4, 1), 2, run)
+    assert torch.equal(got, image)
+
+
+def test_a_silent_peer_is_named_at_the_limit(kind: Callable[[int, int, int], Make]) -> None:
+    def run(window: Window) -> None:
+        if window.rank == 1:
+            start = time.monotonic()
+            with pytest.raises(CommTimeout, match=r"^rank 1 waited 0\.2 s for rank 0 in bucket 3"):
+                window.wait(0, 0, 1, limit=0.2, operation="bucket 3 of step 7")
+            assert time.monotonic() - start < 10
+            assert window.wait_for_news(0, 0.05) == 0
+            window.put(0, 0, None, 0, 1)
+        else:
+            window.wait(1, 0, 1, limit=LIMIT, operation="the end")
+
+    run_windows(kind(2, 8, 1), 2, run)
+
+
+def put_until_it_is_noticed(window: Window) -> None:
+    deadline = time.monotonic() + LIMIT
+    while time.monotonic() < deadline:
+        window.put(0, 0, None, 0, 2)
+        threading.Event().wait(0.001)
+
+
+def test_a_peer_that_closes_is_named_by_whoever_waits(
+    kind: Callable[[int, int, int], Make],
+) -> None:
+    def run(window: Window) -> None:
+        if window.rank == 0:
+            window.put(1, 0, None, 0, 1)
+            window.flush(1, limit=LIMIT, operation="a flush")
+            window.wait(1, 0, 1, limit=LIMIT, operation="the answer")
+            window.close()
+            return
+        window.wait(0, 0, 1, limit=LIMIT, operation="the put")
+        window.put(0, 0, None, 0, 1)
+        with pytest.raises(PeerLost, match="rank 1 lost rank 0 in bucket 3"):
+            window.wait(0, 0, 2, limit=LIMIT, operation="bucket 3 of step 7")
+        window.wait(0, 0, 1, limit=LIMIT, operation="what has come stays")
+        with pytest.raises(PeerLost, match="rank 1 lost rank 0"):
+            window.wait_for_news(1, LIMIT)
+        with pytest.raises(PeerLost, match="rank 1 lost rank 0 in a put"):
+            put_until_it_is_noticed(window)
+
+    run_windows(kind(2, 8, 1), 2, run)
+
+
+def test_closing_wakes_this_ranks_own_waits(kind: Callable[[int, int, int], Make]) -> None:
+    def run(window: Window) -> None:
+        if window.rank == 0:
+            window.wait(1, 0, 1, limit=LIMIT, operation="the end")
+            return
+        errors: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                window.wait(0, 0, 1, limit=LIMIT, operation="a wait")
+            except PeerLost as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        window.put(0, 0, None, 0, 1)
+        window.flush(0, limit=LIMIT, operation="a flush")
+        window.close()
+        thread.join(LIMIT)
+        assert len(errors) == 1
+
+    run_windows(kind(2, 8, 1), 2, run)
