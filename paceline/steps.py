@@ -27,7 +27,7 @@ from paceline.state.keeper import Keeper
 from paceline.sync.agreement import Agreement
 from paceline.sync.replica import Replica
 
-_RANDOM = 3  # a purpose of the seed's, beside the data's
+_RANDOM, _BEFORE = 3, 4  # purposes of the seed's, beside the data's
 
 
 class Stop(Exception):
@@ -131,7 +131,7 @@ class Steps:
             CheckpointError: a checkpoint couldn't be written.
         """
         self._boundary(place.number)
-        self.seed(place.number)
+        torch.manual_seed(self._random_word(_RANDOM, place.number))
         sums = torch.zeros(self._values, dtype=torch.float64, device=self._device)
         with self._replica.step(place.number, place.weight):
             yield sums
@@ -153,8 +153,8 @@ class Steps:
         self.position.step, self.position.number = place.step + 1, place.number + 1
 
     def seed(self, number: int) -> None:
-        """Start the random streams of a step, for what a script computes before it begins."""
-        torch.manual_seed(self._random_word(number))
+        """Start the random streams of what a script computes before a step begins."""
+        torch.manual_seed(self._random_word(_BEFORE, number))
 
     def end_steps(self) -> list[float]:
         """End an epoch's steps; return their sums, over all ranks. All ranks call it.
@@ -248,7 +248,7 @@ class Steps:
                 "checkpoint", generation=self.generation, step=step, path=path.name
             )
 
-    def _random_word(self, number: int) -> int:
-        """Draw the seed of a step's random streams: a function of (seed, step, rank)."""
-        words = splitmix.stream(splitmix.base(self._seed, _RANDOM, number), self._rank + 1)
+    def _random_word(self, purpose: int, number: int) -> int:
+        """Draw the seed of a step's random streams: a function of (seed, purpose, step, rank)."""
+        words = splitmix.stream(splitmix.base(self._seed, purpose, number), self._rank + 1)
         return int(words[self._rank])

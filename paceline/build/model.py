@@ -99,5 +99,4 @@ def make_optimizer(model: nn.Module, optim: OptimConfig, global_batch: int) -> O
         lr=base_rate(optim.base_learning_rate, global_batch, scale=optim.scale_lr),
         momentum=optim.momentum,
         nesterov=optim.momentum > 0,
-        fused=True,  # one pass over the memory
     )

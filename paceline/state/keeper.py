@@ -17,6 +17,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol
 
+from torch import nn
+
 from paceline.errors import PacelineError
 from paceline.state.checkpoint import Checkpoints
 from paceline.state.memory import copy_state, finite
@@ -139,7 +141,7 @@ class Keeper:
         with self._writing:
             snapshot = wanted or self._snapshot
             assert snapshot is not None
-            if snapshot.written or not finite(snapshot.state["model"]):
+            if snapshot.written or not self._sound(snapshot):
                 return
             try:
                 path = self._checkpoints.write(snapshot.step, snapshot.state, best=snapshot.best)
@@ -148,6 +150,13 @@ class Keeper:
                 return
             snapshot.written, snapshot.wanted = True, False
             self.published.put((snapshot.step, path))
+
+    def _sound(self, snapshot: _Snapshot) -> bool:
+        """Tell whether what the model has learned is finite; a buffer may hold infinities."""
+        model, state = self._parts["model"], snapshot.state["model"]
+        if not isinstance(model, nn.Module):
+            return finite(state)
+        return finite([state[name] for name, _ in model.named_parameters() if name in state])
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

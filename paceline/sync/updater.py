@@ -9,7 +9,7 @@ updates all buckets at once.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from paceline.errors import ConfigError
 from paceline.sync.bucket import Bucket
+from paceline.sync.part import Part
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     {
@@ -34,9 +35,6 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
         optim.ASGD,
     }
 )
-
-# What a GradScaler sets for the time of a fused optimizer's step, which unscales or skips itself.
-_SCALING = ("grad_scale", "found_inf")
 
 
 class Updater:
@@ -59,10 +57,11 @@ class Updater:
         else:
             self._units = [tuple(buckets)] * len(buckets)
         self._versions: dict[nn.Parameter, int] = {}  # of those frozen and not yet updated
-        self._parts: dict[tuple[Bucket, ...], Optimizer] = {}
-        for unit in self._units:
-            if unit not in self._parts:
-                self._parts[unit] = _part(optimizer, unit)
+        self._counted = _with_versions_of_their_own(buckets)
+        self._parts = {
+            unit: Part(optimizer, {p: b.group for b in unit for p in b.parameters})
+            for unit in dict.fromkeys(self._units)
+        }
 
     def unit(self, bucket: Bucket) -> tuple[Bucket, ...]:
         """The buckets that must be updated together with `bucket`, itself included."""
@@ -70,13 +69,9 @@ class Updater:
 
     def freeze(self) -> None:
         """Take the optimizer's present hyperparameters for the updates to come."""
-        self._versions = {p: p._version for unit in self._parts for p in _parameters(unit)}
+        self._versions = {p: p._version for p in self._counted}
         for part in self._parts.values():
-            part.state = self._optimizer.state  # load_state_dict() makes a new one
-            for name in _SCALING:
-                setattr(part, name, getattr(self._optimizer, name, None))
-            for group in part.param_groups:
-                group.update(_hyperparameters(self._optimizer.param_groups[group["index"]]))
+            part.freeze()
 
     def update(self, unit: tuple[Bucket, ...], gradients: Sequence[Tensor | None]) -> None:
         """Update a unit's parameters from the means of their gradients, in the unit's order.
@@ -89,10 +84,12 @@ class Updater:
         parameters = _parameters(unit)
         self._refuse_writes(unit)
         kept = [p.grad for p in parameters]
-        with torch.inference_mode(False):  # an evaluation's block may be what first reads
+        device = parameters[0].device.type
+        # The update runs in whatever block first reads: an evaluation's, one under autocast.
+        with torch.inference_mode(False), torch.autocast(device, enabled=False):
             for p, gradient in zip(parameters, gradients, strict=True):
                 p.grad = gradient
-            _unhooked_step(self._parts[unit])
+            self._parts[unit].step()
             for p, grad in zip(parameters, kept, strict=True):
                 p.grad = grad
 
@@ -111,33 +108,8 @@ def _parameters(unit: tuple[Bucket, ...]) -> list[nn.Parameter]:
     return [p for bucket in unit for p in bucket.parameters]
 
 
-def _part(optimizer: Optimizer, unit: tuple[Bucket, ...]) -> Optimizer:
-    """Make an optimizer of the same class over a unit's parameters, with shared state."""
-    part: Optimizer = object.__new__(type(optimizer))
-    part.__dict__.update(optimizer.__dict__)
-    part.__dict__.pop("step", None)  # schedulers and Paceline wrap the instance's
-    part._optimizer_step_pre_hooks = OrderedDict()
-    part._optimizer_step_post_hooks = OrderedDict()
-    part.param_groups = [
-        {"index": index, "params": parameters, **_hyperparameters(optimizer.param_groups[index])}
-        for index in range(len(optimizer.param_groups))
-        if (parameters := [p for b in unit if b.group == index for p in b.parameters])
-    ]
-    return part
-
-
-def _unhooked_step(part: Optimizer) -> None:
-    """Update; hooks on every optimizer's step are for the user's, not for its parts'."""
-    step = type(part).step
-    if getattr(step, "hooked", False):  # by torch, in the optimizer's constructor
-        step = step.__wrapped__  # type: ignore[attr-defined]
-    step(part)
-
-
-def _hyperparameters(group: dict[str, object]) -> dict[str, object]:
-    """Copy a parameter group without its parameters; a tensor (a learning rate) is cloned."""
-    return {
-        name: value.detach().clone() if isinstance(value, torch.Tensor) else value
-        for name, value in group.items()
-        if name != "params"
-    }
+def _with_versions_of_their_own(buckets: Sequence[Bucket]) -> list[nn.Parameter]:
+    """Leave out parameters that are parts of one memory: autograd counts their writes together."""
+    parameters = [p for bucket in buckets for p in bucket.parameters]
+    owners = Counter(p.untyped_storage().data_ptr() for p in parameters)
+    return [p for p in parameters if owners[p.untyped_storage().data_ptr()] == 1]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from paceline.errors import CheckpointError
 from paceline.state.checkpoint import Checkpoints, read_checkpoint
@@ -45,6 +46,23 @@ def keeper_of(part: Part, checkpoints: Checkpoints, **more: Any) -> Keeper:
 
 def written(folder: Path, step: int) -> dict[str, Any]:
     return read_checkpoint(folder / "checkpoints" / f"step-{step:08}.pt")
+
+
+def test_a_model_is_judged_by_what_it_has_learned(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("mask", torch.full((2, 2), -torch.inf))
+    keeper = Keeper(
+        {"model": model, "optimizer": Part()}, Checkpoints(tmp_path, keep=5), constant={}
+    )
+    keeper.capture(1, {})
+    keeper.publish()
+    keeper.wait()
+    assert written(tmp_path, 1)["model"]["mask"].isinf().all()
+    nn.init.constant_(model.weight, torch.inf)
+    keeper.capture(2, {})
+    keeper.publish()
+    keeper.wait()
+    assert not (tmp_path / "checkpoints" / "step-00000002.pt").exists()
 
 
 def test_what_was_captured_is_written_whatever_changes_afterwards(tmp_path: Path) -> None:

@@ -1,0 +1,156 @@
+"""An optimizer's parts update as the whole does, whatever way to do it they choose."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adafactor, Optimizer
+from torch.optim import sgd as torchs_sgd
+
+from paceline.sync.bucket import Bucket, partition
+from paceline.sync.part import Part
+from paceline.sync.updater import Updater
+
+SHAPES = [(4, 3, 3, 3), (8, 4, 1, 1), (5,), (6, 5)]
+
+
+def parameters() -> list[nn.Parameter]:
+    torch.manual_seed(3)
+    tensors = [torch.randn(shape) for shape in SHAPES]
+    images = [t.to(memory_format=torch.channels_last) if t.ndim == 4 else t for t in tensors]
+    return [nn.Parameter(tensor) for tensor in images]
+
+
+def gradients(step: int, missing: Sequence[int] = ()) -> list[Tensor | None]:
+    torch.manual_seed(100 + step)
+    return [None if place in missing else torch.randn(s) for place, s in enumerate(SHAPES)]
+
+
+def both(make: Any, steps: Sequence[list[Tensor | None]]) -> list[list[Tensor]]:
+    """Return the parameters after some steps: a part's, and the plain optimizer's."""
+    ours, theirs = parameters(), parameters()
+    optimizer, plain = make(ours), make(theirs)
+    part = Part(optimizer, dict.fromkeys(ours, 0))
+    for given in steps:
+        for values, step in ((ours, part.step), (theirs, plain.step)):
+            for p, gradient in zip(values, given, strict=True):
+                p.grad = None if gradient is None else torch.empty_like(p).copy_(gradient)
+            if step == part.step:
+                part.freeze()
+            step()
+    return [[p.detach() for p in values] for values in (ours, theirs)]
+
+
+def nesterov(ps: list[nn.Parameter]) -> SGD:
+    return SGD(ps, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)
+
+
+@pytest.mark.parametrize(
+    "missing", [[(), (), ()], [(1,), (), (0,)], [(0, 1, 2, 3), (2,), ()]], ids=str
+)
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_with_gradients_that_come_and_go(missing: list[Sequence[int]], momentum: float) -> None:
+    steps = [gradients(number, places) for number, places in enumerate(missing)]
+    ours, theirs = both(lambda ps: SGD(ps, lr=0.1, momentum=momentum), steps)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_sgd_takes_one_pass_once_its_momenta_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = []
+    fused = torchs_sgd._fused_sgd  # type: ignore[attr-defined]
+
+    def counted(params: list[Tensor], *args: Any, **kwargs: Any) -> None:
+        passes.append(len(params))
+        fused(params, *args, **kwargs)
+
+    monkeypatch.setattr(torchs_sgd, "_fused_sgd", counted)
+    ours, theirs = both(nesterov, [gradients(number) for number in range(3)])
+    assert passes == [len(SHAPES)] * 2
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_momenta_that_lie_otherwise_are_taken_by_value() -> None:
+    ps = parameters()
+    optimizer = nesterov(ps)
+    for p, gradient in zip(ps, gradients(0), strict=True):
+        p.grad = torch.empty_like(p).copy_(gradient)  # type: ignore[arg-type]
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    results = []
+    for contiguous in (False, True):
+        own = [nn.Parameter(p.detach().clone()) for p in ps]
+        again = nesterov(own)
+        again.load_state_dict(copy.deepcopy(state))
+        for p, gradient in zip(own, gradients(1), strict=True):
+            momentum = again.state[p]["momentum_buffer"]
+            if contiguous:
+                again.state[p]["momentum_buffer"] = momentum.contiguous()
+            p.grad = torch.empty_like(p).copy_(gradient)  # type: ignore[arg-type]
+        part = Part(again, dict.fromkeys(own, 0))
+        part.freeze()
+        part.step()
+        results.append([p.detach() for p in own])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+class Counting(Optimizer):
+    """Counts its steps in its groups, as some optimizers do, and steps by their number."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"k": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] += 1
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=1 / group["k"])
+
+
+def test_what_an_optimizer_counts_in_its_groups_is_kept() -> None:
+    ours, theirs = both(Counting, [gradients(number) for number in range(3)])
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def updater_of(
+    optimizer: Optimizer, ps: list[nn.Parameter], bucket_bytes: int
+) -> tuple[Updater, tuple[Bucket, ...]]:
+    names = {p: f"p{place}" for place, p in enumerate(ps)}
+    buckets = partition(names, dict.fromkeys(ps, 0), bucket_bytes)
+    return Updater(optimizer, buckets), buckets
+
+
+def test_an_update_under_autocast_is_the_plain_one() -> None:
+    ps, plain = parameters(), parameters()
+    ours, theirs = Adafactor(ps, lr=0.1), Adafactor(plain, lr=0.1)
+    updater, (bucket,) = updater_of(ours, ps, 10**6)
+    unit = updater.unit(bucket)
+    for p, gradient in zip(plain, gradients(0), strict=True):
+        p.grad = torch.empty_like(p).copy_(gradient)  # type: ignore[arg-type]
+    theirs.step()
+    of = dict(zip(ps, [p.grad for p in plain], strict=True))
+    updater.freeze()
+    with torch.autocast("cpu", torch.bfloat16):
+        updater.update(unit, [of[p] for bucket in unit for p in bucket.parameters])
+    for a, b in zip(ps, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_parameters_cut_out_of_one_tensor_are_updated_one_after_the_other() -> None:
+    base = torch.randn(6, 4)
+    ps = [nn.Parameter(part) for part in base.chunk(3)]
+    updater, buckets = updater_of(SGD(ps, lr=1.0), ps, 1)
+    before = base.clone()
+    updater.freeze()
+    for bucket in buckets:
+        updater.update(updater.unit(bucket), [torch.ones(2, 4)])
+    torch.testing.assert_close(base, before - 1)
