@@ -77,12 +77,17 @@ def assert_each_sample_once(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["term", "int"]
+    ("launcher", "number", "status"),
+    [
+        ("paceline", signal.SIGTERM, 143),
+        ("paceline", signal.SIGINT, 130),
+        ("python", signal.SIGINT, 130),
+    ],
 )
 def test_a_stopped_run_saves_and_goes_on(
-    whole: dict[int, str], tmp_path: Path, number: int, status: int
+    whole: dict[int, str], tmp_path: Path, launcher: str, number: signal.Signals, status: int
 ) -> None:
-    script = Script("paceline", *SCRIPT, "run", "--epochs", "100000", folder=tmp_path)
+    script = Script(launcher, *SCRIPT, "run", "--epochs", "100000", folder=tmp_path)
     script.line_with("step 7:")
     family = psutil.Process(script.pid).children(recursive=True)
     script.send(number)
@@ -90,6 +95,10 @@ def test_a_stopped_run_saves_and_goes_on(
     assert ended.status == status, ended.text
     assert "Traceback" not in ended.text
     assert gone(family)
+    assert ended.text.count(f"paceline: stopped by {number.name}") == 1
+    if launcher == "python":
+        said = "stopped by SIGINT: the state is saved in run, and the same command goes on."
+        assert f"paceline: {said}\n" in ended.text
     newest = max((tmp_path / "run/checkpoints").glob("step-*.pt"))
     saved = torch.load(newest, weights_only=True)["position"]["number"]
     stopped_after = max([7, *losses(ended.text)])
