@@ -17,7 +17,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -188,7 +188,14 @@ class _Crew:
             if not failure.consequence:
                 break
             deadline = deadline or time.monotonic() + _CAUSE_S
-        return cause(failures)
+        return cause([*failures, *self._words()] if failures else [])
+
+    def _words(self) -> Iterator[Failure]:
+        """Yield what workers that haven't ended yet have left on why they fail."""
+        for local_rank, worker in self._workers.items():
+            word = worker.word(self._name(local_rank))
+            if word is not None:
+                yield word
 
     def _next(self, timeout: float | None) -> Failure | None:
         """Take the next event; return the failure in it, if it is one."""

@@ -45,10 +45,14 @@ class Actor:
         """Return the worker's next line; "" if it ended."""
         return self._lines.readline().strip()
 
+    def leave_word(self, failure: Failure) -> None:
+        """Write down why the worker fails; it doesn't end yet."""
+        failure.write(Path(self.place.error_file))
+
     def fail(self, error: Exception) -> None:
         """Let the worker end with a report of this error."""
         failure = Failure.of(error)
-        failure.write(Path(self.place.error_file))
+        self.leave_word(failure)
         self.tell(f"exit {failure.status}")
 
     def ended(self, within: float = LIMIT) -> bool:

@@ -141,11 +141,19 @@ def test_a_run_that_is_alive_is_not_joined_again(tmp_path: Path) -> None:
     )
 
 
-def test_a_rank_that_leaves_early_ends_the_others(tmp_path: Path) -> None:
-    ended = run("paceline", *SCRIPT, "", "--fail", "1:3:exit", folder=tmp_path)
-    assert ended.status == 7
+@pytest.mark.parametrize(
+    ("launcher", "told"),
+    [
+        ("paceline", r"paceline: rank 1 on machine 0 \(.*\): ended with status 7\.\n"),
+        ("slurm", r"because rank 1 on machine 0 \(.*\) failed: ended with status 7\.\n"),
+    ],
+)
+def test_a_rank_that_leaves_early_ends_the_others(tmp_path: Path, launcher: str, told: str) -> None:
+    ended = run(launcher, *SCRIPT, "", "--fail", "1:3:exit", folder=tmp_path)
+    assert ended.status == 7, ended.text
     assert "Traceback" not in ended.text
-    assert "rank 1 on machine 0" in ended.text
+    assert len(re.findall(told, ended.text)) == 1, ended.text
+    assert "lost a peer" not in ended.text
 
 
 def test_a_last_checkpoint_that_cannot_be_written_is_a_sentence_and_status_1(
