@@ -147,6 +147,7 @@ def test_a_run_that_is_alive_is_not_joined_again(tmp_path: Path) -> None:
         ("paceline", r"paceline: rank 1 on machine 0 \(.*\): ended with status 7\.\n"),
         ("slurm", r"because rank 1 on machine 0 \(.*\) failed: ended with status 7\.\n"),
     ],
+    ids=["paceline", "slurm"],
 )
 def test_a_rank_that_leaves_early_ends_the_others(tmp_path: Path, launcher: str, told: str) -> None:
     ended = run(launcher, *SCRIPT, "", "--fail", "1:3:exit", folder=tmp_path)
