@@ -39,10 +39,12 @@ something else failed, 130 after Ctrl-C and 143 after SIGTERM.
 LAUNCH = """\
 ## paceline launch
 
-`paceline launch [FLAGS] -- COMMAND`
+`paceline launch [FLAGS] [--] COMMAND`
 
-The flags are those of `paceline train` under "World"; `-n N` is `--num_workers N`. Without a number
-of workers there is one for each GPU, or one.
+The flags are those of `paceline train` under "World", and one more; they end at `--`, or at the
+first word that is none.
+
+- **`-n N`**: `--num_workers N`. Without a number of workers there is one for each GPU, or one.
 """
 
 

@@ -210,7 +210,8 @@ class Steps:
 
     def _boundary(self, number: int) -> None:
         self._hear(before=number - 1)
-        if self._stop_told is not None and self._stop_told < number - 1:
+        told = self._stop_told is not None and self._stop_told < number - 1
+        if told or (self._agreement.alone and self._stopping()):
             self._stop()
         if self._keeper is None:
             return

@@ -5,9 +5,11 @@ launcher ── place ── folder of the run ── what must agree ── con
 
 from __future__ import annotations
 
+import signal
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,7 +20,7 @@ from paceline.api.words import in_python
 from paceline.api.world import World
 from paceline.build import Start, cores_per_worker, find_start
 from paceline.cluster.environment import Environment, read_environment
-from paceline.cluster.join import join_world_of
+from paceline.cluster.join import Joined, join_world_of
 from paceline.cluster.members import Members
 from paceline.cluster.preflight import version_facts
 from paceline.cluster.signals import StopSignals
@@ -152,11 +154,18 @@ def _join(
         output=asked.output,
         identity=asked.identity,
         recorder=recorder,
-        signals=StopSignals(),
+        signals=StopSignals(partial(_say_stopped, joined, run)),
         last_word=last_word,
         resources=resources,
     )
     return World(session, start)
+
+
+def _say_stopped(joined: Joined, run: Path | None, number: signal.Signals) -> None:
+    """Say that the run stops, once, where no supervisor of ours does."""
+    if joined.members.rank == 0 and joined.launcher != "paceline":
+        state = f"the state is saved in {run}, and the same command goes on."
+        say(f"stopped by {number.name}: {state}")
 
 
 def _begun(

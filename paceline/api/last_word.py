@@ -4,10 +4,13 @@
     Ctrl-C                nothing; 130
     a lost peer           what ended that peer, in a line; its status
     anything else         its traceback; 1
+    sys.exit(3)           nothing, but the peers learn of it; 3
 
 It takes the place of `sys.excepthook` as long as the world stands. Where there are peers the
 process leaves at once, without the interpreter's farewell: threads that wait for lost peers would
 keep the others waiting. What a run has in memory is written to the disk before.
+
+Nothing tells a process at its end what `sys.exit` was called with, so that is listened to as well.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ class LastWord:
         failed: the script has failed.
         standing: its world stands.
         rescue: writes what a run has in memory to the disk.
+        asked: the status that the script asked to end with, by `sys.exit`; 0 until then.
     """
 
     def __init__(self, environment: Environment) -> None:
@@ -52,6 +56,9 @@ class LastWord:
         current = sys.excepthook
         self._before: _Hook = current._before if isinstance(current, LastWord) else current
         sys.excepthook = self
+        self.asked = 0
+        self._exit = sys.exit
+        sys.exit = self._noted
 
     @staticmethod
     def spoken_for() -> bool:
@@ -68,6 +75,17 @@ class LastWord:
         self.standing = False
         if sys.excepthook is self:
             sys.excepthook = self._before
+        if sys.exit == self._noted:
+            sys.exit = self._exit
+
+    def warn(self) -> None:
+        """Tell the peers why they are about to lose this process, if its script wants to fail."""
+        if self.asked:
+            self._ending.warn(self.asked)
+
+    def _noted(self, status: str | int | None = None, /) -> NoReturn:
+        self.asked = status & 0xFF if isinstance(status, int) else int(status is not None)
+        self._exit(status)
 
     def __call__(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None

@@ -208,6 +208,7 @@ class World:
         trace: TracebackType | None,
     ) -> None:
         if kind is None or issubclass(kind, SystemExit):
+            self._session.last_word.warn()
             self.close()
         else:
             self._release(kind, error, trace)
@@ -230,6 +231,7 @@ class World:
         if self._session.last_word.failed:
             return
         try:
+            self._session.last_word.warn()
             self.close()
         except Exception as error:
             self._session.last_word.at_exit(error)

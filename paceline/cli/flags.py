@@ -50,6 +50,14 @@ def switches(config: type) -> Iterator[tuple[str, bool]]:
             yield from switches(kind)
 
 
+def takes(config: type, flag: str, word: str) -> bool:
+    """Tell whether the word behind a flag is its value; a switch takes yes and no only."""
+    if "=" in flag or flag in ("-h", "--help"):
+        return False
+    name, _ = _switch(flag, dict(switches(config)))
+    return not name or word.lower() in _YES | _NO
+
+
 def _numbers() -> ConstructorRegistry:
     """Make tyro's rules for numbers, which say what is wrong in people's words, not Python's."""
     registry = ConstructorRegistry()

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from paceline.cli.flags import parse
+from paceline.cli.flags import parse, takes
 from paceline.cluster import lifeline
 from paceline.cluster.plan import RunPlan
 from paceline.cluster.supervise import supervise
@@ -24,7 +25,8 @@ from paceline.errors import ConfigError
 
 DESCRIPTION = """Start workers of a command of your own: paceline launch -n 2 -- COMMAND.
 
--n N is --num_workers N; without it there is a worker for each GPU, or one.
+The flags end at -- or at the first word that is none. -n N is --num_workers N; without it there is
+a worker for each GPU, or one.
 
 examples:
   two workers of a script that calls paceline.join():
@@ -42,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         PacelineError: the caller's mistake, told before anything is started.
     """
-    flags, command = _split(argv)
+    flags, command = split(argv)
     config = parse(LaunchConfig, flags, prog="paceline launch", description=DESCRIPTION)
     _check(command)
     plan = RunPlan.of(config.world, workers=_workers(config.world))
@@ -50,32 +52,22 @@ def main(argv: Sequence[str]) -> int:
     return supervise(replace(plan, command=True), guarded)
 
 
-def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the words before the first `--`, with `-n` spelled out, and those after it.
-
-    Raises:
-        ConfigError: there is a command, but no `--` in front of it.
-    """
-    words = list(argv)
-    end = words.index("--") if "--" in words else len(words)
-    flags = ["--num_workers" if word == "-n" else word for word in words[:end]]
-    if end == len(words) and _has_command(flags):
-        raise ConfigError(f"there is no -- between the flags and the command: {_EXAMPLE}.")
-    return flags, words[end + 1 :]
-
-
-def _has_command(flags: Sequence[str]) -> bool:
-    """Tell whether a word is neither a flag nor a flag's value."""
-    before = ["", *flags]
-    return any(
-        not word.startswith("-") and ("=" in last or not last.startswith("-"))
-        for last, word in zip(before, flags, strict=False)
-    )
+def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the flags with their values, `-n` spelled out, and the command behind them."""
+    words, flags = deque(argv), list[str]()
+    while words and words[0].startswith("-") and words[0] != "--":
+        flag = words.popleft()
+        flags.append("--num_workers" if flag == "-n" else flag)
+        if words and takes(LaunchConfig, flag, words[0]):
+            flags.append(words.popleft())
+    if words and words[0] == "--":
+        words.popleft()
+    return flags, list(words)
 
 
 def _check(command: Sequence[str]) -> None:
     if not command:
-        raise ConfigError(f"there is no command: give one after --, as in {_EXAMPLE}.")
+        raise ConfigError(f"there is no command: give one, as in {_EXAMPLE}.")
     if shutil.which(command[0]) is None:
         what = "isn't executable" if Path(command[0]).exists() else "isn't found"
         raise ConfigError(f"the command {command[0]} {what}: give a program, as in {_EXAMPLE}.")

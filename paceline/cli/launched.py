@@ -30,7 +30,7 @@ from paceline.cluster.environment import Environment
 from paceline.cluster.join import Joined, join_world_of
 from paceline.cluster.launched import Launched
 from paceline.cluster.plan import RunPlan
-from paceline.cluster.supervise import say
+from paceline.cluster.supervise import finished_sentence, say
 from paceline.config.train import TrainConfig
 from paceline.config.world import WorldConfig
 from paceline.errors import ConfigError, PacelineError
@@ -116,7 +116,7 @@ def _work(config: TrainConfig, joined: Joined) -> None:
     finished = joined.from_rank_0("end of the run", str(folder.finished), limit)
     if finished == str(True):
         if members.rank == 0:
-            say(f"run {config.world.run_id} is finished; give another --run_id to train again.")
+            say(finished_sentence(config.world.run_id))
         return
     with closing(folder):
         _prepare(config, joined, folder, anew=anew)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
+# Whatever is imported here is imported before Ctrl-C is heard: the least that there can be.
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from importlib import import_module, metadata
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from importlib import import_module
 
 from paceline.errors import ConfigError, PacelineError
 
@@ -27,8 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_usage())
         return 0 if words else 2
     if words[0] in ("-V", "--version", "version"):
-        print(f"paceline {metadata.version('paceline')}")
-        return 0
+        return _guarded(_version)
     return _guarded(lambda: _command(words[0])(words[1:]))
 
 
@@ -57,13 +57,37 @@ def _guarded(run: Callable[[], int]) -> int:
 
 def _command(name: str) -> Callable[..., int]:
     if name not in COMMANDS:
+        import difflib
+
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}."
         raise ConfigError(f"no command {name!r}: {hint}")
     # Read by OpenMP as torch is loaded: threads wait asleep, see `cluster.environment`.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    command: Callable[..., int] = import_module(COMMANDS[name][0]).main
+    with _ended_by_ctrl_c():
+        command: Callable[..., int] = import_module(COMMANDS[name][0]).main
     return command
+
+
+@contextmanager
+def _ended_by_ctrl_c() -> Iterator[None]:
+    """Let Ctrl-C end the process at once: libraries that are being imported may swallow it."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler:  # somebody wants it otherwise
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _version() -> int:
+    from importlib import metadata
+
+    print(f"paceline {metadata.version('paceline')}")
+    return 0
 
 
 def _usage() -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,10 +20,11 @@ from paceline.cli.flags import parse
 from paceline.cli.job import train
 from paceline.cli.launched import train_launched
 from paceline.cli.notes import notes
+from paceline.cluster.answer import answer
 from paceline.cluster.environment import WorkerEnvironment, read_environment
 from paceline.cluster.members import Members
 from paceline.cluster.plan import RunPlan
-from paceline.cluster.supervise import say, supervise
+from paceline.cluster.supervise import finished_sentence, say, supervise
 from paceline.cluster.worker import run_worker
 from paceline.config.train import TrainConfig
 from paceline.state.run_folder import RunFolder, choose_run_id
@@ -69,20 +71,21 @@ def _supervise(config: TrainConfig, argv: Sequence[str]) -> int:
     config = config.with_run_id(run_id)
     folder = RunFolder(output / run_id, shard_id=config.world.shard_id)
     folder.check(config.identity(), anew=anew)
+    plan = replace(RunPlan.of(config.world, workers=config.world.workers), begun=folder.begun)
     if folder.finished:
-        say(f"run {run_id} is finished; give another --run_id to train again.")
+        say(finished_sentence(run_id))
+        if plan.machine == 0 and plan.machines > 1:
+            answer(plan)
         return 0
     for note in [*notes(config, gpus), *build.check(config, gpus)]:
         say(note)
     try:
-        status = supervise(
-            RunPlan.of(config.world, workers=config.world.workers),
+        return supervise(
+            plan,
             [sys.executable, "-m", "paceline.cli.main", "train", *argv],
             formed=lambda: folder.open(config.identity()),
+            finish=folder.finish,
         )
-        if status == 0:
-            folder.finish()
-        return status
     finally:
         folder.close()
 

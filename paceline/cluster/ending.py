@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Protocol
 
 from torch._C._distributed_c10d import TCPStore
@@ -38,6 +39,9 @@ class Ending(Protocol):
     def fail(self, error: BaseException) -> int:
         """Say why the process fails and leave; return the exit status."""
 
+    def warn(self, status: int) -> None:
+        """Say that the process is about to end with a status other than 0."""
+
     def close(self) -> None:
         """Leave well."""
 
@@ -51,6 +55,9 @@ class Supervised:
     def fail(self, error: BaseException) -> int:
         return report_error(self._environment, error)
 
+    def warn(self, status: int) -> None:
+        Failure.of_status(status).write(Path(self._environment.error_file))
+
     def close(self) -> None:
         """Leave: the supervisor sees it."""
 
@@ -62,6 +69,9 @@ class Private:
         failure = Failure.of(error)
         say(failure.text)
         return failure.status
+
+    def warn(self, status: int) -> None:
+        """Say nothing."""
 
     def close(self) -> None:
         """Leave."""
@@ -101,6 +111,9 @@ class Foreign:
         within(2 * _CAUSE_S, lambda: self._leave(_CAUSE_S))
         return status
 
+    def warn(self, status: int) -> None:
+        within(_CAUSE_S, lambda: self._post(Failure.of_status(status)))
+
     def close(self) -> None:
         with suppress(*STORE_ERRORS):  # nobody is left who needs it
             self._leave(self._timeout)
@@ -108,12 +121,15 @@ class Foreign:
     def _tell(self, failure: Failure) -> int:
         first = self._cause() if failure.consequence else None
         if first is None:
-            self._world.store.compare_set(FAILURE, "", failure.by(self._whom).to_text())
+            self._post(failure)
             self._say_once(failure.text)
             return failure.status
         whom, _, why = first.text.partition(": ")
         say(f"{self._whom}: ended because {whom} failed: {why.splitlines()[-1]}")
         return first.status
+
+    def _post(self, failure: Failure) -> None:
+        self._world.store.compare_set(FAILURE, "", failure.by(self._whom).to_text())
 
     def _say_once(self, text: str) -> None:
         """Print what all processes of a machine may find at once, such as a wrong flag, once."""

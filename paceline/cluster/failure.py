@@ -44,6 +44,11 @@ class Failure:
         return cls(text=text, status=1, consequence=isinstance(error, DistError))
 
     @classmethod
+    def of_status(cls, status: int) -> Self:
+        """Describe the end that a process itself asked for."""
+        return cls(text=f"ended with status {status}.", status=status)
+
+    @classmethod
     def of_exit(cls, whom: str, returncode: int) -> Self:
         """Describe the end of a process that left no word; negative codes are signals."""
         if returncode >= 0:

@@ -8,19 +8,21 @@ waiting: the next start of the run is a new incarnation.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistError
 
 from paceline.cluster.failure import Failure
+from paceline.cluster.finished import FINISHED, Finished
 from paceline.cluster.identity import Identity
 from paceline.cluster.lease_watch import LeaseWatch
 from paceline.cluster.patience import Patience, TooLate, name_machines
 from paceline.cluster.plan import RunPlan
 from paceline.cluster.records import Claim, RunRecord, World
 from paceline.cluster.seat import STORE_LIMIT, Seat, read_claims
-from paceline.cluster.store import StoreSpec, open_store, peek
+from paceline.cluster.store import STORE_ERRORS, StoreSpec, open_store, peek
 from paceline.errors import CommError, ConfigError
 
 
@@ -41,6 +43,7 @@ def follow(
     Raises:
         ConfigError: the machines disagree on their number, or the place is taken.
         TooLate: a machine didn't come; names it.
+        Finished: this machine was in the run before, and it is over.
     """
     meeting = plan.meeting
     assert meeting is not None
@@ -50,6 +53,10 @@ def follow(
         reason = ""
         try:
             live = _live_incarnation(meeting, claim, plan, patience)
+            if _finished(live, plan):
+                with suppress(*STORE_ERRORS):  # somebody else has tidied up
+                    sit(live.record.incarnation).leave()
+                raise Finished
             if not _sealed_without_us(live, plan, claim.who, patience):
                 seated = _join(live, sit(live.record.incarnation), patience)
                 if seated is not None:
@@ -63,7 +70,7 @@ def follow(
 
 @dataclass(frozen=True, kw_only=True)
 class _Live:
-    """An incarnation whose machine 0 was just seen alive."""
+    """An incarnation whose machine 0 was just seen alive, or has finished the run."""
 
     text: bytes
     record: RunRecord
@@ -72,7 +79,7 @@ class _Live:
 
 
 def _live_incarnation(meeting: StoreSpec, claim: Claim, plan: RunPlan, patience: Patience) -> _Live:
-    """Wait for a live incarnation."""
+    """Wait for an incarnation that is alive or finished."""
     store = open_store(meeting, STORE_LIMIT)
     live: _Live | None = None
     while True:
@@ -82,9 +89,18 @@ def _live_incarnation(meeting: StoreSpec, claim: Claim, plan: RunPlan, patience:
             inside = open_store(meeting.within(record.incarnation), STORE_LIMIT)
             leader = LeaseWatch(inside, record.leader, claim.who)
             live = _Live(text=text, record=record, store=inside, leader=leader)
-        if text is not None and live is not None and live.leader.verdict().state == "alive":
+        if text is not None and live is not None and _standing(live, plan):
             return live
         patience.wait(name_machines([0], plan.machines))
+
+
+def _standing(live: _Live, plan: RunPlan) -> bool:
+    return _finished(live, plan) or live.leader.verdict().state == "alive"
+
+
+def _finished(live: _Live, plan: RunPlan) -> bool:
+    """Tell whether the run is over; to a machine that is new in it, a run of that name isn't."""
+    return plan.begun and peek(live.store, FINISHED) is not None
 
 
 def _sealed_without_us(live: _Live, plan: RunPlan, here: Identity, patience: Patience) -> bool:

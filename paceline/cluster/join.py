@@ -98,6 +98,10 @@ class Joined:
         """
         return self._ending.fail(error)
 
+    def warn(self, status: int) -> None:
+        """Say that this process is about to end with a status, before its peers lose it."""
+        self._ending.warn(status)
+
     def close(self) -> None:
         """Leave the world; who serves the store stays until all have left, within a limit."""
         self._ending.close()

@@ -59,9 +59,13 @@ class Worker:
 
     def failure(self, whom: str, returncode: int) -> Failure:
         """Return why the worker failed: its own word, or what its exit status says."""
-        if self._error_file.exists():
-            return Failure.from_text(self._error_file.read_bytes()).by(whom)
-        return Failure.of_exit(whom, returncode)
+        return self.word(whom) or Failure.of_exit(whom, returncode)
+
+    def word(self, whom: str) -> Failure | None:
+        """Return what the worker left on why it fails, perhaps before it has ended."""
+        if not self._error_file.exists():
+            return None
+        return Failure.from_text(self._error_file.read_bytes()).by(whom)
 
     def _wait(self) -> None:
         # Not reaped yet, so that its number still names its process group.

@@ -25,6 +25,7 @@ class RunPlan:
         first_iter_timeout: seconds to wait for the others at the start.
         timeout: seconds to wait for the others afterwards.
         command: whether the workers are a command that somebody gave to `paceline launch`.
+        begun: whether this machine was in the run before, which may be finished elsewhere.
     """
 
     run_id: str = "local"
@@ -36,6 +37,7 @@ class RunPlan:
     first_iter_timeout: float = 1200.0
     timeout: float = 60.0
     command: bool = False
+    begun: bool = False
 
     @classmethod
     def of(cls, world: WorldConfig, *, workers: int) -> Self:

@@ -59,7 +59,7 @@ def compare(
 
     def late(missing: list[str]) -> str:
         ranks = ", ".join(members.describe(int(key.rpartition("/")[2])) for key in missing)
-        return f"{ranks} said nothing of its {subject} within {timeout:g} s: see what it says."
+        return f"{ranks} said nothing of its {subject} within {timeout:g} s: {_advice(subject)}."
 
     await_keys(store, keys, timeout, late)
     digests = store.multi_get(keys)
@@ -110,6 +110,12 @@ def token_facts(token: str) -> dict[str, str]:
     """Return what tells one job token from another, not the token."""
     digest = hashlib.sha256(f"paceline preflight {token}".encode()).hexdigest()
     return {"the job token's digest": digest[:16]}
+
+
+def _advice(subject: str) -> str:
+    """Say what to do about a silent rank; to a script's loader it may not have come at all."""
+    calls = "; all ranks must call paceline.loader(), not rank 0 alone"
+    return "see what it says" + (calls if subject.startswith("loader ") else "")
 
 
 def _difference(

@@ -13,6 +13,7 @@ In the incarnation's:
     reach/<i>           at which addresses machine i reached each of the others
     formed/<i>          what machine i's workers need to know                   Formation
     failure             why the run ended, the first word on it                 Failure
+    finished            machine 0 has written down that the run is finished
     left/<i>            machine i has ended and stopped its lease
     remover             which of those removes all this                         a claim's id
 

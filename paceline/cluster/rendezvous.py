@@ -63,13 +63,14 @@ def open_run(
         ConfigError: the run is alive already, the machine's number is taken, the numbers of
             machines differ, or the meeting place is wrong.
         CommError: a machine didn't come in time, or can't be reached.
+        Finished: the run came to its end before.
     """
     remedy = f"start {'them' if plan.machines > 2 else 'it'} with --run_id {plan.run_id} and the "
     remedy += "same meeting place, or give a longer --first_iter_timeout"
     patience = Patience(plan.first_iter_timeout, tell, pause, remedy)
     with ExitStack() as undo:
         bell = undo.enter_context(Doorbell())
-        claim = _claim(plan, bell)
+        claim = claim_of(plan, bell)
         try:
             server, seat, world = _take_seat(plan, claim, patience, notice, warn)
             undo.callback(seat.abandon)
@@ -82,7 +83,8 @@ def open_run(
     return Run(seat, formation, server)
 
 
-def _claim(plan: RunPlan, bell: Doorbell) -> Claim:
+def claim_of(plan: RunPlan, bell: Doorbell) -> Claim:
+    """Make this machine's entry, new at each call."""
     addresses = candidates(interfaces(), plan.interfaces) if plan.machines > 1 else ("127.0.0.1",)
     return Claim(
         id=uuid.uuid4().hex,
@@ -107,7 +109,7 @@ def _take_seat(
         assert plan.meeting is not None
         meeting = plan.meeting
         return None, *follow(plan, claim, patience, lambda name: sit(meeting, name))
-    server, meeting = _host(plan)
+    server, meeting = host(plan)
     seat = sit(meeting, take_over(plan, meeting, claim, patience))
     try:
         return server, seat, seal(seat, patience)
@@ -116,7 +118,7 @@ def _take_seat(
         raise
 
 
-def _host(plan: RunPlan) -> tuple[TCPStore | None, StoreSpec]:
+def host(plan: RunPlan) -> tuple[TCPStore | None, StoreSpec]:
     """Serve the TCP store if that is where the run meets; return it and the way to it from here."""
     if plan.meeting is not None and plan.meeting.kind != "tcp":
         return None, plan.meeting

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from torch._C._distributed_c10d import TCPStore
 
 from paceline.cluster.environment import WorkerEnvironment
 from paceline.cluster.failure import Failure
+from paceline.cluster.finished import FINISHED, await_finished
 from paceline.cluster.members import Members
 from paceline.cluster.records import Formation
 from paceline.cluster.seat import Seat
+from paceline.cluster.store import STORE_ERRORS
 
 
 class Run:
@@ -59,6 +62,26 @@ class Run:
     def post(self, failure: Failure) -> Failure:
         """Give this machine's reason for the run's end; returns the run's, which came first."""
         return self._seat.post(failure)
+
+    def finish(
+        self, write: Callable[[], None], pause: Callable[[float], None], limit: float
+    ) -> None:
+        """Write down that the run is finished: machine 0 first, the others when it says so.
+
+        Args:
+            write: writes it down on this machine.
+            pause: sleeps; may raise to end the wait.
+            limit: seconds to wait for machine 0.
+
+        Raises:
+            PacelineError: it can't be written, or machine 0 was killed or says nothing.
+        """
+        if not self._seat.leads:
+            await_finished(self._seat, self.formation.hosts[0], pause, limit)
+        write()
+        if self._seat.leads:
+            with suppress(*STORE_ERRORS):  # the run doesn't need its meeting place any more
+                self._seat.store.set(FINISHED, "1")
 
     def leave(self, pause: Callable[[float], None], linger: float) -> None:
         """Leave the run; whoever serves the store stays until all have left, within a limit.

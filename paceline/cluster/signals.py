@@ -25,10 +25,16 @@ class StopSignals:
     """Listens to SIGTERM and SIGINT; `with signals.heard(rescue):` in the main thread.
 
     Args:
+        tell: is told of the signal that comes, from another thread.
         leave: ends the process with a status; for tests.
     """
 
-    def __init__(self, leave: Callable[[int], None] = os._exit) -> None:
+    def __init__(
+        self,
+        tell: Callable[[signal.Signals], None] = lambda number: None,
+        leave: Callable[[int], None] = os._exit,
+    ) -> None:
+        self._tell = tell
         self._leave = leave
         self._number = 0
         self._ended = threading.Event()
@@ -81,6 +87,7 @@ class StopSignals:
         while received := os.read(reader, 1):
             if received[0] in (signal.SIGTERM, signal.SIGINT):
                 self._number = received[0]
+                self._tell(signal.Signals(received[0]))
                 self._see_to_the_end(rescue)
                 return
 

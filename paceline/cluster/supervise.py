@@ -17,11 +17,12 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 
 from paceline.cluster.failure import Failure, cause
+from paceline.cluster.finished import Finished
 from paceline.cluster.inbox import (
     Exited,
     Inbox,
@@ -53,12 +54,18 @@ def say(text: str) -> None:
         print(f"{erase}paceline: {text}", file=sys.stderr, flush=True)
 
 
+def finished_sentence(run_id: str) -> str:
+    """Say that there is nothing to do."""
+    return f"run {run_id} is finished; give another --run_id to train again."
+
+
 def supervise(
     plan: RunPlan,
     argv: Sequence[str],
     *,
     tell: Callable[[str], None] = say,
     formed: Callable[[], None] = lambda: None,
+    finish: Callable[[], None] | None = None,
 ) -> int:
     """Run this machine's workers to their end; errors are told, not raised. Main thread only.
 
@@ -68,6 +75,8 @@ def supervise(
         tell: receives lines for the person.
         formed: called once all machines are there, before a worker starts; a `PacelineError` of
             it ends the run on all machines.
+        finish: writes down that the run is finished; called once that is certain. None: nobody
+            needs to know.
 
     Returns:
         the exit status: 0, that of the run's failure, 130 for SIGINT, 143 for SIGTERM.
@@ -89,8 +98,10 @@ def supervise(
             failure = _reason(end.event, f"machine {plan.machine}")
         except PacelineError as error:
             failure = Failure.of(error)
+        except Finished:
+            failure = _finish_late(plan, finish)
         else:
-            return _Crew(plan, run, inbox, tell).work(argv, Path(folder), formed)
+            return _Crew(plan, run, inbox, tell).work(argv, Path(folder), formed, finish)
         tell(failure.text)
         return failure.status
 
@@ -105,9 +116,20 @@ class _Crew:
         self._tell = tell
         self._workers: dict[int, Worker] = {}  # those that haven't ended, as far as events say
 
-    def work(self, argv: Sequence[str], folder: Path, formed: Callable[[], None]) -> int:
+    def work(
+        self,
+        argv: Sequence[str],
+        folder: Path,
+        formed: Callable[[], None],
+        finish: Callable[[], None] | None,
+    ) -> int:
         try:
-            failure = self._prepare(formed) or self._start(argv, folder) or self._first_failure()
+            failure = (
+                self._prepare(formed)
+                or self._start(argv, folder)
+                or self._first_failure()
+                or (self._finish(finish) if finish else None)
+            )
             if failure is not None:
                 self._signal(signal.SIGTERM)
                 failure = self._post(failure)
@@ -122,9 +144,21 @@ class _Crew:
         try:
             formed()
         except PacelineError as error:
-            failure = Failure.of(error)
-            return failure if self._plan.machines == 1 else failure.by(self._machine())
+            return self._failed(error)
         return None
+
+    def _finish(self, finish: Callable[[], None]) -> Failure | None:
+        try:
+            self._run.finish(finish, self._inbox.pause, self._plan.timeout)
+        except Interrupted as end:
+            return _reason(end.event, self._machine())
+        except PacelineError as error:
+            return self._failed(error)
+        return None
+
+    def _failed(self, error: PacelineError) -> Failure:
+        failure = Failure.of(error)
+        return failure if self._plan.machines == 1 else failure.by(self._machine())
 
     def _start(self, argv: Sequence[str], folder: Path) -> Failure | None:
         for local_rank in range(self._plan.workers):
@@ -154,7 +188,14 @@ class _Crew:
             if not failure.consequence:
                 break
             deadline = deadline or time.monotonic() + _CAUSE_S
-        return cause(failures)
+        return cause([*failures, *self._words()] if failures else [])
+
+    def _words(self) -> Iterator[Failure]:
+        """Yield what workers that haven't ended yet have left on why they fail."""
+        for local_rank, worker in self._workers.items():
+            word = worker.word(self._name(local_rank))
+            if word is not None:
+                yield word
 
     def _next(self, timeout: float | None) -> Failure | None:
         """Take the next event; return the failure in it, if it is one."""
@@ -214,6 +255,16 @@ class _Crew:
 
     def _machine(self) -> str:
         return f"machine {self._plan.machine} ({self._run.formation.hosts[self._plan.machine]})"
+
+
+def _finish_late(plan: RunPlan, finish: Callable[[], None] | None) -> Failure:
+    """Return what there is to say of a run that was finished before; its status is 0."""
+    try:
+        if finish is not None:
+            finish()
+    except PacelineError as error:
+        return Failure.of(error)
+    return Failure(text=finished_sentence(plan.run_id), status=0)
 
 
 def _reason(event: Signalled | Noticed, machine: str) -> Failure:

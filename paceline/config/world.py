@@ -21,7 +21,8 @@ class WorldConfig:
     the number of CPU workers."""
 
     num_workers: int = 0
-    """Workers of this machine, where neither --gpus nor --num_gpus is given; 0 is one."""
+    """Workers of this machine, where neither --gpus nor --num_gpus is given; 0 is one. `paceline
+    launch` also takes it as -n."""
 
     use_cpu: bool = False
     """Compute on CPUs even where there are GPUs."""

@@ -147,6 +147,11 @@ class MappedLoader:
 
 def _check(dataset: MapStyle, order: Order, num_workers: int) -> None:
     name = type(dataset).__name__
+    if isinstance(dataset, DataLoader):
+        raise ConfigError(
+            f"{name} makes batches of its own, and every rank would get them all: give its data "
+            "set, loader.dataset; paceline cuts the batches."
+        )
     numbered = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if isinstance(dataset, IterableDataset) or not numbered:
         raise ConfigError(

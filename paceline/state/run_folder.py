@@ -52,7 +52,7 @@ class RunFolder:
             ConfigError: the run is alive, has begun and mustn't, or its configuration is another.
         """
         self._refuse_other(config)
-        if anew and (self.path / CONFIG_NAME).exists():
+        if anew and self.begun:
             raise ConfigError(
                 f"--resume no: run {self.path.name} has begun; give another --run_id, or remove "
                 f"{self.path}."
@@ -76,7 +76,7 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._take_lock()
-            if not (self.path / CONFIG_NAME).exists():
+            if not self.begun:
                 _write(self.path / CONFIG_NAME, tomli_w.dumps(dict(config)))
         except OSError as error:
             if error.errno in _FULL:
@@ -91,9 +91,22 @@ class RunFolder:
         """Tell whether the run came to its end."""
         return (self.path / FINISHED_NAME).exists()
 
+    @property
+    def begun(self) -> bool:
+        """Tell whether the run was started before, on this machine."""
+        return (self.path / CONFIG_NAME).exists()
+
     def finish(self) -> None:
-        """Write down that the run came to its end."""
-        (self.path / FINISHED_NAME).touch()
+        """Write down that the run came to its end.
+
+        Raises:
+            PacelineError: the folder can't be written.
+        """
+        path = self.path / FINISHED_NAME
+        try:
+            path.touch()
+        except OSError as error:
+            raise _no_room(path, error) from error
 
     def close(self) -> None:
         """Let go of the folder."""

@@ -49,6 +49,11 @@ class Agreement:
         self._communicator = communicator
         self._told: deque[tuple[int, Tensor, Ticket]] = deque()
 
+    @property
+    def alone(self) -> bool:
+        """Whether there is nobody to agree with."""
+        return self._communicator.world_size == 1
+
     def tell(self, step: int, sums: Tensor, *, stop: bool) -> None:
         """Send this rank's part of a step's sums, and its wish; never blocks.
 

@@ -126,6 +126,11 @@ def test_all_ranks_stop_at_the_same_boundary(tmp_path: Path, wishes: dict[int, s
     assert saved["position"]["number"] == first + 2
 
 
+def test_a_rank_alone_stops_before_the_next_step(tmp_path: Path) -> None:
+    assert run_ranks(1, lambda c: until_stopped(Rank(c, tmp_path, stop_in={3}))) == [3]
+    assert (tmp_path / "checkpoints/step-00000003.pt").exists()
+
+
 def test_a_wish_in_an_epochs_last_step_is_heard_at_its_end(tmp_path: Path) -> None:
     def work(communicator: Communicator) -> None:
         rank = Rank(communicator, tmp_path, stop_in={3} if communicator.rank else set())

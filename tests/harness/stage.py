@@ -45,10 +45,14 @@ class Actor:
         """Return the worker's next line; "" if it ended."""
         return self._lines.readline().strip()
 
+    def leave_word(self, failure: Failure) -> None:
+        """Write down why the worker fails; it doesn't end yet."""
+        failure.write(Path(self.place.error_file))
+
     def fail(self, error: Exception) -> None:
         """Let the worker end with a report of this error."""
         failure = Failure.of(error)
-        failure.write(Path(self.place.error_file))
+        self.leave_word(failure)
         self.tell(f"exit {failure.status}")
 
     def ended(self, within: float = LIMIT) -> bool:
@@ -100,11 +104,13 @@ class Stage:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["torch", "torch.distributed", __name__])
 
-    def start(self, plan: RunPlan, worker: str = LIGHT) -> Supervisor:
-        """Start a machine's supervisor."""
+    def start(
+        self, plan: RunPlan, worker: str = LIGHT, *, finish: Path | None = None
+    ) -> Supervisor:
+        """Start a machine's supervisor, which marks the end of its run by the file `finish`."""
         log = self._folder / f"supervisor{len(self._supervisors)}.log"
         argv = [sys.executable, "-m", worker, str(self._listener.getsockname()[1])]
-        process = self._context.Process(target=_supervise, args=(plan, argv, str(log)))
+        process = self._context.Process(target=_supervise, args=(plan, argv, str(log), finish))
         log.touch()
         process.start()
         supervisor = Supervisor(process=process, log=log)
@@ -160,8 +166,8 @@ def at_most(seconds: float) -> Iterator[None]:
     assert taken <= seconds, f"took {taken:.1f} s, not {seconds:g}"
 
 
-def _supervise(plan: RunPlan, argv: list[str], log: str) -> None:
+def _supervise(plan: RunPlan, argv: list[str], log: str, finish: Path | None) -> None:
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    sys.exit(supervise(plan, argv))
+    sys.exit(supervise(plan, argv, finish=finish.touch if finish else None))

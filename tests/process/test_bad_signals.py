@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -123,3 +125,9 @@ def test_a_signal_into_a_checkpoint_leaves_it_whole(here: Path) -> None:
     files = list(folder.glob("step-*.pt"))
     assert files
     assert all(read_checkpoint(file) for file in files)
+
+
+def test_little_is_imported_before_ctrl_c_is_heard() -> None:
+    code = "import paceline.cli.main, sys; print(*sys.modules)"
+    said = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True).stdout
+    assert not {"torch", "tyro", "numpy", "difflib", "importlib.metadata"} & set(said.split())

@@ -77,12 +77,17 @@ def assert_each_sample_once(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["term", "int"]
+    ("launcher", "number", "status"),
+    [
+        ("paceline", signal.SIGTERM, 143),
+        ("paceline", signal.SIGINT, 130),
+        ("python", signal.SIGINT, 130),
+    ],
 )
 def test_a_stopped_run_saves_and_goes_on(
-    whole: dict[int, str], tmp_path: Path, number: int, status: int
+    whole: dict[int, str], tmp_path: Path, launcher: str, number: signal.Signals, status: int
 ) -> None:
-    script = Script("paceline", *SCRIPT, "run", "--epochs", "100000", folder=tmp_path)
+    script = Script(launcher, *SCRIPT, "run", "--epochs", "100000", folder=tmp_path)
     script.line_with("step 7:")
     family = psutil.Process(script.pid).children(recursive=True)
     script.send(number)
@@ -90,6 +95,10 @@ def test_a_stopped_run_saves_and_goes_on(
     assert ended.status == status, ended.text
     assert "Traceback" not in ended.text
     assert gone(family)
+    assert ended.text.count(f"paceline: stopped by {number.name}") == 1
+    if launcher == "python":
+        said = "stopped by SIGINT: the state is saved in run, and the same command goes on."
+        assert f"paceline: {said}\n" in ended.text
     newest = max((tmp_path / "run/checkpoints").glob("step-*.pt"))
     saved = torch.load(newest, weights_only=True)["position"]["number"]
     stopped_after = max([7, *losses(ended.text)])
@@ -132,11 +141,20 @@ def test_a_run_that_is_alive_is_not_joined_again(tmp_path: Path) -> None:
     )
 
 
-def test_a_rank_that_leaves_early_ends_the_others(tmp_path: Path) -> None:
-    ended = run("paceline", *SCRIPT, "", "--fail", "1:3:exit", folder=tmp_path)
-    assert ended.status == 7
+@pytest.mark.parametrize(
+    ("launcher", "told"),
+    [
+        ("paceline", r"paceline: rank 1 on machine 0 \(.*\): ended with status 7\.\n"),
+        ("slurm", r"because rank 1 on machine 0 \(.*\) failed: ended with status 7\.\n"),
+    ],
+    ids=["paceline", "slurm"],
+)
+def test_a_rank_that_leaves_early_ends_the_others(tmp_path: Path, launcher: str, told: str) -> None:
+    ended = run(launcher, *SCRIPT, "", "--fail", "1:3:exit", folder=tmp_path)
+    assert ended.status == 7, ended.text
     assert "Traceback" not in ended.text
-    assert "rank 1 on machine 0" in ended.text
+    assert len(re.findall(told, ended.text)) == 1, ended.text
+    assert "lost a peer" not in ended.text
 
 
 def test_a_last_checkpoint_that_cannot_be_written_is_a_sentence_and_status_1(

@@ -13,19 +13,15 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
-import redis
 
 from paceline.cluster.identity import Identity
 from paceline.cluster.lease import BEAT_S, LeaseOptions
-from paceline.cluster.plan import RunPlan
 from paceline.cluster.records import Claim, RunRecord
-from paceline.cluster.store import StoreSpec, open_store, run_space
+from paceline.cluster.store import StoreSpec, open_store
 from paceline.cluster.worker import join_world
-from tests.harness.ports import free_port
+from tests.harness.meeting import KINDS, SPACE, left_behind, meeting_of, plan
 from tests.harness.redis import redis_server
 from tests.harness.stage import Actor, Stage, Supervisor, at_most
-
-SPACE = run_space("r")
 
 
 @pytest.fixture
@@ -35,26 +31,15 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> StoreSpec:
-    path = tmp_path / "meet"
-    path.mkdir()
-    return StoreSpec(kind="folder", address=str(path), space=SPACE)
+def folder(tmp_path: Path) -> Iterator[StoreSpec]:
+    with meeting_of("folder", tmp_path) as made:
+        yield made
 
 
-@pytest.fixture(params=["folder", "redis", "tcp"])
-def meeting(request: pytest.FixtureRequest, folder: StoreSpec) -> Iterator[StoreSpec]:
-    if request.param == "folder":
-        yield folder
-    elif request.param == "redis":
-        with redis_server() as url:
-            yield StoreSpec(kind="redis", address=url, space=SPACE)
-    else:
-        yield StoreSpec(kind="tcp", address=f"127.0.0.1:{free_port()}", space=SPACE)
-
-
-def plan(meeting: StoreSpec, machine: int, machines: int = 2, **changes: object) -> RunPlan:
-    values = {"run_id": "r", "first_iter_timeout": 20.0, "timeout": 5.0}
-    return RunPlan(machine=machine, machines=machines, meeting=meeting, **(values | changes))  # type: ignore[arg-type]
+@pytest.fixture(params=KINDS)
+def meeting(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoreSpec]:
+    with meeting_of(request.param, tmp_path) as made:
+        yield made
 
 
 def end(actors: list[Actor], supervisors: list[Supervisor]) -> None:
@@ -69,17 +54,6 @@ def said(supervisor: Supervisor, text: str) -> bool:
         if supervisor.status(within=0.05) is not None:
             return text in supervisor.text
     return True
-
-
-def left_behind(meeting: StoreSpec) -> list[object]:
-    if meeting.kind == "folder":
-        return list(os.listdir(meeting.address))
-    if meeting.kind == "redis":
-        client = redis.Redis.from_url(meeting.address)
-        keys = list(client.scan_iter())
-        client.close()
-        return keys
-    return []
 
 
 def test_machines_with_different_numbers_of_workers_form_one_world(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.cluster.failure import Failure
 from paceline.cluster.plan import RunPlan
 from paceline.cluster.store import StoreSpec, run_space
 from paceline.errors import ConfigError, DataError, PeerLost
@@ -82,6 +83,16 @@ def test_a_lost_peer_is_said_where_nobody_says_more(stage: Stage) -> None:
         stage.actors(2)[0].fail(PeerLost("rank 1 ended its connection."))
         assert supervisor.status() == 1
     assert "rank 0 on machine 0" in supervisor.text
+
+
+def test_the_cause_is_said_of_a_worker_that_takes_its_time_to_end(stage: Stage) -> None:
+    supervisor = stage.start(RunPlan(workers=2))
+    first, second = stage.actors(2)
+    second.leave_word(Failure.of_status(3))
+    first.fail(PeerLost("rank 1 ended its connection."))
+    assert supervisor.status() == 3
+    host = os.uname().nodename
+    assert supervisor.text == f"paceline: rank 1 on machine 0 ({host}): ended with status 3.\n"
 
 
 def test_a_killed_worker_is_named_with_its_signal(stage: Stage) -> None:

@@ -134,6 +134,25 @@ def test_two_machines_of_two_workers_are_one_run(data: Path, tmp_path: Path, kin
         assert b":pass@" not in file.read_bytes()
 
 
+def test_a_machine_without_its_mark_hears_of_machine_0_that_the_run_is_finished(
+    data: Path, tmp_path: Path
+) -> None:
+    with meeting_place("tcp", tmp_path) as meet:
+        words = train(data, "--num_epochs", "1", "--num_shards", "2", "--run_id", "r", *meet)
+        for _ in range(2):
+            machines = [
+                Command(*words, "--shard_id", str(i), "--output_dir", f"out{i}", folder=tmp_path)
+                for i in (0, 1)
+            ]
+            ends = [machine.wait() for machine in machines]
+            assert [end.status for end in ends] == [0, 0], ends
+            (tmp_path / "out1/r/finished").unlink()  # as if it had been killed before
+    for end in ends:
+        assert end.text.splitlines()[-1] == (
+            "paceline: run r is finished; give another --run_id to train again."
+        )
+
+
 def refused(ended: Ended, *told: str) -> None:
     assert ended.status == 2, ended.text
     text = " ".join(ended.text.replace("│", " ").split())

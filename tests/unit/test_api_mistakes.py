@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 import paceline
 from paceline import ConfigError, World
@@ -239,10 +239,11 @@ class Endless(IterableDataset[Tensor]):
     [
         (Endless(), 4, "map-style"),
         (iter([1, 2]), 4, "map-style"),
+        (DataLoader([1, 2]), 4, r"DataLoader makes batches .* give its data set, loader\.dataset"),
         ([], 4, "empty"),
         ([1, 2], 0, "batch_size is 0; it must be at least 1"),
     ],
-    ids=["iterable", "iterator", "empty", "batch of none"],
+    ids=["iterable", "iterator", "loader", "empty", "batch of none"],
 )
 def test_data_that_cannot_be_shared_out(
     world: World, dataset: Any, batch_size: int, sentence: str

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
-from paceline.cli.launch import main
+from paceline.cli.launch import main, split
 from paceline.cli.launched import fitted, train_launched
 from paceline.cli.notes import notes
 from paceline.cluster.ending import Private
@@ -102,11 +102,10 @@ def test_torchruns_own_store_leaves_a_given_meeting_place_unused() -> None:
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        ([], "there is no command: give one after --, as in paceline launch"),
-        (["-n", "2"], "there is no command: give one after --"),
-        (["-n", "2", "--"], "there is no command: give one after --"),
-        (["-n", "2", "python", "train.py"], "there is no -- between the flags and the command"),
-        (["python"], "there is no -- between the flags and the command"),
+        ([], "there is no command: give one, as in paceline launch"),
+        (["-n", "2"], "there is no command: give one"),
+        (["-n", "2", "--"], "there is no command: give one"),
+        (["-n", "2", "no-such", "train.py"], "the command no-such isn't found: give a program"),
         (["--", "no-such-program"], "the command no-such-program isn't found: give a program"),
         (["--", "/etc/passwd"], "the command /etc/passwd isn't executable"),
     ],
@@ -115,6 +114,27 @@ def test_what_cant_be_launched_is_a_sentence(argv: list[str], told: str) -> None
     with pytest.raises(ConfigError) as caught:
         main(argv)
     assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["-n", "2"],
+        ["--num_shards=1", "--run_id", "r"],
+        ["--use_cpu"],
+        ["--no-use-cpu"],
+        ["--use_cpu", "yes"],
+        [],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("between", [[], ["--"]], ids=["", "--"])
+def test_flags_end_at_two_dashes_or_at_the_first_word_that_is_none(
+    flags: list[str], between: list[str]
+) -> None:
+    command = ["python", "train.py", "-n", "3", "--", "more"]
+    spelled = ["--num_workers" if flag == "-n" else flag for flag in flags]
+    assert split([*flags, *between, *command]) == (spelled, command)
 
 
 def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
