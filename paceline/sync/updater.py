@@ -58,7 +58,7 @@ class Updater:
             self._units: list[tuple[Bucket, ...]] = [(bucket,) for bucket in buckets]
         else:
             self._units = [tuple(buckets)] * len(buckets)
-        self._versions: dict[nn.Parameter, int] = {}  # of those frozen and not yet updated
+        self._frozen: dict[nn.Parameter, tuple[int, torch.dtype]] = {}  # and not yet updated
         self._parts: dict[tuple[Bucket, ...], Optimizer] = {}
         for unit in self._units:
             if unit not in self._parts:
@@ -70,7 +70,7 @@ class Updater:
 
     def freeze(self) -> None:
         """Take the optimizer's present hyperparameters for the updates to come."""
-        self._versions = {p: p._version for unit in self._parts for p in _parameters(unit)}
+        self._frozen = {p: _version(p) for unit in self._parts for p in _parameters(unit)}
         for part in self._parts.values():
             part.state = self._optimizer.state  # load_state_dict() makes a new one
             for name in _SCALING:
@@ -97,10 +97,11 @@ class Updater:
                 p.grad = grad
 
     def _refuse_writes(self, unit: tuple[Bucket, ...]) -> None:
-        """Refuse an update of what somebody has written, by autograd's count of writes."""
+        """Refuse an update of what somebody has written or converted."""
         for bucket in unit:
             for p, name in zip(bucket.parameters, bucket.names, strict=True):
-                if self._versions.pop(p, p._version) != p._version:
+                now = _version(p)
+                if self._frozen.pop(p, now) != now:
                     raise ConfigError(
                         f"{name} was written between optimizer.step() and its update, which the "
                         "next forward installs: call settle() after optimizer.step(), then write."
@@ -109,6 +110,11 @@ class Updater:
 
 def _parameters(unit: tuple[Bucket, ...]) -> list[nn.Parameter]:
     return [p for bucket in unit for p in bucket.parameters]
+
+
+def _version(parameter: nn.Parameter) -> tuple[int, torch.dtype]:
+    """Return what a write changes, by autograd's count, or a conversion (`model.half()`)."""
+    return parameter._version, parameter.dtype
 
 
 def _part(optimizer: Optimizer, unit: tuple[Bucket, ...]) -> Optimizer:
