@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 import paceline
 from paceline import ConfigError
+from paceline.cli.ledger import main as ledger
 from paceline.observe.events import read_events
 from tests.harness.library import BATCH, copied, loss_of, network, samples, sgd
 
@@ -165,6 +166,23 @@ def test_a_checkpoint_on_demand_is_what_a_run_goes_on_from(tmp_path: Path) -> No
         paceline.parallelize(fresh, sgd(fresh), world)
         assert_equal(copied(fresh), state)
         assert (world.steps, world.epoch, world.generation) == (3, 0, 1)
+
+
+def test_what_a_killed_writer_left_half_done_is_removed(tmp_path: Path) -> None:
+    killed(tmp_path / "run", 3, checkpoint_steps=2)
+    half = tmp_path / "run/checkpoints/.step-00000003.pt.part"
+    half.write_bytes(b"half")
+    with paceline.join(tmp_path / "run"):
+        assert not half.exists()
+
+
+def test_a_start_is_counted_though_the_count_of_starts_is_lost(tmp_path: Path) -> None:
+    killed(tmp_path / "run", 7, checkpoint_steps=2)
+    (tmp_path / "run/generation").unlink()
+    train(tmp_path / "run")
+    lines = read_events(tmp_path / "run/events.rank0.jsonl")
+    assert [line["generation"] for line in lines if line["event"] == "run"] == [0, 1]
+    assert ledger([str(tmp_path / "run")]) == 0
 
 
 def test_a_loop_without_a_loader_goes_on(tmp_path: Path) -> None:
