@@ -24,7 +24,7 @@ class Loader:
     """This rank's shares of a data set's global batches; made by `paceline.loader`.
 
     Each iteration over it is an epoch; the first one of a run that goes on begins where the
-    checkpoint was made.
+    checkpoint was made. A loop that is left by `break` ends its epoch; the next one begins another.
     """
 
     def __init__(self, mapped: MappedLoader, order: Order, world: World, *, train: bool) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from paceline.build.model import refuse_emulation
-from paceline.build.resume import check_origin
-from paceline.build.sources import Sources, labels_beyond, open_sources
+from paceline.build.origin import check_order, check_origin
+from paceline.build.sources import Sources, labels_beyond, open_sources, order_of
 from paceline.config.train import TrainConfig
 from paceline.errors import ConfigError
 from paceline.models.zoo import model_factory
@@ -25,10 +25,11 @@ def check(config: TrainConfig, gpus: int) -> list[str]:
         what a person should know, in sentences.
 
     Raises:
-        ConfigError: a path, a label, a model, a number of samples or of GPUs, an emulated dtype, or
-            no compiler for --compile.
+        ConfigError: a path, a label, a model, a number of samples or of GPUs, an emulated dtype, no
+            compiler for --compile, or a checkpoint of other data or batches.
         DataError: not a database, or one of unknown records.
-        CheckpointError: the file of weights is torn, or something else.
+        CheckpointError: the file of weights, or the checkpoint of --resume, is torn or something
+            else.
     """
     world = config.world
     wanted = max(world.gpu_numbers, default=world.workers - 1)
@@ -44,12 +45,15 @@ def check(config: TrainConfig, gpus: int) -> list[str]:
         refuse_emulation(config.model, "cpu", capabilities_of(torch.device("cpu")))
     if config.model.compile and on_cpu:
         check_compiler()
+    run = Path(config.output.output_dir, world.run_id)
     if world.shard_id == 0:  # rank 0 reads it
-        check_origin(config.output, Path(config.output.output_dir, world.run_id))
+        check_origin(config.output, run)
     channels = config.data.num_channels
     model_factory(config.model.name, num_labels=config.data.num_labels, num_channels=channels)
     sources = open_sources(config)
     sources.close()
+    if world.shard_id == 0:
+        check_order(config.output, run, order_of(config, len(sources.train)))
     return list(_notes(config, sources))
 
 

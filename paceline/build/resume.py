@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from paceline.build.origin import check_origin
 from paceline.comm.communicator import Communicator, broadcast_bytes
 from paceline.config.run import OutputConfig
 from paceline.errors import CheckpointError, ConfigError
@@ -68,24 +69,6 @@ class Start:
                     f"{' '.join(line.strip() for line in reason[:2])[:300]}; give the flags that "
                     "it was trained with."
                 ) from error
-
-
-def check_origin(output: OutputConfig, run: Path) -> None:
-    """Look, without reading it, whether the checkpoint to start from is there, if it is needed.
-
-    Args:
-        output: says what to resume from.
-        run: the run's folder, rank 0's; a checkpoint of its own comes first.
-
-    Raises:
-        ConfigError: `--resume` names a file that isn't there.
-    """
-    if output.resume in ("auto", "no") or any(Checkpoints(run, 1).newest_first()):
-        return
-    if not Path(output.resume).is_file():
-        raise ConfigError(
-            f"--resume {output.resume}: there is no such file; give auto, no, or a checkpoint."
-        )
 
 
 def find_start(

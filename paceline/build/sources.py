@@ -96,13 +96,7 @@ def make_loader(
         ConfigError: fewer samples than workers.
     """
     data, seed = config.data, config.optim.seed
-    order = Order(
-        size=len(source),
-        batch_size=config.global_batch,
-        seed=seed,
-        epoch_size=data.epoch_size if train else data.test_epoch_size,
-        shuffle=train,
-    )
+    order = order_of(config, len(source), train=train)
     if train and order.samples < members.world_size:
         raise ConfigError(
             f"--train_data {data.train_data}: {order.samples} samples for {members.world_size} "
@@ -132,6 +126,17 @@ def make_loader(
         skip_bad=data.bad_records == "skip",
         warn=lambda text: recorder.event("note", text=text),
         channels_last=config.model.channels_last,
+    )
+
+
+def order_of(config: TrainConfig, size: int, *, train: bool = True) -> Order:
+    """Make the order of a source of `size` records, for training or for evaluation."""
+    return Order(
+        size=size,
+        batch_size=config.global_batch,
+        seed=config.optim.seed,
+        epoch_size=config.data.epoch_size if train else config.data.test_epoch_size,
+        shuffle=train,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from paceline.build.exchange import replicate
 from paceline.build.model import make_model, make_optimizer
 from paceline.build.resume import Start
-from paceline.build.sources import Sources, make_loader
+from paceline.build.sources import Sources, make_loader, order_of
 from paceline.cluster.members import Members
 from paceline.comm.communicator import Communicator
 from paceline.config.train import TrainConfig
@@ -102,7 +103,7 @@ def build_trainer(
         replica,
         Agreement(communicator),
         recorder,
-        keeper_of(config, folder, parts) if members.rank == 0 else None,
+        keeper_of(config, folder, parts, len(sources.train)) if members.rank == 0 else None,
         rank=members.rank,
         generation=start.generation,
         seed=optim.seed,
@@ -132,10 +133,13 @@ def build_trainer(
     )
 
 
-def keeper_of(config: TrainConfig, folder: Path, parts: Mapping[str, Stateful]) -> Keeper:
-    """Make what saves the run's state into `folder`."""
+def keeper_of(
+    config: TrainConfig, folder: Path, parts: Mapping[str, Stateful], records: int
+) -> Keeper:
+    """Make what saves the run's state, with the order of its `records`, into `folder`."""
     checkpoints = Checkpoints(folder, config.output.keep_checkpoints)
-    return Keeper(parts, checkpoints, constant={"config": config.identity()})
+    constant = {"config": config.identity(), "order": asdict(order_of(config, records))}
+    return Keeper(parts, checkpoints, constant=constant)
 
 
 def watch_of(config: TrainConfig, recorder: Recorder, folder: Path, generation: int) -> LossWatch:

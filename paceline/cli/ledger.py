@@ -20,6 +20,7 @@ from paceline.config.ledger import LedgerConfig
 from paceline.errors import ConfigError, DataError
 from paceline.observe.events import read_events
 from paceline.observe.ledger import Proof, prove
+from paceline.state.run_folder import CONFIG_NAME
 
 _NAME = re.compile(r"events\.rank(\d+)\.jsonl")
 
@@ -41,7 +42,8 @@ def main(argv: Sequence[str]) -> int:
 
     Raises:
         ConfigError: there is no such run.
-        DataError: an event file is damaged, can't be read, or is another run's.
+        DataError: an event file is damaged, can't be read, or is another run's, or the run never
+            began.
         SystemExit: help was asked for (0), or the arguments are wrong (2).
     """
     config = parse(LedgerConfig, argv, prog="paceline ledger", description=_DESCRIPTION)
@@ -58,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
 def _folder(run: str, output_dir: Path) -> Path:
     """Find a run's folder by its path or its id."""
     for folder in (Path(run), output_dir / run):
-        if _event_files(folder):
+        if _event_files(folder) or (folder / CONFIG_NAME).is_file():
             return folder.resolve()
     known = sorted(path.parent.name for path in output_dir.glob("*/events.rank0.jsonl"))
     there = f"; {output_dir} has {', '.join(known[-5:])}" if known else ""

@@ -44,7 +44,6 @@ class StepGradients:
         """Expect all gradients of a step."""
         self._number = number
         self._missing = {b: set(b.parameters) for b in self._missing}
-        self._left.clear()
         self._sample = self._same = None
 
     def arrive(self, parameter: nn.Parameter, *, exchanging: bool) -> Bucket | None:

@@ -56,7 +56,7 @@ class Updater:
             self._units: list[tuple[Bucket, ...]] = [(bucket,) for bucket in buckets]
         else:
             self._units = [tuple(buckets)] * len(buckets)
-        self._versions: dict[nn.Parameter, int] = {}  # of those frozen and not yet updated
+        self._frozen: dict[nn.Parameter, tuple[int, torch.dtype]] = {}  # and not yet updated
         self._counted = _with_versions_of_their_own(buckets)
         self._parts = {
             unit: Part(optimizer, {p: b.group for b in unit for p in b.parameters})
@@ -69,7 +69,7 @@ class Updater:
 
     def freeze(self) -> None:
         """Take the optimizer's present hyperparameters for the updates to come."""
-        self._versions = {p: p._version for p in self._counted}
+        self._frozen = {p: _version(p) for p in self._counted}
         for part in self._parts.values():
             part.freeze()
 
@@ -94,10 +94,11 @@ class Updater:
                 p.grad = grad
 
     def _refuse_writes(self, unit: tuple[Bucket, ...]) -> None:
-        """Refuse an update of what somebody has written, by autograd's count of writes."""
+        """Refuse an update of what somebody has written or converted."""
         for bucket in unit:
             for p, name in zip(bucket.parameters, bucket.names, strict=True):
-                if self._versions.pop(p, p._version) != p._version:
+                now = _version(p)
+                if self._frozen.pop(p, now) != now:
                     raise ConfigError(
                         f"{name} was written between optimizer.step() and its update, which the "
                         "next forward installs: call settle() after optimizer.step(), then write."
@@ -113,3 +114,8 @@ def _with_versions_of_their_own(buckets: Sequence[Bucket]) -> list[nn.Parameter]
     parameters = [p for bucket in buckets for p in bucket.parameters]
     owners = Counter(p.untyped_storage().data_ptr() for p in parameters)
     return [p for p in parameters if owners[p.untyped_storage().data_ptr()] == 1]
+
+
+def _version(parameter: nn.Parameter) -> tuple[int, torch.dtype]:
+    """Return what a write changes, by autograd's count, or a conversion (`model.half()`)."""
+    return parameter._version, parameter.dtype

@@ -52,10 +52,13 @@ def test_nothing_is_updated_before_the_next_forward_or_settling(model: nn.Module
     run_ranks(2, train)
 
 
-@pytest.mark.parametrize("look", ["eval", "state_dict", "optimizer.state_dict", "forward"])
+@pytest.mark.parametrize(
+    "look", ["eval", "state_dict", "optimizer.state_dict", "optimizer.load_state_dict", "forward"]
+)
 def test_whoever_looks_sees_the_last_step(model: nn.Module, look: str) -> None:
     def train(communicator: Communicator) -> bool:
         bench = Bench.of(communicator, model)
+        state = copy.deepcopy(bench.optimizer.state_dict())
         bench.step(0)
         before = bench.weights()
         if look == "eval":
@@ -64,6 +67,8 @@ def test_whoever_looks_sees_the_last_step(model: nn.Module, look: str) -> None:
             bench.model[0].state_dict()  # type: ignore[index]  # a part's, too
         elif look == "optimizer.state_dict":
             bench.optimizer.state_dict()
+        elif look == "optimizer.load_state_dict":
+            bench.optimizer.load_state_dict(state)
         else:
             bench.model(bench.batches[0][0])
         return differ(before, bench.weights())

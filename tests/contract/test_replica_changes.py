@@ -110,6 +110,35 @@ def test_a_gradient_left_on_a_frozen_parameter_is_refused(model: nn.Module) -> N
         run_ranks(1, train)
 
 
+def test_accumulating_goes_on_where_what_is_trained_changes(model: nn.Module) -> None:
+    def train(communicator: Communicator) -> dict[str, Tensor]:
+        bench = Bench.of(communicator, model)
+        bench.step(0)
+        bench.model[0].requires_grad_(False)  # type: ignore[index]
+        with bench.replica.no_sync(), bench.replica.step(1, 1 / communicator.world_size):
+            bench.backward(1)
+            bench.backward(2)
+            bench.optimizer.step()
+            bench.optimizer.zero_grad()
+        return bench.model.state_dict()
+
+    assert largest_difference(run_ranks(2, train)[0], run_ranks(1, train)[0]) < 1e-10
+
+
+def test_another_dtype_is_another_exchange(model: nn.Module) -> None:
+    def train(communicator: Communicator) -> dict[str, Tensor]:
+        bench = Bench.of(communicator, model)
+        whole = bench.batches
+        for number, dtype in enumerate([torch.float64, torch.float32, torch.float64]):
+            bench.replica.settle()
+            bench.model.to(dtype)
+            bench.batches = [(x.to(dtype), y) for x, y in whole]
+            bench.step(number)
+        return bench.model.state_dict()
+
+    assert largest_difference(run_ranks(2, train)[0], run_ranks(1, train)[0]) < 1e-5
+
+
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
 def test_a_parameter_without_a_shape_is_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3))

@@ -89,14 +89,14 @@ class Rank:
         return drawn
 
 
-def until_stopped(rank: Rank, steps: int = 20) -> int:
+def until_stopped(rank: Rank, numbers: range = range(20)) -> int:
     """Train; return the number of the step that didn't run."""
-    for number in range(steps):
+    for number in numbers:
         try:
             rank.train(number)
         except Stop:
             return number
-    return steps
+    return numbers.stop
 
 
 def test_each_rank_hears_the_sum_over_all_one_step_later(tmp_path: Path) -> None:
@@ -114,7 +114,9 @@ def test_each_rank_hears_the_sum_over_all_one_step_later(tmp_path: Path) -> None
         assert late == [0, 1, 1, 1]
 
 
-@pytest.mark.parametrize("wishes", [{1: {3}}, {0: {3}}, {0: {4}, 1: {3}, 2: {4, 5}}, {2: {0}}])
+@pytest.mark.parametrize(
+    "wishes", [{1: {3}}, {0: {3}}, {0: {3}, 2: {3}}, {0: {4}, 1: {3}, 2: {4, 5}}, {2: {0}}]
+)
 def test_all_ranks_stop_at_the_same_boundary(tmp_path: Path, wishes: dict[int, set[int]]) -> None:
     def work(communicator: Communicator) -> int:
         stop_in = wishes.get(communicator.rank, set())
@@ -129,6 +131,20 @@ def test_all_ranks_stop_at_the_same_boundary(tmp_path: Path, wishes: dict[int, s
 def test_a_rank_alone_stops_before_the_next_step(tmp_path: Path) -> None:
     assert run_ranks(1, lambda c: until_stopped(Rank(c, tmp_path, stop_in={3}))) == [3]
     assert (tmp_path / "checkpoints/step-00000003.pt").exists()
+
+
+def test_a_rank_that_saves_by_itself_stops_with_the_others(tmp_path: Path) -> None:
+    """It has heard of the wish a step before them."""
+
+    def work(communicator: Communicator) -> int:
+        rank = Rank(communicator, tmp_path, stop_in={3} if communicator.rank else set())
+        for number in range(4):
+            rank.train(number)
+        if communicator.rank == 0:
+            rank.steps.save()
+        return until_stopped(rank, range(4, 8))
+
+    assert run_ranks(2, work) == [5, 5]
 
 
 def test_a_wish_in_an_epochs_last_step_is_heard_at_its_end(tmp_path: Path) -> None:
@@ -161,6 +177,7 @@ def test_a_checkpoint_holds_the_result_of_the_step_before_it(tmp_path: Path) -> 
         saved = read_checkpoint(tmp_path / "checkpoints" / f"step-{step:08}.pt")
         for ours, theirs in zip(saved["model"].values(), weights[step], strict=True):
             assert torch.equal(ours, theirs)
+        assert saved["position"]["sums"] == [11.0 * step, 2.0 * sum(range(step))]
 
 
 def test_the_lines_of_all_steps_are_there_before_their_checkpoint_is(tmp_path: Path) -> None:

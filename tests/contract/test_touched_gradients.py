@@ -219,6 +219,20 @@ def test_a_backward_after_reduce_is_refused(model: nn.Module, accumulates: bool)
         run_ranks(1, train)
 
 
+def test_a_parameter_that_backward_reaches_only_after_reduce_is_refused(model: nn.Module) -> None:
+    def train(communicator: Communicator) -> None:
+        bench = Bench.of(communicator, nn.ModuleList([model, nn.Linear(2, 2).double()]))
+        used, late = bench.model.children()
+        x, y = bench.batches[0]
+        with bench.replica.step(0, 1.0):
+            nn.functional.cross_entropy(used(x), y).backward()
+            bench.replica.reduce()
+            late(torch.ones(2, 2).double()).sum().backward()
+
+    with pytest.raises(ConfigError, match=r"1\.(weight|bias) was completed twice .*before reduce"):
+        run_ranks(1, train)
+
+
 def test_an_accumulating_backward_after_the_last_one_is_refused(model: nn.Module) -> None:
     def train(communicator: Communicator) -> None:
         bench = Bench.of(communicator, model)

@@ -26,15 +26,21 @@ def clamp(model: nn.Module) -> None:
         model[2].weight.clamp_(-0.05, 0.05)  # type: ignore[index, union-attr, operator]
 
 
+def convert(model: nn.Module) -> None:
+    weight = model[2].weight  # type: ignore[index]
+    weight.data = weight.data.float()  # as `model.float()` does
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("bucket_bytes", [1, 10**9])
+@pytest.mark.parametrize("write", [clamp, convert])
 def test_a_write_before_the_update_is_refused_and_settle_is_named(
-    model: nn.Module, world_size: int, bucket_bytes: int
+    model: nn.Module, world_size: int, bucket_bytes: int, write: Callable[[nn.Module], None]
 ) -> None:
     def train(communicator: Communicator) -> None:
         bench = Bench.of(communicator, model, bucket_bytes=bucket_bytes)
         bench.step(0)
-        clamp(bench.model)
+        write(bench.model)
         with pytest.raises(ConfigError, match=r"^2\.weight was written .* call settle\(\)"):
             bench.step(1)
 

@@ -48,7 +48,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_full_disk_keeps_the_checkpoints_and_the_run_goes_on_once_there_is_room(
     here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    words = f"{NULL} --epoch_size 40 --model own:fat --run_id r --output_dir disk"
+    # The checkpoint after step 9 fails in the background; the one after step 12 waits for it.
+    words = f"{NULL} --epoch_size 52 --model own:fat --run_id r --output_dir disk"
     words += " --checkpoint_steps 3 --keep_checkpoints 9"
     with small_disk(here / "disk", "3m") as disk:
         said = (

@@ -22,6 +22,7 @@ from tests.harness.bad_inputs import (
     stand_in,
 )
 from tests.harness.command import Command
+from tests.harness.image_folder import some_images
 from tests.harness.runs import losses
 
 WORDS = f"{NULL} --model own:net --epoch_size 16 --run_id r --checkpoint_steps 1"
@@ -96,10 +97,28 @@ def test_without_a_good_checkpoint_the_run_doesnt_begin_anew_by_itself(
     assert (here / RUN / "events.rank0.jsonl").read_bytes() == events
 
 
+def made_with(checkpoint: str, now: str) -> str:
+    return (
+        f"{checkpoint} was made with 16 images, 16 an epoch and 4 a step, and this run has {now}; "
+        "give the data and flags that it was made with, or its weights to a new run by "
+        "--load_model_path."
+    )
+
+
 REFUSED = {
     "other flags": Bad(
         words=WORDS + " --momentum 0.5",
         said="--run_id r: this run was started with --momentum 0.9, now it is 0.5; give the same "
+        "or another --run_id.",
+    ),
+    "other batches": Bad(
+        words=WORDS + " --batch_size 8",
+        said="--run_id r: this run was started with --batch_size 4, now it is 8; give the same "
+        "or another --run_id.",
+    ),
+    "other epochs": Bad(
+        words=WORDS + " --epoch_size 8",
+        said="--run_id r: this run was started with --epoch_size 16, now it is 8; give the same "
         "or another --run_id.",
     ),
     "resume no": Bad(
@@ -109,6 +128,19 @@ REFUSED = {
     "resume missing": Bad(
         words=WORDS + " --run_id new --resume nowhere.pt",
         said="--resume nowhere.pt: there is no such file; give auto, no, or a checkpoint.",
+    ),
+    "resume with other batches": Bad(
+        words=WORDS + f" --run_id new --batch_size 8 --resume {NEWEST}",
+        said=made_with(NEWEST, "16 images, 16 an epoch and 8 a step"),
+    ),
+    "resume with other epochs": Bad(
+        words=WORDS + f" --run_id new --epoch_size 8 --resume {NEWEST}",
+        said=made_with(NEWEST, "8 images, 8 an epoch and 4 a step"),
+    ),
+    "resume garbage": Bad(
+        words=WORDS + " --run_id new --resume own.py",
+        said="own.py: not a file of weights; give one that a run, torch.save or safetensors wrote.",
+        status=1,
     ),
     "ledger of nothing": Bad(
         words="ledger nowhere",
@@ -123,6 +155,15 @@ def test_a_run_that_is_another_isnt_touched(
     name: str, here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     require_answer(REFUSED[name], here, capfd)
+
+
+def test_a_run_doesnt_go_on_with_other_data(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    some_images(here / "images", each=4)
+    assert main(["db", "create", "images", "few"]) == 0
+    tear(here / NEWEST)
+    before = RUN + "checkpoints/step-00000002.pt"
+    said = made_with(before, "12 images, 12 an epoch and 4 a step")
+    require_answer(Bad(words=WORDS + " --train_data few", said=said), here, capfd)
 
 
 def test_a_finished_run_is_left_as_it_is(here: Path) -> None:
@@ -168,30 +209,24 @@ def test_damaged_events_are_named_by_their_line(
     assert "Not exact: " in capfd.readouterr().out
 
 
-ORIGINS = {
-    "garbage.pt": (
-        1,
-        "garbage.pt: not a file of weights; give one that a run, torch.save or safetensors wrote.",
-    ),
-    "weights.pt": (
-        1,
-        "weights.pt: not a run's checkpoint: it has no 'paceline'; give one that a run wrote, or "
-        "weights by --load_model_path.",
-    ),
-    NEWEST: (
-        2,
-        f"--resume {NEWEST}: the checkpoint's model doesn't fit: .* size mismatch for 2.weight: "
-        ".*; give the flags that it was trained with.",
-    ),
-}
-
-
-@pytest.mark.parametrize("origin", ORIGINS)
-def test_a_checkpoint_to_start_from_that_doesnt_fit_is_refused(
-    origin: str, here: Path, capfd: pytest.CaptureFixture[str]
+def test_weights_are_no_checkpoint_to_start_from(
+    here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (here / "garbage.pt").write_bytes(b"garbage" * 100)
     torch.save({"2.weight": torch.ones(3, 48)}, here / "weights.pt")
-    status, said = ORIGINS[origin]
-    words = f"{NULL} --model own:net --run_id new --num_labels 4 --resume {origin}"
-    require_answer(Bad(words=words, said=WHO + said, status=status, writes=True), here, capfd)
+    said = (
+        "weights.pt: not a run's checkpoint: it has no 'paceline'; give one that a run wrote, or "
+        "weights by --load_model_path."
+    )
+    words = WORDS + " --run_id new --resume weights.pt"
+    require_answer(Bad(words=words, said=said, status=1), here, capfd)
+
+
+def test_a_checkpoint_of_another_model_is_no_start(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said = (
+        f"{WHO}--resume {NEWEST}: the checkpoint's model doesn't fit: .* size mismatch for "
+        "2.weight: .*; give the flags that it was trained with."
+    )
+    words = WORDS + f" --run_id new --num_labels 4 --resume {NEWEST}"
+    require_answer(Bad(words=words, said=said, writes=True), here, capfd)

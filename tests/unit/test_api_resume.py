@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 import paceline
 from paceline import ConfigError
+from paceline.cli.ledger import main as ledger
 from paceline.observe.events import read_events
 from tests.harness.library import BATCH, copied, loss_of, network, samples, sgd
 
@@ -167,6 +168,23 @@ def test_a_checkpoint_on_demand_is_what_a_run_goes_on_from(tmp_path: Path) -> No
         assert (world.steps, world.epoch, world.generation) == (3, 0, 1)
 
 
+def test_what_a_killed_writer_left_half_done_is_removed(tmp_path: Path) -> None:
+    killed(tmp_path / "run", 3, checkpoint_steps=2)
+    half = tmp_path / "run/checkpoints/.step-00000003.pt.part"
+    half.write_bytes(b"half")
+    with paceline.join(tmp_path / "run"):
+        assert not half.exists()
+
+
+def test_a_start_is_counted_though_the_count_of_starts_is_lost(tmp_path: Path) -> None:
+    killed(tmp_path / "run", 7, checkpoint_steps=2)
+    (tmp_path / "run/generation").unlink()
+    train(tmp_path / "run")
+    lines = read_events(tmp_path / "run/events.rank0.jsonl")
+    assert [line["generation"] for line in lines if line["event"] == "run"] == [0, 1]
+    assert ledger([str(tmp_path / "run")]) == 0
+
+
 def test_a_loop_without_a_loader_goes_on(tmp_path: Path) -> None:
     x, y = samples(12)[:]
 
@@ -239,26 +257,6 @@ def test_a_torn_checkpoint_is_named_and_the_one_before_is_used(
     assert str(newest) in capfd.readouterr().err
 
 
-def test_the_ledger_has_each_sample_once_with_accumulation_too(tmp_path: Path) -> None:
-    with paceline.join(tmp_path / "run") as world:
-        model = network()
-        optimizer = sgd(model)
-        paceline.parallelize(model, optimizer, world)
-        loader = paceline.loader(samples(), BATCH, world)
-        for x, y in loader:
-            if loader.step % 2 == 0 and loader.step + 1 < len(loader):
-                with world.no_sync():
-                    loss_of(model, x, y).backward()
-                continue
-            with world.step():
-                loss_of(model, x, y).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-    lines = read_events(tmp_path / "run/events.rank0.jsonl")
-    taken = sorted((line["first"], line["last"]) for line in lines if line["event"] == "step")
-    assert taken == [(0, 12), (12, 24), (24, 36), (36, 48), (48, 50)]
-
-
 def loop_of(run: Path, *, batch: int = BATCH, seed: int = 0, track: int = 0) -> None:
     with paceline.join(run, seed=seed) as world:
         model = network()
@@ -306,25 +304,3 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"^run: .* can't be written"):
         paceline.join(tmp_path / "file/run")
-
-
-def test_the_epoch_is_told_before_during_and_after(tmp_path: Path) -> None:
-    with paceline.join() as world:
-        model = network()
-        optimizer = sgd(model)
-        paceline.parallelize(model, optimizer, world)
-        loader = paceline.loader(samples(), BATCH, world)
-        seen = []
-        while loader.epoch < 2:
-            seen.append(loader.epoch)
-            for x, y in loader:
-                with world.step():
-                    loss_of(model, x, y).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-                seen.append(world.epoch)
-        assert seen == [0] * 6 + [1] * 6
-        for _ in loader:
-            assert loader.epoch == 2
-            break
-        assert loader.epoch == 2  # nothing was trained

@@ -66,6 +66,41 @@ def test_what_a_killed_writer_left_is_removed_and_never_read(tmp_path: Path) -> 
     assert os.listdir(tmp_path / "checkpoints") == ["step-00000005.pt"]
 
 
+@pytest.mark.parametrize("best", [False, True])
+def test_a_file_is_on_the_disk_before_its_name_and_its_name_before_older_ones_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, best: bool
+) -> None:
+    """What a power cut leaves depends on the order of these calls alone."""
+    folder, name = tmp_path / "checkpoints", "step-00000010.pt"
+    first = "best.pt" if best else name
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    old = checkpoints.write(5, state(1.0))
+    calls: list[str] = []
+    fsync, replace, unlink = os.fsync, Path.replace, Path.unlink
+
+    def synced(handle: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{handle}"))
+        whole = path == folder or read_checkpoint(path)["model"]["weight"][0, 0] == 2.0
+        calls.append(f"sync {path.name}" if whole else "sync of a part")
+        fsync(handle)
+
+    def replaced(path: Path, name: Path) -> Path:
+        calls.append(f"name {name.name}")
+        return replace(path, name)
+
+    def unlinked(path: Path, missing_ok: bool = False) -> None:
+        if path == old:
+            calls.append("remove the old one")
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", replaced)
+    monkeypatch.setattr(Path, "unlink", unlinked)
+    checkpoints.write(10, state(2.0), best=best)
+    names = [f"name {first}", f"name {name}"] if best else [f"name {name}"]
+    assert calls == [f"sync .{first}.part", *names, "sync checkpoints", "remove the old one"]
+
+
 def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file")
     with pytest.raises(CheckpointError, match=r"can't be written \(File exists\); make room"):

@@ -256,5 +256,5 @@ def test_the_files_of_two_runs_are_not_added_up(tmp_path: Path) -> None:
 
 
 def test_files_that_end_before_a_run_began_are_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no run in them"):
+    with pytest.raises(DataError, match="No rank has written the start of a run"):
         prove([(0, [])])

@@ -9,6 +9,7 @@ import pytest
 
 from paceline.cli.ledger import main
 from paceline.errors import ConfigError, DataError
+from paceline.state.run_folder import RunFolder
 from tests.harness.ledger_runs import RunHistory
 
 
@@ -83,6 +84,30 @@ def test_no_run_is_the_callers_mistake(capsys: pytest.CaptureFixture[str]) -> No
         main([])
     assert raised.value.code == 2
     assert "no run is given" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("events", [None, "", '{"event": "ru'])
+def test_a_run_that_ended_before_it_began_is_told(run: Path, events: str | None) -> None:
+    """What is left of a run that was killed while its ranks came together."""
+    new = RunFolder(run / "new", shard_id=0)
+    new.open({"batch_size": 64})
+    new.close()
+    if events is not None:
+        (run / "new" / "events.rank0.jsonl").write_text(events)
+    with pytest.raises(DataError, match=r"the start of a run: .* again by the same command"):
+        main(["new"])
+
+
+def test_a_run_that_was_interrupted_before_its_first_step_is_exact(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    history = RunHistory(samples=1000, batch=64, epochs=3)
+    history.start(world=2, at=0, reach=[0, 0])
+    history.write(run / "new")
+    assert main(["new/machine0"]) == 0
+    assert capsys.readouterr().out == (
+        "Exact: each sample was trained once, in 0 of 48 steps, all committed.\n"
+    )
 
 
 def test_damage_in_the_middle_is_named(run: Path) -> None:

@@ -34,6 +34,14 @@ def test_memory_is_used_again_where_it_fits() -> None:
     assert torch.equal(second["b"], torch.ones(4))
 
 
+def test_memory_of_other_strides_isnt_used_again() -> None:
+    first = copy_state(torch.zeros(2, 3, 4, 4))
+    images = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    copy = copy_state(images, first)
+    assert copy.stride() == images.stride()
+    assert torch.equal(copy, images)
+
+
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
 def test_a_value_that_is_no_number_is_seen(broken: float) -> None:
     good = {"a": [torch.full((4,), 1e38), torch.tensor(3)], "b": 1.0}

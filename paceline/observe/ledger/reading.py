@@ -29,7 +29,10 @@ def read_history(files: Iterable[tuple[int, Events]]) -> History:
     for rank, events in files:
         reader.read(rank, events)
     if reader.extent is None:
-        raise DataError("The event files have no run in them: it ended before it began.")
+        raise DataError(
+            "No rank has written the start of a run: it hasn't begun, or ended before it could; "
+            "start it again by the same command."
+        )
     return History(
         extent=reader.extent, generations=reader.generations, ranks=frozenset(reader.ranks)
     )

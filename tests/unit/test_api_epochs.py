@@ -1,0 +1,79 @@
+"""The epochs of a loop over the library's loader: where they are, and what of them is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import paceline
+from paceline.cli.ledger import main as ledger
+from paceline.observe.events import read_events
+from tests.harness.library import BATCH, loss_of, network, samples, sgd
+
+
+def test_the_ledger_has_each_sample_once_with_accumulation_too(tmp_path: Path) -> None:
+    with paceline.join(tmp_path / "run") as world:
+        model = network()
+        optimizer = sgd(model)
+        paceline.parallelize(model, optimizer, world)
+        loader = paceline.loader(samples(), BATCH, world)
+        for x, y in loader:
+            if loader.step % 2 == 0 and loader.step + 1 < len(loader):
+                with world.no_sync():
+                    loss_of(model, x, y).backward()
+                continue
+            with world.step():
+                loss_of(model, x, y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    lines = read_events(tmp_path / "run/events.rank0.jsonl")
+    taken = sorted((line["first"], line["last"]) for line in lines if line["event"] == "step")
+    assert taken == [(0, 12), (12, 24), (24, 36), (36, 48), (48, 50)]
+
+
+def test_the_epoch_is_told_before_during_and_after(tmp_path: Path) -> None:
+    with paceline.join() as world:
+        model = network()
+        optimizer = sgd(model)
+        paceline.parallelize(model, optimizer, world)
+        loader = paceline.loader(samples(), BATCH, world)
+        seen = []
+        while loader.epoch < 2:
+            seen.append(loader.epoch)
+            for x, y in loader:
+                with world.step():
+                    loss_of(model, x, y).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                seen.append(world.epoch)
+        assert seen == [0] * 6 + [1] * 6
+        for _ in loader:
+            assert loader.epoch == 2
+            break
+        assert loader.epoch == 2  # nothing was trained
+
+
+def test_an_epoch_that_is_broken_off_is_over_and_its_rest_counts_as_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with paceline.join(tmp_path / "run") as world:
+        model = network()
+        optimizer = sgd(model)
+        paceline.parallelize(model, optimizer, world)
+        loader = paceline.loader(samples(), BATCH, world)
+        for epoch in range(2):
+            for x, y in loader:
+                with world.step():
+                    loss_of(model, x, y).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if (epoch, loader.step) == (0, 2):
+                    break
+            assert loader.epoch == epoch + 1
+    lines = read_events(tmp_path / "run/events.rank0.jsonl")
+    taken = [(e["epoch"], e["first"], e["last"]) for e in lines if e["event"] == "step"]
+    whole = [(0, 12), (12, 24), (24, 36), (36, 48), (48, 50)]
+    assert taken == [(0, *share) for share in whole[:3]] + [(1, *share) for share in whole]
+    assert ledger([str(tmp_path / "run")]) == 1
+    assert "Not exact: 14 samples lost, 0 twice" in capsys.readouterr().out
