@@ -91,7 +91,7 @@ def test_ten_kills_at_random_moments_change_no_bit(here: Path, dropout: Path) ->
         for process in family:
             process.kill()
         command.send(signal.SIGKILL)
-        command.wait(10)
+        command.wait()
         assert gone(family)
     ended = run(*words, folder=here)
     assert ended.status == 0, ended.text
@@ -121,7 +121,7 @@ def test_other_numbers_of_workers_train_the_same_curve(here: Path, plain: Path) 
         command = Command(*train("plain", workers=workers), folder=here)
         until_step(here / "runs" / "r", step, generation)
         command.send(signal.SIGTERM)
-        ended = command.wait(10)
+        ended = command.wait()
         assert ended.status == 143, ended.text
     ended = run(*train("plain", workers=4), folder=here)
     assert ended.status == 0, ended.text
@@ -132,6 +132,7 @@ def test_other_numbers_of_workers_train_the_same_curve(here: Path, plain: Path) 
     each_sample_once(here / "runs" / "r", ranks=4)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_all_in_5_seconds_and_leaves_the_last_step_behind(
     here: Path, number: int, status: int
@@ -155,7 +156,7 @@ def test_one_workers_signal_stops_all_at_the_same_step(here: Path) -> None:
     command = Command(*train("plain", epochs=100_000), folder=here)
     until_step(here / "runs" / "r", 5, 0)
     command.family()[1].send_signal(signal.SIGTERM)
-    ended = command.wait(10)
+    ended = command.wait()
     assert ended.status == 143, ended.text
     assert "Traceback" not in ended.text
     last = [events(here / "runs" / "r", rank)[-1] for rank in (0, 1)]

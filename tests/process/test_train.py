@@ -143,7 +143,7 @@ def test_a_killed_worker_is_named_once_and_nothing_is_left(data: Path, tmp_path:
     command.line_with("epoch 2/")
     family = command.family()
     family[1].kill()
-    ended = command.wait(limit=15)
+    ended = command.wait()
     assert ended.status == 1
     assert ended.text.count("was killed by SIGKILL") == 1
     assert "rank" in ended.text
@@ -156,7 +156,7 @@ def test_workers_end_with_a_killed_supervisor(data: Path, tmp_path: Path) -> Non
     command.line_with("epoch 2/")
     family = command.family()
     command.send(signal.SIGKILL)
-    command.wait(limit=10)
+    command.wait()
     assert gone(family)
 
 
@@ -172,4 +172,4 @@ def test_a_live_run_is_refused_a_second_start(
     said = "--run_id r: this run is alive on this machine; stop it, or give another --run_id."
     require_message(answer(shlex.join(train(data, *ENDLESS)), capfd), 2, said)
     command.send(signal.SIGINT)
-    assert command.wait(limit=5).status == 130
+    assert command.wait().status == 130
