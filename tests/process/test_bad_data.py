@@ -20,7 +20,6 @@ from tests.harness.bad_inputs import (
     require_run_answer,
     stand_in,
 )
-from tests.harness.command import run
 from tests.harness.databases import write_lmdb
 from tests.harness.image_folder import put, some_images
 from tests.harness.permissions import closed
@@ -33,11 +32,12 @@ NO_RECORD = (
 )
 AT_ONCE = {
     "missing": Bad(
-        words=WORDS + "missing", said="--train_data missing: there is no such database."
+        words=WORDS + "missing",
+        said="--train_data missing: there is no such database; check the path.",
     ),
     "missing test": Bad(
         words=WORDS + "whole --test_data missing",
-        said="--test_data missing: there is no such database.",
+        said="--test_data missing: there is no such database; check the path.",
     ),
     "a file": Bad(
         words=WORDS + "own.py",
@@ -160,8 +160,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("images", "torn-leveldb", "leveldb"),
         ("images", "torn-minidb", "minidb"),
     ):
-        ended = run("db", "create", source, name, "--db_type", kind, folder=folder)
-        assert ended.status == 0, ended.text
+        places = [str(folder / source), str(folder / name)]
+        assert main(["db", "create", *places, "--db_type", kind]) == 0
     put(folder, "broken/dog/2.jpg", (folder / "few/class0/0.jpg").read_bytes()[:200])
     write_lmdb(folder / "empty", [])
     shutil.copytree(folder / "whole", folder / "torn-lmdb")

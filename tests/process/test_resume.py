@@ -166,7 +166,7 @@ def test_one_workers_signal_stops_all_at_the_same_step(here: Path) -> None:
 
 
 def test_a_finished_run_is_not_trained_again_and_the_next_one_is(here: Path) -> None:
-    words = [word for word in train("plain", epochs=1) if word not in ("--run_id", "r")]
+    words = [word for word in train("plain", workers=1, epochs=1) if word not in ("--run_id", "r")]
     for _ in range(2):
         ended = run(*words, folder=here)
         assert ended.status == 0, ended.text
