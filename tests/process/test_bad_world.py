@@ -253,6 +253,7 @@ def test_a_launchers_variables_that_contradict_each_other_are_named(
 @pytest.mark.parametrize(
     ("rank", "missing"),
     [(0, "rank 1 of 2"), (1, r"rank 0 of 2 \(127.0.0.1:{} can't be reached: Connection refused\)")],
+    ids=["rank 1", "rank 0"],
 )
 def test_a_rank_that_never_comes_is_named_within_the_limit(
     rank: int,
