@@ -20,8 +20,8 @@ from tests.harness.databases import (
     key,
     label,
     pixels,
-    read_only,
 )
+from tests.harness.permissions import read_only
 from tests.harness.wire import bgr_planes, raw_datum, raw_tensorprotos
 
 # -- reading --
