@@ -28,7 +28,8 @@ types: setup
 	$(BIN)/mypy
 
 test: lint types ## Lint, types and all tests
-	$(BIN)/pytest --numprocesses logical --maxprocesses 4 --dist worksteal
+	$(BIN)/pytest -m 'not alone' --numprocesses logical --maxprocesses 4 --dist worksteal
+	$(BIN)/pytest -m alone
 
 bench: setup ## The benchmarks that need no network namespaces
 	$(BIN)/python benchmarks/input.py

@@ -156,7 +156,7 @@ def _open_source(flag: str, path: str, data: DataConfig, seed: int) -> Source:
             seed=seed,
         )
     if not _may_be_there(Path(path)):
-        raise ConfigError(f"--{flag} {path}: there is no such database.")
+        raise ConfigError(f"--{flag} {path}: there is no such database; check the path.")
     cache = Path(data.cache_dir) if data.cache_dir else None
     source = SOURCES[data.db_type](Path(path), cache_dir=cache)
     beyond = labels_beyond(source, data.num_labels)

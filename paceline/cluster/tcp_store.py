@@ -68,7 +68,10 @@ def connect_tcp(host: str, port: int, timeout: timedelta) -> TCPStore:
         _knock(host, port)
         return TCPStore(host, port, is_master=False, timeout=timeout)
     except socket.gaierror as error:
-        raise ConfigError(f"{host}:{port}: the name {host} isn't known here.") from error
+        raise ConfigError(
+            f"{host}:{port}: the name {host} isn't known here; give an address, or a name that "
+            "this machine can look up."
+        ) from error
     except (DistError, OSError) as error:
         reason = error.strerror if isinstance(error, OSError) else None
         raise CommError(f"{host}:{port} can't be reached: {reason or _SILENT}.") from error

@@ -2,7 +2,7 @@
 
     LMDB      a folder with data.mdb
     LevelDB   a folder with CURRENT
-    minidb    a folder with data.minidb, or that file itself under any name, as Caffe2 has it
+    minidb    a folder with data.minidb, or that file itself, under any name, as Caffe2 has it
 
 A *stamp* is equal for copies and different after any change:
 
@@ -50,6 +50,10 @@ def kind_of(path: Path) -> DbType:
     try:
         if not path.exists():
             raise ConfigError(f"{path}: there is no such folder or file; check the path.")
+        if path.is_file() and path.name in (LMDB_DATA, LEVELDB_CURRENT):
+            raise ConfigError(
+                f"{path} is one file of a database: give the folder {path.parent} instead."
+            )
         for kind, marker in _MARKER.items() if path.is_dir() else _ONE_FILE.items():
             if (path / marker).exists():
                 (path / marker).open("rb").close()
@@ -81,8 +85,13 @@ def require_database(path: Path, kind: DbType) -> None:
 
 
 def beside(database: Path, name: str) -> Path:
-    """Name a file that belongs to a database: in its folder, or beside its one file."""
-    return database.with_name(f"{database.name}.{name}") if database.is_file() else database / name
+    """Name a file that belongs to a database: in its folder, or beside its one file.
+
+    A minidb's file in its folder, DB/data.minidb, is the database DB.
+    """
+    if not database.is_file():
+        return database / name
+    return database.with_name(name if database.name == MINIDB_DATA else f"{database.name}.{name}")
 
 
 def minidb_file(path: Path) -> Path:

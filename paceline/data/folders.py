@@ -5,7 +5,8 @@
     FOLDER/dog/1.jpg            label 1, "dog"
 
 A class's label is its place among the sorted names of the subfolders. Names that begin with a dot
-are no classes and no images (`.ipynb_checkpoints`, `._photo.jpg`).
+are no classes and no images (`.ipynb_checkpoints`, `._photo.jpg`). A folder of `train/` and `test/`
+with classes inside is no folder of two classes, and is refused.
 """
 
 from __future__ import annotations
@@ -17,6 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import ConfigError, DataError
+
+PARTS = {  # of a data set, by the names that people give them
+    *("train", "training", "val", "valid", "validation", "dev", "eval", "evaluation"),
+    *("test", "testing", "holdout"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +54,8 @@ def scan(folder: Path) -> ClassFolders:
     because they can lead in a circle.
 
     Raises:
-        ConfigError: there is no class folder, or a class's name can't be a line of a text file.
+        ConfigError: there is no class folder, the folders are the parts of a data set, or a class's
+            name can't be a line of a text file.
         DataError: a folder can't be listed.
     """
     try:
@@ -87,9 +94,11 @@ def _scan(folder: Path) -> ClassFolders:
                 skipped += 1
             else:
                 candidates.append(Candidate(path, label))
-    return ClassFolders(
+    found = ClassFolders(
         folder=folder, classes=tuple(classes), candidates=tuple(candidates), skipped=skipped
     )
+    _refuse_parts(found)
+    return found
 
 
 def _walk(folder: Path, name: str) -> Iterator[str | None]:
@@ -102,6 +111,24 @@ def _walk(folder: Path, name: str) -> Iterator[str | None]:
                 yield from _walk(folder / entry.name, f"{name}/{entry.name}")
             else:
                 yield f"{name}/{entry.name}" if entry.is_file() else None
+
+
+def _refuse_parts(found: ClassFolders) -> None:
+    """Refuse a folder of parts: no file in them but in subfolders, of which some names recur."""
+    inside: dict[str, set[str]] = {name: set() for name in found.classes}
+    for candidate in found.candidates:
+        name, *subfolders, _ = candidate.name.split("/")
+        if not subfolders or name.lower() not in PARTS:
+            return
+        inside[name].add(subfolders[0])
+    parts = [name for name, subfolders in inside.items() if subfolders]
+    if len(parts) > 1 and len(set.union(*inside.values())) < sum(map(len, inside.values())):
+        folders = " and ".join(f"{name}/" for name in parts)
+        first = next((name for name in parts if name.lower().startswith("train")), parts[0])
+        raise ConfigError(
+            f"{found.folder} has {folders} with the classes inside: make a database of each, the "
+            f"first one of {found.folder / first}."
+        )
 
 
 def _check_class_name(folder: Path, name: str) -> None:

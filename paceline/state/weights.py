@@ -78,7 +78,7 @@ def check_weights(path: Path) -> None:
         CheckpointError: the file is torn or something else.
     """
     if not path.exists():
-        raise ConfigError(f"--load_model_path {path}: there is no such file.")
+        raise ConfigError(f"--load_model_path {path}: there is no such file; check the path.")
     if check_header(path) == "safetensors" and find_spec("safetensors") is None:
         raise ConfigError(
             f"--load_model_path {path}: a file of safetensors, whose package isn't installed; run "

@@ -20,7 +20,6 @@ from tests.harness.bad_inputs import (
     require_run_answer,
     stand_in,
 )
-from tests.harness.command import run
 from tests.harness.databases import write_lmdb
 from tests.harness.image_folder import put, some_images
 from tests.harness.permissions import closed
@@ -33,11 +32,12 @@ NO_RECORD = (
 )
 AT_ONCE = {
     "missing": Bad(
-        words=WORDS + "missing", said="--train_data missing: there is no such database."
+        words=WORDS + "missing",
+        said="--train_data missing: there is no such database; check the path.",
     ),
     "missing test": Bad(
         words=WORDS + "whole --test_data missing",
-        said="--test_data missing: there is no such database.",
+        said="--test_data missing: there is no such database; check the path.",
     ),
     "a file": Bad(
         words=WORDS + "own.py",
@@ -93,6 +93,11 @@ AT_ONCE = {
         said="images/class0 has no subfolders: put the images of each class in "
         "images/class0/<class>.",
     ),
+    "create of parts": Bad(
+        words="db create parts made",
+        said="parts has test/ and train/ with the classes inside: make a database of each, the "
+        "first one of parts/train.",
+    ),
     "create of nothing": Bad(
         words="db create missing made",
         said="missing isn't a folder: give a folder of class folders.",
@@ -116,6 +121,15 @@ AT_ONCE = {
         said=r"torn-lmdb/data.mdb has \d+ bytes of \d+: the copy is incomplete, repeat it.",
         status=1,
     ),
+    "info of a file inside": Bad(
+        words="db info whole/data.mdb",
+        said="whole/data.mdb is one file of a database: give the folder whole instead.",
+    ),
+    "training on a file inside": Bad(
+        words=WORDS + "torn-leveldb/CURRENT --db_type leveldb",
+        said="torn-leveldb/CURRENT is one file of a database: give the folder torn-leveldb "
+        "instead.",
+    ),
     "info of nothing": Bad(
         words="db info missing", said="missing: there is no such folder or file; check the path."
     ),
@@ -138,14 +152,16 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("made")
     some_images(folder / "images", classes=3, each=5, size=32)
     some_images(folder / "few", classes=2, each=1, size=32)
+    for part in ("train", "test"):
+        some_images(folder / "parts" / part, classes=2, each=1, size=32)
     for source, name, kind in (
         ("images", "whole", "lmdb"),
         ("few", "other", "lmdb"),
         ("images", "torn-leveldb", "leveldb"),
         ("images", "torn-minidb", "minidb"),
     ):
-        ended = run("db", "create", source, name, "--db_type", kind, folder=folder)
-        assert ended.status == 0, ended.text
+        places = [str(folder / source), str(folder / name)]
+        assert main(["db", "create", *places, "--db_type", kind]) == 0
     put(folder, "broken/dog/2.jpg", (folder / "few/class0/0.jpg").read_bytes()[:200])
     write_lmdb(folder / "empty", [])
     shutil.copytree(folder / "whole", folder / "torn-lmdb")
@@ -197,7 +213,7 @@ def test_data_that_cant_be_had_are_refused_before_anything_is_written(
 def test_a_record_that_only_a_worker_reads_ends_the_run(
     name: str, here: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    words = f"{WORDS}{name} --output_dir {tmp_path}"
+    words = f"{WORDS}{name} --num_workers 2 --output_dir {tmp_path}"
     said = WHO + LATER[name] + REMEDIES
     require_answer(Bad(words=words, said=said, status=1, writes=True), here, capfd)
 

@@ -164,7 +164,7 @@ class Malicious:
 
 
 WEIGHTS = {
-    "none.pt": (2, "--load_model_path none.pt: there is no such file."),
+    "none.pt": (2, "--load_model_path none.pt: there is no such file; check the path."),
     "garbage.pt": (
         1,
         "garbage.pt: not a file of weights; give one that a run, torch.save or safetensors wrote.",

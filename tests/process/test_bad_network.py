@@ -96,7 +96,8 @@ def test_nobody_at_machine_0s_port_is_waited_for(
 
 
 MASTERS = {
-    "nowhere.invalid:29500": "nowhere.invalid:29500: the name nowhere.invalid isn't known here.*",
+    "nowhere.invalid:29500": "nowhere.invalid:29500: the name nowhere.invalid isn't known here; "
+    "give an address, or a name that this machine can look up.",
     "node0": "--master node0: give it as HOST:PORT, such as node0:29500.",
     "node0:99999": "--master node0:99999: give it as HOST:PORT, such as node0:29500.",
 }

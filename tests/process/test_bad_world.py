@@ -250,6 +250,31 @@ def test_a_launchers_variables_that_contradict_each_other_are_named(
     require_answer(Bad(words=f"{NULL} --model own:net", said=said), here, capfd)
 
 
+@pytest.mark.parametrize(
+    ("rank", "missing"),
+    [(0, "rank 1 of 2"), (1, r"rank 0 of 2 \(127.0.0.1:{} can't be reached: Connection refused\)")],
+    ids=["rank 1", "rank 0"],
+)
+def test_a_rank_that_never_comes_is_named_within_the_limit(
+    rank: int,
+    missing: str,
+    here: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    port, this = str(free_port()), str(rank)
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": this, "LOCAL_RANK": this}
+    meeting = {"GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for variable, value in {**place, **meeting}.items():
+        monkeypatch.setenv(variable, value)
+    said = (
+        rf"rank {rank} of 2 on {HOST}: {missing.format(port)} didn't come within 1 s: see what "
+        "they say, or give a longer --first_iter_timeout."
+    )
+    words = f"{NULL} --model own:net --first_iter_timeout 1"
+    require_answer(Bad(words=words, said=said, status=1), here, capfd)
+
+
 def test_a_flag_that_contradicts_torchruns_count_names_both(
     here: Path,
 ) -> None:

@@ -107,7 +107,7 @@ def test_no_machine_writes_before_all_have_checked(database: str, tmp_path: Path
     with srun(train(database, "--run_id", "r"), tmp_path, [1, 1], each=wrong) as programs:
         ends = [program.wait() for program in programs]
     assert [end.status for end in ends] == [2, 2], ends
-    cause = "--train_data missing: there is no such database."
+    cause = "--train_data missing: there is no such database; check the path."
     assert f"paceline: rank 1 on machine 1 ({HOST}): {cause}" in ends[1].text
     assert f"ended because rank 1 on machine 1 ({HOST}) failed: {cause}" in ends[0].text
     assert not (tmp_path / "runs").exists()

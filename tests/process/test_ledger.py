@@ -31,7 +31,7 @@ def test_a_run_that_was_killed_and_went_on_with_another_number_of_workers_is_exa
     for process in family:
         process.kill()
     command.send(signal.SIGKILL)
-    command.wait(10)
+    command.wait()
     assert gone(family)
     assert ledger(["r"]) == 0
     capsys.readouterr()

@@ -54,6 +54,31 @@ def test_a_class_and_an_image_may_be_links(tmp_path: Path) -> None:
     assert [c.name for c in scan(tmp_path / "all").candidates] == ["cat/1.jpg", "dog/2.jpg"]
 
 
+@pytest.mark.parametrize(
+    "files",
+    [
+        ("cat/2019/1.jpg", "dog/2019/1.jpg"),  # no names of parts
+        ("train/new/1.jpg", "test/old/1.jpg"),  # nothing recurs
+        ("train/old/1.jpg", "test/old/1.jpg", "bus/1.jpg"),
+        ("train/old/1.jpg", "test/old/1.jpg", "test/1.jpg"),
+        ("train/old/1.jpg", "train/new/1.jpg"),
+    ],
+)
+def test_classes_may_have_subfolders(tmp_path: Path, files: tuple[str, ...]) -> None:
+    for name in files:
+        put(tmp_path, name, b"")
+    assert len(scan(tmp_path).candidates) == len(files)
+
+
+@pytest.mark.parametrize("parts", [("Test", "Train"), ("train", "val"), ("test", "valid", "dev")])
+def test_parts_with_classes_inside_are_no_classes(tmp_path: Path, parts: tuple[str, ...]) -> None:
+    for part in parts:
+        put(tmp_path, f"{part}/cat/1.jpg", b"")
+        put(tmp_path, f"{part}/dog/2019/1.jpg", b"")
+    with pytest.raises(ConfigError, match="with the classes inside: make a database of each"):
+        scan(tmp_path)
+
+
 def test_a_class_without_images_keeps_its_label(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     put(tmp_path, "b/1.jpg", b"")

@@ -49,6 +49,17 @@ def test_a_file_by_itself_is_a_database_with_its_index_beside_it(bare: Path) -> 
     ]
 
 
+def test_the_file_in_its_folder_is_the_folders_database(tmp_path: Path) -> None:
+    write_minidb(tmp_path, items())
+    (tmp_path / "labels.txt").write_text("cat\ndog\n")
+    for path in (tmp_path / "data.minidb", tmp_path):
+        with closing(MiniDbSource(path)) as source:
+            check_records(source)
+            assert source.label_names == ("cat", "dog")
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["data.minidb", "labels.txt", "paceline.index"]
+
+
 def test_the_second_open_does_not_walk_the_file_again(tmp_path: Path) -> None:
     """Lengths in the middle, where no stamp reaches, are spoilt: only a walk would meet them."""
     value = items()[0][1]
