@@ -129,7 +129,7 @@ def open_frame(link, head, state, notifications):  # type: ignore[no-untyped-def
     offset, size, note = head[1], head[2], head[3]
     if head[0] != MAGIC or size < 0 or size > state[CHUNK] or offset < 0:
         return NONSENSE
-    if offset + size > state[SIZE] or note < -1 or note >= notifications:
+    if offset > state[SIZE] - size or note < -1 or note >= notifications:
         return NONSENSE
     link[IN_AT], link[IN_LEFT] = state[MEMORY] + offset, size
     return 0

@@ -1,0 +1,198 @@
+"""Windows over connections: urgency, strangers, nonsense, generations."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import pytest
+import torch
+
+from paceline.comm.linked_window import LinkedWindow
+from paceline.comm.mesh import Meeting, connect_all
+from paceline.comm.tcp_window import tcp_window
+from paceline.comm.window import Window
+from paceline.errors import CommTimeout, PeerLost
+from tests.harness.windows import LIMIT, meetings, run_windows, tcp
+
+LARGE = 64_000_000  # bytes, far more than sockets and the kernel hold
+
+
+def test_an_urgent_put_overtakes_those_that_wait() -> None:
+    def run(window: Window) -> bool:
+        if window.rank == 0:
+            bulk = torch.ones(LARGE, dtype=torch.uint8)
+            window.put(1, 0, bulk, 0, 1, priority=5)
+            window.put(1, 0, bulk, 1, 1, priority=5)
+            window.put(1, LARGE, torch.full((8,), 7, dtype=torch.uint8), 2, 1, priority=1)
+            window.wait(1, 0, 1, limit=LIMIT, operation="the answer")
+            return True
+        window.wait(0, 2, 1, limit=LIMIT, operation="the urgent one")
+        first = window.values[0, 1] == 0  # the second large one isn't there
+        assert window.memory[LARGE:].tolist() == [7] * 8
+        for large in (0, 1):
+            window.wait(0, large, 1, limit=LIMIT, operation="a large one")
+        window.put(0, 0, None, 0, 1)
+        window.flush(0, limit=LIMIT, operation="a flush")
+        return bool(first)
+
+    assert run_windows(tcp(2, LARGE + 8, 3), 2, run) == [True, True]
+
+
+def ends_of(meeting: Meeting) -> list[socket.socket | None]:
+    """Connect a rank, and leave its connections to the test."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        where = f"127.0.0.1 {server.getsockname()[1]}"
+        return connect_all(meeting, server, where, call)
+
+
+def call(where: str, limit: float) -> socket.socket:
+    host, port = where.split()
+    return socket.create_connection((host, int(port)), limit)
+
+
+def window_and_socket(size: int) -> tuple[LinkedWindow, socket.socket]:
+    """Return rank 0's window and the other end of its only connection."""
+    at = meetings(2)
+    found: list[list[socket.socket | None]] = []
+    thread = threading.Thread(target=lambda: found.append(ends_of(at[1])))
+    thread.start()
+    window = tcp_window(at[0], "127.0.0.1", size, 2)
+    thread.join()
+    end = found[0][0]
+    assert end is not None
+    return window, end
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nAccept: */*\r\n\r\n",
+        [1, 0, 8, 0, 1],  # another magic
+        [0x50616365, 1000, 32, 0, 1],  # beyond the memory
+        [0x50616365, -8, 8, 0, 1],
+        [0x50616365, 0, -1, 0, 1],
+        [0x50616365, 0, 8, 2, 1],  # a notification that isn't there
+        [0x50616365, 0, 2**40, 0, 1],
+        [0x50616365, 2**63 - 8, 16, 0, 1],  # whose end is a negative number
+    ],
+    ids=str,
+)
+def test_what_is_no_put_ends_the_connection_and_writes_nothing(frame: bytes | list[int]) -> None:
+    window, end = window_and_socket(1024)
+    said = frame if isinstance(frame, bytes) else torch.tensor(frame).numpy().tobytes()
+    end.sendall(said + b"\1" * 64)
+    with pytest.raises(PeerLost, match="rank 0 lost rank 1 in bucket 3: the peer sent something"):
+        window.wait(1, 0, 1, limit=LIMIT, operation="bucket 3")
+    assert not window.memory.any()
+    assert not window.values.any()
+    window.close()
+    end.close()
+
+
+def test_a_peer_that_ends_in_the_middle_of_a_put_is_lost_and_notifies_nothing() -> None:
+    window, end = window_and_socket(1024)
+    head = torch.tensor([0x50616365, 0, 512, 0, 1]).numpy().tobytes()
+    end.sendall(head + b"\1" * 100)
+    end.close()
+    with pytest.raises(PeerLost, match="the peer closed it"):
+        window.wait(1, 0, 1, limit=LIMIT, operation="bucket 3")
+    assert not window.values.any()
+    window.close()
+
+
+def shown_out(stranger: socket.socket) -> bool:
+    stranger.settimeout(LIMIT)
+    try:
+        return stranger.recv(100) == b""
+    except ConnectionResetError:  # it hadn't been listened to to the end
+        return True
+
+
+def test_a_stranger_is_shown_out_and_the_ranks_meet() -> None:
+    at = meetings(2)
+    windows: dict[int, LinkedWindow] = {}
+
+    def join(rank: int) -> None:
+        windows[rank] = tcp_window(at[rank], "127.0.0.1", 64, 1)
+
+    first = threading.Thread(target=join, args=(0,))
+    first.start()
+    host, port = at[1].store.get("window/1/0").decode().split()
+    strangers = [socket.create_connection((host, int(port)), LIMIT) for _ in range(3)]
+    strangers[0].sendall(b"GET / HTTP/1.1\r\n" + b"\0" * 100)
+    other = Meeting(**{**vars(at[1]), "token": "another job's"})
+    strangers[1].sendall(other.greeting)
+    strangers[2].close()
+    join(1)
+    first.join()
+    windows[1].put(0, 0, torch.ones(4), 0, 1)
+    windows[0].wait(1, 0, 1, limit=LIMIT, operation="a put")
+    assert shown_out(strangers[0])
+    assert shown_out(strangers[1])
+    for stranger in strangers:
+        stranger.close()
+    for window in windows.values():
+        window.close()
+
+
+def test_another_jobs_rank_is_no_peer() -> None:
+    ours = meetings(2)[0]
+    theirs = Meeting(**{**vars(ours), "rank": 1, "token": "another job's", "limit": 2.0})
+    errors: list[BaseException] = []
+
+    def join(meeting: Meeting) -> None:
+        try:
+            tcp_window(meeting, "127.0.0.1", 64, 1)
+        except (PeerLost, CommTimeout) as error:
+            errors.append(error)
+
+    patient = Meeting(**{**vars(ours), "limit": 2.0})
+    thread = threading.Thread(target=join, args=(patient,))
+    thread.start()
+    join(theirs)
+    thread.join()
+    said = sorted(map(str, errors))
+    assert said[0].startswith("rank 0 waited 2 s for the connection of rank 1")
+    assert said[1].startswith("rank 1 found a stranger instead of rank 0 at 127.0.0.1")
+
+
+def test_a_put_of_a_past_generation_lands_nowhere() -> None:
+    def generation(number: int) -> list[LinkedWindow]:
+        at = meetings(2, purpose=f"window/{number}")
+        made: dict[int, LinkedWindow] = {}
+
+        def join(rank: int) -> None:
+            made[rank] = tcp_window(at[rank], "127.0.0.1", 4096, 1)
+
+        threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [made[0], made[1]]
+
+    old = generation(1)
+    stopped = old[0]  # a process that sleeps while the others go on
+    old[1].close()
+    new = generation(2)
+    with pytest.raises(PeerLost, match="rank 0 lost rank 1"):
+        put_until_it_is_noticed(stopped)
+    new[0].put(1, 0, torch.full((4,), 2.0), 0, 1)
+    new[1].wait(0, 0, 1, limit=LIMIT, operation="a put")
+    assert new[1].memory[:16].view(torch.float32).tolist() == [2.0] * 4
+    assert new[1].values[0, 0] == 1
+    for window in (stopped, *new):
+        window.close()
+
+
+def put_until_it_is_noticed(window: Window) -> None:
+    for value in range(1, 10_000):
+        window.put(1, 0, torch.full((1024,), -1.0), 0, value)
+        threading.Event().wait(0.001)
+
+
+def test_a_rank_that_doesnt_come_is_named() -> None:
+    at = meetings(3, limit=0.3)
+    with pytest.raises(CommTimeout, match=r"^rank 0 waited .* for the connection of ranks 1, 2"):
+        tcp_window(at[0], "127.0.0.1", 64, 1)

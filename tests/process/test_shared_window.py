@@ -1,0 +1,89 @@
+"""Shared memory between real processes: who dies is noticed, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import sys
+from datetime import timedelta
+import torch
+from torch.distributed import FileStore
+from paceline.comm.mesh import Meeting
+from paceline.comm.shared_window import shared_window
+from paceline.errors import PacelineError
+
+rank, path = int(sys.argv[1]), sys.argv[2]
+store = FileStore(path, 3)
+store.set_timeout(timedelta(seconds=60))
+window = shared_window(
+    Meeting(store=store, rank=rank, world_size=3, token="t", purpose="w", limit=60), 4_000_000, 1
+)
+for peer in range(3):
+    if peer != rank:
+        window.put(peer, 1_000_000 * rank, torch.full((250_000,), float(rank)), 0, 1)
+for peer in range(3):
+    if peer != rank:
+        window.wait(peer, 0, 1, limit=60, operation="the first put")
+        assert (window.memory[1_000_000 * peer :][:1_000_000].view(torch.float32) == peer).all()
+print("ready", flush=True)
+try:
+    window.wait((rank + 1) % 3, 0, 2, limit=60, operation="the next put")
+except PacelineError as error:
+    print(error, flush=True)
+"""
+
+
+@contextmanager
+def ranks(folder: Path) -> Iterator[list[subprocess.Popen[str]]]:
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(rank), str(folder / "store")],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def left_behind() -> list[str]:
+    """List what could be left: files in memory, sockets without a file."""
+    sockets = Path("/proc/net/unix").read_text().splitlines()
+    return [*os.listdir("/dev/shm"), *[line for line in sockets if "paceline-" in line]]
+
+
+def test_a_killed_rank_is_named_by_who_waits_for_it(tmp_path: Path) -> None:
+    with ranks(tmp_path) as processes:
+        processes[1].kill()
+        said, _ = processes[0].communicate(timeout=60)
+    assert said == "rank 0 lost rank 1 in the next put: the peer closed it.\n"
+
+
+@pytest.mark.alone
+def test_ranks_that_are_all_killed_leave_nothing(tmp_path: Path) -> None:
+    before = left_behind()
+    with ranks(tmp_path) as processes:
+        assert "paceline window" in "".join(
+            os.readlink(entry) for entry in Path(f"/proc/{processes[0].pid}/map_files").iterdir()
+        )
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.wait()
+        assert left_behind() == before
