@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import NoReturn
 
 from torch._C._distributed_c10d import Store
 
@@ -28,8 +29,8 @@ from paceline.cluster.store import open_store
 def run_worker(environment: WorkerEnvironment, work: Callable[[Members, Store, str], None]) -> None:
     """Do a worker's work, and end the process with a report to the supervisor if it fails.
 
-    A failed worker leaves at once, without the interpreter's farewell: threads and process groups
-    that wait for lost peers must not keep its supervisor waiting.
+    A worker that fails or was stopped leaves at once, without the interpreter's farewell: threads
+    and process groups that wait for lost peers must not keep its supervisor waiting.
 
     Args:
         environment: the worker's place.
@@ -39,13 +40,10 @@ def run_worker(environment: WorkerEnvironment, work: Callable[[Members, Store, s
     keep_freed_memory()
     try:
         work(*join_world(environment))
-    except SystemExit:
-        raise
+    except SystemExit as stop:  # by a signal; the run's state is saved
+        _leave(int(stop.code or 0))
     except BaseException as error:
-        status = report_error(environment, error)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        _leave(report_error(environment, error))
 
 
 def join_world(environment: WorkerEnvironment) -> tuple[Members, Store, str]:
@@ -83,6 +81,12 @@ def end_with_supervisor() -> None:
     os.dup2(nothing, 0)
     os.close(nothing)
     threading.Thread(target=_watch, args=(lifeline,), name="lifeline", daemon=True).start()
+
+
+def _leave(status: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _watch(lifeline: int) -> None:

@@ -10,7 +10,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,9 +66,9 @@ class Mover:
         self._sources: dict[int, object] = {}
         self._order = 0
         self._putting = threading.Lock()
-        self._seats: queue.SimpleQueue[_Seat] = queue.SimpleQueue()
-        for row in self._waits:
-            self._seats.put(_Seat.beside(row))
+        self._seats: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for seat in range(_SEATS):
+            self._seats.put(seat)
         self._thread = threading.Thread(
             target=loop.run,
             args=(
@@ -152,19 +151,20 @@ class Mover:
         if ready():
             return True
         deadline = time.monotonic() + limit
-        seat = self._seats.get()
+        seat, event = self._seats.get(), _Event()
         try:
             while True:
                 with self._lock:
                     if ready():
                         return True
-                    seat.row[[loop.PEER, loop.ASLEEP]] = peer, 1
-                if not seat.sleep(deadline - time.monotonic()):
+                    self._waits[seat] = 1, peer, event.number
+                if not event.sleep(deadline - time.monotonic()):
                     return ready()
         finally:
             with self._lock:
-                seat.row[loop.ASLEEP] = 0
+                self._waits[seat, loop.ASLEEP] = 0  # nobody writes to the event any more
             self._seats.put(seat)
+            event.close()
 
     def close(self) -> None:
         """End the loop and close the connections; whoever sleeps wakes."""
@@ -191,31 +191,24 @@ class Mover:
             heapq.heappush(self._free, slot)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Seat:
-    """Where a thread sleeps: its row, and the event that the loop wakes it by."""
+class _Event:
+    """What a thread sleeps on."""
 
-    row: _Words
-    event: int
-    poll: select.poll
-
-    @staticmethod
-    def beside(row: _Words) -> _Seat:
-        event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        row[loop.EVENT] = event
-        poll = select.poll()
-        poll.register(event, select.POLLIN)
-        return _Seat(row=row, event=event, poll=poll)
+    def __init__(self) -> None:
+        self.number = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll = select.poll()
+        self._poll.register(self.number, select.POLLIN)
 
     def sleep(self, limit: float) -> bool:
         """Sleep; return False at the limit."""
-        if limit <= 0 or not self.poll.poll(limit * 1000):
+        if limit <= 0 or not self._poll.poll(limit * 1000):
             return False
-        try:
-            os.eventfd_read(self.event)
-        except BlockingIOError:
-            return True
+        os.eventfd_read(self.number)
         return True
+
+    def close(self) -> None:
+        """Let go of the event."""
+        os.close(self.number)
 
 
 def _words(*shape: int) -> _Words:

@@ -13,6 +13,7 @@ HTML comments directly above a block, which readers don't see, tell the test mor
     <!-- two machines: run together -->      each command is another machine's, all at once
     <!-- test adds: FLAGS -->                appended to each training command, to make it short
     <!-- status: 2 -->                       what the commands' status is instead of 0
+    <!-- tried twice: REASON -->             once more if it failed
     <!-- interrupted after: WORDS -->        Ctrl-C is pressed when it has said them
     <!-- file: NAME -->                      the block is a file of that name
     <!-- in a fresh folder -->               the section needs no database made before

@@ -16,15 +16,9 @@ COMMANDS = {
     "unknown command of db": Bad(
         words="db creat a b", said=r"no command 'db creat': did you mean create\?"
     ),
-    "launch without --": Bad(
-        words="launch -n 2 python x.py",
-        said="there is no -- between the flags and the command: paceline launch -n 2 -- python "
-        "train.py.",
-    ),
     "launch of nothing": Bad(
         words="launch -n 2 --",
-        said="there is no command: give one after --, as in paceline launch -n 2 -- python "
-        "train.py.",
+        said="there is no command: give one, as in paceline launch -n 2 -- python train.py.",
     ),
     "launch of no program": Bad(
         words="launch -n 2 -- nowhere",
