@@ -102,6 +102,10 @@ class FaultyWindow:
         """Wait in the other window."""
         self._window.wait(peer, notification, value, limit=limit, operation=operation)
 
+    def nudge(self) -> None:
+        """Nudge the other window."""
+        self._window.nudge()
+
     def wait_for_news(self, seen: int, limit: float) -> int:
         """Wait in the other window."""
         return self._window.wait_for_news(seen, limit)

@@ -83,6 +83,12 @@ class InProcessWindow:
             f"rank {self.rank} waited {limit:g} s for rank {peer} in {operation}: it hangs."
         )
 
+    def nudge(self) -> None:
+        """Wake who waits for news."""
+        with self._group.changed:
+            self._group.news[self.rank] += 1
+            self._group.changed.notify_all()
+
     def wait_for_news(self, seen: int, limit: float) -> int:
         """Wait until something has come."""
         news = self._group.news

@@ -84,6 +84,10 @@ class LinkedWindow:
 
         self._sleep(peer, there, limit, operation)
 
+    def nudge(self) -> None:
+        """Wake who waits for news."""
+        self._mover.nudge()
+
     def wait_for_news(self, seen: int, limit: float) -> int:
         """Sleep until something has come."""
         mover = self._mover

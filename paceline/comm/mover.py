@@ -166,6 +166,15 @@ class Mover:
             self._seats.put(seat)
             event.close()
 
+    def nudge(self) -> None:
+        """Count as news something that happened in this process."""
+        with self._lock:
+            self._state[loop.NEWS] += 1
+            for row in self._waits:
+                if row[loop.ASLEEP] and row[loop.PEER] == loop.EVERYBODY:
+                    row[loop.ASLEEP] = 0
+                    os.eventfd_write(int(row[loop.EVENT]), 1)
+
     def close(self) -> None:
         """End the loop and close the connections; whoever sleeps wakes."""
         if not self._thread.is_alive() and self._control == (-1, -1):

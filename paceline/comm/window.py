@@ -76,8 +76,11 @@ class Window(Protocol):
             CommTimeout: it said nothing for `limit` seconds; names both, too.
         """
 
+    def nudge(self) -> None:
+        """Count as news something that happened here: `wait_for_news` returns."""
+
     def wait_for_news(self, seen: int, limit: float) -> int:
-        """Return the number of notifications that have come, once it isn't `seen`, or at the limit.
+        """Return the number of notifications and nudges, once it isn't `seen`, or at the limit.
 
         Raises:
             PeerLost: a peer's connection ended.

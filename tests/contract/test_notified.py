@@ -1,0 +1,64 @@
+"""`notified` trains as one process on the whole batch does."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from paceline.comm.communicator import Communicator
+from paceline.comm.faulty_window import Faults, FaultyWindow
+from paceline.comm.inprocess_window import WindowGroup
+from paceline.comm.window import Window
+from paceline.sync.bucket import Bucket
+from paceline.sync.notified import Notified
+from tests.harness.cases import CASES
+from tests.harness.equivalence import largest_difference
+
+
+def notified(faults: bool) -> Callable[..., Any]:
+    """Return what makes the synchronizer of each rank, with windows of one group a binding."""
+    groups: dict[int, WindowGroup] = {}
+    made: Counter[int] = Counter()
+    lock = threading.Lock()
+
+    def make(buckets: Sequence[Bucket], communicator: Communicator, *parts: Any) -> Notified:
+        def open_window(size: int, notifications: int) -> Window:
+            rank = communicator.rank
+            with lock:
+                number = made[rank]
+                made[rank] += 1
+                if number not in groups:
+                    groups[number] = WindowGroup(communicator.world_size, size, notifications)
+            window = groups[number].window(rank)
+            return FaultyWindow(window, Faults(seed=rank)) if faults else window
+
+        return Notified(buckets, open_window, *parts, communicator.world_size, 30.0)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("world_size", "bucket_bytes"), [(1, 10**9), (2, 1), (3, 2_000), (5, 10**9), (5, 1)]
+)
+@pytest.mark.parametrize("name", CASES)
+def test_every_case(name: str, world_size: int, bucket_bytes: int) -> None:
+    training = CASES[name]()
+    alone = training.alone()
+    first, *others = training.on_threads(world_size, bucket_bytes, notified(False))
+    assert largest_difference(first, alone) < 1e-10
+    for other in others:
+        assert largest_difference(first, other) == 0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_case_with_puts_that_come_late_and_in_any_order(name: str) -> None:
+    training = CASES[name]()
+    alone = training.alone()
+    first, *others = training.on_threads(3, 2_000, notified(True))
+    assert largest_difference(first, alone) < 1e-10
+    for other in others:
+        assert largest_difference(first, other) == 0
