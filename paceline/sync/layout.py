@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -78,7 +79,7 @@ def lay_out(sizes: Sequence[tuple[int, torch.dtype]], world_size: int) -> Layout
     runs, at = [], 0
     for index, (numel, dtype) in enumerate(sizes):
         bounds = tuple(rank * numel // world_size for rank in range(world_size + 1))
-        longest = max(b - a for a, b in zip(bounds, bounds[1:], strict=False))
+        longest = max(b - a for a, b in pairwise(bounds))
         stride = _aligned(longest * dtype.itemsize)
         total = at + world_size * stride
         run = Run(

@@ -8,6 +8,7 @@ Nobody issues in an order that others must keep, so a bucket waits for nothing b
 of a rank is for one that waits for it: a sum needs parts only, a part needs its sender's backward
 only, and a backward needs the sums of the step before.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence

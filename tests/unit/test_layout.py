@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from hypothesis import given
@@ -37,7 +38,7 @@ def test_shards_cover_a_run_and_nothing_overlaps(
         assert values == list(range(numel))
     for owner in range(world_size):
         taken = sorted(place for place in places(layout, owner, world_size) if place[0] < place[1])
-        assert all(end <= start for (_, end), (start, _) in zip(taken, taken[1:], strict=False))
+        assert all(end <= start for (_, end), (start, _) in pairwise(taken))
         assert all(end <= layout.size for _, end in taken)
         assert all(start % dtype.itemsize == 0 for start, dtype in starts(layout))
 
