@@ -8,6 +8,7 @@ interpreter's.
 from __future__ import annotations
 
 import ctypes
+import threading
 from importlib import import_module
 from typing import Any
 
@@ -43,9 +44,14 @@ def address(array):  # type: ignore[no-untyped-def]
 
 
 class Lock:
-    """A lock that the loop takes by its address."""
+    """A lock that the loop takes by its address.
+
+    Of Python's threads one at a time goes for the mutex: a second one would wait for it with the
+    interpreter's lock, which the first one may need to let go of the mutex.
+    """
 
     def __init__(self) -> None:
+        self._turn = threading.Lock()
         self._memory = np.zeros(_MUTEX_WORDS, np.int64)
         self.address = self._memory.ctypes.data
         libc = ctypes.PyDLL(None)  # keeps the interpreter's lock
@@ -53,7 +59,9 @@ class Lock:
         self._lock.argtypes = self._unlock.argtypes = [ctypes.c_void_p]
 
     def __enter__(self) -> None:
+        self._turn.acquire()
         self._lock(self.address)
 
     def __exit__(self, *_: Any) -> None:
         self._unlock(self.address)
+        self._turn.release()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -183,3 +184,33 @@ def test_closing_wakes_this_ranks_own_waits(kind: Callable[[int, int, int], Make
         assert len(errors) == 1
 
     run_windows(kind(2, 8, 1), 2, run)
+
+
+def test_several_threads_of_a_rank_wait_at_once(kind: Callable[[int, int, int], Make]) -> None:
+    rounds, interval = 300, sys.getswitchinterval()
+
+    def listen(window: Window) -> None:
+        news = 0
+        while window.values[1 - window.rank, 1] < 1:
+            news = window.wait_for_news(news, 0.01)
+
+    def run(window: Window) -> None:
+        peer = 1 - window.rank
+        threads = [threading.Thread(target=listen, args=(window,), daemon=True) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for value in range(1, rounds + 1):
+            window.put(peer, 0, None, 0, value)
+            window.nudge()
+            window.wait(peer, 0, value, limit=LIMIT, operation="a round")
+        window.put(peer, 0, None, 1, 1)
+        window.flush(peer, limit=LIMIT, operation="a flush")
+        for thread in threads:
+            thread.join(LIMIT)
+            assert not thread.is_alive()
+
+    sys.setswitchinterval(1e-6)  # between any two instructions, about
+    try:
+        run_windows(kind(2, 8, 2), 2, run)
+    finally:
+        sys.setswitchinterval(interval)
