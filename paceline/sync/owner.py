@@ -54,14 +54,21 @@ class Owner:
         self._thread = threading.Thread(target=self._work, name="owner", daemon=True)
         self._thread.start()
 
-    def send(self, index: int, priority: int) -> None:
-        """Put this rank's parts of a run to their owners; `packed` stays until `wait` returns."""
+    def begin(self) -> None:
+        """Expect a step; runs have versions, so there is nothing to do."""
+
+    def next(self, index: int) -> int:
+        """Return the run itself: none arrives in an order."""
+        return index
+
+    def send(self, index: int) -> None:
+        """Put this rank's parts of a run to their owners, the more urgent the sooner it is read."""
         run = self._layout.runs[index]
         version = self._sent[index] + 1
         for peer in self._peers:
             part = self.packed[index][run.shard(peer)]
             where = run.part(self._window.rank)
-            self._window.put(peer, where, part, index, version, priority)
+            self._window.put(peer, where, part, index, version, -index)
         with self._changed:
             self._sent[index] = version
         self._window.nudge()
