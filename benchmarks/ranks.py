@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -83,10 +84,17 @@ def start(
     processes: list[subprocess.Popen[str]] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
-            for rank in range(ranks):
-                machine = machines[rank * len(machines) // ranks]
-                place = {"rank": rank, "ranks": ranks, "address": machine.address}
-                setting = {**place, "store": str(Path(folder) / "store"), **work}
+            on = [machines[rank * len(machines) // ranks] for rank in range(ranks)]
+            company = Counter(machine.address for machine in on)
+            for rank, machine in enumerate(on):
+                setting = {
+                    "rank": rank,
+                    "ranks": ranks,
+                    "address": machine.address,
+                    "company": company,
+                    "store": str(Path(folder) / "store"),
+                    **work,
+                }
                 processes.append(_start(machine, program, setting))
             yield Ranks(processes)
         finally:

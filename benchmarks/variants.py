@@ -4,6 +4,7 @@
     floor       no exchange, but two plain threads a rank stream as many bytes both ways
     ddp:MB      torch's DistributedDataParallel with that `bucket_cap_mb`
     allreduce   Paceline's, with the trainer's bucket size; allreduce:MB with another
+    notified    Paceline's on windows: shared memory on one machine, TCP between two
     line        no training: the floor's stream alone
 
 Model, layout, optimizer, loss and images are the same. The *floor* moves the bytes that a ring's
@@ -31,8 +32,9 @@ from torch import nn
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.build import make_optimizer, replicate
+from paceline.build import Peers, make_optimizer, replicate
 from paceline.build.exchange import SYNCHRONIZERS
+from paceline.cluster.members import Members
 from paceline.comm.process_group import ProcessGroupCommunicator
 from paceline.config.optim import OptimConfig
 from paceline.config.world import SyncConfig
@@ -47,12 +49,14 @@ CLASSES = 1000
 class Setting:
     """What a rank is told: its place, where it meets the others, and the work.
 
-    `store` is a file that all ranks see, `address` the one that reaches this rank.
+    `store` is a file that all ranks see, `address` the one that reaches this rank, `company` says
+    how many ranks there are at each address.
     """
 
     rank: int
     ranks: int
     address: str
+    company: dict[str, int]
     store: str
     rows: list[str]
     model: str
@@ -195,7 +199,24 @@ def bind(
         first_timeout=LIMIT,
         timeout=LIMIT,
     )
-    return replicate(training.model, training.optimizer, communicator, sync, bucket_mb)
+    addresses = tuple(setting.company)
+    machine = addresses.index(setting.address)
+    before = sum(setting.company[address] for address in addresses[:machine])
+    members = Members.on(
+        machine,
+        setting.rank - before,
+        machines=tuple(setting.company.values()),
+        addresses=addresses,
+        hosts=addresses,
+    )
+    peers = Peers(
+        members=members,
+        store=store,
+        token="benchmark",
+        limits=(LIMIT, LIMIT),
+        communicator=communicator,
+    )
+    return replicate(training.model, training.optimizer, peers, sync, bucket_mb)
 
 
 MAKERS: dict[str, Callable[[Setting, Store, float], Variant]] = {

@@ -47,7 +47,7 @@ def parallelize(
         model: on `world.device`, the same on all ranks but for its values.
         optimizer: any of `torch.optim` but LBFGS, of the model's parameters.
         world: of which the processes are.
-        sync: how gradients are exchanged: "allreduce".
+        sync: how gradients are exchanged: "allreduce", by collectives, or "notified", by puts.
         bucket_mb: size of a bucket, the unit of communication, in MiB.
         sync_bn: make BatchNorm's statistics those of the global batch.
 
@@ -74,7 +74,7 @@ def parallelize(
         parts: dict[str, Any] = {"model": model, "optimizer": optimizer}
         training.start.restore(parts)
         _share_state(optimizer, world)
-        replica = replicate(model, optimizer, session.communicator, sync, bucket_mb, share)
+        replica = replicate(model, optimizer, session.peers, sync, bucket_mb, share)
         if session.run is not None:
             for name, part in parts.items():
                 refuse_foreign(f"{name}.state_dict()", part.state_dict())

@@ -12,6 +12,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore
 
 from paceline.api.last_word import LastWord
+from paceline.build.exchange import Peers
 from paceline.cluster.join import Joined
 from paceline.cluster.preflight import compare
 from paceline.cluster.signals import StopSignals
@@ -112,6 +113,18 @@ class Session:
         """When checkpoints are due."""
         return SavePolicy(
             steps=self.output.checkpoint_steps, minutes=self.output.checkpoint_minutes
+        )
+
+    @property
+    def peers(self) -> Peers:
+        """The other processes, for what exchanges gradients."""
+        joined = self.link.joined
+        return Peers(
+            members=joined.members,
+            store=joined.store,
+            token=joined.token,
+            limits=(self.link.first_timeout, self.link.timeout),
+            communicator=self.communicator,
         )
 
     def keeper(self, parts: Mapping[str, Stateful]) -> Keeper | None:

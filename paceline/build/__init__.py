@@ -4,7 +4,7 @@ Each table of classes is one literal: `SOURCES` in `sources`, `SYNCHRONIZERS` in
 """
 
 from paceline.build.checks import check
-from paceline.build.exchange import connect, connect_layers, device_of, replicate
+from paceline.build.exchange import Peers, connect, connect_layers, device_of, replicate
 from paceline.build.model import make_model, make_optimizer
 from paceline.build.recorders import build_recorder
 from paceline.build.resume import Start, find_start
@@ -12,6 +12,7 @@ from paceline.build.sources import Sources, cores_per_worker, make_loader, open_
 from paceline.build.training import build_trainer
 
 __all__ = [
+    "Peers",
     "Sources",
     "Start",
     "build_recorder",

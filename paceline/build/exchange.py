@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
 
 import torch
 from torch import nn
@@ -11,17 +13,86 @@ from torch.optim import Optimizer
 
 from paceline.cluster.members import Members
 from paceline.comm.communicator import Communicator
+from paceline.comm.machines_window import machines_window
+from paceline.comm.mesh import Meeting
 from paceline.comm.process_group import ProcessGroupCommunicator
+from paceline.comm.window import Window
 from paceline.config.train import TrainConfig
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.bucket import Bucket
+from paceline.sync.layout import Topology
+from paceline.sync.notified import Notified
 from paceline.sync.replica import Replica
 from paceline.sync.share import Share
 from paceline.sync.statistics import RunningStatistics
 from paceline.sync.synchronizer import Synchronizer
 from paceline.sync.updater import Updater
 
-SYNCHRONIZERS = {"allreduce": AllReduce}
+
+@dataclass(frozen=True, kw_only=True)
+class Peers:
+    """How a worker reaches the others.
+
+    Attributes:
+        members: the world.
+        store: where they meet.
+        token: the job token.
+        limits: seconds to wait for them, at the start and later.
+        communicator: connects them.
+    """
+
+    members: Members
+    store: Store
+    token: str
+    limits: tuple[float, float]
+    communicator: Communicator
+    _windows: Iterator[int] = field(default_factory=count)
+
+    def open_window(self, size: int, notifications: int) -> Window:
+        """Open a window, shared with the workers of this machine; collective.
+
+        Raises:
+            CommError: a rank didn't come in time, or can't be reached.
+        """
+        members = self.members
+        meeting = Meeting(
+            store=self.store,
+            rank=members.rank,
+            world_size=members.world_size,
+            token=self.token,
+            purpose=f"generation/{members.generation}/window/{next(self._windows)}",
+            limit=self.limits[0],
+        )
+        neighbours = self.topology.groups[members.machine]
+        return machines_window(meeting, neighbours, members.address, size, notifications)
+
+    @property
+    def topology(self) -> Topology:
+        """Workers of a machine are a group."""
+        return Topology.of(self.members.machines)
+
+
+def _allreduce(
+    buckets: Sequence[Bucket], peers: Peers, updater: Updater, statistics: RunningStatistics
+) -> Synchronizer:
+    return AllReduce(buckets, peers.communicator, updater, statistics)
+
+
+def _notified(
+    buckets: Sequence[Bucket], peers: Peers, updater: Updater, statistics: RunningStatistics
+) -> Synchronizer:
+    return Notified(
+        buckets,
+        peers.open_window,
+        updater,
+        statistics,
+        peers.topology,
+        peers.limits,
+        peers.communicator.steady,
+    )
+
+
+SYNCHRONIZERS = {"allreduce": _allreduce, "notified": _notified}
 
 
 def device_of(config: TrainConfig, local_rank: int) -> torch.device:
@@ -62,7 +133,7 @@ def connect_layers(
 def replicate(
     model: nn.Module,
     optimizer: Optimizer,
-    communicator: Communicator,
+    peers: Peers,
     sync: str,
     bucket_mb: float,
     share: Share | None = None,
@@ -72,7 +143,7 @@ def replicate(
     Args:
         model: the same on all ranks but for its values.
         optimizer: of the model's parameters, or others too.
-        communicator: connects the ranks.
+        peers: the ranks.
         sync: a key of `SYNCHRONIZERS`.
         bucket_mb: a bucket's size in MiB, about.
         share: what the model's SyncBatchNorm layers were made with.
@@ -84,10 +155,10 @@ def replicate(
 
     def make(buckets: Sequence[Bucket]) -> Synchronizer:
         updater, statistics = Updater(optimizer, buckets), RunningStatistics(model)
-        return SYNCHRONIZERS[sync](buckets, communicator, updater, statistics)
+        return SYNCHRONIZERS[sync](buckets, peers, updater, statistics)
 
     size = round(bucket_mb * 2**20)
-    return Replica(model, optimizer, communicator, make, bucket_bytes=size, share=share)
+    return Replica(model, optimizer, peers.communicator, make, bucket_bytes=size, share=share)
 
 
 def _connect(

@@ -12,11 +12,10 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from paceline.build.exchange import replicate
+from paceline.build.exchange import Peers, replicate
 from paceline.build.model import make_model, make_optimizer
 from paceline.build.resume import Start
 from paceline.build.sources import Sources, make_loader, order_of
-from paceline.cluster.members import Members
 from paceline.comm.communicator import Communicator
 from paceline.config.train import TrainConfig
 from paceline.observe.tally import TOLD
@@ -35,8 +34,7 @@ from paceline.trainer import Trainer
 
 def build_trainer(
     config: TrainConfig,
-    members: Members,
-    communicator: Communicator,
+    peers: Peers,
     sources: Sources,
     device: torch.device,
     recorder: Recorder,
@@ -50,8 +48,7 @@ def build_trainer(
 
     Args:
         config: what the run is told.
-        members: the world.
-        communicator: connects it.
+        peers: the world.
         sources: the records.
         device: this rank's.
         recorder: receives what happens.
@@ -65,6 +62,7 @@ def build_trainer(
         ConfigError: model, weights or checkpoint can't be had as asked for.
     """
     optim, start = config.optim, start or Start()
+    members, communicator = peers.members, peers.communicator
     torch.manual_seed(optim.seed)
     share = Share()
     told = config if start.state is None else config.without_weights()
@@ -93,9 +91,7 @@ def build_trainer(
         "precision": precision,
     }
     start.restore(parts)
-    replica = replicate(
-        model, optimizer, communicator, config.sync.sync, config.sync.bucket_mb, share
-    )
+    replica = replicate(model, optimizer, peers, config.sync.sync, config.sync.bucket_mb, share)
     weights = folder / f"{config.model.weights_name}.pt"
     output = config.output
     teller = recorder if members.rank == 0 else NullRecorder()  # all hear the same losses

@@ -46,10 +46,16 @@ def train(config: TrainConfig, members: Members, store: Store, token: str) -> No
         start = build.find_start(config.output, folder, config.identity(), communicator, device)
         recorder, log = build.build_recorder(config, members, folder, start)
         stack.callback(recorder.close)
+        peers = build.Peers(
+            members=members,
+            store=store,
+            token=token,
+            limits=(config.world.first_iter_timeout, config.world.timeout),
+            communicator=communicator,
+        )
         trainer = build.build_trainer(
             config,
-            members,
-            communicator,
+            peers,
             sources,
             device,
             recorder,

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.comm.window import Window
+from paceline.comm.window import Source, Window
 from paceline.errors import CommTimeout, PeerLost
 
 
@@ -75,7 +75,7 @@ class FaultyWindow:
         self,
         peer: int,
         offset: int,
-        source: Tensor | None,
+        source: Source,
         notification: int,
         value: int,
         priority: int = 0,

@@ -7,21 +7,31 @@ windows = [group.window(rank) for rank in range(3)]     # one a thread
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.comm.linked_window import bytes_of
+from paceline.comm.window import Source, bytes_of
 from paceline.errors import CommTimeout, PeerLost
 
 
 class WindowGroup:
-    """What the ranks of one process share."""
+    """What the ranks of one process share.
 
-    def __init__(self, world_size: int, size: int, notifications: int) -> None:
+    Args:
+        world_size: the number of ranks.
+        size: bytes of a window.
+        notifications: how many each peer has.
+        machines: as if there were machines with so many ranks each; by default each has its own.
+    """
+
+    def __init__(
+        self, world_size: int, size: int, notifications: int, machines: Sequence[int] = ()
+    ) -> None:
         self.world_size = world_size
+        self.machine = [number for number, ranks in enumerate(machines) for _ in range(ranks)]
         self.changed = threading.Condition()
         self.closed: set[int] = set()
         self.news = [0] * world_size
@@ -43,14 +53,16 @@ class InProcessWindow:
         self._group = group
 
     def reach(self, peer: int) -> Tensor | None:
-        """Return nothing: peers are reached by puts."""
-        return None
+        """Return the memory of a peer on the same machine."""
+        machine = self._group.machine
+        shared = bool(machine) and machine[peer] == machine[self.rank]
+        return self._group.memories[peer] if shared else None
 
     def put(
         self,
         peer: int,
         offset: int,
-        source: Tensor | None,
+        source: Source,
         notification: int,
         value: int,
         priority: int = 0,
@@ -59,9 +71,9 @@ class InProcessWindow:
         group = self._group
         with group.changed:
             self._require(peer, f"a put to rank {peer}")
-            if source is not None:
-                data = bytes_of(source)
+            for data in bytes_of(source):
                 group.memories[peer][offset : offset + data.numel()].copy_(data)
+                offset += data.numel()
             group.values[peer][self.rank, notification] = value
             group.news[peer] += 1
             group.changed.notify_all()

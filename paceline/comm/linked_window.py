@@ -12,11 +12,11 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
-import torch
 from torch import Tensor
 
 from paceline.comm.loop import EVERYBODY
 from paceline.comm.mover import Mover
+from paceline.comm.window import Source, bytes_of
 from paceline.errors import CommTimeout, PeerLost
 
 
@@ -58,20 +58,22 @@ class LinkedWindow:
         self,
         peer: int,
         offset: int,
-        source: Tensor | None,
+        source: Source,
         notification: int,
         value: int,
         priority: int = 0,
     ) -> None:
         """Queue a put, or copy at once where the memory is shared."""
         self._require(peer, f"a put to rank {peer}")
-        data = torch.empty(0, dtype=torch.uint8) if source is None else bytes_of(source)
+        data, at = bytes_of(source), offset
         shared = self._reaches[peer]
         if shared is not None:
-            shared[offset : offset + data.numel()].copy_(data)
-            data = data[:0]
-        where = (data.data_ptr(), data.numel())
-        self._mover.put(peer, where, (offset, notification, value), priority, data)
+            for piece in data:
+                shared[at : at + piece.numel()].copy_(piece)
+                at += piece.numel()
+            data = []
+        pieces = [(piece.data_ptr(), piece.numel()) for piece in data if piece.numel()]
+        self._mover.put(peer, pieces, (offset, notification, value), priority, data)
 
     def wait(
         self, peer: int, notification: int, value: int, *, limit: float, operation: str
@@ -121,9 +123,3 @@ class LinkedWindow:
     def _lost(self) -> int | None:
         others = (peer for peer in range(self.world_size) if peer != self.rank)
         return next((peer for peer in others if self._mover.error(peer)), None)
-
-
-def bytes_of(tensor: Tensor) -> Tensor:
-    """View a dense tensor's memory, in whatever order its values are, as (bytes,) of uint8."""
-    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
-    return flat.view(torch.uint8)

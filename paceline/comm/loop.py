@@ -5,7 +5,7 @@ taking the interpreter's lock; where numba isn't installed, the same source runs
 (`calls.py` has the system calls of both). All that it knows is in arrays that Python made:
 
     links   a row a peer             what is being sent there, what is being received
-    puts    a row a put              whence, how much is left, how urgent; the most urgent is next
+    puts    a row a put's piece      whence, how much is left, how urgent; the most urgent is next
     values  (peers, notifications)   written when the last byte of a put has landed
     waits   a row a waiting thread   what it sleeps for, and what wakes it
 
@@ -33,11 +33,12 @@ from paceline.comm.calls import (
 
 # The columns of a link, a put and a wait, and the places in `state`.
 FD, ALIVE, ERROR, FULL, PUT, OUT_HAVE, OUT_LEFT, OUT_AT, IN_HAVE, IN_LEFT, IN_AT, LINK = range(12)
-STATUS, TO, PRIORITY, ORDER, AT, LEFT, OFFSET, NOTE, VALUE, PUTS = range(10)
+STATUS, TO, PRIORITY, ORDER, AT, LEFT, OFFSET, NOTE, VALUE, REST, PUTS = range(11)
 ASLEEP, PEER, EVENT, WAIT = range(4)
 CONTROL, MEMORY, SIZE, CHUNK, TOP, NEWS, LOCK, STATE = range(8)
 
-FREE, NEW, QUEUED, SENT = range(4)  # a put's status; the loop sets the last two
+FREE, WAITING, NEW, QUEUED, SENT = range(5)  # a piece's status; the loop sets the last two
+NONE = -1  # instead of a put: there is none
 WORD = 8  # bytes
 HEAD_WORDS = 5
 HEAD = HEAD_WORDS * WORD
@@ -81,7 +82,7 @@ def begin_frame(p, link, head, state, puts):  # type: ignore[no-untyped-def]
     put = puts[p]
     size = min(state[CHUNK], put[LEFT])
     head[0], head[1], head[2], head[3], head[4] = MAGIC, put[OFFSET], size, -1, put[VALUE]
-    if size == put[LEFT]:
+    if size == put[LEFT] and put[REST] == NONE:
         head[3] = put[NOTE]
     link[PUT], link[OUT_HAVE], link[OUT_LEFT], link[OUT_AT] = p, 0, size, put[AT]
     put[AT] += size
@@ -90,11 +91,26 @@ def begin_frame(p, link, head, state, puts):  # type: ignore[no-untyped-def]
 
 
 @jit
+def end_piece(i, p, state, puts, waits, one):  # type: ignore[no-untyped-def]
+    """Go on with the rest of a put one of whose pieces is sent, or tell that it is sent whole."""
+    rest = puts[p, REST]
+    lock(state[LOCK])
+    puts[p, STATUS] = SENT
+    if rest == NONE:
+        wake(i, waits, one)
+    else:
+        puts[rest, OFFSET] = puts[p, OFFSET]
+        puts[rest, STATUS] = QUEUED
+        state[TOP] = max(state[TOP], rest + 1)
+    unlock(state[LOCK])
+
+
+@jit
 def send(i, state, links, puts, heads, message, waits, one):  # type: ignore[no-untyped-def]
     """Send until the socket is full or nothing is left; return 0, or an error."""
     link, head = links[i], heads[i]
     while True:
-        if link[PUT] < 0:
+        if link[PUT] == NONE:
             p = most_urgent(i, state, puts)
             if p < 0:
                 link[FULL] = 0
@@ -115,12 +131,9 @@ def send(i, state, links, puts, heads, message, waits, one):  # type: ignore[no-
         link[OUT_LEFT] -= sent - of_head
         if link[OUT_HAVE] == HEAD and link[OUT_LEFT] == 0:
             p = link[PUT]
-            link[PUT] = -1
+            link[PUT] = NONE
             if puts[p, LEFT] == 0:
-                lock(state[LOCK])
-                puts[p, STATUS] = SENT
-                wake(i, waits, one)
-                unlock(state[LOCK])
+                end_piece(i, p, state, puts, waits, one)
 
 
 @jit

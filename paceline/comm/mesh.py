@@ -1,6 +1,6 @@
-"""Connects each rank with each other, by sockets of any family; strangers are shown out.
+"""Connects ranks with each other, by sockets of any family; strangers are shown out.
 
-    rank r    listens and says where in the store, calls ranks 0 … r − 1, answers r + 1 … N − 1
+    rank r    listens and says where in the store, calls those below r, answers those above
     greeting  | "paceline" | digest of the job token and the purpose | rank |   both ways, at once
 
 A connection whose greeting is another is closed, and costs a caller's patience at most.
@@ -13,7 +13,7 @@ import hmac
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -37,6 +37,7 @@ class Meeting:
         token: the job's; whoever doesn't know it is a stranger.
         purpose: what the connections are for, with the generation: no two have the same.
         limit: seconds for all to come.
+        only: the ranks that take part; by default all.
     """
 
     store: Store
@@ -45,6 +46,12 @@ class Meeting:
     token: str
     purpose: str
     limit: float
+    only: Sequence[int] = ()
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Who takes part, in order."""
+        return self.only or range(self.world_size)
 
     @property
     def greeting(self) -> bytes:
@@ -70,7 +77,7 @@ def connect_all(
     where: str,
     call: Callable[[str, float], socket.socket],
 ) -> list[socket.socket | None]:
-    """Connect this rank with all others; collective.
+    """Connect this rank with the others that take part; collective.
 
     Args:
         meeting: who connects.
@@ -79,7 +86,7 @@ def connect_all(
         call: connects to such an address within some seconds.
 
     Returns:
-        a stream for each rank, None for this one.
+        a stream for each rank, None where there is no connection.
 
     Raises:
         PeerLost: a rank can't be reached.
@@ -89,10 +96,10 @@ def connect_all(
     ends: list[socket.socket | None] = [None] * meeting.world_size
     try:
         meeting.store.set(f"{meeting.purpose}/{meeting.rank}", where)
-        for peer in range(meeting.rank):
+        for peer in (rank for rank in meeting.ranks if rank < meeting.rank):
             ends[peer] = _call(meeting, peer, call, deadline)
-        while None in ends[meeting.rank + 1 :]:
-            peer, end = _answer(meeting, server, ends, deadline)
+        while missing := [r for r in meeting.ranks if r > meeting.rank and ends[r] is None]:
+            peer, end = _answer(meeting, server, missing, deadline)
             ends[peer] = end
     except BaseException:
         for end in filter(None, ends):
@@ -125,20 +132,19 @@ def _call(
 def _answer(
     meeting: Meeting,
     server: socket.socket,
-    ends: list[socket.socket | None],
+    missing: list[int],
     deadline: float,
 ) -> tuple[int, socket.socket]:
-    """Wait for a rank that isn't there yet."""
+    """Wait for one of the ranks that aren't there yet."""
     while True:
         server.settimeout(max(0.1, deadline - time.monotonic()))
         try:
             end, _ = server.accept()
         except TimeoutError as error:
-            missing = [r for r in range(meeting.rank + 1, len(ends)) if ends[r] is None]
             raise _missing(meeting, missing) from error
         with suppress(OSError):
             peer = meeting.rank_in(_received(end, _PATIENCE_S))
-            if peer is not None and peer > meeting.rank and ends[peer] is None:
+            if peer in missing:
                 end.sendall(meeting.greeting)
                 return peer, end
         end.close()

@@ -56,7 +56,7 @@ class Mover:
         )
         self._state[[loop.MEMORY, loop.SIZE]] = memory.ctypes.data, memory.size
         self._links = _words(count, loop.LINK)
-        self._links[:, loop.PUT] = -1
+        self._links[:, loop.PUT] = loop.NONE
         for link, end in zip(self._links, sockets, strict=True):
             link[[loop.FD, loop.ALIVE]] = (-1, 0) if end is None else (end.fileno(), 1)
         self._puts = _words(_PUTS, loop.PUTS)
@@ -108,7 +108,7 @@ class Mover:
     def put(
         self,
         peer: int,
-        source: tuple[int, int],
+        pieces: Sequence[tuple[int, int]],
         target: tuple[int, int, int],
         priority: int,
         keep: object,
@@ -117,26 +117,26 @@ class Mover:
 
         Args:
             peer: to whom.
-            source: the address and the number of its bytes.
+            pieces: the addresses and the numbers of its bytes.
             target: offset in the peer's memory, notification, value.
             priority: smaller goes first.
-            keep: what keeps the source's memory alive.
+            keep: what keeps the sources' memory alive.
         """
         with self._putting:
-            if len(self._free) < _PUTS // 2:
-                self._reap()
-            if not self._free:
-                raise RuntimeError(f"{_PUTS} puts are under way, and more can't be")
-            slot = heapq.heappop(self._free)
+            slots = self._take(max(1, len(pieces)))
             self._order += 1
-            self._sources[slot] = keep
-            self._puts[slot] = (loop.NEW, peer, priority, self._order, *source, *target)
-            os.write(self._control[1], slot.to_bytes(loop.WORD, "little"))
+            status, rest = loop.WAITING, loop.NONE
+            for slot, piece in zip(reversed(slots), reversed(pieces or [(0, 0)]), strict=True):
+                row = (status, peer, priority, self._order, *piece, *target, rest)
+                self._puts[slot], rest = row, slot
+            self._sources[slots[-1]] = keep
+            self._puts[slots[0], loop.STATUS] = loop.NEW
+            os.write(self._control[1], slots[0].to_bytes(loop.WORD, "little"))
 
     def sending(self, peer: int) -> bool:
         """Tell whether a put to a peer is under way."""
         status = self._puts[:, loop.STATUS]
-        mine = (status == loop.NEW) | (status == loop.QUEUED)
+        mine = (status == loop.NEW) | (status == loop.QUEUED) | (status == loop.WAITING)
         return bool((mine & (self._puts[:, loop.TO] == peer)).any())
 
     def sleep(self, peer: int, ready: Callable[[], bool], limit: float) -> bool:
@@ -193,10 +193,18 @@ class Mover:
             os.close(end_of_pipe)
         self._control = (-1, -1)
 
+    def _take(self, count: int) -> list[int]:
+        """Take free rows, the lowest first."""
+        if len(self._free) < _PUTS // 2 + count:
+            self._reap()
+        if len(self._free) < count:
+            raise RuntimeError(f"{_PUTS} pieces of puts are under way, and more can't be")
+        return [heapq.heappop(self._free) for _ in range(count)]
+
     def _reap(self) -> None:
         for slot in np.flatnonzero(self._puts[:, loop.STATUS] == loop.SENT).tolist():
             self._puts[slot, loop.STATUS] = loop.FREE
-            del self._sources[slot]
+            self._sources.pop(slot, None)
             heapq.heappush(self._free, slot)
 
 

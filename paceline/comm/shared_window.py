@@ -11,6 +11,7 @@ import mmap
 import os
 import secrets
 import socket
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 import torch
@@ -33,24 +34,41 @@ def shared_window(meeting: Meeting, size: int, notifications: int) -> LinkedWind
         CommError: a rank didn't come in time, or isn't on this machine.
     """
     with ExitStack() as stack:
-        name = f"\0paceline-{secrets.token_hex(16)}"  # in no file system
-        with socket.socket(socket.AF_UNIX) as server:
-            server.bind(name)
-            server.listen()
-            ends = connect_all(meeting, server, name[1:], _call)
+        ends = connect_locally(meeting)
         for end in filter(None, ends):
             stack.callback(end.close)
-        own = os.memfd_create(f"paceline window of rank {meeting.rank}")
-        stack.callback(os.close, own)
+        memory, reaches = share_memory(meeting, ends, size)
+        window = LinkedWindow(meeting.rank, memory, ends, reaches, notifications)
+        stack.pop_all()
+        return window
+
+
+def connect_locally(meeting: Meeting) -> list[socket.socket | None]:
+    """Connect ranks of one machine by local sockets; collective. As `connect_all`."""
+    name = f"\0paceline-{secrets.token_hex(16)}"  # in no file system
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(name)
+        server.listen()
+        return connect_all(meeting, server, name[1:], _call)
+
+
+def share_memory(
+    meeting: Meeting, ends: Sequence[socket.socket | None], size: int
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Make this rank's memory, (bytes,), and map that of those who are connected; collective.
+
+    Raises:
+        CommError: a rank didn't send its memory.
+    """
+    own = os.memfd_create(f"paceline window of rank {meeting.rank}")
+    try:
         os.ftruncate(own, max(size, 1))
         memory = _mapped(own, size)
         for end in filter(None, ends):
             socket.send_fds(end, [b"\0"], [own])
-        reaches = [_reach(meeting, peer, end, size) for peer, end in enumerate(ends)]
-        window = LinkedWindow(meeting.rank, memory, ends, reaches, notifications)
-        stack.pop_all()
+        return memory, [_reach(meeting, peer, end, size) for peer, end in enumerate(ends)]
+    finally:
         os.close(own)
-        return window
 
 
 def _reach(meeting: Meeting, peer: int, end: socket.socket | None, size: int) -> Tensor | None:

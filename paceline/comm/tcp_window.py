@@ -30,12 +30,18 @@ def tcp_window(meeting: Meeting, address: str, size: int, notifications: int) ->
     Raises:
         CommError: a rank didn't come in time, or can't be reached.
     """
+    ends = connect_by_tcp(meeting, address)
+    memory = torch.zeros(size, dtype=torch.uint8)
+    return LinkedWindow(meeting.rank, memory, ends, [None] * len(ends), notifications)
+
+
+def connect_by_tcp(meeting: Meeting, address: str) -> list[socket.socket | None]:
+    """Connect ranks by TCP, ready for puts; collective. As `connect_all`."""
     with socket.create_server((address, 0), family=_family(address)) as server:
         where = f"{address} {server.getsockname()[1]}"
         ends = connect_all(meeting, server, where, _call)
     tune(ends)
-    memory = torch.zeros(size, dtype=torch.uint8)
-    return LinkedWindow(meeting.rank, memory, ends, [None] * len(ends), notifications)
+    return ends
 
 
 def tune(ends: Iterable[socket.socket | None]) -> None:

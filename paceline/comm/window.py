@@ -15,11 +15,15 @@ a late write of a stopped process hits nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+Source = Tensor | Sequence[Tensor] | None
 
 
 class Window(Protocol):
@@ -45,7 +49,7 @@ class Window(Protocol):
         self,
         peer: int,
         offset: int,
-        source: Tensor | None,
+        source: Source,
         notification: int,
         value: int,
         priority: int = 0,
@@ -55,8 +59,9 @@ class Window(Protocol):
         Args:
             peer: another rank.
             offset: bytes from the start of the peer's memory.
-            source: dense, of any dtype, on the CPU; not to be written until `flush`. None: only
-                notify, of what was written by `reach` before.
+            source: dense, of any dtype, on the CPU; not to be written until `flush`. Several
+                tensors land one behind another. None: only notify, of what was written by `reach`
+                before.
             notification: which of the peer's values of this rank to set; each put that is under
                 way has its own.
             value: what to set it to; larger than the last one.
@@ -95,3 +100,11 @@ class Window(Protocol):
 
     def close(self) -> None:
         """Give up connections and memory; whoever waits gets `PeerLost`. Nothing is sent later."""
+
+
+def bytes_of(source: Source) -> list[Tensor]:
+    """View dense tensors' memory, in whatever order their values are, as (bytes,) of uint8 each."""
+    tensors = [] if source is None else [source] if isinstance(source, Tensor) else source
+    return [
+        tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8) for tensor in tensors
+    ]

@@ -126,8 +126,9 @@ class WorldConfig:
 class SyncConfig:
     """The exchange of gradients."""
 
-    sync: Literal["allreduce"] = "allreduce"
-    """The method: allreduce (NCCL on GPUs, Gloo on CPUs)."""
+    sync: Literal["allreduce", "notified"] = "allreduce"
+    """The method: allreduce (NCCL on GPUs, Gloo on CPUs), or notified (one-sided puts: shared
+    memory inside a machine, TCP between machines; no barrier in a step)."""
 
     bucket_mb: float = 8.0
     """Size of a bucket, the unit of communication, in MiB."""

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+from torch import Tensor
+
 from paceline.comm.communicator import Communicator, Ticket
 from paceline.sync.bucket import Bucket
 from paceline.sync.replicated import Replicated
@@ -32,11 +35,7 @@ class AllReduce(Replicated):
 
 
 class Collectives:
-    """An exchange by all_reduce, in place.
-
-    Attributes:
-        packed, sums: the same memory, of each bucket, and of the statistics where there are any.
-    """
+    """An exchange by all_reduce, in place."""
 
     def __init__(
         self,
@@ -45,30 +44,39 @@ class Collectives:
         statistics: RunningStatistics,
     ) -> None:
         self._communicator = communicator
-        self._buckets = len(buckets)
-        self.packed = [bucket.allocate().flat for bucket in buckets]
+        self._memory = [bucket.allocate() for bucket in buckets]
+        self._flat = [memory.flat for memory in self._memory]
         if statistics.flat is not None:
-            self.packed.append(statistics.flat.clone())
-        self.sums = self.packed
-        places = range(len(self.packed))
-        self._order = [*places[self._buckets :], *places[: self._buckets]]
+            self._flat.append(statistics.flat.clone())
+        places = range(len(self._flat))
+        self._order = [*places[len(buckets) :], *places[: len(buckets)]]
+        self._full: dict[int, bool] = {}  # bucket: did this rank have all values?
         self._ready: set[int] = set()  # complete, and to be issued in their turn
         self._issued = 0
         self._tickets: dict[int, Ticket] = {}  # in the order of their issue
 
-    def begin(self) -> None:
+    def steady(self) -> None:
+        """Tell the communicator."""
+        self._communicator.steady()
+
+    def begin(self, *, kept: bool) -> None:
         """Begin the order anew."""
-        if self._issued:  # an exchange of all ranks is complete: the start-up is over
-            self._communicator.steady()
         self._ready.clear()
         self._issued = 0
 
-    def send(self, index: int) -> None:
-        """Issue the run, if it is its turn, and those that waited for it."""
+    def send(self, index: int, values: Sequence[Tensor | None], weight: float) -> None:
+        """Pack the run, issue it, if it is its turn, and those that waited for it."""
+        if index < len(self._memory):
+            self._memory[index].pack(values, weight)
+            self._full[index] = weight > 0 and all(value is not None for value in values)
+        else:
+            (statistics,) = values
+            assert statistics is not None
+            torch.mul(statistics, weight, out=self._flat[index])
         self._ready.add(index)
         while self._issued < len(self._order) and self._order[self._issued] in self._ready:
             turn = self._order[self._issued]
-            self._tickets[turn] = self._communicator.all_reduce(self.packed[turn])
+            self._tickets[turn] = self._communicator.all_reduce(self._flat[turn])
             self._issued += 1
 
     def next(self, index: int) -> int:
@@ -79,11 +87,14 @@ class Collectives:
         """
         if self._tickets[index].done():
             return index
-        return next(place for place in self._tickets if place < self._buckets)
+        return next(place for place in self._tickets if place < len(self._memory))
 
-    def wait(self, index: int, operation: str) -> None:
+    def wait(self, index: int, operation: str) -> list[Tensor | None]:
         """Wait for the run's all_reduce."""
         self._tickets.pop(index).wait(f"all_reduce of {operation}")
+        if index == len(self._memory):
+            return [self._flat[index]]
+        return self._memory[index].reduced(used_here=self._full[index])
 
     def close(self) -> None:
         """Forget what is under way."""

@@ -43,6 +43,11 @@ class Bucket:
         """The number of values of all parameters."""
         return sum(p.numel() for p in self.parameters)
 
+    @property
+    def gradients(self) -> list[Tensor | None]:
+        """The parameters' gradients."""
+        return [p.grad for p in self.parameters]
+
     def allocate(self) -> Memory:
         """Make the bucket's staging memory."""
         first = self.parameters[0]
@@ -77,20 +82,20 @@ class Memory:
     used: Tensor
 
     @torch.no_grad()
-    def pack(self, bucket: Bucket, weight: float) -> None:
-        """Copy the bucket's gradients, times `weight`; an unused parameter's is 0.
+    def pack(self, values: Sequence[Tensor | None], weight: float) -> None:
+        """Copy gradients, one a parameter, times `weight`; one that is None is 0.
 
         With weight 0 (a borrowed sample) they are 0 whatever they are, and nothing counts as used.
         """
-        for p, view in zip(bucket.parameters, self.gradients, strict=True):
-            if p.grad is None or not weight:
+        for value, view in zip(values, self.gradients, strict=True):
+            if value is None or not weight:
                 view.zero_()
             else:
-                torch.mul(p.grad, weight, out=view)
-        unused = [i for i, p in enumerate(bucket.parameters) if p.grad is None]
+                torch.mul(value, weight, out=view)
         self.used.fill_(1 if weight else 0)
-        for index in unused:
-            self.used[index] = 0
+        for index, value in enumerate(values):
+            if value is None:
+                self.used[index] = 0
 
     def reduced(self, *, used_here: bool = False) -> list[Tensor | None]:
         """Return the gradients after the exchange; None where no rank used the parameter.

@@ -1,6 +1,6 @@
 """`notified`: gradients go to their owners by puts, sums come back, and a layer waits for its own.
 
-    gradient_ready        pack, put each shard to its owner             most urgent: read first
+    gradient_ready        put each shard to its owner                   most urgent: read first
     owner's thread        all ranks' parts are there: add, put back
     before_read           wait for this bucket's sums, update           in the next forward
 
@@ -13,9 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from torch import Tensor
+
 from paceline.comm.window import Window
 from paceline.sync.bucket import Bucket
-from paceline.sync.layout import lay_out
+from paceline.sync.layout import Spec, Topology, lay_out
 from paceline.sync.owner import Owner
 from paceline.sync.replicated import Replicated
 from paceline.sync.statistics import RunningStatistics
@@ -29,11 +31,13 @@ class Notified(Replicated):
 
     Args:
         buckets: what is exchanged; fewer bytes a bucket, a finer order.
-        open_window: opens this rank's window of this binding; collective.
+        open_window: opens this rank's window of this binding, collectively; ranks of a group share
+            memory there.
         updater: updates every parameter, on every rank.
         statistics: the model's running statistics, exchanged in every step.
-        world_size: the number of ranks.
-        limit: seconds to wait for a peer.
+        topology: which ranks share memory, and add up among themselves first.
+        limits: seconds to wait for a peer, in the first step and later.
+        steady: is called after the first step.
     """
 
     def __init__(
@@ -42,12 +46,23 @@ class Notified(Replicated):
         open_window: OpenWindow,
         updater: Updater,
         statistics: RunningStatistics,
-        world_size: int,
-        limit: float,
+        topology: Topology,
+        limits: tuple[float, float],
+        steady: Callable[[], None] = lambda: None,
     ) -> None:
-        sizes = [(bucket.length, bucket.parameters[0].dtype) for bucket in buckets]
+        templates: list[list[Tensor]] = [list(bucket.parameters) for bucket in buckets]
+        names = [bucket.names for bucket in buckets]
         if statistics.flat is not None:
-            sizes.append((statistics.flat.numel(), statistics.flat.dtype))
-        layout = lay_out(sizes, world_size)
-        owner = Owner(open_window(layout.size, layout.notifications), layout, limit)
-        super().__init__(buckets, owner, updater, statistics, world_size)
+            templates.append([statistics.flat])
+            names.append(("the running statistics",))
+        layout = lay_out([spec_of(tensors) for tensors in templates], topology)
+        window = open_window(layout.size, layout.notifications)
+        owner = Owner(window, layout, templates, names, limits, steady)
+        super().__init__(buckets, owner, updater, statistics, window.world_size)
+
+
+def spec_of(tensors: Sequence[Tensor]) -> Spec:
+    """Describe the run of some tensors of one dtype."""
+    dtype = tensors[0].dtype
+    lengths = tuple(tensor.numel() for tensor in tensors)
+    return Spec(lengths=lengths, dtype=dtype, coded=lambda n: n * dtype.itemsize, raw=True)

@@ -3,8 +3,8 @@
 A step is the same whatever carries the sums; that is an `Exchange` of *runs*, flat memories of all
 ranks that are added up: one a bucket, and a last one with the running statistics.
 
-    pack ── send ── … ── wait, update              one bucket
-      └ gradient_ready     └ before_read           (after this rank's `end`)
+    send ── … ── wait, update              one bucket
+      └ gradient_ready └ before_read       (after this rank's `end`)
 """
 
 from __future__ import annotations
@@ -20,30 +20,36 @@ from paceline.sync.updater import Updater
 
 
 class Exchange(Protocol):
-    """Adds runs up over the ranks."""
+    """Adds up what ranks have of each run: a bucket's gradients, or the running statistics."""
 
-    @property
-    def packed(self) -> Sequence[Tensor]:
-        """This rank's values of each run, (numel,); they stay from `send` until `wait`."""
+    def steady(self) -> None:
+        """End the start-up: all ranks have exchanged a step, and are waited for less long."""
 
-    @property
-    def sums(self) -> Sequence[Tensor]:
-        """The sums of each run, (numel,), from `wait` until the next `send`."""
+    def begin(self, *, kept: bool) -> None:
+        """Expect all runs of a step; those of the step before have been waited for.
 
-    def begin(self) -> None:
-        """Expect all runs of a step; those of the step before have been waited for."""
+        Args:
+            kept: the step before took effect; otherwise it leaves no trace.
+        """
 
-    def send(self, index: int) -> None:
-        """Start to add a run up; never block."""
+    def send(self, index: int, values: Sequence[Tensor | None], weight: float) -> None:
+        """Start to add a run up; never block.
+
+        Args:
+            index: the run's number.
+            values: one a parameter, not to be written before `wait`; None where there is none.
+            weight: what they count; with 0 they don't count whatever they are.
+        """
 
     def next(self, index: int) -> int:
         """Return the run to wait for first by one who needs run `index`: itself, if it is there."""
 
-    def wait(self, index: int, operation: str) -> None:
-        """Return once a run's sums are there.
+    def wait(self, index: int, operation: str) -> list[Tensor | None]:
+        """Return a run's weighted sums, until the next `send`; None where no rank had values.
 
         Raises:
             CommError: a peer was lost, or silent.
+            ConfigError: values were written since `send`.
         """
 
     def close(self) -> None:
@@ -74,10 +80,9 @@ class Replicated:
         self._updater = updater
         self._statistics = statistics
         self._world_size = world_size
-        self._packed_memory = [b.over(exchange.packed[b.index]) for b in buckets]
-        self._sums = [b.over(exchange.sums[b.index]) for b in buckets]
         self._pending: set[int] = set()  # runs that were sent and not yet waited for
-        self._packed: dict[int, bool] = {}  # bucket: has this rank used all its parameters?
+        self._sent: set[int] = set()  # buckets, in this step
+        self._kept = True  # the last step took effect
         self._step, self._weight = 0, 0.0
         self._ended = True  # what is pending belongs to an ended step and may be installed
         self._reduced = False
@@ -94,14 +99,11 @@ class Replicated:
             self._install(self.buckets[self._exchange.next(bucket.index)])
 
     def gradient_ready(self, bucket: Bucket) -> None:
-        """Pack the bucket and send it."""
+        """Send the bucket."""
         if self._ended:
             self._open()
-        self._packed[bucket.index] = self._weight > 0 and all(
-            p.grad is not None for p in bucket.parameters
-        )
-        self._packed_memory[bucket.index].pack(bucket, self._weight)
-        self._send(bucket.index)
+        self._sent.add(bucket.index)
+        self._send(bucket.index, bucket.gradients, self._weight)
 
     def reduce(self) -> None:
         """Make every `.grad` the global mean; None where nobody used the parameter."""
@@ -119,7 +121,7 @@ class Replicated:
                 self._updater.update(unit, [p.grad for bucket in unit for p in bucket.parameters])
         else:
             self._complete()
-        self._ended = True
+        self._kept = self._ended = True
 
     def abandon(self, step: int) -> None:
         """Drop the step's gradients, after the exchange that all ranks began."""
@@ -127,7 +129,7 @@ class Replicated:
             self._complete()
             for bucket in self.buckets:
                 self._receive(bucket)
-        self._ended = True
+        self._kept, self._ended = False, True
 
     def settle(self) -> None:
         """Install whatever has been exchanged for the last ended step."""
@@ -150,24 +152,25 @@ class Replicated:
         """Make the memory free for this step, and send the running statistics of its forward."""
         for bucket in self.buckets:
             self.before_read(bucket)  # what nobody has read
-        self._packed.clear()
-        self._exchange.begin()
+        if self._sent:
+            self._exchange.steady()
+        self._sent.clear()
+        self._exchange.begin(kept=self._kept)
         self._ended = False
-        self._statistics.pack(1 / self._world_size)
+        self._statistics.pack()
         if self._statistics.flat is not None:
-            self._exchange.packed[-1].copy_(self._statistics.flat)
-            self._send(len(self.buckets))
+            self._send(len(self.buckets), [self._statistics.flat], 1 / self._world_size)
 
-    def _send(self, index: int) -> None:
+    def _send(self, index: int, values: Sequence[Tensor | None], weight: float) -> None:
         self._pending.add(index)
-        self._exchange.send(index)
+        self._exchange.send(index, values, weight)
 
     def _complete(self) -> None:
         """Send the buckets that backward left incomplete."""
         if self._ended:
             self._open()
         for bucket in self.buckets:
-            if bucket.index not in self._packed:
+            if bucket.index not in self._sent:
                 self.gradient_ready(bucket)
 
     def _install(self, bucket: Bucket) -> None:
@@ -178,15 +181,13 @@ class Replicated:
     def _receive(self, bucket: Bucket) -> list[Tensor | None]:
         """Wait for a bucket's sum; a gradient is None where no rank used the parameter."""
         self._pending.discard(bucket.index)
-        self._exchange.wait(bucket.index, f"bucket {bucket.index} in step {self._step}")
-        return self._sums[bucket.index].reduced(used_here=self._packed[bucket.index])
+        return self._exchange.wait(bucket.index, f"bucket {bucket.index} in step {self._step}")
 
     def _install_statistics(self) -> None:
         """Install the mean of the running statistics, on all ranks between the same steps."""
         place = len(self.buckets)
         if self._ended and place in self._pending:
             self._pending.discard(place)
-            self._exchange.wait(place, f"running statistics in step {self._step}")
-            assert self._statistics.flat is not None
-            self._statistics.flat.copy_(self._exchange.sums[-1])
-            self._statistics.install()
+            (mean,) = self._exchange.wait(place, f"running statistics in step {self._step}")
+            assert mean is not None
+            self._statistics.install(mean)

@@ -39,20 +39,17 @@ class RunningStatistics:
         if self._buffers:
             self.flat = torch.cat([buffer.detach().flatten() for buffer in self._buffers])
 
-    def pack(self, weight: float) -> None:
-        """Copy the statistics of this rank, times `weight`."""
+    def pack(self) -> None:
+        """Copy the statistics of this rank."""
         if self.flat is not None:
             torch.cat([buffer.flatten() for buffer in self._buffers], out=self.flat)
-            self.flat.mul_(weight)
             self._moving = {module for module, _ in self._owned if module.training}
 
     @torch.no_grad()
-    def install(self) -> None:
-        """Copy the exchanged statistics into the model; those of frozen modules stay."""
-        if self.flat is None:
-            return
+    def install(self, mean: Tensor) -> None:
+        """Copy the ranks' mean, (values,), into the model; statistics of frozen modules stay."""
         sizes = [buffer.numel() for buffer in self._buffers]
-        means = torch.split(self.flat, sizes)
+        means = torch.split(mean, sizes)
         for (module, buffer), values in zip(self._owned, means, strict=True):
             if module in self._moving:
                 buffer.copy_(values.view_as(buffer))

@@ -14,13 +14,19 @@ from paceline.comm.faulty_window import Faults, FaultyWindow
 from paceline.comm.inprocess_window import WindowGroup
 from paceline.comm.window import Window
 from paceline.sync.bucket import Bucket
+from paceline.sync.layout import Topology
 from paceline.sync.notified import Notified
 from tests.harness.cases import CASES
 from tests.harness.equivalence import largest_difference
 
 
-def notified(faults: bool) -> Callable[..., Any]:
-    """Return what makes the synchronizer of each rank, with windows of one group a binding."""
+def notified(faults: bool, machines: Sequence[int] = ()) -> Callable[..., Any]:
+    """Return what makes the synchronizer of each rank, with windows of one group a binding.
+
+    Args:
+        faults: puts are late and overtake each other.
+        machines: how many ranks share memory on each; by default nobody does.
+    """
     groups: dict[int, WindowGroup] = {}
     made: Counter[int] = Counter()
     lock = threading.Lock()
@@ -32,11 +38,14 @@ def notified(faults: bool) -> Callable[..., Any]:
                 number = made[rank]
                 made[rank] += 1
                 if number not in groups:
-                    groups[number] = WindowGroup(communicator.world_size, size, notifications)
+                    groups[number] = WindowGroup(
+                        communicator.world_size, size, notifications, machines
+                    )
             window = groups[number].window(rank)
             return FaultyWindow(window, Faults(seed=rank)) if faults else window
 
-        return Notified(buckets, open_window, *parts, communicator.world_size, 30.0)
+        topology = Topology.of(machines) if machines else Topology.flat(communicator.world_size)
+        return Notified(buckets, open_window, *parts, topology, (30.0, 30.0))
 
     return make
 
@@ -54,11 +63,25 @@ def test_every_case(name: str, world_size: int, bucket_bytes: int) -> None:
         assert largest_difference(first, other) == 0
 
 
+@pytest.mark.parametrize("machines", [(2,), (5,), (2, 2), (1, 2), (3, 2), (1, 1, 2)], ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_every_case_with_puts_that_come_late_and_in_any_order(name: str) -> None:
+def test_every_case_on_machines_that_add_up_first(name: str, machines: tuple[int, ...]) -> None:
     training = CASES[name]()
     alone = training.alone()
-    first, *others = training.on_threads(3, 2_000, notified(True))
+    first, *others = training.on_threads(sum(machines), 2_000, notified(False, machines))
+    assert largest_difference(first, alone) < 1e-10
+    for other in others:
+        assert largest_difference(first, other) == 0
+
+
+@pytest.mark.parametrize("machines", [(), (2, 1)], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_every_case_with_puts_that_come_late_and_in_any_order(
+    name: str, machines: tuple[int, ...]
+) -> None:
+    training = CASES[name]()
+    alone = training.alone()
+    first, *others = training.on_threads(3, 2_000, notified(True, machines))
     assert largest_difference(first, alone) < 1e-10
     for other in others:
         assert largest_difference(first, other) == 0

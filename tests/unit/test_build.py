@@ -34,8 +34,13 @@ def trainer_of(folder: Path, *words: str) -> Trainer:
     config = config_of(*words)
     return build.build_trainer(
         config,
-        Members.alone(),
-        ThreadGroup(1).communicator(0),
+        build.Peers(
+            members=Members.alone(),
+            store=HashStore(),
+            token="token",
+            limits=(5.0, 5.0),
+            communicator=ThreadGroup(1).communicator(0),
+        ),
         build.open_sources(config),
         torch.device("cpu"),
         NullRecorder(),

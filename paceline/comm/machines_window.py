@@ -1,0 +1,42 @@
+"""A window over machines: shared memory with the ranks of this one, TCP with all others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+
+from paceline.comm.linked_window import LinkedWindow
+from paceline.comm.mesh import Meeting
+from paceline.comm.shared_window import connect_locally, share_memory
+from paceline.comm.tcp_window import connect_by_tcp
+
+
+def machines_window(
+    meeting: Meeting, neighbours: Sequence[int], address: str, size: int, notifications: int
+) -> LinkedWindow:
+    """Connect the ranks of several machines; collective.
+
+    Args:
+        meeting: who connects.
+        neighbours: the ranks of this machine, this one included.
+        address: the IP address of this machine that the peers reach.
+        size: bytes of this rank's memory, the same on all ranks.
+        notifications: how many each peer has.
+
+    Raises:
+        CommError: a rank didn't come in time, or can't be reached.
+    """
+    near = replace(meeting, purpose=f"{meeting.purpose}/near", only=neighbours)
+    others = [rank for rank in meeting.ranks if rank == meeting.rank or rank not in neighbours]
+    far = replace(meeting, purpose=f"{meeting.purpose}/far", only=others)
+    with ExitStack() as stack:
+        ends = connect_locally(near)
+        for end in filter(None, ends):
+            stack.callback(end.close)
+        memory, reaches = share_memory(near, ends, size)
+        by_tcp = connect_by_tcp(far, address)
+        ends = [one or other for one, other in zip(ends, by_tcp, strict=True)]
+        window = LinkedWindow(meeting.rank, memory, ends, reaches, notifications)
+        stack.pop_all()
+        return window

@@ -1,0 +1,143 @@
+"""What a rank has of a run: its gradients where they lie, and copies of those that are small.
+
+    parameters   [ weight of a convolution ][ scale, shift ][ weight …  ][ scale, shift ]
+    segments     [ the gradient itself     ][ a copy       ][ itself … ][ a copy       ]
+
+A large gradient is read where backward left it, if it lies there as its parameter does, and by
+whoever sends or adds it; it must not be written until the run's sum has come. The rest is copied
+into memory of this object's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.errors import ConfigError
+from paceline.sync.bucket import like
+from paceline.sync.layout import Run
+
+Piece = tuple[int, int, Tensor]  # begins and ends, in values; (end - begin,), contiguous
+
+_SMALL = 4096  # values; below it a copy is cheaper than a piece of its own
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A rank's values of a run in one step.
+
+    Attributes:
+        pieces: cover the run, in order.
+        weight: what the values count.
+        flags: (parameters,) of uint8, 1 where there is a gradient that counts.
+        lent: the gradients that are read where they lie, with their parameters' names and
+            autograd's counts of writes.
+    """
+
+    pieces: Sequence[Piece]
+    weight: float
+    flags: Tensor
+    lent: Sequence[tuple[str, Tensor, int]]
+
+    def within(self, values: slice) -> list[Piece]:
+        """Cut the pieces to some of the values; their places count from the first of these."""
+        return cut(self.pieces, values)
+
+    def refuse_writes(self) -> None:
+        """Look whether what was lent is as it was.
+
+        Raises:
+            ConfigError: a gradient was written.
+        """
+        for name, gradient, version in self.lent:
+            if gradient._version != version:
+                raise ConfigError(
+                    f"the gradient of {name} was written after optimizer.step(), while it was on "
+                    "its way: call zero_grad() with set_to_none=True, its default, or settle() "
+                    "before you write."
+                )
+
+
+class Sources:
+    """Makes parts of gradients.
+
+    Args:
+        run: whose they are.
+        templates: the parameters, or what has their shapes and strides.
+        names: of the parameters, for errors.
+    """
+
+    def __init__(self, run: Run, templates: Sequence[Tensor], names: Sequence[str]) -> None:
+        self._names = names
+        self._templates = [template.detach() for template in templates]
+        self._copies: Tensor | None = None  # (numel,)
+        self._views: list[Tensor] = []
+        self._run = run
+        ends = [sum(run.spec.lengths[: n + 1]) for n in range(len(templates))]
+        self._spans = list(zip([0, *ends], ends, strict=False))
+
+    def part(self, gradients: Sequence[Tensor | None], weight: float) -> Part:
+        """Make this step's part; overwrites the copies of the last one."""
+        pieces: list[Piece] = []
+        lent: list[tuple[str, Tensor, int]] = []
+        copied_from = 0
+        flags = torch.full((len(gradients),), weight > 0, dtype=torch.uint8)
+        for place, (gradient, (start, stop)) in enumerate(zip(gradients, self._spans, strict=True)):
+            if gradient is not None and self._can_lend(gradient, place):
+                pieces += self._copied(copied_from, start)
+                flat = gradient.detach().as_strided((stop - start,), (1,))
+                pieces.append((start, stop, flat))
+                lent.append((self._names[place], gradient, gradient._version))
+                copied_from = stop
+            elif gradient is None:
+                self._view(place).zero_()
+                flags[place] = 0
+            else:
+                self._view(place).copy_(gradient.detach())
+        pieces += self._copied(copied_from, self._run.numel)
+        return Part(pieces=pieces, weight=weight, flags=flags, lent=lent)
+
+    def _can_lend(self, gradient: Tensor, place: int) -> bool:
+        template = self._templates[place]
+        return (
+            gradient.numel() >= _SMALL
+            and gradient.stride() == template.stride()
+            and gradient.dtype == template.dtype
+            and not gradient._is_view()
+            and template.device.type == "cpu"
+            and _dense(gradient)
+        )
+
+    def _copied(self, start: int, stop: int) -> list[Piece]:
+        if start == stop:
+            return []
+        self._view(0)
+        assert self._copies is not None
+        return [(start, stop, self._copies[start:stop])]
+
+    def _view(self, place: int) -> Tensor:
+        if self._copies is None:
+            self._copies = torch.empty(self._run.numel, dtype=self._run.spec.dtype)
+            self._views = [
+                like(template, self._copies[start:stop])
+                for template, (start, stop) in zip(self._templates, self._spans, strict=True)
+            ]
+        return self._views[place]
+
+
+def _dense(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+def cut(pieces: Iterable[Piece], values: slice) -> list[Piece]:
+    """Cut pieces to some values; their places count from the first of these."""
+    found = []
+    for start, stop, piece in pieces:
+        a, b = max(start, values.start), min(stop, values.stop)
+        if a < b:
+            inside = piece if (a, b) == (start, stop) else piece[a - start : b - start]
+            found.append((a - values.start, b - values.start, inside))
+    return found
