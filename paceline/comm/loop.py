@@ -35,7 +35,7 @@ from paceline.comm.calls import (
 FD, ALIVE, ERROR, FULL, PUT, OUT_HAVE, OUT_LEFT, OUT_AT, IN_HAVE, IN_LEFT, IN_AT, LINK = range(12)
 STATUS, TO, PRIORITY, ORDER, AT, LEFT, OFFSET, NOTE, VALUE, REST, PUTS = range(11)
 ASLEEP, PEER, EVENT, WAIT = range(4)
-CONTROL, MEMORY, SIZE, CHUNK, TOP, NEWS, LOCK, STATE = range(8)
+CONTROL, MEMORY, SIZE, CHUNK, TOP, NEWS, LOCK, GONE, STATE = range(9)
 
 FREE, WAITING, NEW, QUEUED, SENT = range(5)  # a piece's status; the loop sets the last two
 NONE = -1  # instead of a put: there is none
@@ -96,6 +96,7 @@ def end_piece(i, p, state, puts, waits, one):  # type: ignore[no-untyped-def]
     rest = puts[p, REST]
     lock(state[LOCK])
     puts[p, STATUS] = SENT
+    state[GONE] += 1
     if rest == NONE:
         wake(i, waits, one)
     else:
@@ -118,6 +119,7 @@ def send(i, state, links, puts, heads, message, waits, one):  # type: ignore[no-
             begin_frame(p, link, head, state, puts)
         message[8], message[9] = address(head) + link[OUT_HAVE], HEAD - link[OUT_HAVE]
         message[10], message[11] = link[OUT_AT], link[OUT_LEFT]
+        asked = message[9] + message[11]
         sent = sendmsg(link[FD], address(message), _FLAGS)
         if sent < 0:
             error = errno()
@@ -134,6 +136,9 @@ def send(i, state, links, puts, heads, message, waits, one):  # type: ignore[no-
             link[PUT] = NONE
             if puts[p, LEFT] == 0:
                 end_piece(i, p, state, puts, waits, one)
+        if sent < asked:
+            link[FULL] = 1
+            return 0
 
 
 @jit
@@ -189,6 +194,8 @@ def receive(i, state, links, heads, values, waits, one):  # type: ignore[no-unty
         if link[IN_LEFT] == 0:
             link[IN_HAVE] = 0
             notify(i, head, state, values, waits, one)
+        if got < size:
+            return 0
 
 
 @jit

@@ -65,6 +65,7 @@ class Mover:
         self._free = list(range(_PUTS))
         self._sources: dict[int, object] = {}
         self._order = 0
+        self._gone = 0
         self._putting = threading.Lock()
         self._seats: queue.SimpleQueue[int] = queue.SimpleQueue()
         for seat in range(_SEATS):
@@ -148,6 +149,8 @@ class Mover:
             ready: quick; called under the loop's lock.
             limit: seconds.
         """
+        with self._putting:
+            self._reap()
         if ready():
             return True
         deadline = time.monotonic() + limit
@@ -195,14 +198,19 @@ class Mover:
 
     def _take(self, count: int) -> list[int]:
         """Take free rows, the lowest first."""
-        if len(self._free) < _PUTS // 2 + count:
-            self._reap()
+        self._reap()
         if len(self._free) < count:
             raise RuntimeError(f"{_PUTS} pieces of puts are under way, and more can't be")
         return [heapq.heappop(self._free) for _ in range(count)]
 
     def _reap(self) -> None:
-        for slot in np.flatnonzero(self._puts[:, loop.STATUS] == loop.SENT).tolist():
+        """Let go of what has been sent."""
+        gone = int(self._state[loop.GONE])
+        if gone == self._gone:
+            return
+        self._gone = gone
+        sent = self._puts[: self._state[loop.TOP], loop.STATUS] == loop.SENT
+        for slot in np.flatnonzero(sent).tolist():
             self._puts[slot, loop.STATUS] = loop.FREE
             self._sources.pop(slot, None)
             heapq.heappush(self._free, slot)

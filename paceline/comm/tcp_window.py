@@ -14,7 +14,7 @@ import torch
 from paceline.comm.linked_window import LinkedWindow
 from paceline.comm.mesh import Meeting, connect_all
 
-_UNSENT = 2**17  # bytes that wait in the kernel at most
+_UNSENT = 2**20  # bytes that wait in the kernel at most
 _NOTSENT_LOWAT = 25  # https://man7.org/linux/man-pages/man7/tcp.7.html; not in Python's socket
 
 

@@ -136,9 +136,10 @@ class Owner:
             self._window.wait(peer, row, version, limit=self._limit, operation=operation)
         if place.channel is not None:
             self._wait_for_thread(course, version, operation)
-        assert course.part is not None
-        course.part.refuse_writes()
-        if course.part.flags.all():
+        part, course.part, course.ours = course.part, None, []  # gradients needn't be kept
+        assert part is not None
+        part.refuse_writes()
+        if part.flags.all():
             return list(course.views)
         self._wait_for_flags(index, version, operation)
         used = place.flags(course.run).tolist()
