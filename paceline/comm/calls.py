@@ -9,7 +9,7 @@ from typing import Any
 _KIND = "plain" if find_spec("numba") is None else "compiled"
 _CALLS: Any = import_module(f"paceline.comm.calls_{_KIND}")
 
-Lock = _CALLS.Lock
+Lock, write_word = _CALLS.Lock, _CALLS.write_word
 jit, address, errno = _CALLS.jit, _CALLS.address, _CALLS.errno
 lock, unlock, poll = _CALLS.lock, _CALLS.unlock, _CALLS.poll
 sendmsg, recv, read, write = _CALLS.sendmsg, _CALLS.recv, _CALLS.read, _CALLS.write

@@ -20,6 +20,10 @@ types = numba.types
 _MUTEX_WORDS = 16  # 128 bytes, more than any pthread_mutex_t; all zero is an unlocked one
 _I32, _WORD = types.int32, types.intp
 
+_LIBC = ctypes.PyDLL(None)  # keeps the interpreter's lock
+_write = _LIBC.write
+_write.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_int64), ctypes.c_size_t]
+
 jit = numba.njit(nogil=True, cache=True)
 sendmsg = types.ExternalFunction("sendmsg", _WORD(_I32, _WORD, _I32))
 recv = types.ExternalFunction("recv", _WORD(_I32, _WORD, _WORD, _I32))
@@ -54,8 +58,7 @@ class Lock:
         self._turn = threading.Lock()
         self._memory = np.zeros(_MUTEX_WORDS, np.int64)
         self.address = self._memory.ctypes.data
-        libc = ctypes.PyDLL(None)  # keeps the interpreter's lock
-        self._lock, self._unlock = libc.pthread_mutex_lock, libc.pthread_mutex_unlock
+        self._lock, self._unlock = _LIBC.pthread_mutex_lock, _LIBC.pthread_mutex_unlock
         self._lock.argtypes = self._unlock.argtypes = [ctypes.c_void_p]
 
     def __enter__(self) -> None:
@@ -65,3 +68,8 @@ class Lock:
     def __exit__(self, *_: Any) -> None:
         self._unlock(self.address)
         self._turn.release()
+
+
+def write_word(descriptor: int, word: int) -> None:
+    """Write a word to a pipe or an event that has room, from Python, without a chance to pause."""
+    _write(descriptor, ctypes.c_int64(word), 8)

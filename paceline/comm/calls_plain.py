@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections.abc import Callable
 from ctypes import c_int, c_size_t, c_ssize_t, c_ulong, c_void_p
@@ -68,3 +69,8 @@ recv = _call("recv", c_ssize_t, c_int, c_void_p, c_size_t, c_int)
 poll = _call("poll", c_int, c_void_p, c_ulong, c_int)
 read = _call("read", c_ssize_t, c_int, c_void_p, c_size_t)
 write = _call("write", c_ssize_t, c_int, c_void_p, c_size_t)
+
+
+def write_word(descriptor: int, word: int) -> None:
+    """Write a word to a pipe or an event that has room."""
+    os.write(descriptor, word.to_bytes(8, "little", signed=True))

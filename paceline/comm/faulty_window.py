@@ -102,6 +102,10 @@ class FaultyWindow:
         """Wait in the other window."""
         self._window.wait(peer, notification, value, limit=limit, operation=operation)
 
+    def hear(self, below: int) -> None:
+        """Hear in the other window."""
+        self._window.hear(below)
+
     def nudge(self) -> None:
         """Nudge the other window."""
         self._window.nudge()

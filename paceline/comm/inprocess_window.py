@@ -35,6 +35,7 @@ class WindowGroup:
         self.changed = threading.Condition()
         self.closed: set[int] = set()
         self.news = [0] * world_size
+        self.heard = [notifications] * world_size
         self.memories = [torch.zeros(size, dtype=torch.uint8) for _ in range(world_size)]
         shape = (world_size, notifications)
         self.values = [np.zeros(shape, np.int64) for _ in range(world_size)]
@@ -75,7 +76,7 @@ class InProcessWindow:
                 group.memories[peer][offset : offset + data.numel()].copy_(data)
                 offset += data.numel()
             group.values[peer][self.rank, notification] = value
-            group.news[peer] += 1
+            group.news[peer] += notification < group.heard[peer]
             group.changed.notify_all()
 
     def wait(
@@ -94,6 +95,10 @@ class InProcessWindow:
         raise CommTimeout(
             f"rank {self.rank} waited {limit:g} s for rank {peer} in {operation}: it hangs."
         )
+
+    def hear(self, below: int) -> None:
+        """Count fewer notifications."""
+        self._group.heard[self.rank] = below
 
     def nudge(self) -> None:
         """Wake who waits for news."""

@@ -86,6 +86,10 @@ class LinkedWindow:
 
         self._sleep(peer, there, limit, operation)
 
+    def hear(self, below: int) -> None:
+        """Tell the loop."""
+        self._mover.hear(below)
+
     def nudge(self) -> None:
         """Wake who waits for news."""
         self._mover.nudge()

@@ -35,7 +35,7 @@ from paceline.comm.calls import (
 FD, ALIVE, ERROR, FULL, PUT, OUT_HAVE, OUT_LEFT, OUT_AT, IN_HAVE, IN_LEFT, IN_AT, LINK = range(12)
 STATUS, TO, PRIORITY, ORDER, AT, LEFT, OFFSET, NOTE, VALUE, REST, PUTS = range(11)
 ASLEEP, PEER, EVENT, WAIT = range(4)
-CONTROL, MEMORY, SIZE, CHUNK, TOP, NEWS, LOCK, GONE, STATE = range(9)
+CONTROL, MEMORY, SIZE, CHUNK, TOP, NEWS, LOCK, GONE, HEARD, STATE = range(10)
 
 FREE, WAITING, NEW, QUEUED, SENT = range(5)  # a piece's status; the loop sets the last two
 NONE = -1  # instead of a put: there is none
@@ -54,11 +54,11 @@ _PATIENCE_MS = 500
 
 
 @jit
-def wake(peer, waits, one):  # type: ignore[no-untyped-def]
-    """Wake who sleeps for news of a peer; under the lock."""
+def wake(peer, news, waits, one):  # type: ignore[no-untyped-def]
+    """Wake who sleeps for a peer, and, of news, who sleeps for everybody's; under the lock."""
     for w in range(waits.shape[0]):
         who = waits[w, PEER]
-        if waits[w, ASLEEP] and (EVERYBODY in (who, peer) or who == peer):
+        if waits[w, ASLEEP] and (peer == EVERYBODY or who == peer or (news and who == EVERYBODY)):
             waits[w, ASLEEP] = 0
             write(waits[w, EVENT], address(one), WORD)
 
@@ -98,7 +98,7 @@ def end_piece(i, p, state, puts, waits, one):  # type: ignore[no-untyped-def]
     puts[p, STATUS] = SENT
     state[GONE] += 1
     if rest == NONE:
-        wake(i, waits, one)
+        wake(i, False, waits, one)
     else:
         puts[rest, OFFSET] = puts[p, OFFSET]
         puts[rest, STATUS] = QUEUED
@@ -159,8 +159,9 @@ def notify(i, head, state, values, waits, one):  # type: ignore[no-untyped-def]
     if head[3] >= 0:
         lock(state[LOCK])
         values[i, head[3]] = head[4]
-        state[NEWS] += 1
-        wake(i, waits, one)
+        news = head[3] < state[HEARD]
+        state[NEWS] += news
+        wake(i, news, waits, one)
         unlock(state[LOCK])
 
 
@@ -216,7 +217,7 @@ def give_up(i, error, state, links, waits, one):  # type: ignore[no-untyped-def]
     """End a link, and wake everybody."""
     lock(state[LOCK])
     links[i, ERROR], links[i, ALIVE] = error, 0
-    wake(EVERYBODY, waits, one)
+    wake(EVERYBODY, True, waits, one)
     unlock(state[LOCK])
 
 

@@ -10,12 +10,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.comm import loop
-from paceline.comm.calls import Lock
+from paceline.comm.calls import Lock, write_word
 
 CHUNK = 2**18  # bytes of a frame at most
 _PUTS = 4096  # that can be under way
@@ -54,6 +55,7 @@ class Mover:
             CHUNK,
             self._lock.address,
         )
+        self._state[loop.HEARD] = notifications
         self._state[[loop.MEMORY, loop.SIZE]] = memory.ctypes.data, memory.size
         self._links = _words(count, loop.LINK)
         self._links[:, loop.PUT] = loop.NONE
@@ -67,9 +69,9 @@ class Mover:
         self._order = 0
         self._gone = 0
         self._putting = threading.Lock()
-        self._seats: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._seats: queue.SimpleQueue[tuple[int, _Event]] = queue.SimpleQueue()
         for seat in range(_SEATS):
-            self._seats.put(seat)
+            self._seats.put((seat, _Event()))
         self._thread = threading.Thread(
             target=loop.run,
             args=(
@@ -106,6 +108,10 @@ class Mover:
         }
         return known.get(error) or os.strerror(error)
 
+    def hear(self, below: int) -> None:
+        """Count only notifications below a number as news."""
+        self._state[loop.HEARD] = below
+
     def put(
         self,
         peer: int,
@@ -132,7 +138,7 @@ class Mover:
                 self._puts[slot], rest = row, slot
             self._sources[slots[-1]] = keep
             self._puts[slots[0], loop.STATUS] = loop.NEW
-            os.write(self._control[1], slots[0].to_bytes(loop.WORD, "little"))
+            write_word(self._control[1], slots[0])
 
     def sending(self, peer: int) -> bool:
         """Tell whether a put to a peer is under way."""
@@ -154,7 +160,7 @@ class Mover:
         if ready():
             return True
         deadline = time.monotonic() + limit
-        seat, event = self._seats.get(), _Event()
+        seat, event = self._seats.get()
         try:
             while True:
                 with self._lock:
@@ -166,23 +172,23 @@ class Mover:
         finally:
             with self._lock:
                 self._waits[seat, loop.ASLEEP] = 0  # nobody writes to the event any more
-            self._seats.put(seat)
-            event.close()
+            event.clear()
+            self._seats.put((seat, event))
 
     def nudge(self) -> None:
         """Count as news something that happened in this process."""
         with self._lock:
             self._state[loop.NEWS] += 1
-            for row in self._waits:
-                if row[loop.ASLEEP] and row[loop.PEER] == loop.EVERYBODY:
-                    row[loop.ASLEEP] = 0
-                    os.eventfd_write(int(row[loop.EVENT]), 1)
+            asleep = self._waits[:, loop.ASLEEP] & (self._waits[:, loop.PEER] == loop.EVERYBODY)
+            for seat in np.flatnonzero(asleep).tolist():
+                self._waits[seat, loop.ASLEEP] = 0
+                write_word(int(self._waits[seat, loop.EVENT]), 1)
 
     def close(self) -> None:
         """End the loop and close the connections; whoever sleeps wakes."""
         if not self._thread.is_alive() and self._control == (-1, -1):
             return
-        os.write(self._control[1], loop.STOP.to_bytes(loop.WORD, "little", signed=True))
+        write_word(self._control[1], loop.STOP)
         self._thread.join(_CLOSE_S)
         with self._lock:
             self._links[:, loop.ALIVE] = 0
@@ -228,11 +234,15 @@ class _Event:
         """Sleep; return False at the limit."""
         if limit <= 0 or not self._poll.poll(limit * 1000):
             return False
-        os.eventfd_read(self.number)
+        self.clear()
         return True
 
-    def close(self) -> None:
-        """Let go of the event."""
+    def clear(self) -> None:
+        """Forget that it was written to."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self.number)
+
+    def __del__(self) -> None:
         os.close(self.number)
 
 

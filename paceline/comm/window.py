@@ -81,6 +81,9 @@ class Window(Protocol):
             CommTimeout: it said nothing for `limit` seconds; names both, too.
         """
 
+    def hear(self, below: int) -> None:
+        """Count only notifications with smaller numbers as news; at first all are."""
+
     def nudge(self) -> None:
         """Count as news something that happened here: `wait_for_news` returns."""
 

@@ -32,7 +32,7 @@ from itertools import pairwise
 import torch
 
 _ALIGN = 64  # bytes, a cache line
-_WEIGHT = 8  # bytes
+WEIGHT = 8  # bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +151,7 @@ class Run:
     @property
     def head(self) -> int:
         """Bytes of a part's head."""
-        return aligned(_WEIGHT + len(self.spec.lengths))
+        return aligned(WEIGHT + len(self.spec.lengths))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +189,7 @@ def _lay_out(index: int, spec: Spec, topology: Topology, at: int) -> Run:
     item, numel = spec.dtype.itemsize, sum(spec.lengths)
     slices = _cut(0, numel, topology.channels, item)
     shards = tuple(_cut(start, stop, groups, item) for start, stop in pairwise(slices))
-    head = aligned(_WEIGHT + len(spec.lengths))
+    head = aligned(WEIGHT + len(spec.lengths))
     widest = max(b - a for a, b in pairwise(slices))
     coded = spec.coded(max(b - a for shard in shards for a, b in pairwise(shard)))
     passed_on = groups > 1 and (sharing > 1 or not spec.raw)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.comm.window import Window
-from paceline.sync.layout import Layout, Run, Topology
+from paceline.sync.layout import WEIGHT, Layout, Run, Topology
+from paceline.sync.sources import Flags
 
 
 class Place:
@@ -63,23 +65,27 @@ class Place:
         """The sums of a run, (numel,)."""
         return self._values(self.leader, run.sums, run, run.numel)
 
-    def flags(self, run: Run) -> Tensor:
+    def flags(self, run: Run) -> Flags:
         """What is known of who used which parameter, (parameters,)."""
-        return self._memory[self.leader][run.flags : run.flags + len(run.spec.lengths)]
+        memory = self._memory[self.leader][run.flags : run.flags + len(run.spec.lengths)]
+        return memory.numpy()
 
-    def local_room(self, run: Run, owner: int, sender: int) -> tuple[Tensor, Tensor]:
-        """The head and the values of what a member has of an owner's slice."""
-        values = run.channel(self.members.index(owner))
+    def local_room(self, run: Run, owner: int, sender: int) -> Room:
+        """Where what a member has of an owner's slice lies, in the owner's window."""
         at = run.local[self.members.index(sender)]
-        head = self._memory[owner][at : at + run.head]
-        return head, self._values(owner, at + run.head, run, values.stop - values.start)
+        values = run.channel(self.members.index(owner))
+        memory = self._memory[owner]
+        start = at + run.head
+        return Room(memory[at:start], self._values(owner, start, run, values.stop - values.start))
 
-    def cross_room(self, run: Run, group: int) -> tuple[Tensor, Tensor]:
-        """The head and the coded values, as bytes, of what a group has of this rank's shard."""
+    def cross_room(self, run: Run, group: int) -> Room:
+        """Where what a group has of this rank's shard lies, coded."""
         assert self.channel is not None
         own = run.shard(self.channel, self.group)
-        at = run.cross[group]
-        return self._coded(run, at, own)
+        at, memory = run.cross[group], self._memory[self.rank]
+        start = at + run.head
+        size = run.spec.coded(own.stop - own.start)
+        return Room(memory[at:start], memory[start : start + size])
 
     def back_room(self, run: Run, group: int) -> Tensor:
         """The coded values, as bytes, of the sums of a group's shard."""
@@ -87,12 +93,6 @@ class Place:
         shard = run.shard(self.channel, group)
         at = run.back[group]
         return self._memory[self.rank][at : at + run.spec.coded(shard.stop - shard.start)]
-
-    def _coded(self, run: Run, at: int, values: slice) -> tuple[Tensor, Tensor]:
-        memory = self._memory[self.rank]
-        start = at + run.head
-        size = run.spec.coded(values.stop - values.start)
-        return memory[at:start], memory[start : start + size]
 
     def _values(self, peer: int, at: int, run: Run, numel: int) -> Tensor:
         dtype = run.spec.dtype
@@ -107,12 +107,37 @@ def _memory(window: Window, peer: int) -> Tensor:
     return memory
 
 
-def write_head(head: Tensor, weight: float, flags: Tensor) -> None:
-    """Write a part's head, (bytes,)."""
-    head[:8].view(torch.float64)[0] = weight
-    head[8 : 8 + len(flags)] = flags
+class Room:
+    """Where a part lies.
+
+    Args:
+        head: (bytes,), its head.
+        values: behind it.
+    """
+
+    def __init__(self, head: Tensor, values: Tensor) -> None:
+        self.values = values
+        self._weight = head[:WEIGHT].numpy().view(np.float64)
+        self._flags = head[WEIGHT:].numpy()
+
+    def write_head(self, weight: float, flags: Flags) -> None:
+        """Say what the values are yet to be multiplied by, and which parameters they are of."""
+        self._weight[0] = weight
+        self._flags[: len(flags)] = flags
+
+    @property
+    def weight(self) -> float:
+        """What the values are yet to be multiplied by."""
+        return float(self._weight[0])
+
+    def flags(self, run: Run) -> Flags:
+        """Which parameters they are of."""
+        return self._flags[: len(run.spec.lengths)]
 
 
-def read_head(head: Tensor, run: Run) -> tuple[float, Tensor]:
-    """Return a part's weight and flags."""
-    return head[:8].view(torch.float64).item(), head[8 : 8 + len(run.spec.lengths)]
+def head_of(run: Run, weight: float, flags: Flags) -> Tensor:
+    """Make a part's head, (bytes,)."""
+    head = np.zeros(run.head, np.uint8)
+    head[:WEIGHT].view(np.float64)[0] = weight
+    head[WEIGHT : WEIGHT + len(flags)] = flags
+    return torch.from_numpy(head)

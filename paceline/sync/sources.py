@@ -13,13 +13,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.errors import ConfigError
 from paceline.sync.bucket import like
 from paceline.sync.layout import Run
 
+Flags = NDArray[np.uint8]
 Piece = tuple[int, int, Tensor]  # begins and ends, in values; (end - begin,), contiguous
 
 _SMALL = 4096  # values; below it a copy is cheaper than a piece of its own
@@ -33,13 +36,15 @@ class Part:
         pieces: cover the run, in order.
         weight: what the values count.
         flags: (parameters,) of uint8, 1 where there is a gradient that counts.
+        full: all of them are 1.
         lent: the gradients that are read where they lie, with their parameters' names and
             autograd's counts of writes.
     """
 
     pieces: Sequence[Piece]
     weight: float
-    flags: Tensor
+    flags: Flags
+    full: bool
     lent: Sequence[tuple[str, Tensor, int]]
 
     def within(self, values: slice) -> list[Piece]:
@@ -76,6 +81,7 @@ class Sources:
         self._copies: Tensor | None = None  # (numel,)
         self._views: list[Tensor] = []
         self._run = run
+        self._full = np.ones(len(templates), np.uint8)
         ends = [sum(run.spec.lengths[: n + 1]) for n in range(len(templates))]
         self._spans = list(zip([0, *ends], ends, strict=False))
 
@@ -83,8 +89,7 @@ class Sources:
         """Make this step's part; overwrites the copies of the last one."""
         pieces: list[Piece] = []
         lent: list[tuple[str, Tensor, int]] = []
-        copied_from = 0
-        flags = torch.full((len(gradients),), weight > 0, dtype=torch.uint8)
+        copied_from, missing = 0, []
         for place, (gradient, (start, stop)) in enumerate(zip(gradients, self._spans, strict=True)):
             if gradient is not None and self._can_lend(gradient, place):
                 pieces += self._copied(copied_from, start)
@@ -94,11 +99,14 @@ class Sources:
                 copied_from = stop
             elif gradient is None:
                 self._view(place).zero_()
-                flags[place] = 0
+                missing.append(place)
             else:
                 self._view(place).copy_(gradient.detach())
         pieces += self._copied(copied_from, self._run.numel)
-        return Part(pieces=pieces, weight=weight, flags=flags, lent=lent)
+        full = weight > 0 and not missing
+        flags = self._full if full else np.full(len(gradients), weight > 0, np.uint8)
+        flags[missing] = 0
+        return Part(pieces=pieces, weight=weight, flags=flags, full=full, lent=lent)
 
     def _can_lend(self, gradient: Tensor, place: int) -> bool:
         template = self._templates[place]

@@ -1,0 +1,265 @@
+"""The part of an owner: adds up its slice, its shard, and tells whoever needs the sums.
+
+    gathered   what the group has of this rank's slice is added up, in rank order
+    summed     what the groups have of its shard is, in their order, and is on its way back
+    done       the sums of the whole slice are in place, and the group knows
+
+Each is a version, a run. A thread of its own goes on with whatever has become possible, the most
+urgent first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from functools import reduce
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.comm.window import Window
+from paceline.sync.arithmetic import add_up
+from paceline.sync.course import Course
+from paceline.sync.layout import Run
+from paceline.sync.place import Place, head_of
+from paceline.sync.sources import Flags, Piece, cut
+
+_PATIENCE_S = 0.5
+_Versions = NDArray[np.int64]
+
+
+class Adder:
+    """Adds up what this rank owns.
+
+    Args:
+        window: this rank's.
+        place: of this rank.
+        courses: all runs.
+
+    Attributes:
+        sent: (runs,), the versions that this rank has sent.
+        done: (runs,), the versions whose sums are in place, of this rank's slice.
+        error: what ended the thread.
+    """
+
+    def __init__(self, window: Window, place: Place, courses: Sequence[Course]) -> None:
+        self._window, self._place, self._courses = window, place, courses
+        self._count = len(courses)
+        self.sent, self._gathered, self._summed, self.done, self._told = np.zeros(
+            (5, self._count), np.int64
+        )
+        self._lands = np.array([course.lands for course in courses], bool)
+        self._across = list(place.across.values())
+        self._relays = place.rank == place.leader != place.leaders[0] and bool(place.neighbours)
+        self.error: BaseException | None = None
+        self._changed = threading.Condition()
+        self._closed = False
+        if len(place.members) == 1 and bool(self._lands.all()):
+            window.hear(self._count)  # sums and flags are for who waits for them
+        self._thread = threading.Thread(target=self._work, name="owner", daemon=True)
+        self._thread.start()
+
+    def go_on(self, course: Course) -> None:
+        """Take this rank's part into account."""
+        index, values = course.run.index, self._window.values
+        self.sent[index] += 1
+        peers = self._place.neighbours or self._across
+        if not peers or (values[peers, index] >= self.sent[index]).all():
+            self._window.nudge()
+
+    def wait(self, index: int, version: int, limit: float) -> bool:
+        """Wait until a version is done; return whether it is."""
+        if self.done[index] < version:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: bool(self.done[index] >= version) or self.error is not None, limit
+                )
+        return bool(self.done[index] >= version)
+
+    def close(self) -> None:
+        """Let the thread end; the window is to be closed then."""
+        self._closed = True
+
+    def join(self) -> None:
+        """Return once the thread has ended."""
+        self._thread.join()
+
+    def put_shards(
+        self, run: Run, pieces: Sequence[Piece], weight: float, flags: Flags, version: int
+    ) -> None:
+        """Put what the group has of the other groups' shards to their owners.
+
+        Args:
+            run: whose shards.
+            pieces: of this rank's slice.
+            weight: what they are yet to be multiplied by.
+            flags: of their parameters.
+            version: of the run.
+        """
+        place = self._place
+        assert place.channel is not None
+        first = run.channel(place.channel).start
+        for group, owner in place.across.items():
+            inside = cut(pieces, _moved(run.shard(place.channel, group), -first))
+            sources = [head_of(run, weight, flags), *(piece for _, _, piece in inside)]
+            room = run.cross[place.group]
+            self._window.put(owner, room, sources, run.index, version, -run.index)
+
+    def _work(self) -> None:
+        news = 0
+        try:
+            while not self._closed:
+                while self._advance():
+                    pass
+                news = self._window.wait_for_news(news, _PATIENCE_S)
+        except BaseException as error:
+            with self._changed:
+                self.error = error
+                self._changed.notify_all()
+
+    def _advance(self) -> bool:
+        """Do what can be done; return False if there was nothing."""
+        place, values, count = self._place, self._window.values, self._count
+        if place.channel is None:
+            return False
+        parts = _least(values, place.neighbours, 0, count, self.sent)
+        gather = _indices(self._gathered < parts)
+        for index in gather:
+            self._gather(self._courses[index])
+        crossed = _least(values, self._across, 0, count, self._gathered)
+        add = _indices(self._summed < crossed)
+        for index in add:
+            self._sum(self._courses[index])
+        back = self._summed
+        if not self._lands.all():
+            back = np.where(self._lands, back, _least(values, self._across, count, 2 * count, back))
+        finish = _indices(self.done < back)
+        for index in finish:
+            self._finish(self._courses[index])
+        if self._relays:
+            self._pass_flags_on(values[place.leaders[0], 2 * count : 3 * count])
+        return bool(gather or add or finish)
+
+    def _gather(self, course: Course) -> None:
+        """Add up what the group has of this rank's slice."""
+        run, place, part = course.run, self._place, course.part
+        assert part is not None
+        assert place.channel is not None
+        values = run.channel(place.channel)
+        version = int(self._gathered[run.index]) + 1
+        if not place.neighbours:
+            course.ours, course.weight, course.flags = part.within(values), part.weight, part.flags
+        else:
+            size = values.stop - values.start
+            total = torch.empty(size, dtype=run.spec.dtype) if place.across else course.sums[values]
+            rooms = course.from_members
+            parts = [
+                part.within(values) if room is None else [(0, size, room.values)] for room in rooms
+            ]
+            add_up(parts, [part.weight if room is None else 1.0 for room in rooms], total)
+            course.ours, course.weight = [(0, size, total)], 1.0
+            course.flags = _union(
+                [part.flags if room is None else room.flags(run) for room in rooms]
+            )
+            if place.across:
+                self.put_shards(run, course.ours, 1.0, course.flags, version)
+        self._gathered[run.index] = version
+
+    def _sum(self, course: Course) -> None:
+        """Add up what the groups have of this rank's shard, and send it back."""
+        run, place = course.run, self._place
+        assert place.channel is not None
+        assert course.flags is not None
+        version = int(self._summed[run.index]) + 1
+        if place.across:
+            self._sum_groups(course, version)
+        elif not place.neighbours:
+            add_up([course.ours], [course.weight], course.sums)
+        if place.rank == place.leaders[0]:
+            self._tell_flags(course, version)
+        self._summed[run.index] = version
+
+    def _sum_groups(self, course: Course, version: int) -> None:
+        run, place, own = course.run, self._place, course.shard
+        assert place.channel is not None
+        assert own is not None
+        assert course.flags is not None
+        shard = run.shard(place.channel, place.group)
+        rooms, first = course.from_groups, run.channel(place.channel).start
+        ours = cut(course.ours, _moved(shard, -first))
+        parts = [ours if r is None else [(0, len(own), _as(r.values, own))] for r in rooms]
+        add_up(parts, [course.weight if r is None else r.weight for r in rooms], own)
+        course.flags = _union([course.flags if r is None else r.flags(run) for r in rooms])
+        where = run.sum_of(shard) if course.lands else run.back[place.group]
+        for peer in self._across:
+            self._window.put(peer, where, own, self._count + run.index, version, -run.index)
+
+    def _finish(self, course: Course) -> None:
+        """Put what came from the other groups into the sums, and notify the group."""
+        run, place = course.run, self._place
+        assert place.channel is not None
+        version = int(self.done[run.index]) + 1
+        for group in place.across if not course.lands else ():
+            sums = course.sums[run.shard(place.channel, group)]
+            sums.copy_(_as(place.back_room(run, group), sums))
+        for peer in place.neighbours:
+            self._window.put(peer, 0, None, self._count + run.index, version, -run.index)
+        with self._changed:
+            self.done[run.index] = version
+            self._changed.notify_all()
+
+    def _tell_flags(self, course: Course, version: int) -> None:
+        """Tell everybody which parameters were used, if somebody didn't use them all."""
+        run, place, flags = course.run, self._place, course.flags
+        assert flags is not None
+        if (flags == 1).all():
+            return
+        place.flags(run)[:] = flags
+        row, source = 2 * self._count + run.index, torch.from_numpy(flags.copy())
+        for peer in place.leaders[1:]:
+            self._window.put(peer, run.flags, source, row, version, -run.index)
+        for peer in place.neighbours:
+            self._window.put(peer, 0, None, row, version, -run.index)
+
+    def _pass_flags_on(self, versions: _Versions) -> None:
+        """Pass flags on to the group."""
+        for index in _indices(self._told < versions):
+            self._told[index] = versions[index]
+            row, version = 2 * self._count + index, int(versions[index])
+            for peer in self._place.neighbours:
+                self._window.put(peer, 0, None, row, version, -index)
+
+
+def _least(
+    values: _Versions, peers: Sequence[int], start: int, stop: int, bound: _Versions
+) -> _Versions:
+    """Return what all of some peers have reached, a notification, and no more than a bound."""
+    return reduce(np.minimum, (values[peer, start:stop] for peer in peers), bound)
+
+
+def _indices(which: NDArray[np.bool_]) -> list[int]:
+    """Return where something is true, the most urgent run first."""
+    if not which.any():
+        return []
+    found: list[int] = np.flatnonzero(which)[::-1].tolist()
+    return found
+
+
+def _union(flags: Sequence[Flags]) -> Flags:
+    """Unite flags: 0 where nobody used a parameter, 1 where all did, 2 where some."""
+    union = flags[0]
+    for more in flags[1:]:
+        if not np.array_equal(union, more):
+            union = np.where(union == more, union, 2).astype(np.uint8)
+    return union
+
+
+def _moved(values: slice, by: int) -> slice:
+    return slice(values.start + by, values.stop + by)
+
+
+def _as(data: Tensor, like: Tensor) -> Tensor:
+    """View bytes as values."""
+    return data.view(like.dtype)
