@@ -1,0 +1,89 @@
+"""The kernels as numba compiles them: one pass over memory, without the interpreter's lock.
+
+Compiled code is told addresses: to make an array of a tensor, and to find out what kind of array it
+is, would take longer than the work on a small piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.sync import kernel_loops as loops
+from paceline.sync import kernels_plain
+from paceline.sync.sources import Source, tiles
+
+_KINDS = {torch.float32: np.float32, torch.float64: np.float64}
+
+
+def add_weighted(parts: Sequence[Tensor], weights: Sequence[float], out: Tensor) -> None:
+    """See `kernels.py`."""
+    kind = _KINDS.get(out.dtype)
+    if kind is None:
+        kernels_plain.add_weighted(parts, weights, out)
+        return
+    assert all(p.dtype is out.dtype and p.numel() == out.numel() for p in parts)
+    counted = [(p.data_ptr(), w) for p, w in zip(parts, weights, strict=True) if w]
+    addresses = np.array([address for address, _ in counted], np.int64)
+    loops.add_weighted(
+        addresses, np.array([w for _, w in counted], kind), out.data_ptr(), out.numel()
+    )
+
+
+def encode_fp32(
+    sources: Sequence[Source], weight: float, before: Tensor, data: Tensor, after: Tensor
+) -> None:
+    """See `kernels.py`."""
+    assert data.numel() == 4 * after.numel()
+    loops.encode_fp32(*_compiled(sources, weight, before, data, after))
+
+
+def encode_bf16(
+    sources: Sequence[Source], weight: float, before: Tensor, data: Tensor, after: Tensor
+) -> None:
+    """See `kernels.py`."""
+    assert data.numel() == 2 * after.numel()
+    loops.encode_bf16(*_compiled(sources, weight, before, data, after))
+
+
+def decode_bf16(data: Tensor, out: Tensor, *, add: bool = False) -> None:
+    """See `kernels.py`."""
+    assert data.numel() == 2 * out.numel()
+    loops.decode_bf16(data.data_ptr(), out.data_ptr(), out.numel(), add)
+
+
+def encode_int8(
+    sources: Sequence[Source],
+    weight: float,
+    before: Tensor,
+    data: Tensor,
+    after: Tensor,
+    codes: int,
+    block: int,
+) -> None:
+    """See `kernels.py`."""
+    assert data.numel() == codes + after.numel()
+    loops.encode_int8(*_compiled(sources, weight, before, data, after), codes, block)
+
+
+def decode_int8(data: Tensor, out: Tensor, codes: int, block: int, *, add: bool = False) -> None:
+    """See `kernels.py`."""
+    assert data.numel() == codes + out.numel()
+    loops.decode_int8(data.data_ptr(), out.data_ptr(), out.numel(), codes, block, add)
+
+
+def _compiled(
+    sources: Sequence[Source], weight: float, before: Tensor, data: Tensor, after: Tensor
+) -> tuple[Any, ...]:
+    """Say the same to compiled code: addresses, and for each source its own, begin and end."""
+    assert before.numel() == after.numel()
+    assert tiles(sources, after.numel())
+    rows: list[int] = []
+    for source, place in sources:
+        rows += (0 if source is None else source.data_ptr(), place.start, place.stop)
+    addresses = before.data_ptr(), data.data_ptr(), after.data_ptr()
+    return np.array(rows, np.int64), float(weight), *addresses, after.numel()
