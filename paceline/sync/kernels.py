@@ -1,8 +1,9 @@
 """The arithmetic of wires and owners: as numba compiles it, or plain where it isn't installed.
 
-Both have the functions of `Kernels` and give the same bits. All tensors are on the CPU, flat,
-contiguous and of one size unless said otherwise; `out` and `after` are written, and overlap nothing
-that is read but for `after`, which may be `before`'s own memory. The interpreter's lock is let go.
+Both have the functions of `Kernels` and give the same bits, but for a NaN's own. All tensors are on
+the CPU, flat, contiguous and of one size unless said otherwise; `out` and `after` are written, and
+overlap nothing that is read but for `after`, which may be `before`'s own memory. The interpreter's
+lock is let go.
 """
 
 from __future__ import annotations

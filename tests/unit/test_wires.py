@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paceline.sync import kernels, kernels_compiled, kernels_plain
 from paceline.sync.wires import WIRES, Bf16, Fp32, Int8, Wire
-from tests.harness.coding import Coded, code, example, same, wild
+from tests.harness.coding import code, example, same, same_bits, wild
 
 TWINS = {"compiled": kernels_compiled, "plain": kernels_plain}
 KINDS: dict[str, Callable[[Any], Wire]] = {"fp32": Fp32, "bf16": Bf16, "int8": Int8}
@@ -156,17 +156,17 @@ def test_sums_of_many_steps_follow_the_true_sums(wire: Wire) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(values=wild(), before=wild(), weight=st.sampled_from([0.0, 1.0, 0.3, -1e30]))
 def test_both_twins_give_the_same_bits(
     kind: str, values: Tensor, before: Tensor, weight: float
 ) -> None:
     n = min(len(values), len(before))
     sources = [(values[: n // 3], slice(0, n // 3)), (values[n // 3 : n], slice(n // 3, n))]
-    results: list[Coded] = [
-        code(KINDS[kind](twin), sources, weight, before[:n]) for twin in TWINS.values()
-    ]
-    assert results[0] == results[1]
+    one, other = (code(KINDS[kind](twin), sources, weight, before[:n]) for twin in TWINS.values())
+    assert same_bits(one.decoded, other.decoded)
+    assert same_bits(one.after, other.after)
+    assert kind == "fp32" or torch.equal(one.data, other.data)  # there, a NaN's bits are anybody's
 
 
 @pytest.mark.parametrize("twin", TWINS)
