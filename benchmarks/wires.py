@@ -55,14 +55,16 @@ def kernels_work(kernels: Kernels, numel: int) -> Work:
     for name, kind in WIRES.items():
         wire = kind(kernels)
         data = torch.zeros(wire.size(numel), dtype=torch.uint8)
-        source = [(first, slice(0, numel))]
+        source = [(0, numel, first)]
         work[f"{name} encode"] = partial(wire.encode, source, 0.5, error, data, error)
         work[f"{name} decode"] = partial(wire.decode, data, out)
         work[f"{name} add"] = partial(wire.add, data, out)
     for count in (1, 2, 4):
         parts, weights = [first, second, error, out][:count], [0.5, 0.25, 1.0, 0.5][:count]
         total = torch.zeros(numel)
-        work[f"sum of {count}"] = partial(kernels.add_weighted, parts, weights, total)
+        work[f"sum of {count}"] = partial(
+            kernels.add_up, [[(0, numel, p)] for p in parts], weights, total
+        )
     return work
 
 

@@ -41,28 +41,47 @@ def _floats(address, at, numel):
 
 
 @_jit
-def add_weighted(parts, weights, out, numel):
+def add_up(rows, at, weights, out, numel):
+    """Add up a chunk, or less where a piece ends; `at` says which piece of each part is next."""
+    begin = 0
+    while begin < numel:
+        end = min(begin + _CHUNK, numel)
+        for k in range(len(at)):
+            end = min(end, rows[at[k] + 2])
+        _add(rows, at, weights, out, begin, end)
+        for k in range(len(at)):
+            if rows[at[k] + 2] == end:
+                at[k] += 3
+        begin = end
+
+
+@_jit
+def _add(rows, at, weights, out, begin, end):
     """Add the first part, or the first two, and then two at a time: that often out is gone over."""
-    size, kind = weights.itemsize, weights.dtype
-    for begin in range(0, numel, _CHUNK):
-        n, at = min(_CHUNK, numel - begin), size * begin
-        total = numba.carray(_pointer(out + at), n, kind)
-        k = len(parts) % 2
-        if len(parts) == 0:
-            total[:] = 0
-        elif k:
-            a, wa = numba.carray(_pointer(parts[0] + at), n, kind), weights[0]
+    n, kind = end - begin, weights.dtype
+    total = numba.carray(_pointer(out + weights.itemsize * begin), n, kind)
+    single = len(at) % 2
+    if len(at) == 0:
+        total[:] = 0
+    elif single:
+        a, wa = _piece(rows, at[0], begin, n, weights), weights[0]
+        for i in range(n):
+            total[i] = wa * a[i]
+    for k in range(single, len(at), 2):
+        a, wa = _piece(rows, at[k], begin, n, weights), weights[k]
+        b, wb = _piece(rows, at[k + 1], begin, n, weights), weights[k + 1]
+        if k == 0:
             for i in range(n):
-                total[i] = wa * a[i]
-        for j in range(k, len(parts), 2):
-            a, wa = numba.carray(_pointer(parts[j] + at), n, kind), weights[j]
-            b, wb = numba.carray(_pointer(parts[j + 1] + at), n, kind), weights[j + 1]
-            if j == 0:
-                for i in range(n):
-                    total[i] = wa * a[i] + wb * b[i]
-            else:
-                for i in range(n):
-                    total[i] = (total[i] + wa * a[i]) + wb * b[i]
+                total[i] = wa * a[i] + wb * b[i]
+        else:
+            for i in range(n):
+                total[i] = (total[i] + wa * a[i]) + wb * b[i]
+
+
+@_jit
+def _piece(rows, row, begin, n, weights):
+    where = rows[row] + weights.itemsize * (begin - rows[row + 1])
+    return numba.carray(_pointer(where), n, weights.dtype)
 
 
 @_jit

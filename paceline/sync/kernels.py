@@ -16,21 +16,24 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from paceline.sync.sources import Source
+from paceline.sync.pieces import Source
+from paceline.sync.sources import Piece
 
 
 class Kernels(Protocol):
     """What each of the two modules has.
 
-    Values are float32, but for `add_weighted`'s. `encode_…` codes v = weight * source + before
+    Values are float32, but for `add_up`'s. `encode_…` codes v = weight * source + before
     into `data` and leaves v less what is decoded of it in `after`, 0 where that isn't finite.
     """
 
-    def add_weighted(self, parts: Sequence[Tensor], weights: Sequence[float], out: Tensor) -> None:
+    def add_up(
+        self, parts: Sequence[Sequence[Piece]], weights: Sequence[float], out: Tensor
+    ) -> None:
         """Let out be ((w0 * p0 + w1 * p1) + w2 * p2) + …, each step rounded.
 
         A part with weight 0 is left out, whatever it holds: no NaN of its gets in. Any floating
-        dtype, the same for all; out is none of the parts.
+        dtype, the same for all; each part covers out by its pieces, and lies elsewhere.
         """
 
     def encode_fp32(
@@ -72,7 +75,7 @@ class Kernels(Protocol):
 _KIND = "plain" if find_spec("numba") is None else "compiled"
 KERNELS = cast(Kernels, import_module(f"paceline.sync.kernels_{_KIND}"))
 
-add_weighted = KERNELS.add_weighted
+add_up = KERNELS.add_up
 
 
 def scale(source: Tensor, weight: float, out: Tensor) -> None:

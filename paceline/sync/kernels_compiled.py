@@ -15,22 +15,33 @@ from torch import Tensor
 
 from paceline.sync import kernel_loops as loops
 from paceline.sync import kernels_plain
-from paceline.sync.sources import Source, tiles
+from paceline.sync.pieces import Source, cover
+from paceline.sync.sources import Piece
 
 _KINDS = {torch.float32: np.float32, torch.float64: np.float64}
 
 
-def add_weighted(parts: Sequence[Tensor], weights: Sequence[float], out: Tensor) -> None:
+def add_up(parts: Sequence[Sequence[Piece]], weights: Sequence[float], out: Tensor) -> None:
     """See `kernels.py`."""
     kind = _KINDS.get(out.dtype)
     if kind is None:
-        kernels_plain.add_weighted(parts, weights, out)
+        kernels_plain.add_up(parts, weights, out)
         return
-    assert all(p.dtype is out.dtype and p.numel() == out.numel() for p in parts)
-    counted = [(p.data_ptr(), w) for p, w in zip(parts, weights, strict=True) if w]
-    addresses = np.array([address for address, _ in counted], np.int64)
-    loops.add_weighted(
-        addresses, np.array([w for _, w in counted], kind), out.data_ptr(), out.numel()
+    rows: list[int] = []
+    firsts, counted = [], []
+    for part, weight in zip(parts, weights, strict=True):
+        if weight:
+            assert cover(part, out.numel(), out.dtype)
+            firsts.append(len(rows))
+            counted.append(weight)
+            for start, stop, piece in part:
+                rows += (piece.data_ptr(), start, stop)
+    loops.add_up(
+        np.array(rows, np.int64),
+        np.array(firsts, np.int64),
+        np.array(counted, kind),
+        out.data_ptr(),
+        out.numel(),
     )
 
 
@@ -81,9 +92,9 @@ def _compiled(
 ) -> tuple[Any, ...]:
     """Say the same to compiled code: addresses, and for each source its own, begin and end."""
     assert before.numel() == after.numel()
-    assert tiles(sources, after.numel())
+    assert cover(sources, after.numel(), torch.float32)
     rows: list[int] = []
-    for source, place in sources:
-        rows += (0 if source is None else source.data_ptr(), place.start, place.stop)
+    for start, stop, source in sources:
+        rows += (0 if source is None else source.data_ptr(), start, stop)
     addresses = before.data_ptr(), data.data_ptr(), after.data_ptr()
     return np.array(rows, np.int64), float(weight), *addresses, after.numel()

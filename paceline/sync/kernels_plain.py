@@ -10,26 +10,29 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from paceline.sync.sources import Source, tiles
+from paceline.sync.pieces import Source, cover
+from paceline.sync.sources import Piece, cut
 
 _CHUNK = 32_768  # values; whole blocks of int8's
 TINY, LARGE = 2.0**-119, 2.0**127  # beyond, a scale is denormal, and 127 of it may be infinite
 _NAN = 0x7FC0  # bfloat16's; torch's own differs between its scalar and its vector instructions
 
 
-def add_weighted(parts: Sequence[Tensor], weights: Sequence[float], out: Tensor) -> None:
+def add_up(parts: Sequence[Sequence[Piece]], weights: Sequence[float], out: Tensor) -> None:
     """See `kernels.py`."""
-    counted = [(p, w) for p, w in zip(parts, weights, strict=True) if w]
+    counted = [(part, weight) for part, weight in zip(parts, weights, strict=True) if weight]
+    assert all(cover(part, out.numel(), out.dtype) for part, _ in counted)
     if not counted:
         out.zero_()
     product = torch.empty_like(out[:_CHUNK])
     for begin in range(0, out.numel(), _CHUNK):
         total = out[begin : begin + _CHUNK]
-        scratch = product[: len(total)]
         for k, (part, weight) in enumerate(counted):
-            torch.mul(part[begin : begin + _CHUNK], weight, out=scratch if k else total)
+            term = product[: len(total)] if k else total
+            for a, b, piece in cut(part, slice(begin, begin + len(total))):
+                torch.mul(piece, weight, out=term[a:b])
             if k:
-                total += scratch
+                total += term
 
 
 def encode_fp32(
@@ -98,21 +101,21 @@ def _weighed(
     sources: Sequence[Source], weight: float, before: Tensor
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield weight * source + before, chunk by chunk, each with where it begins."""
-    assert tiles(sources, before.numel())
+    assert cover(sources, before.numel(), torch.float32)
     scratch = torch.empty_like(before[:_CHUNK])
     for begin in range(0, before.numel(), _CHUNK):
         old = before[begin : begin + _CHUNK]
         values = scratch[: len(old)]
         end = begin + len(old)
-        for source, place in sources:
-            a, b = max(begin, place.start), min(end, place.stop)
+        for start, stop, source in sources:
+            a, b = max(begin, start), min(end, stop)
             if a >= b:
                 continue
             here = slice(a - begin, b - begin)
             if source is None or not weight:
                 values[here] = old[here]
             else:
-                torch.mul(source[a - place.start : b - place.start], weight, out=values[here])
+                torch.mul(source[a - start : b - start], weight, out=values[here])
                 values[here] += old[here]
         yield begin, values
 

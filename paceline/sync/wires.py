@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from paceline.sync.kernels import KERNELS, Kernels
-from paceline.sync.sources import Source
+from paceline.sync.pieces import Source
 
 _ALIGN = 64  # bytes, a cache line
 _BLOCK = 256  # values that share a scale
@@ -51,8 +51,7 @@ class Wire(Protocol):
         watches the loss sees it; what is kept of it is 0, so that it spoils no later step.
 
         Args:
-            sources: pieces of the n values, each with its place, one behind the other; None
-                counts as zeros.
+            sources: of the n values, side by side; None counts as zeros.
             weight: with 0 all sources count as zeros, whatever they hold.
             before: (n,), what the last step missed.
             data: (size(n),) of uint8; what isn't needed of it for alignment is left as it is.

@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.sync.sources import Source
+from paceline.sync.pieces import Source
 from paceline.sync.wires import Wire
 
 _GUARD = 64  # bytes around each memory
@@ -78,7 +78,7 @@ def example(wire: Wire, numel: int, *, seed: int) -> tuple[Tensor, Coded]:
     gradient = torch.randn(numel, generator=generator) * 10**magnitudes
     before = torch.randn(numel, generator=generator)
     third = numel // 3
-    sources = [(gradient[:third], slice(0, third)), (gradient[third:], slice(third, numel))]
+    sources = [(0, third, gradient[:third]), (third, numel, gradient[third:])]
     return gradient * 0.3 + before, code(wire, sources, 0.3, before)
 
 

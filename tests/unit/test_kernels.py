@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from threading import Event, Thread
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from paceline.sync import kernels_compiled, kernels_plain
 from paceline.sync.kernels import Kernels, scale
+from paceline.sync.sources import Piece
 from paceline.sync.wires import Bf16, Int8
 
 every_twin = pytest.mark.parametrize(
@@ -29,6 +31,16 @@ def parts_of(count: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(numel, generator=generator).to(dtype) for _ in range(count)]
 
 
+def whole(parts: Sequence[Tensor]) -> list[list[Piece]]:
+    """Take each part for one piece."""
+    return [[(0, len(part), part)] for part in parts]
+
+
+def pieces(part: Tensor, *cuts: int) -> list[Piece]:
+    """Cut a part at some places into pieces that lie apart."""
+    return [(a, b, part[a:b].clone()) for a, b in pairwise([0, *cuts, len(part)])]
+
+
 @pytest.mark.parametrize("numel", [0, 1, 255, 4096, 4097, 100_003])
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 @every_twin
@@ -39,12 +51,33 @@ def test_parts_are_added_in_order_and_each_step_is_rounded(
         parts = parts_of(count, numel, dtype)
         weights = [0.3, 1.0, 1 / 7, 0.2, 0.11][:count]
         out = torch.full((numel,), 7.0, dtype=dtype)
-        kernels.add_weighted(parts, weights, out)
+        kernels.add_up(whole(parts), weights, out)
         products = [kind(w) * p.numpy() for w, p in zip(weights, parts, strict=True)]
         expected = products[0]
         for product in products[1:]:
             expected = expected + product
         assert out.numpy().tobytes() == expected.tobytes()
+
+
+@every_dtype
+@every_twin
+def test_pieces_cut_differently_are_added_as_the_wholes_are(
+    kernels: Kernels, dtype: torch.dtype
+) -> None:
+    parts, weights = parts_of(3, 70_001, dtype), [0.3, 0.7, 0.2]
+    out, expected = torch.full((2, 70_001), 7.0, dtype=dtype)
+    cut = [pieces(parts[0], 1, 1, 5000, 32_768), pieces(parts[1], 4096, 70_000), pieces(parts[2])]
+    kernels.add_up(cut, weights, out)
+    kernels.add_up(whole(parts), weights, expected)
+    assert torch.equal(out, expected)
+
+
+@every_twin
+def test_parts_that_do_not_cover_the_sum_are_our_bug(kernels: Kernels) -> None:
+    out, other = torch.zeros(10), torch.zeros(10, dtype=torch.float64)
+    for part in (pieces(out[1:]), pieces(out, 4)[1:], pieces(other)):
+        with pytest.raises(AssertionError):
+            kernels.add_up([pieces(out), part], [1.0, 1.0], out)
 
 
 @every_dtype
@@ -58,8 +91,8 @@ def test_a_part_of_weight_0_is_left_out_whatever_it_holds(
         parts[place].fill_(torch.nan)
         weights[place] = 0.0
         out, expected = torch.full((2, 5000), 7.0, dtype=dtype)
-        kernels.add_weighted(parts, weights, out)
-        kernels.add_weighted(kept, [w for w in weights if w], expected)
+        kernels.add_up(whole(parts), weights, out)
+        kernels.add_up(whole(kept), [w for w in weights if w], expected)
         assert torch.equal(out, expected)
         assert out.isfinite().all()
 
@@ -68,7 +101,7 @@ def test_a_part_of_weight_0_is_left_out_whatever_it_holds(
 @every_twin
 def test_no_part_that_counts_makes_zeros(kernels: Kernels, dtype: torch.dtype) -> None:
     out = torch.full((5000,), 7.0, dtype=dtype)
-    kernels.add_weighted([torch.full((5000,), torch.nan, dtype=dtype)], [0.0], out)
+    kernels.add_up(whole([torch.full((5000,), torch.nan, dtype=dtype)]), [0.0], out)
     assert torch.equal(out, torch.zeros_like(out))
 
 
@@ -76,8 +109,8 @@ def test_no_part_that_counts_makes_zeros(kernels: Kernels, dtype: torch.dtype) -
 def test_both_twins_add_to_the_same_bits(dtype: torch.dtype) -> None:
     parts, weights = parts_of(4, 70_001, dtype), [0.3, 0.21, 0.0, 1 / 3]
     one, other = torch.zeros(2, 70_001, dtype=dtype)
-    kernels_compiled.add_weighted(parts, weights, one)
-    kernels_plain.add_weighted(parts, weights, other)
+    kernels_compiled.add_up(whole(parts), weights, one)
+    kernels_plain.add_up(whole(parts), weights, other)
     assert torch.equal(one, other)
 
 
@@ -104,10 +137,10 @@ def test_other_threads_go_on_meanwhile(kernels: Kernels, work: str) -> None:
 
     def once() -> None:
         if work == "sum":
-            kernels.add_weighted(parts, [0.5, 0.5], out)
+            kernels.add_up(whole(parts), [0.5, 0.5], out)
         else:
             here = data[: wire.size(300_000)]
-            wire.encode([(parts[0], slice(0, 300_000))], 1.0, parts[1], here, out)
+            wire.encode([(0, 300_000, parts[0])], 1.0, parts[1], here, out)
 
     once()  # compiled, before the threads
     asked, stopped = Event(), []
