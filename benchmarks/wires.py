@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
 
 import torch
 from rounds import interleaved
+from torch import Tensor
 
 from paceline.sync import kernels_plain
 from paceline.sync.kernels import KERNELS, Kernels
@@ -36,9 +37,10 @@ def main() -> None:
     numel, rounds = (256_000, 3) if options.quick else (NUMEL, options.rounds)
     torch.set_num_threads(1)
     twins = {"kernel": KERNELS, "plain": kernels_plain}
-    large = {name: kernels_work(kernels, numel) for name, kernels in twins.items()}
-    large["torch"] = torch_work(numel)
-    small = {"call": kernels_work(KERNELS, SMALL), "torch's call": torch_work(SMALL)}
+    values, few = ([torch.randn(n) for _ in range(5)] for n in (numel, SMALL))
+    large = {name: kernels_work(kernels, values) for name, kernels in twins.items()}
+    large["torch"] = torch_work(values)
+    small = {"call": kernels_work(KERNELS, few), "torch's call": torch_work(few)}
     times = run(large, rounds, calls=1, unit=1e-3) | run(small, rounds, calls=CALLS, unit=1e-6)
     print(f"{numel} values, one thread, medians of {rounds} rounds\n")
     heads = ("kernel, ms", "plain, ms", "torch, ms", "call, µs", "torch's call, µs")
@@ -48,29 +50,28 @@ def main() -> None:
         print(f"{name:12}" + "".join(f"{'' if t is None else f'{t:.2f}':>18}" for t in row))
 
 
-def kernels_work(kernels: Kernels, numel: int) -> Work:
-    """Name what the kernels do."""
-    first, second, out, error = (torch.randn(numel) for _ in range(4))
+def kernels_work(kernels: Kernels, values: Sequence[Tensor]) -> Work:
+    """Name what the kernels do, with five tensors of values."""
+    *parts, out = values
+    numel, error = len(out), parts[-1]
     work: Work = {}
     for name, kind in WIRES.items():
         wire = kind(kernels)
         data = torch.zeros(wire.size(numel), dtype=torch.uint8)
-        source = [(0, numel, first)]
-        work[f"{name} encode"] = partial(wire.encode, source, 0.5, error, data, error)
+        work[f"{name} encode"] = partial(
+            wire.encode, [(0, numel, parts[0])], 0.5, error, data, error
+        )
         work[f"{name} decode"] = partial(wire.decode, data, out)
         work[f"{name} add"] = partial(wire.add, data, out)
     for count in (1, 2, 4):
-        parts, weights = [first, second, error, out][:count], [0.5, 0.25, 1.0, 0.5][:count]
-        total = torch.zeros(numel)
-        work[f"sum of {count}"] = partial(
-            kernels.add_up, [[(0, numel, p)] for p in parts], weights, total
-        )
+        added = [[(0, numel, part)] for part in parts[:count]]
+        work[f"sum of {count}"] = partial(kernels.add_up, added, [0.5, 0.25, 1.0, 0.1][:count], out)
     return work
 
 
-def torch_work(numel: int) -> Work:
+def torch_work(values: Sequence[Tensor]) -> Work:
     """Name torch's operations as what they stand beside."""
-    first, second, out = (torch.randn(numel) for _ in range(3))
+    first, second, *_, out = values
     half = first.bfloat16()
     return {
         "fp32 encode": partial(torch.add, first, second, alpha=0.5, out=out),

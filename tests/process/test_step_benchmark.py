@@ -1,4 +1,4 @@
-"""The benchmarks of a step, and of what is in it, compare equal work, print their tables and leave nothing behind."""
+"""Benchmarks of a step and its parts compare equal work, print tables and leave nothing behind."""
 
 from __future__ import annotations
 
