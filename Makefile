@@ -33,6 +33,7 @@ test: lint types ## Lint, types and all tests
 
 bench: setup ## The benchmarks that need no network namespaces
 	$(BIN)/python benchmarks/input.py
+	$(BIN)/python benchmarks/wires.py
 	$(BIN)/python benchmarks/step.py --links loopback
 	$(BIN)/python benchmarks/checkpoint.py
 

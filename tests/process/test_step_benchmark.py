@@ -1,4 +1,4 @@
-"""The benchmarks of a step compare equal work, print their tables and leave nothing behind."""
+"""Benchmarks of a step and its parts compare equal work, print tables and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.communicator import Communicator
+from paceline.sync.wires import WIRES
 from tests.harness.processes import spawn
 
 ROOT = Path(__file__).parents[2]
@@ -110,6 +111,20 @@ def test_a_row_that_is_none_is_refused(row: str, sentence: str) -> None:
         _, err = process.communicate(timeout=LIMIT)
     assert process.returncode == 2
     assert sentence in err
+
+
+def test_the_wires_table_has_a_line_for_each_of_their_methods() -> None:
+    with benchmark("wires.py", "--quick") as process:
+        out, err = process.communicate(timeout=LIMIT)
+    assert process.returncode == 0, err
+    title, _, _, *lines = out.splitlines()
+    assert title.startswith("256000 values, one thread")
+    found = {line[:12].strip(): len(re.findall(r" \d+\.\d\d", line)) for line in lines}
+    methods = {f"{wire} {method}" for wire in WIRES for method in ("encode", "decode", "add")}
+    assert set(found) == methods | {"sum of 1", "sum of 2", "sum of 4"}
+    alone = {name for name, columns in found.items() if columns == 3}  # torch has nothing like it
+    assert alone == {"int8 encode", "int8 decode", "int8 add", "sum of 4"}
+    assert set(found.values()) == {3, 5}
 
 
 def test_a_checkpoint_s_cost_is_added_up(tmp_path: Path) -> None:

@@ -1,0 +1,113 @@
+"""What a wire's arithmetic costs: each kernel, its plain twin, and torch's operation of its kind.
+
+    python benchmarks/wires.py [--quick]
+
+25.6 million values, a ResNet-50's gradients, on one thread. What stands beside a kernel is torch's
+nearest operation, which does less: a cast keeps no error, weighs nothing and adds nothing. In the
+last column are pieces as small as a layer's, where what counts is the call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
+
+import torch
+from rounds import interleaved
+from torch import Tensor
+
+from paceline.sync import kernels_plain
+from paceline.sync.kernels import KERNELS, Kernels
+from paceline.sync.wires import Bf16, Fp32, Int8, Wire
+
+NUMEL, SMALL, CALLS = 25_600_000, 64, 500
+WIRES: dict[str, Callable[[Kernels], Wire]] = {"fp32": Fp32, "bf16": Bf16, "int8": Int8}
+
+Work = dict[str, Callable[[], object]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="few values, to see that it runs")
+    parser.add_argument("--rounds", type=int, default=11, help="default: %(default)s")
+    options = parser.parse_args()
+    numel, rounds = (256_000, 3) if options.quick else (NUMEL, options.rounds)
+    torch.set_num_threads(1)
+    twins = {"kernel": KERNELS, "plain": kernels_plain}
+    values, few = ([torch.randn(n) for _ in range(5)] for n in (numel, SMALL))
+    large = {name: kernels_work(kernels, values) for name, kernels in twins.items()}
+    large["torch"] = torch_work(values)
+    small = {"call": kernels_work(KERNELS, few), "torch's call": torch_work(few)}
+    times = run(large, rounds, calls=1, unit=1e-3) | run(small, rounds, calls=CALLS, unit=1e-6)
+    print(f"{numel} values, one thread, medians of {rounds} rounds\n")
+    heads = ("kernel, ms", "plain, ms", "torch, ms", "call, µs", "torch's call, µs")
+    print(f"{'':12}" + "".join(f"{head:>18}" for head in heads))
+    for name in large["kernel"]:
+        row = [times.get((column, name)) for column in (*large, *small)]
+        print(f"{name:12}" + "".join(f"{'' if t is None else f'{t:.2f}':>18}" for t in row))
+
+
+def kernels_work(kernels: Kernels, values: Sequence[Tensor]) -> Work:
+    """Name what the kernels do, with five tensors of values."""
+    *parts, out = values
+    numel, error = len(out), parts[-1]
+    work: Work = {}
+    for name, kind in WIRES.items():
+        wire = kind(kernels)
+        data = torch.zeros(wire.size(numel), dtype=torch.uint8)
+        work[f"{name} encode"] = partial(
+            wire.encode, [(0, numel, parts[0])], 0.5, error, data, error
+        )
+        work[f"{name} decode"] = partial(wire.decode, data, out)
+        work[f"{name} add"] = partial(wire.add, data, out)
+    for count in (1, 2, 4):
+        added = [[(0, numel, part)] for part in parts[:count]]
+        work[f"sum of {count}"] = partial(kernels.add_up, added, [0.5, 0.25, 1.0, 0.1][:count], out)
+    return work
+
+
+def torch_work(values: Sequence[Tensor]) -> Work:
+    """Name torch's operations as what they stand beside."""
+    first, second, *_, out = values
+    half = first.bfloat16()
+    return {
+        "fp32 encode": partial(torch.add, first, second, alpha=0.5, out=out),
+        "fp32 decode": partial(out.copy_, first),
+        "fp32 add": partial(out.add_, first),
+        "bf16 encode": partial(half.copy_, first),
+        "bf16 decode": partial(out.copy_, half),
+        "bf16 add": partial(out.add_, half),
+        "sum of 1": partial(torch.mul, first, 0.5, out=out),
+        "sum of 2": partial(torch.add, first, second, alpha=0.5, out=out),
+    }
+
+
+def run(
+    columns: dict[str, Work], rounds: int, *, calls: int, unit: float
+) -> dict[tuple[str, str], float]:
+    """Time all work in turns; return medians of a call, after one that isn't timed."""
+    contenders = {
+        (column, name): partial(timed, function, calls)
+        for column, work in columns.items()
+        for name, function in work.items()
+    }
+    for contender in contenders.values():
+        contender()
+    names = {" / ".join(key): key for key in contenders}
+    results = interleaved({name: contenders[key] for name, key in names.items()}, rounds)
+    return {names[name]: median(values) / unit for name, values in results.items()}
+
+
+def timed(function: Callable[[], object], calls: int) -> float:
+    """Return the seconds that a call takes."""
+    began = time.perf_counter()
+    for _ in range(calls):
+        function()
+    return (time.perf_counter() - began) / calls
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""The arithmetic of wires and owners: as numba compiles it, or plain where it isn't installed.
+
+Both have the functions of `Kernels` and give the same bits, but for a NaN's own. All tensors are on
+the CPU, flat, contiguous and of one size unless said otherwise; `out` and `after` are written, and
+overlap nothing that is read but for `after`, which may be `before`'s own memory. The interpreter's
+lock is let go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from paceline.sync.pieces import Source
+from paceline.sync.sources import Piece
+
+
+class Kernels(Protocol):
+    """What each of the two modules has.
+
+    Values are float32, but for `add_up`'s. `encode_…` codes v = weight * source + before
+    into `data` and leaves v less what is decoded of it in `after`, 0 where that isn't finite.
+    """
+
+    def add_up(
+        self, parts: Sequence[Sequence[Piece]], weights: Sequence[float], out: Tensor
+    ) -> None:
+        """Let out be ((w0 * p0 + w1 * p1) + w2 * p2) + …, each step rounded.
+
+        A part with weight 0 is left out, whatever it holds: no NaN of its gets in. Any floating
+        dtype, the same for all; each part covers out by its pieces, and lies elsewhere.
+        """
+
+    def encode_fp32(
+        self, sources: Sequence[Source], weight: float, before: Tensor, data: Tensor, after: Tensor
+    ) -> None:
+        """Store values as they are: `after` is 0."""
+
+    def encode_bf16(
+        self, sources: Sequence[Source], weight: float, before: Tensor, data: Tensor, after: Tensor
+    ) -> None:
+        """Round values to the nearest bfloat16, ties to even; a NaN becomes 0x7fc0."""
+
+    def decode_bf16(self, data: Tensor, out: Tensor, *, add: bool = False) -> None:
+        """Widen, and write or add."""
+
+    def encode_int8(
+        self,
+        sources: Sequence[Source],
+        weight: float,
+        before: Tensor,
+        data: Tensor,
+        after: Tensor,
+        codes: int,
+        block: int,
+    ) -> None:
+        """Round values / scale to integers; a scale a block, its largest magnitude / 127.
+
+        Scales lie from the beginning of `data`, codes from byte `codes` on. A block whose largest
+        magnitude is below 2^-119, so that its scale would be denormal, is coded as zeros; the
+        scale of one that holds a NaN, an infinity, or 2^127 and more, is a NaN.
+        """
+
+    def decode_int8(
+        self, data: Tensor, out: Tensor, codes: int, block: int, *, add: bool = False
+    ) -> None:
+        """Multiply codes by their scales, and write or add."""
+
+
+_KIND = "plain" if find_spec("numba") is None else "compiled"
+KERNELS = cast(Kernels, import_module(f"paceline.sync.kernels_{_KIND}"))
+
+add_up = KERNELS.add_up
+
+
+def scale(source: Tensor, weight: float, out: Tensor) -> None:
+    """Let out, which may be the source itself, be weight * source; 0, whatever it holds, with 0."""
+    if weight:
+        torch.mul(source, weight, out=out)
+    else:
+        out.zero_()

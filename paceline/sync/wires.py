@@ -1,0 +1,169 @@
+"""Wires: what gradients are on their way to their owner and back.
+
+A lossy wire's error isn't lost: what the codes miss of a step's values is added to the next step's
+(error feedback; Seide et al. 2014, Karimireddy et al. 2019), so that the sums of what is decoded
+follow the sums of the true values, and never drift from them by more than one step's error:
+
+    v = weight * gradient + before      data = code(v)      after = v - decode(data)
+
+Two memories for `before` and `after` allow a step to be taken back: it never took effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.sync.kernels import KERNELS, Kernels
+from paceline.sync.pieces import Source
+
+_ALIGN = 64  # bytes, a cache line
+_BLOCK = 256  # values that share a scale
+
+
+class Wire(Protocol):
+    """A codec of float32 values; tensors are flat, contiguous and on the CPU.
+
+    Attributes:
+        lossy: whether `after` can be anything but 0.
+    """
+
+    @property
+    def lossy(self) -> bool: ...
+
+    def size(self, numel: int) -> int:
+        """Return the bytes of so many encoded values."""
+
+    def encode(
+        self,
+        sources: Sequence[Source],
+        weight: float,
+        before: Tensor,
+        data: Tensor,
+        after: Tensor,
+    ) -> None:
+        """Encode v = weight * source + before, in one pass over memory.
+
+        A value that is no number, or infinite, is decoded as one that isn't finite, so that who
+        watches the loss sees it; what is kept of it is 0, so that it spoils no later step.
+
+        Args:
+            sources: of the n values, side by side; None counts as zeros.
+            weight: with 0 all sources count as zeros, whatever they hold.
+            before: (n,), what the last step missed.
+            data: (size(n),) of uint8; what isn't needed of it for alignment is left as it is.
+            after: (n,), what is missed now: v less what is decoded; may be `before` itself.
+        """
+
+    def decode(self, data: Tensor, out: Tensor) -> None:
+        """Write the values to out."""
+
+    def add(self, data: Tensor, out: Tensor) -> None:
+        """Add the values to out's."""
+
+
+class Fp32:
+    """Values as they are."""
+
+    lossy = False
+
+    def __init__(self, kernels: Kernels = KERNELS) -> None:
+        self._kernels = kernels
+
+    def size(self, numel: int) -> int:
+        return 4 * numel
+
+    def encode(
+        self,
+        sources: Sequence[Source],
+        weight: float,
+        before: Tensor,
+        data: Tensor,
+        after: Tensor,
+    ) -> None:
+        self._kernels.encode_fp32(sources, weight, before, data, after)
+
+    def decode(self, data: Tensor, out: Tensor) -> None:
+        out.copy_(data.view(torch.float32))
+
+    def add(self, data: Tensor, out: Tensor) -> None:
+        out.add_(data.view(torch.float32))
+
+
+class Bf16:
+    """A float32's upper half, rounded to the nearest, ties to even: 8 bits of precision.
+
+    What is missed needs 16 bits at most, so that after + decoded is v, exactly; v that rounds to an
+    infinity is lost.
+    """
+
+    lossy = True
+
+    def __init__(self, kernels: Kernels = KERNELS) -> None:
+        self._kernels = kernels
+
+    def size(self, numel: int) -> int:
+        return 2 * numel
+
+    def encode(
+        self,
+        sources: Sequence[Source],
+        weight: float,
+        before: Tensor,
+        data: Tensor,
+        after: Tensor,
+    ) -> None:
+        self._kernels.encode_bf16(sources, weight, before, data, after)
+
+    def decode(self, data: Tensor, out: Tensor) -> None:
+        self._kernels.decode_bf16(data, out)
+
+    def add(self, data: Tensor, out: Tensor) -> None:
+        self._kernels.decode_bf16(data, out, add=True)
+
+
+class Int8:
+    """Integers from -127 to 127, a scale for 256 values: off by half a 127th of the largest.
+
+    After + decoded is v, exactly. A block with a value that is no number, or of 2^127 and more, is
+    lost as a whole.
+
+    data: [ scales, float32 | up to a cache line | codes, int8 ]
+    """
+
+    lossy = True
+
+    def __init__(self, kernels: Kernels = KERNELS) -> None:
+        self._kernels = kernels
+
+    def size(self, numel: int) -> int:
+        return _codes(numel) + numel
+
+    def encode(
+        self,
+        sources: Sequence[Source],
+        weight: float,
+        before: Tensor,
+        data: Tensor,
+        after: Tensor,
+    ) -> None:
+        codes = _codes(after.numel())
+        self._kernels.encode_int8(sources, weight, before, data, after, codes, _BLOCK)
+
+    def decode(self, data: Tensor, out: Tensor) -> None:
+        self._kernels.decode_int8(data, out, _codes(out.numel()), _BLOCK)
+
+    def add(self, data: Tensor, out: Tensor) -> None:
+        self._kernels.decode_int8(data, out, _codes(out.numel()), _BLOCK, add=True)
+
+
+def _codes(numel: int) -> int:
+    """Return where codes begin, behind the scales."""
+    blocks = -(-numel // _BLOCK)
+    return -(-4 * blocks // _ALIGN) * _ALIGN
+
+
+WIRES: Mapping[str, Wire] = {"fp32": Fp32(), "bf16": Bf16(), "int8": Int8()}

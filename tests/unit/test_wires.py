@@ -1,0 +1,248 @@
+"""What every wire keeps to, compiled or plain, and the one that CONTRIBUTING.md shows."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from paceline.sync import kernels, kernels_compiled, kernels_plain
+from paceline.sync.wires import WIRES, Bf16, Fp32, Int8, Wire
+from tests.harness.coding import code, example, same, same_bits, wild
+
+TWINS = {"compiled": kernels_compiled, "plain": kernels_plain}
+KINDS: dict[str, Callable[[Any], Wire]] = {"fp32": Fp32, "bf16": Bf16, "int8": Int8}
+SIZES = [0, 1, 255, 256, 257, 1_000_003]
+
+
+def contributed() -> Wire:
+    """Read the wire that CONTRIBUTING.md shows as an example."""
+    text = Path(__file__, "../../../CONTRIBUTING.md").resolve().read_text()
+    chapter = text[text.index("## How to add a wire") :]
+    names: dict[str, Any] = {}
+    exec(chapter[chapter.index("```python") + 10 : chapter.index("```\n\nThen")], names)
+    wire: Wire = names["Fp16"]()
+    return wire
+
+
+ALL = {f"{kind}, {twin}": make(TWINS[twin]) for kind, make in KINDS.items() for twin in TWINS} | {
+    "CONTRIBUTING's": contributed()
+}
+every_wire = pytest.mark.parametrize("wire", ALL.values(), ids=ALL.keys())
+
+
+def error_bound(wire: Wire, block: Tensor) -> Tensor:
+    """How far decoded values may be from a block's, (n,) of float64."""
+    if isinstance(wire, Int8):
+        return block.abs().max() * (0.5 / 127 + 2.0**-20)
+    if isinstance(wire, Fp32 | Bf16):
+        return block.abs() * (2.0**-8 if wire.lossy else 0.0)
+    return block.abs() * 2.0**-11 + 2.0**-25  # half of float16's smallest step
+
+
+@pytest.mark.parametrize("numel", SIZES)
+@every_wire
+def test_what_is_decoded_and_what_is_missed_add_up_to_the_value(wire: Wire, numel: int) -> None:
+    values, coded = example(wire, numel, seed=numel)
+    assert same(coded.after, values - coded.decoded)
+    assert same(coded.after + coded.decoded, values)
+    assert wire.lossy or same(coded.decoded, values)
+
+
+@pytest.mark.parametrize("numel", SIZES)
+@every_wire
+def test_values_are_decoded_as_precisely_as_the_wire_promises(wire: Wire, numel: int) -> None:
+    values, coded = example(wire, numel, seed=numel)
+    for block, decoded in zip(values.double().split(256), coded.decoded.split(256), strict=True):
+        off = (block - decoded).abs()
+        assert not numel or bool((off <= error_bound(wire, block)).all())
+
+
+@every_wire
+def test_a_wire_writes_its_own_memory_only(wire: Wire) -> None:
+    for numel in (0, 1, 63, 257, 4097):
+        coded = code(wire, [(0, numel, torch.ones(numel))], 1.0, torch.zeros(numel))
+        assert coded.untouched, numel
+
+
+@every_wire
+def test_pieces_are_encoded_as_the_whole_is(wire: Wire) -> None:
+    values, before = torch.randn(20_000), torch.randn(20_000)
+    cuts = [0, 1, 1, 300, 4096, 9000, 20_000]
+    pieces = [(a, b, values[a:b].clone()) for a, b in pairwise(cuts)]
+    whole = code(wire, [(0, 20_000, values)], 0.7, before)
+    assert code(wire, pieces, 0.7, before) == whole
+
+
+@every_wire
+def test_no_source_counts_as_zeros(wire: Wire) -> None:
+    values, before = torch.randn(1000), torch.randn(1000)
+    zeros = values.clone()
+    zeros[100:600] = 0
+    pieces = [
+        (0, 100, values[:100]),
+        (100, 600, None),
+        (600, 1000, values[600:]),
+    ]
+    assert code(wire, pieces, 0.3, before) == code(wire, [(0, 1000, zeros)], 0.3, before)
+
+
+@every_wire
+def test_a_source_of_weight_0_counts_as_zeros_whatever_it_holds(wire: Wire) -> None:
+    bad, before = torch.full((300,), torch.nan), torch.randn(300)
+    expected = code(wire, [(0, 300, None)], 1.0, before)
+    assert code(wire, [(0, 300, bad)], 0.0, before) == expected
+
+
+@every_wire
+def test_what_is_missed_may_replace_what_was_missed_before(wire: Wire) -> None:
+    values, before = torch.randn(5000), torch.randn(5000)
+    sources = [(0, 2000, values[:2000]), (2000, 5000, None)]
+    apart = code(wire, sources, 0.3, before)
+    assert code(wire, sources, 0.3, before, in_place=True) == apart
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@every_wire
+def test_a_value_that_is_no_number_is_seen_and_is_forgotten(wire: Wire, bad: float) -> None:
+    values = torch.randn(700)
+    values[300] = bad
+    coded = code(wire, [(0, 700, values)], 0.5, torch.zeros(700))
+    assert not coded.decoded[256:512].isfinite().all()
+    assert coded.decoded[:256].isfinite().all()
+    assert coded.decoded[512:].isfinite().all()
+    assert coded.after.isfinite().all()
+    assert coded.after[300] == 0
+    good = code(wire, [(0, 700, torch.ones(700))], 1.0, coded.after)
+    assert good.decoded.isfinite().all()
+
+
+@every_wire
+def test_a_step_can_be_taken_back(wire: Wire) -> None:
+    before = torch.randn(600)
+    kept = before.clone()
+    first = code(wire, [(0, 600, torch.full((600,), torch.nan))], 1.0, before)
+    assert not first.decoded.isfinite().any()
+    assert same(before, kept)
+
+
+@every_wire
+def test_sums_of_many_steps_follow_the_true_sums(wire: Wire) -> None:
+    steps, numel = 300, 1000
+    torch.manual_seed(0)
+    faint = torch.full((numel,), 1e-4)
+    faint[::256] = 1.0  # beside which the others are less than int8's smallest code
+    missed, sum_decoded = torch.zeros(numel), torch.zeros(numel, dtype=torch.float64)
+    sum_true, worst = torch.zeros(numel, dtype=torch.float64), 0.0
+    for _ in range(steps):
+        gradient = faint * (1 + 0.1 * torch.randn(numel))
+        sum_true += (0.5 * gradient).double()
+        coded = code(wire, [(0, numel, gradient)], 0.5, missed)
+        sum_decoded += coded.decoded.double()
+        missed, worst = coded.after, max(worst, coded.after.abs().max().item())
+    rounding = steps * 2.0**-24  # of weight * gradient + before, in float32
+    assert (sum_decoded - sum_true).abs().max() <= worst + rounding
+    assert same(sum_decoded + missed, sum_true, rounding)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=200, deadline=None)
+@given(values=wild(), before=wild(), weight=st.sampled_from([0.0, 1.0, 0.3, -1e30]))
+def test_both_twins_give_the_same_bits(
+    kind: str, values: Tensor, before: Tensor, weight: float
+) -> None:
+    n = min(len(values), len(before))
+    sources = [(0, n // 3, values[: n // 3]), (n // 3, n, values[n // 3 : n])]
+    one, other = (code(KINDS[kind](twin), sources, weight, before[:n]) for twin in TWINS.values())
+    assert same_bits(one.decoded, other.decoded)
+    assert same_bits(one.after, other.after)
+    assert kind == "fp32" or torch.equal(one.data, other.data)  # there, a NaN's bits are anybody's
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_bf16_rounds_as_torch_does(twin: str) -> None:
+    upper = torch.arange(2**16, dtype=torch.int64)[:, None] << 16
+    lower = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    bits = (upper | lower).flatten()
+    values = torch.where(bits < 2**31, bits, bits - 2**32).int().view(torch.float32)
+    n = len(values)
+    coded = code(Bf16(TWINS[twin]), [(0, n, None)], 1.0, values)
+    expected = values.bfloat16()
+    number = ~expected.isnan()
+    codes = coded.data.view(torch.int16)
+    assert torch.equal(codes[number], expected.view(torch.int16)[number])
+    assert set(codes[~number].tolist()) == {0x7FC0}
+    missed = (values - expected.float()).nan_to_num(0, 0, 0)
+    assert same(coded.after, missed)
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_int8_codes_a_block_by_its_largest_magnitude(twin: str) -> None:
+    values = torch.arange(-127, 129, dtype=torch.float32) / 2  # halves, from -63.5 to 64
+    values = torch.cat([values, torch.tensor([2.54, 1.0, -0.011, 0.009, -0.0, 0.03])])
+    n = len(values)
+    coded = code(Int8(TWINS[twin]), [(0, n, values)], 1.0, torch.zeros(n))
+    scales, codes = coded.data[:8].view(torch.float32), coded.data[64:].view(torch.int8)
+    assert scales.tolist() == (torch.tensor([64.0, 2.54]) / 127).tolist()
+    assert codes[:256].tolist() == [round(v * 127 / 64) for v in values[:256].tolist()]
+    assert codes[256:].tolist() == [127, 50, -1, 0, 0, 2]  # 0.03 is 1.5 scales: to even
+    assert len(coded.data) == 64 + n
+
+
+@pytest.mark.parametrize(
+    "largest", [0.0, -0.0, 1e-45, 1e-38, 2.0**-119 * 0.99, 2.0**-119, 2.0**126]
+)
+@pytest.mark.parametrize("twin", TWINS)
+def test_int8_loses_nothing_of_blocks_near_0_and_near_infinity(twin: str, largest: float) -> None:
+    values = torch.linspace(-1, 1, 256).mul_(largest)
+    coded = code(Int8(TWINS[twin]), [(0, 256, None)], 1.0, values)
+    assert torch.equal(coded.after.double() + coded.decoded.double(), values.double())
+    assert largest >= 2.0**-119 or not coded.decoded.any()
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_int8_takes_a_block_that_a_scale_cannot_hold_for_infinite(twin: str) -> None:
+    values = torch.full((256,), torch.finfo(torch.float32).max)
+    coded = code(Int8(TWINS[twin]), [(0, 256, values)], 1.0, torch.zeros(256))
+    assert not coded.decoded.isfinite().any()
+    assert not coded.after.any()
+
+
+@pytest.mark.parametrize(
+    "sources",
+    [
+        [],
+        [(0, 9, None)],
+        [(1, 10, None)],
+        [(0, 5, torch.zeros(4)), (5, 10, None)],
+        [(0, 10, torch.zeros(10).half())],
+        [(0, 10, torch.zeros(20)[::2])],
+    ],
+    ids=["none", "too few", "a gap", "too short a source", "another dtype", "not contiguous"],
+)
+@pytest.mark.parametrize("twin", TWINS)
+def test_sources_that_do_not_fill_their_places_are_our_bug(twin: str, sources: Any) -> None:
+    for kind in KINDS.values():
+        with pytest.raises(AssertionError):
+            code(kind(TWINS[twin]), sources, 1.0, torch.zeros(10))
+
+
+def test_without_numba_the_plain_kernels_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "numba", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert runpy.run_path(kernels.__file__)["KERNELS"] is kernels_plain
+    runpy.run_path(kernels_plain.__file__)
+
+
+def test_with_numba_the_compiled_kernels_serve() -> None:
+    assert kernels.KERNELS is kernels_compiled
+    assert {name: type(wire) for name, wire in WIRES.items()} == KINDS
