@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.comm.window import Window
-from paceline.sync.arithmetic import add_up
 from paceline.sync.course import Course
-from paceline.sync.layout import Run
+from paceline.sync.kernels import add_up
+from paceline.sync.pieces import Piece, cut
 from paceline.sync.place import Place, head_of
-from paceline.sync.sources import Flags, Piece, cut
+from paceline.sync.sources import Flags
 
 _PATIENCE_S = 0.5
 _Versions = NDArray[np.int64]
@@ -87,23 +87,27 @@ class Adder:
         self._thread.join()
 
     def put_shards(
-        self, run: Run, pieces: Sequence[Piece], weight: float, flags: Flags, version: int
+        self, course: Course, pieces: Sequence[Piece], weight: float, flags: Flags, version: int
     ) -> None:
         """Put what the group has of the other groups' shards to their owners.
 
         Args:
-            run: whose shards.
+            course: whose shards.
             pieces: of this rank's slice.
             weight: what they are yet to be multiplied by.
             flags: of their parameters.
             version: of the run.
         """
-        place = self._place
+        run, place = course.run, self._place
         assert place.channel is not None
         first = run.channel(place.channel).start
         for group, owner in place.across.items():
             inside = cut(pieces, _moved(run.shard(place.channel, group), -first))
-            sources = [head_of(run, weight, flags), *(piece for _, _, piece in inside)]
+            if course.coding is None:
+                sources = [head_of(run, weight, flags), *(piece for _, _, piece in inside)]
+            else:
+                data = course.coding.encode(group, inside, weight)
+                sources = [head_of(run, 1.0, flags), data]
             room = run.cross[place.group]
             self._window.put(owner, room, sources, run.index, version, -run.index)
 
@@ -151,6 +155,8 @@ class Adder:
         version = int(self._gathered[run.index]) + 1
         if not place.neighbours:
             course.ours, course.weight, course.flags = part.within(values), part.weight, part.flags
+            if course.coding is not None:
+                self.put_shards(course, course.ours, part.weight, part.flags, version)
         else:
             size = values.stop - values.start
             total = torch.empty(size, dtype=run.spec.dtype) if place.across else course.sums[values]
@@ -164,7 +170,7 @@ class Adder:
                 [part.flags if room is None else room.flags(run) for room in rooms]
             )
             if place.across:
-                self.put_shards(run, course.ours, 1.0, course.flags, version)
+                self.put_shards(course, course.ours, 1.0, course.flags, version)
         self._gathered[run.index] = version
 
     def _sum(self, course: Course) -> None:
@@ -189,12 +195,23 @@ class Adder:
         shard = run.shard(place.channel, place.group)
         rooms, first = course.from_groups, run.channel(place.channel).start
         ours = cut(course.ours, _moved(shard, -first))
-        parts = [ours if r is None else [(0, len(own), _as(r.values, own))] for r in rooms]
-        add_up(parts, [course.weight if r is None else r.weight for r in rooms], own)
+        source = own
+        if course.coding is None:
+            parts = [ours if r is None else [(0, len(own), _as(r.values, own))] for r in rooms]
+            add_up(parts, [course.weight if r is None else r.weight for r in rooms], own)
+        else:
+            for number, room in enumerate(rooms):
+                if room is not None:
+                    (course.coding.add if number else course.coding.decode)(room.values, own)
+                elif number:
+                    add_up([[(0, len(own), own)], ours], [1.0, course.weight], own)
+                else:
+                    add_up([ours], [course.weight], own)
+            source = course.coding.encode_sums(place.group, own)
         course.flags = _union([course.flags if r is None else r.flags(run) for r in rooms])
         where = run.sum_of(shard) if course.lands else run.back[place.group]
         for peer in self._across:
-            self._window.put(peer, where, own, self._count + run.index, version, -run.index)
+            self._window.put(peer, where, source, self._count + run.index, version, -run.index)
 
     def _finish(self, course: Course) -> None:
         """Put what came from the other groups into the sums, and notify the group."""
@@ -203,7 +220,11 @@ class Adder:
         version = int(self.done[run.index]) + 1
         for group in place.across if not course.lands else ():
             sums = course.sums[run.shard(place.channel, group)]
-            sums.copy_(_as(place.back_room(run, group), sums))
+            data = place.back_room(run, group)
+            if course.coding is None:
+                sums.copy_(_as(data, sums))
+            else:
+                course.coding.decode(data, sums)
         for peer in place.neighbours:
             self._window.put(peer, 0, None, self._count + run.index, version, -run.index)
         with self._changed:

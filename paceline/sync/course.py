@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from paceline.sync.bucket import like
+from paceline.sync.coding import Coding
 from paceline.sync.layout import Run
+from paceline.sync.pieces import Piece
 from paceline.sync.place import Place, Room
-from paceline.sync.sources import Flags, Part, Piece, Sources
+from paceline.sync.sources import Flags, Part, Sources
 
 
 class Course:
@@ -35,6 +37,7 @@ class Course:
         weight: what `ours` is yet to be multiplied by.
         flags: of `ours`, then of the sum.
         lands: sums come to where they belong.
+        coding: of what goes to other groups, where its wire is a lossy one.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Course:
         self.shard: Tensor | None = None
         self.from_members: list[Room | None] = []
         self.from_groups: list[Room | None] = []
+        self.coding: Coding | None = None
         if place.channel is not None:
             self.shard = self.sums[run.shard(place.channel, place.group)]
             if place.neighbours:
@@ -61,6 +65,8 @@ class Course:
                     None if peer == place.rank else place.local_room(run, place.rank, peer)
                     for peer in place.members
                 ]
+            if place.across and run.spec.wire is not None:
+                self.coding = Coding(run, place.channel, run.spec.wire)
             if place.across:
                 self.from_groups = [
                     None if group == place.group else place.cross_room(run, group)

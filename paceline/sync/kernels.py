@@ -16,8 +16,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from paceline.sync.pieces import Source
-from paceline.sync.sources import Piece
+from paceline.sync.pieces import Piece, Source
 
 
 class Kernels(Protocol):

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from paceline.sync import kernel_loops as loops
 from paceline.sync import kernels_plain
-from paceline.sync.pieces import Source, cover
-from paceline.sync.sources import Piece
+from paceline.sync.pieces import Piece, Source, cover
 
 _KINDS = {torch.float32: np.float32, torch.float64: np.float64}
 

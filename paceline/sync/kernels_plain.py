@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from paceline.sync.pieces import Source, cover
-from paceline.sync.sources import Piece, cut
+from paceline.sync.pieces import Piece, Source, cover, cut
 
 _CHUNK = 32_768  # values; whole blocks of int8's
 TINY, LARGE = 2.0**-119, 2.0**127  # beyond, a scale is denormal, and 127 of it may be infinite

@@ -25,11 +25,13 @@ each parameter. Notification i of a peer tells of its part of run i, `runs + i` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+
+from paceline.sync.wires import Wire
 
 _ALIGN = 64  # bytes, a cache line
 WEIGHT = 8  # bytes
@@ -74,14 +76,16 @@ class Spec:
     Attributes:
         lengths: values of each parameter, in the run's order.
         dtype: of the values.
-        coded: bytes of so many values as they travel between groups.
-        raw: they travel as they are.
+        wire: how they travel between groups; None: as they are.
     """
 
     lengths: tuple[int, ...]
     dtype: torch.dtype
-    coded: Callable[[int], int]
-    raw: bool
+    wire: Wire | None = None
+
+    def coded(self, numel: int) -> int:
+        """Bytes of so many values as they travel between groups."""
+        return numel * self.dtype.itemsize if self.wire is None else self.wire.size(numel)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +196,7 @@ def _lay_out(index: int, spec: Spec, topology: Topology, at: int) -> Run:
     head = aligned(WEIGHT + len(spec.lengths))
     widest = max(b - a for a, b in pairwise(slices))
     coded = spec.coded(max(b - a for shard in shards for a, b in pairwise(shard)))
-    passed_on = groups > 1 and (sharing > 1 or not spec.raw)
+    passed_on = groups > 1 and (sharing > 1 or spec.wire is not None)
     local = _rooms(at, head + widest * item, sharing if sharing > 1 else 0)
     cross = _rooms(local.end, head + coded, groups if groups > 1 else 0)
     back = _rooms(cross.end, coded, groups if passed_on else 0)

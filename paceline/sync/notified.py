@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from paceline.comm.window import Window
@@ -22,6 +23,7 @@ from paceline.sync.owner import Owner
 from paceline.sync.replicated import Replicated
 from paceline.sync.statistics import RunningStatistics
 from paceline.sync.updater import Updater
+from paceline.sync.wires import WIRES, Wire
 
 OpenWindow = Callable[[int, int], Window]  # of a size and a number of notifications
 
@@ -38,6 +40,7 @@ class Notified(Replicated):
         topology: which ranks share memory, and add up among themselves first.
         limits: seconds to wait for a peer, in the first step and later.
         steady: is called after the first step.
+        wire: how gradients in float32 travel between groups; others travel as they are.
     """
 
     def __init__(
@@ -49,20 +52,24 @@ class Notified(Replicated):
         topology: Topology,
         limits: tuple[float, float],
         steady: Callable[[], None] = lambda: None,
+        wire: Wire = WIRES["fp32"],
     ) -> None:
         templates: list[list[Tensor]] = [list(bucket.parameters) for bucket in buckets]
         names = [bucket.names for bucket in buckets]
+        specs = [_spec(tensors, wire) for tensors in templates]
         if statistics.flat is not None:
+            specs.append(_spec([statistics.flat], WIRES["fp32"]))
             templates.append([statistics.flat])
             names.append(("the running statistics",))
-        layout = lay_out([spec_of(tensors) for tensors in templates], topology)
+        layout = lay_out(specs, topology)
         window = open_window(layout.size, layout.notifications)
         owner = Owner(window, layout, templates, names, limits, steady)
         super().__init__(buckets, owner, updater, statistics, window.world_size)
 
 
-def spec_of(tensors: Sequence[Tensor]) -> Spec:
+def _spec(tensors: Sequence[Tensor], wire: Wire) -> Spec:
     """Describe the run of some tensors of one dtype."""
     dtype = tensors[0].dtype
+    coded = wire.lossy and dtype is torch.float32
     lengths = tuple(tensor.numel() for tensor in tensors)
-    return Spec(lengths=lengths, dtype=dtype, coded=lambda n: n * dtype.itemsize, raw=True)
+    return Spec(lengths=lengths, dtype=dtype, wire=wire if coded else None)

@@ -21,8 +21,8 @@ from torch import Tensor
 from paceline.comm.window import Window
 from paceline.errors import CommError, CommTimeout
 from paceline.sync.adder import Adder
-from paceline.sync.arithmetic import scale
 from paceline.sync.course import Course
+from paceline.sync.kernels import scale
 from paceline.sync.layout import Layout
 from paceline.sync.place import Place
 
@@ -64,7 +64,10 @@ class Owner:
         self._steady()
 
     def begin(self, *, kept: bool) -> None:
-        """Expect a step; runs have versions, so there is nothing to do."""
+        """Keep what the wires missed in the step before, if it took effect."""
+        for course in self._courses if kept else ():
+            if course.coding is not None:
+                course.coding.keep()
 
     def next(self, index: int) -> int:
         """Return the run itself: they arrive in no order."""
@@ -83,8 +86,8 @@ class Owner:
             for start, stop, piece in part.within(run.channel(channel)):
                 scale(piece, weight, room.values[start:stop])
             self._window.put(owner, 0, None, index, version, -index)
-        if len(place.members) == 1 and place.across:
-            self._adder.put_shards(run, part.pieces, weight, part.flags, version)
+        if len(place.members) == 1 and place.across and course.coding is None:
+            self._adder.put_shards(course, part.pieces, weight, part.flags, version)
         self._adder.go_on(course)
 
     def wait(self, index: int, operation: str) -> list[Tensor | None]:

@@ -10,7 +10,7 @@ into memory of this object's own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,9 +21,9 @@ from torch import Tensor
 from paceline.errors import ConfigError
 from paceline.sync.bucket import like
 from paceline.sync.layout import Run
+from paceline.sync.pieces import Piece, cut
 
 Flags = NDArray[np.uint8]
-Piece = tuple[int, int, Tensor]  # begins and ends, in values; (end - begin,), contiguous
 
 _SMALL = 4096  # values; below it a copy is cheaper than a piece of its own
 
@@ -138,14 +138,3 @@ class Sources:
 
 def _dense(tensor: Tensor) -> bool:
     return tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
-
-
-def cut(pieces: Iterable[Piece], values: slice) -> list[Piece]:
-    """Cut pieces to some values; their places count from the first of these."""
-    found = []
-    for start, stop, piece in pieces:
-        a, b = max(start, values.start), min(stop, values.stop)
-        if a < b:
-            inside = piece if (a, b) == (start, stop) else piece[a - start : b - start]
-            found.append((a - values.start, b - values.start, inside))
-    return found

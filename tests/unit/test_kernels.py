@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.sync import kernels_compiled, kernels_plain
 from paceline.sync.kernels import Kernels, scale
-from paceline.sync.sources import Piece
+from paceline.sync.pieces import Piece
 from paceline.sync.wires import Bf16, Int8
 
 every_twin = pytest.mark.parametrize(
