@@ -96,8 +96,7 @@ def serve(setting: Saving) -> None:
     torch.set_num_threads(1)
     keep_freed_memory()  # as any worker of Paceline does; the other methods have it too
     training = Training(setting)
-    bucket_mb = SyncConfig().bucket_mb
-    replica = bind(training, setting, meet(setting, "checkpoint"), "allreduce", bucket_mb)
+    replica = bind(training, setting, meet(setting, "checkpoint"), SyncConfig(sync="allreduce"))
     parts: dict[str, Stateful] = {"model": training.model, "optimizer": training.optimizer}
     keeper = Keeper(parts, Checkpoints(Path(setting.folder), keep=1), constant={})
     numbers, files = count(), count()

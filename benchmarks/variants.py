@@ -3,7 +3,7 @@
     none        no exchange: each rank trains alone
     floor       no exchange, but two plain threads a rank stream as many bytes both ways
     ddp:MB      torch's DistributedDataParallel with that `bucket_cap_mb`
-    allreduce   Paceline's, with the trainer's bucket size; allreduce:MB with another
+    allreduce   Paceline's, with its own bucket size; allreduce:MB with another
     notified    Paceline's on windows: shared memory on one machine, TCP between two
     line        no training: the floor's stream alone
 
@@ -83,7 +83,7 @@ class Variant:
 def make(setting: Setting, row: str) -> Variant:
     """Make the variant that a row such as `ddp:25` names; collective."""
     method, _, bucket_mb = row.partition(":")
-    return MAKERS[method](setting, meet(setting, row), float(bucket_mb or SyncConfig().bucket_mb))
+    return MAKERS[method](setting, meet(setting, row), float(bucket_mb or 0))
 
 
 def meet(setting: Setting, name: str) -> Store:
@@ -162,19 +162,20 @@ def ddp(setting: Setting, store: Store, bucket_mb: float) -> Variant:
         warnings.simplefilter("ignore", FutureWarning)
         training.model = DistributedDataParallel(
             training.model,
-            bucket_cap_mb=bucket_mb,
+            bucket_cap_mb=bucket_mb or 25,
             gradient_as_bucket_view=True,
             broadcast_buffers=False,
         )
     return Variant(step=training.step, finish=_nothing, model=training.model)
 
 
-def paceline(sync: str) -> Callable[[Setting, Store, float], Variant]:
+def paceline(sync: str, wire: str = "fp32") -> Callable[[Setting, Store, float], Variant]:
     """Return what makes a variant of one of Paceline's methods."""
 
     def make_variant(setting: Setting, store: Store, bucket_mb: float) -> Variant:
         training = Training(setting)
-        replica = bind(training, setting, store, sync, bucket_mb)
+        config = SyncConfig(sync=sync, wire=wire, bucket_mb=bucket_mb)  # type: ignore[arg-type]
+        replica = bind(training, setting, store, config)
         numbers = count()
 
         def step() -> None:
@@ -186,9 +187,7 @@ def paceline(sync: str) -> Callable[[Setting, Store, float], Variant]:
     return make_variant
 
 
-def bind(
-    training: Training, setting: Setting, store: Store, sync: str, bucket_mb: float
-) -> Replica:
+def bind(training: Training, setting: Setting, store: Store, config: SyncConfig) -> Replica:
     """Bind the model to the other ranks as `paceline train` does; collective."""
     communicator = ProcessGroupCommunicator(
         store,
@@ -216,7 +215,7 @@ def bind(
         limits=(LIMIT, LIMIT),
         communicator=communicator,
     )
-    return replicate(training.model, training.optimizer, peers, sync, bucket_mb)
+    return replicate(training.model, training.optimizer, peers, config)
 
 
 MAKERS: dict[str, Callable[[Setting, Store, float], Variant]] = {
@@ -225,6 +224,7 @@ MAKERS: dict[str, Callable[[Setting, Store, float], Variant]] = {
     "line": line,
     "ddp": ddp,
     **{sync: paceline(sync) for sync in SYNCHRONIZERS},
+    **{f"notified-{wire}": paceline("notified", wire) for wire in ("bf16", "int8")},
 }
 
 

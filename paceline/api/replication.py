@@ -18,12 +18,13 @@ from paceline.api.world import World
 from paceline.build.exchange import SYNCHRONIZERS, replicate
 from paceline.cluster.preflight import model_facts
 from paceline.comm.communicator import broadcast_bytes
-from paceline.config.rules import positive
+from paceline.config.world import SyncConfig
 from paceline.errors import ConfigError
 from paceline.sync.batch_norm import convert_sync_batchnorm
 from paceline.sync.patch import patch
 from paceline.sync.replica import Replica
 from paceline.sync.share import Share
+from paceline.sync.wires import WIRES
 
 Model = TypeVar("Model", bound=nn.Module)
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
@@ -35,7 +36,8 @@ def parallelize(
     world: World,
     *,
     sync: str = "allreduce",
-    bucket_mb: float = 8.0,
+    wire: str = "fp32",
+    bucket_mb: float = 0.0,
     sync_bn: bool = False,
 ) -> tuple[Model, AnyOptimizer]:
     """Train a model on all ranks of a world; return the same two objects. Collective.
@@ -48,7 +50,9 @@ def parallelize(
         optimizer: any of `torch.optim` but LBFGS, of the model's parameters.
         world: of which the processes are.
         sync: how gradients are exchanged: "allreduce", by collectives, or "notified", by puts.
-        bucket_mb: size of a bucket, the unit of communication, in MiB.
+        wire: what float32 gradients are between machines, with "notified": "fp32", as they are,
+            "bf16", half of the bytes, or "int8", a quarter.
+        bucket_mb: size of a bucket, the unit of communication, in MiB; 0: the method's own.
         sync_bn: make BatchNorm's statistics those of the global batch.
 
     Raises:
@@ -60,8 +64,8 @@ def parallelize(
         training = world._training
         session, link = training.session, training.session.link
         training.require_open("paceline.parallelize()")
-        _check(model, optimizer, world, sync)
-        positive("bucket_mb", bucket_mb)
+        _check(model, optimizer, world, sync, wire)
+        config = SyncConfig(sync=sync, wire=wire, bucket_mb=bucket_mb)  # type: ignore[arg-type]
         state = chain(model.named_parameters(), model.named_buffers())
         link.agree("model", model_facts(state))
         link.agree("optimizer", {"the optimizer": type(optimizer).__name__})
@@ -74,7 +78,7 @@ def parallelize(
         parts: dict[str, Any] = {"model": model, "optimizer": optimizer}
         training.start.restore(parts)
         _share_state(optimizer, world)
-        replica = replicate(model, optimizer, session.peers, sync, bucket_mb, share)
+        replica = replicate(model, optimizer, session.peers, config, share)
         if session.run is not None:
             for name, part in parts.items():
                 refuse_foreign(f"{name}.state_dict()", part.state_dict())
@@ -84,7 +88,7 @@ def parallelize(
     return model, optimizer
 
 
-def _check(model: nn.Module, optimizer: Optimizer, world: World, sync: str) -> None:
+def _check(model: nn.Module, optimizer: Optimizer, world: World, sync: str, wire: str) -> None:
     if world._training.bound:
         raise ConfigError(
             "paceline.parallelize() was called before with this world: a world trains one model; "
@@ -92,6 +96,8 @@ def _check(model: nn.Module, optimizer: Optimizer, world: World, sync: str) -> N
         )
     if sync not in SYNCHRONIZERS:
         raise ConfigError(f"sync is {sync!r}; there is {', '.join(SYNCHRONIZERS)}.")
+    if wire not in WIRES:
+        raise ConfigError(f"wire is {wire!r}; there is {', '.join(WIRES)}.")
     if isinstance(model, DistributedDataParallel):
         raise ConfigError(
             "the model is wrapped in DistributedDataParallel, which exchanges gradients as well: "

@@ -18,6 +18,7 @@ from paceline.comm.mesh import Meeting
 from paceline.comm.process_group import ProcessGroupCommunicator
 from paceline.comm.window import Window
 from paceline.config.train import TrainConfig
+from paceline.config.world import SyncConfig
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.bucket import Bucket
 from paceline.sync.layout import Topology
@@ -27,6 +28,7 @@ from paceline.sync.share import Share
 from paceline.sync.statistics import RunningStatistics
 from paceline.sync.synchronizer import Synchronizer
 from paceline.sync.updater import Updater
+from paceline.sync.wires import WIRES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,13 +75,21 @@ class Peers:
 
 
 def _allreduce(
-    buckets: Sequence[Bucket], peers: Peers, updater: Updater, statistics: RunningStatistics
+    buckets: Sequence[Bucket],
+    peers: Peers,
+    updater: Updater,
+    statistics: RunningStatistics,
+    config: SyncConfig,
 ) -> Synchronizer:
     return AllReduce(buckets, peers.communicator, updater, statistics)
 
 
 def _notified(
-    buckets: Sequence[Bucket], peers: Peers, updater: Updater, statistics: RunningStatistics
+    buckets: Sequence[Bucket],
+    peers: Peers,
+    updater: Updater,
+    statistics: RunningStatistics,
+    config: SyncConfig,
 ) -> Synchronizer:
     return Notified(
         buckets,
@@ -89,6 +99,7 @@ def _notified(
         peers.topology,
         peers.limits,
         peers.communicator.steady,
+        WIRES[config.wire],
     )
 
 
@@ -134,8 +145,7 @@ def replicate(
     model: nn.Module,
     optimizer: Optimizer,
     peers: Peers,
-    sync: str,
-    bucket_mb: float,
+    config: SyncConfig,
     share: Share | None = None,
 ) -> Replica:
     """Give all ranks rank 0's model and bind it to a synchronizer; collective.
@@ -144,8 +154,7 @@ def replicate(
         model: the same on all ranks but for its values.
         optimizer: of the model's parameters, or others too.
         peers: the ranks.
-        sync: a key of `SYNCHRONIZERS`.
-        bucket_mb: a bucket's size in MiB, about.
+        config: how they exchange gradients.
         share: what the model's SyncBatchNorm layers were made with.
 
     Raises:
@@ -155,9 +164,9 @@ def replicate(
 
     def make(buckets: Sequence[Bucket]) -> Synchronizer:
         updater, statistics = Updater(optimizer, buckets), RunningStatistics(model)
-        return SYNCHRONIZERS[sync](buckets, peers, updater, statistics)
+        return SYNCHRONIZERS[config.sync](buckets, peers, updater, statistics, config)
 
-    size = round(bucket_mb * 2**20)
+    size = config.bucket_bytes
     return Replica(model, optimizer, peers.communicator, make, bucket_bytes=size, share=share)
 
 

@@ -91,7 +91,7 @@ def build_trainer(
         "precision": precision,
     }
     start.restore(parts)
-    replica = replicate(model, optimizer, peers, config.sync.sync, config.sync.bucket_mb, share)
+    replica = replicate(model, optimizer, peers, config.sync, share)
     weights = folder / f"{config.model.weights_name}.pt"
     output = config.output
     teller = recorder if members.rank == 0 else NullRecorder()  # all hear the same losses

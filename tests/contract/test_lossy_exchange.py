@@ -1,0 +1,120 @@
+"""Lossy wires between owners: equal everywhere, never adrift, and without a trace if taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.comm.inprocess_window import WindowGroup
+from paceline.sync.layout import Spec, Topology, lay_out
+from paceline.sync.owner import Owner
+from paceline.sync.wires import WIRES
+from tests.harness.threads import run_ranks
+
+LENGTHS = (700, 3, 1, 5000)
+NUMEL = sum(LENGTHS)
+LIMITS = (30.0, 30.0)
+
+MACHINES = [(1, 1), (1, 1, 1), (2, 1), (2, 2)]
+
+
+def owners(machines: tuple[int, ...], wire: str) -> Callable[[int], Owner]:
+    """Return what makes the owner of each rank, for one run of some parameters."""
+    world_size = sum(machines)
+    spec = Spec(lengths=LENGTHS, dtype=torch.float32, wire=WIRES[wire])
+    layout = lay_out([spec], Topology.of(machines))
+    group = WindowGroup(world_size, layout.size, layout.notifications, machines)
+    templates, names = [[torch.zeros(n) for n in LENGTHS]], [[str(n) for n in LENGTHS]]
+    return lambda rank: Owner(group.window(rank), layout, templates, names, LIMITS)
+
+
+def gradients(rank: int, step: int) -> list[Tensor]:
+    random = torch.Generator().manual_seed(1000 * step + rank)
+    return [torch.randn(n, generator=random) * 10 ** (rank - 1) for n in LENGTHS]
+
+
+def sums(owner: Owner, rank: int, step: int, weight: float, *, kept: bool = True) -> Tensor:
+    """Exchange a step; return the sums, (values,)."""
+    owner.begin(kept=kept)
+    owner.send(0, gradients(rank, step), weight)
+    got = owner.wait(0, "a test")
+    return torch.cat([value for value in got if value is not None]).clone()
+
+
+def weight_of(rank: int) -> float:
+    return (rank + 1) / 10
+
+
+def true_sum(world_size: int, step: int) -> Tensor:
+    parts = [weight_of(r) * torch.cat(gradients(r, step)).double() for r in range(world_size)]
+    return torch.stack(parts).sum(0)
+
+
+@pytest.mark.parametrize("machines", MACHINES, ids=str)
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+def test_ranks_get_the_same_and_errors_do_not_add_up(machines: tuple[int, ...], wire: str) -> None:
+    world_size, steps = sum(machines), 30
+    make = owners(machines, wire)
+
+    def train(rank: int) -> list[Tensor]:
+        owner = make(rank)
+        got = [sums(owner, rank, step, weight_of(rank)) for step in range(steps)]
+        owner.close()
+        return got
+
+    first, *others = run_ranks(world_size, lambda c: train(c.rank))
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+    errors, drift, all_errors = [], torch.zeros(NUMEL, dtype=torch.float64), 0.0
+    for step, got in enumerate(first):
+        error = got.double() - true_sum(world_size, step)
+        errors.append(float(error.abs().max()))
+        drift += error
+        all_errors += float(error.abs().mean())
+    assert min(errors) > 0, "nothing was coded"
+    assert drift.abs().max() < 3 * max(errors)
+    assert drift.abs().mean() < all_errors / 5, "errors add up"
+
+
+@pytest.mark.parametrize("machines", [(1, 1, 1), (2, 1)], ids=str)
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+def test_a_step_that_is_taken_back_leaves_no_trace(machines: tuple[int, ...], wire: str) -> None:
+    def train(make: Callable[[int], Owner], rank: int, taken_back: bool) -> list[Tensor]:
+        owner = make(rank)
+        got = [sums(owner, rank, 0, weight_of(rank)), sums(owner, rank, 1, weight_of(rank))]
+        kept = True
+        if taken_back:
+            sums(owner, rank, 7, weight_of(rank))
+            kept = False
+        got.append(sums(owner, rank, 2, weight_of(rank), kept=kept))
+        owner.close()
+        return got
+
+    plain, with_one = (
+        run_ranks(sum(machines), lambda c, m=make, b=back: train(m, c.rank, b))
+        for make, back in ((owners(machines, wire), False), (owners(machines, wire), True))
+    )
+    assert all(torch.equal(a, b) for a, b in zip(plain[0], with_one[0], strict=True))
+
+
+@pytest.mark.parametrize("machines", MACHINES, ids=str)
+def test_a_parameter_that_nobody_used_has_no_sum(machines: tuple[int, ...]) -> None:
+    make = owners(machines, "int8")
+
+    def train(rank: int) -> list[list[bool]]:
+        owner, used = make(rank), []
+        for step in range(3):
+            values: list[Tensor | None] = list(gradients(rank, step))
+            values[0] = None
+            values[1] = values[1] if rank == 1 else None
+            owner.begin(kept=True)
+            owner.send(0, values, 0.5)
+            used.append([value is not None for value in owner.wait(0, "a test")])
+        owner.close()
+        return used
+
+    for got in run_ranks(sum(machines), lambda c: train(c.rank)):
+        assert got == [[False, True, True, True]] * 3
