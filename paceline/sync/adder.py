@@ -65,8 +65,13 @@ class Adder:
         """Take this rank's part into account."""
         index, values = course.run.index, self._window.values
         self.sent[index] += 1
-        peers = self._place.neighbours or self._across
-        if not peers or (values[peers, index] >= self.sent[index]).all():
+        if self._place.neighbours:
+            possible = (values[self._place.neighbours, index] >= self.sent[index]).all()
+        elif course.coding is not None:
+            possible = True  # to code it
+        else:
+            possible = (values[self._across, index] >= self.sent[index]).all()
+        if possible:
             self._window.nudge()
 
     def wait(self, index: int, version: int, limit: float) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.inprocess_window import WindowGroup
+from paceline.sync import adder
 from paceline.sync.layout import Spec, Topology, lay_out
 from paceline.sync.owner import Owner
 from paceline.sync.wires import WIRES
@@ -19,6 +20,12 @@ NUMEL = sum(LENGTHS)
 LIMITS = (30.0, 30.0)
 
 MACHINES = [(1, 1), (1, 1, 1), (2, 1), (2, 2)]
+
+
+@pytest.fixture(autouse=True)
+def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an owner that isn't told go on sleeping, rather than look by itself now and then."""
+    monkeypatch.setattr(adder, "_PATIENCE_S", 1000.0)
 
 
 def owners(machines: tuple[int, ...], wire: str) -> Callable[[int], Owner]:

@@ -13,11 +13,18 @@ from paceline.comm.communicator import Communicator
 from paceline.comm.faulty_window import Faults, FaultyWindow
 from paceline.comm.inprocess_window import WindowGroup
 from paceline.comm.window import Window
+from paceline.sync import adder
 from paceline.sync.bucket import Bucket
 from paceline.sync.layout import Topology
 from paceline.sync.notified import Notified
 from tests.harness.cases import CASES
 from tests.harness.equivalence import largest_difference
+
+
+@pytest.fixture(autouse=True)
+def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an owner that isn't told go on sleeping, rather than look by itself now and then."""
+    monkeypatch.setattr(adder, "_PATIENCE_S", 1000.0)
 
 
 def notified(faults: bool, machines: Sequence[int] = ()) -> Callable[..., Any]:
