@@ -86,6 +86,7 @@ class Adder:
     def close(self) -> None:
         """Let the thread end; the window is to be closed then."""
         self._closed = True
+        self._window.nudge()
 
     def join(self) -> None:
         """Return once the thread has ended."""
