@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -38,8 +39,8 @@ class Binding:
         self._wait_in(owners(model))
         self._lesson: ReaderLesson | None = ReaderLesson(model)
         self._handles = [
-            p.register_post_accumulate_grad_hook(self._gradient_done)
-            for p in self.gradients.parameters
+            p.register_post_accumulate_grad_hook(partial(self._gradient_done, place))
+            for place, p in enumerate(self.gradients.parameters)
         ]
 
     def begin(self, number: int, weight: float) -> None:
@@ -80,13 +81,13 @@ class Binding:
         self._undo_all_waits()
         self.synchronizer.close()
 
-    def _gradient_done(self, parameter: Tensor) -> None:
+    def _gradient_done(self, place: int, parameter: Tensor) -> None:
         if not self._running:
             return
         assert isinstance(parameter, nn.Parameter)
         if self._lesson is not None:
             self._lesson.use(parameter)
-        bucket = self.gradients.arrive(parameter, exchanging=self.exchanging)
+        bucket = self.gradients.arrive(place, parameter, exchanging=self.exchanging)
         if bucket is not None:
             self.synchronizer.gradient_ready(bucket)
 

@@ -21,46 +21,52 @@ from paceline.sync.bucket import Bucket
 class StepGradients:
     """The gradients of the step that runs.
 
+    A parameter is known by its place: to look one up in a dictionary takes longer than all the rest
+    that is done here.
+
     Args:
         buckets: what is exchanged.
         names: the parameters' names, for errors.
+
+    Attributes:
+        parameters: those that are exchanged, with their buckets; a place is one's number here.
     """
 
     def __init__(self, buckets: Sequence[Bucket], names: Mapping[nn.Parameter, str]) -> None:
-        self._bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
-        self._names = names
-        self._missing: dict[Bucket, set[nn.Parameter]] = {b: set() for b in buckets}
-        self._left: dict[nn.Parameter, tuple[Tensor, int | None]] = {}  # as backward left them
+        self.parameters: Mapping[nn.Parameter, Bucket] = {
+            p: bucket for bucket in buckets for p in bucket.parameters
+        }
+        self._buckets = list(self.parameters.values())
+        self._names = [names[p] for p in self.parameters]
+        self._sizes = [len(bucket.parameters) for bucket in buckets]
+        self._missing = [True] * len(self._buckets)
+        self._left_of = list(self._sizes)  # how many gradients a bucket is yet to get
+        self._left: list[tuple[nn.Parameter, Tensor, int | None, int]] = []  # as backward left them
         self._number = 0
         self._sample: tuple[nn.Parameter, Tensor] | None = None  # a few values, as they were sent
         self._same: Tensor | None = None  # those values, when all were reduced
 
-    @property
-    def parameters(self) -> Mapping[nn.Parameter, Bucket]:
-        """The parameters that are exchanged, with their buckets."""
-        return self._bucket_of
-
     def begin(self, number: int) -> None:
         """Expect all gradients of a step."""
         self._number = number
-        self._missing = {b: set(b.parameters) for b in self._missing}
+        self._missing = [True] * len(self._buckets)
+        self._left_of = list(self._sizes)
         self._sample = self._same = None
 
-    def arrive(self, parameter: nn.Parameter, *, exchanging: bool) -> Bucket | None:
+    def arrive(self, place: int, parameter: nn.Parameter, *, exchanging: bool) -> Bucket | None:
         """Take a completed gradient; return its bucket if that is complete now.
 
         Args:
+            place: the parameter's.
             parameter: whose gradient it is.
             exchanging: it will be sent; otherwise it accumulates.
 
         Raises:
             ConfigError: it was sent before, or it is sparse.
         """
-        bucket = self._bucket_of[parameter]
-        missing = self._missing[bucket]
-        if parameter not in missing:
+        if not self._missing[place]:
             raise ConfigError(
-                f"the gradient of {self._names[parameter]} was completed twice in step "
+                f"the gradient of {self._names[place]} was completed twice in step "
                 f"{self._number}: put all backwards of a step but the last into no_sync(), before "
                 "reduce(), and call activation checkpointing with use_reentrant=False."
             )
@@ -68,16 +74,18 @@ class StepGradients:
         assert gradient is not None
         if gradient.is_sparse:
             raise ConfigError(
-                f"the gradient of {self._names[parameter]} is sparse, and sparse gradients can't "
+                f"the gradient of {self._names[place]} is sparse, and sparse gradients can't "
                 "be exchanged: make its layer with sparse=False."
             )
         if not exchanging:
             return None
-        missing.remove(parameter)
-        self._left[parameter] = (gradient, _changes(gradient))
+        self._missing[place] = False
+        self._left.append((parameter, gradient, _changes(gradient), place))
         if self._sample is None:
             self._sample = (parameter, _few(gradient).clone())
-        return None if missing else bucket
+        bucket = self._buckets[place]
+        self._left_of[bucket.index] -= 1
+        return None if self._left_of[bucket.index] else bucket
 
     def reduce(self) -> None:
         """Allow any change: `.grad` becomes the global mean. No more gradients may arrive.
@@ -89,8 +97,7 @@ class StepGradients:
         if self._sample is not None and (now := self._sample[0].grad) is not None:
             sent = self._sample[1]
             self._same = ((_few(now) == sent) | sent.isnan()).all()
-        for missing in self._missing.values():
-            missing.clear()
+        self._missing = [False] * len(self._buckets)
         self._left.clear()
 
     def reduced_as_sent(self) -> bool:
@@ -107,10 +114,10 @@ class StepGradients:
         Raises:
             ConfigError: one was changed, replaced or removed.
         """
-        for p, (gradient, version) in self._left.items():
+        for p, gradient, version, place in self._left:
             if p.grad is not gradient or _changes(gradient) != version:
                 raise ConfigError(
-                    f"the gradient of {self._names[p]} was changed between backward and "
+                    f"the gradient of {self._names[place]} was changed between backward and "
                     f"optimizer.step() in step {self._number}, after it had been sent: call "
                     "reduce() after backward, then clip, unscale or set what you like; zero it "
                     "after optimizer.step()."

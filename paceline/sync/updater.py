@@ -20,6 +20,8 @@ from paceline.errors import ConfigError
 from paceline.sync.bucket import Bucket
 from paceline.sync.part import Part
 
+_Version = tuple[int, torch.dtype]
+
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     {
         optim.SGD,
@@ -56,8 +58,12 @@ class Updater:
             self._units: list[tuple[Bucket, ...]] = [(bucket,) for bucket in buckets]
         else:
             self._units = [tuple(buckets)] * len(buckets)
-        self._frozen: dict[nn.Parameter, tuple[int, torch.dtype]] = {}  # and not yet updated
-        self._counted = _with_versions_of_their_own(buckets)
+        counted = set(_with_versions_of_their_own(buckets))
+        self._counted = {
+            unit: [(p, name) for p, name in _named(unit) if p in counted]
+            for unit in dict.fromkeys(self._units)
+        }
+        self._frozen: dict[tuple[Bucket, ...], list[_Version]] = {}  # and not yet updated
         self._parts = {
             unit: Part(optimizer, {p: b.group for b in unit for p in b.parameters})
             for unit in dict.fromkeys(self._units)
@@ -69,7 +75,9 @@ class Updater:
 
     def freeze(self) -> None:
         """Take the optimizer's present hyperparameters for the updates to come."""
-        self._frozen = {p: _version(p) for p in self._counted}
+        self._frozen = {
+            unit: [_version(p) for p, _ in counted] for unit, counted in self._counted.items()
+        }
         for part in self._parts.values():
             part.freeze()
 
@@ -95,18 +103,23 @@ class Updater:
 
     def _refuse_writes(self, unit: tuple[Bucket, ...]) -> None:
         """Refuse an update of what somebody has written or converted."""
-        for bucket in unit:
-            for p, name in zip(bucket.parameters, bucket.names, strict=True):
-                now = _version(p)
-                if self._frozen.pop(p, now) != now:
-                    raise ConfigError(
-                        f"{name} was written between optimizer.step() and its update, which the "
-                        "next forward installs: call settle() after optimizer.step(), then write."
-                    )
+        frozen = self._frozen.pop(unit, None)
+        if frozen is None:
+            return
+        for (p, name), before in zip(self._counted[unit], frozen, strict=True):
+            if _version(p) != before:
+                raise ConfigError(
+                    f"{name} was written between optimizer.step() and its update, which the "
+                    "next forward installs: call settle() after optimizer.step(), then write."
+                )
 
 
 def _parameters(unit: tuple[Bucket, ...]) -> list[nn.Parameter]:
     return [p for bucket in unit for p in bucket.parameters]
+
+
+def _named(unit: tuple[Bucket, ...]) -> list[tuple[nn.Parameter, str]]:
+    return [pair for b in unit for pair in zip(b.parameters, b.names, strict=True)]
 
 
 def _with_versions_of_their_own(buckets: Sequence[Bucket]) -> list[nn.Parameter]:
@@ -116,6 +129,6 @@ def _with_versions_of_their_own(buckets: Sequence[Bucket]) -> list[nn.Parameter]
     return [p for p in parameters if owners[p.untyped_storage().data_ptr()] == 1]
 
 
-def _version(parameter: nn.Parameter) -> tuple[int, torch.dtype]:
+def _version(parameter: nn.Parameter) -> _Version:
     """Return what a write changes, by autograd's count, or a conversion (`model.half()`)."""
     return parameter._version, parameter.dtype
