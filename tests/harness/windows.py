@@ -8,6 +8,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import combinations
+from multiprocessing import Pipe
+from pathlib import Path
 from typing import Any, TypeVar
 
 from torch.distributed import HashStore
@@ -100,6 +103,19 @@ def without_numba() -> Iterator[Callable[[str], Any]]:
     yield lambda name: fresh[f"paceline.comm.{name}"]
 
 
+def contributed(world_size: int, size: int, notifications: int) -> Make:
+    """Make the windows that CONTRIBUTING.md shows as an example."""
+    text = Path(__file__, "../../../CONTRIBUTING.md").resolve().read_text()
+    chapter = text[text.index("## How to add a window") :]
+    names: dict[str, Any] = {}
+    exec(chapter[chapter.index("```python") + 10 : chapter.index("```\n\nThen")], names)
+    ends: list[list[Any]] = [[None] * world_size for _ in range(world_size)]
+    for one, other in combinations(range(world_size), 2):
+        ends[one][other], ends[other][one] = Pipe()
+    kind = names["PipeWindow"]
+    return lambda rank: kind(rank, ends[rank], size, notifications)  # type: ignore[no-any-return]
+
+
 KINDS: dict[str, Callable[[int, int, int], Make]] = {
     "inprocess": inprocess,
     "faulty": faulty,
@@ -108,6 +124,7 @@ KINDS: dict[str, Callable[[int, int, int], Make]] = {
     "tcp without numba": plain_tcp,
     "shared": shared,
     "shared without numba": plain_shared,
+    "CONTRIBUTING's": contributed,
 }
 
 
