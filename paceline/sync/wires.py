@@ -65,13 +65,17 @@ class Wire(Protocol):
         """Add the values to out's."""
 
 
-class Fp32:
-    """Values as they are."""
-
-    lossy = False
+class _ByKernels:
+    """Has the arithmetic of a twin."""
 
     def __init__(self, kernels: Kernels = KERNELS) -> None:
         self._kernels = kernels
+
+
+class Fp32(_ByKernels):
+    """Values as they are."""
+
+    lossy = False
 
     def size(self, numel: int) -> int:
         return 4 * numel
@@ -93,7 +97,7 @@ class Fp32:
         out.add_(data.view(torch.float32))
 
 
-class Bf16:
+class Bf16(_ByKernels):
     """A float32's upper half, rounded to the nearest, ties to even: 8 bits of precision.
 
     What is missed needs 16 bits at most, so that after + decoded is v, exactly; v that rounds to an
@@ -101,9 +105,6 @@ class Bf16:
     """
 
     lossy = True
-
-    def __init__(self, kernels: Kernels = KERNELS) -> None:
-        self._kernels = kernels
 
     def size(self, numel: int) -> int:
         return 2 * numel
@@ -125,7 +126,7 @@ class Bf16:
         self._kernels.decode_bf16(data, out, add=True)
 
 
-class Int8:
+class Int8(_ByKernels):
     """Integers from -127 to 127, a scale for 256 values: off by half a 127th of the largest.
 
     After + decoded is v, exactly. A block with a value that is no number, or of 2^127 and more, is
@@ -135,9 +136,6 @@ class Int8:
     """
 
     lossy = True
-
-    def __init__(self, kernels: Kernels = KERNELS) -> None:
-        self._kernels = kernels
 
     def size(self, numel: int) -> int:
         return _codes(numel) + numel
