@@ -6,7 +6,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable
-from ctypes import c_int, c_size_t, c_ssize_t, c_ulong, c_void_p
+from ctypes import c_int, c_size_t, c_ssize_t, c_uint, c_ulong, c_void_p
 from typing import Any, TypeVar
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -67,6 +67,7 @@ def _call(name: str, result: Any, *arguments: Any) -> Callable[..., int]:
 sendmsg = _call("sendmsg", c_ssize_t, c_int, c_void_p, c_int)
 recv = _call("recv", c_ssize_t, c_int, c_void_p, c_size_t, c_int)
 poll = _call("poll", c_int, c_void_p, c_ulong, c_int)
+setsockopt = _call("setsockopt", c_int, c_int, c_int, c_int, c_void_p, c_uint)
 read = _call("read", c_ssize_t, c_int, c_void_p, c_size_t)
 write = _call("write", c_ssize_t, c_int, c_void_p, c_size_t)
 

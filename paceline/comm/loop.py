@@ -27,12 +27,14 @@ from paceline.comm.calls import (
     read,
     recv,
     sendmsg,
+    setsockopt,
     unlock,
     write,
 )
 
 # The columns of a link, a put and a wait, and the places in `state`.
-FD, ALIVE, ERROR, FULL, PUT, OUT_HAVE, OUT_LEFT, OUT_AT, IN_HAVE, IN_LEFT, IN_AT, LINK = range(12)
+FD, ALIVE, ERROR, FULL, PUT, OUT_HAVE, OUT_LEFT, OUT_AT = range(8)
+IN_HAVE, IN_LEFT, IN_AT, IN_WAKE, LINK = range(8, 13)
 STATUS, TO, PRIORITY, ORDER, AT, LEFT, OFFSET, NOTE, VALUE, REST, PUTS = range(11)
 ASLEEP, PEER, EVENT, WAIT = range(4)
 CONTROL, MEMORY, SIZE, CHUNK, TOP, NEWS, LOCK, GONE, HEARD, STATE = range(10)
@@ -51,6 +53,8 @@ _IN, _OUT, _BAD = 0x1, 0x4, 0x8 | 0x10 | 0x20  # poll(2)
 _FLAGS = 0x40 | 0x4000  # MSG_DONTWAIT, MSG_NOSIGNAL
 _INTERRUPTED, _AGAIN = 4, 11  # errno(3)
 _PATIENCE_MS = 500
+_SOL_SOCKET, _SO_RCVLOWAT = 1, 18  # socket(7)
+_ENOUGH = 2**17  # bytes that the loop wakes for, of a long frame
 
 
 @jit
@@ -166,7 +170,18 @@ def notify(i, head, state, values, waits, one):  # type: ignore[no-untyped-def]
 
 
 @jit
-def receive(i, state, links, heads, values, waits, one):  # type: ignore[no-untyped-def]
+def sleep_until(link, word):  # type: ignore[no-untyped-def]
+    """Let the kernel wake the loop for what is worth it: a head, or a good part of a frame."""
+    enough = 1
+    if link[IN_HAVE] == HEAD and link[IN_LEFT] > 0:
+        enough = min(link[IN_LEFT], _ENOUGH)
+    if link[IN_WAKE] != enough:
+        link[IN_WAKE] = word[0] = enough
+        setsockopt(link[FD], _SOL_SOCKET, _SO_RCVLOWAT, address(word), 4)
+
+
+@jit
+def receive(i, state, links, heads, word, values, waits, one):  # type: ignore[no-untyped-def]
     """Receive what is there; return 0, or an error."""
     link, head = links[i], heads[i]
     while True:
@@ -181,7 +196,10 @@ def receive(i, state, links, heads, values, waits, one):  # type: ignore[no-unty
             error = errno()
             if error == _INTERRUPTED:
                 continue
-            return 0 if error == _AGAIN else error
+            if error != _AGAIN:
+                return error
+            sleep_until(link, word)
+            return 0
         if in_head:
             link[IN_HAVE] += got
             if link[IN_HAVE] < HEAD:
@@ -196,6 +214,7 @@ def receive(i, state, links, heads, values, waits, one):  # type: ignore[no-unty
             link[IN_HAVE] = 0
             notify(i, head, state, values, waits, one)
         if got < size:
+            sleep_until(link, word)
             return 0
 
 
@@ -222,7 +241,7 @@ def give_up(i, error, state, links, waits, one):  # type: ignore[no-untyped-def]
 
 
 @jit
-def run(state, links, puts, values, waits, heads, polled, message, inbox, one):  # type: ignore[no-untyped-def]
+def run(state, links, puts, values, waits, heads, polled, message, inbox, word, one):  # type: ignore[no-untyped-def]
     """Move bytes until Python says stop."""
     message[2], message[3] = address(message) + 8 * WORD, 2  # msghdr: two parts, at message[8]
     count = links.shape[0]
@@ -238,7 +257,7 @@ def run(state, links, puts, values, waits, heads, polled, message, inbox, one): 
         for i in range(count):
             events, error = polled[i, 1] >> 16, 0
             if links[i, ALIVE] and events & (_IN | _BAD):
-                error = receive(i, state, links, heads[0], values, waits, one)
+                error = receive(i, state, links, heads[0], word, values, waits, one)
             if links[i, ALIVE] and error == 0 and (events & _OUT or (told and not links[i, FULL])):
                 error = send(i, state, links, puts, heads[1], message, waits, one)
             if error != 0:

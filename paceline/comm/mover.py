@@ -84,6 +84,7 @@ class Mover:
                 np.zeros((count + 1, 2), np.int32),
                 _words(12),
                 _words(512),
+                np.zeros(1, np.int32),
                 np.ones(1, np.int64),
             ),
             name="window",

@@ -14,7 +14,8 @@ import torch
 from paceline.comm.linked_window import LinkedWindow
 from paceline.comm.mesh import Meeting, connect_all
 
-_UNSENT = 2**20  # bytes that wait in the kernel at most
+_UNSENT = 2**18  # bytes that wait in the kernel at most
+_IN_FLIGHT = 2**17  # bytes that have left for each of several peers
 _NOTSENT_LOWAT = 25  # https://man7.org/linux/man-pages/man7/tcp.7.html; not in Python's socket
 
 
@@ -45,9 +46,16 @@ def connect_by_tcp(meeting: Meeting, address: str) -> list[socket.socket | None]
 
 
 def tune(ends: Iterable[socket.socket | None]) -> None:
-    """Set TCP connections up for puts."""
-    for end in filter(None, ends):
+    """Set TCP connections up for puts.
+
+    Several connections share a link by what each has in flight: with equal and short buffers none
+    falls behind, and what is urgent isn't stuck behind what was sent before.
+    """
+    connected = [end for end in ends if end is not None]
+    for end in connected:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if len(connected) > 1:
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _IN_FLIGHT)
         end.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, _UNSENT)
 
 
