@@ -1,8 +1,10 @@
-"""What a window promises (paceline/comm/window.py), of every kind of window."""
+"""What a window promises (paceline/comm/window.py), of every kind of window.
+
+That nothing is lost or doubled, and data come before their notification: `test_window_traffic.py`.
+"""
 
 from __future__ import annotations
 
-import random
 import sys
 import threading
 import time
@@ -15,66 +17,10 @@ from paceline.comm.window import Window
 from paceline.errors import CommTimeout, PeerLost
 from tests.harness.windows import KINDS, LIMIT, Make, run_windows
 
-REGION = 40_000  # bytes that a peer's put may have
-SLOTS = 4
-
 
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> Callable[[int, int, int], Make]:
     return KINDS[request.param]
-
-
-def exchange(window: Window, rounds: int) -> int:
-    """Put random sizes to random peers in all slots; check each that comes, and answer it.
-
-    A slot's region belongs to the put that is under way there: the next one goes when the peer has
-    answered. Slot k's data notify k, its answers SLOTS + k; data are the round's number throughout.
-    Returns how many puts came.
-    """
-    generator = random.Random(window.rank)
-    others = [peer for peer in range(window.world_size) if peer != window.rank]
-    sent = dict.fromkeys([(peer, slot) for peer in others for slot in range(SLOTS)], 0)
-    seen = dict(sent)
-    sizes: dict[tuple[int, int], torch.Tensor] = {}
-    news, came = 0, 0
-    while min(sent.values()) < rounds or seen != dict.fromkeys(seen, rounds):
-        for (peer, slot), number in sent.items():
-            if number < rounds and window.values[peer, SLOTS + slot] == number:
-                window.flush(peer, limit=LIMIT, operation="a flush")
-                data = torch.full((generator.choice([0, 1, 7, 500, 4000]),), number + 1.0)
-                sizes[peer, slot] = data
-                offset = REGION * (window.rank * SLOTS + slot)
-                header = torch.tensor([data.numel(), number + 1], dtype=torch.float32)
-                packed = torch.cat([header, data])
-                window.put(peer, offset, packed, slot, number + 1, generator.randrange(3))
-                sent[peer, slot] += 1
-        for (peer, slot), number in seen.items():
-            value = int(window.values[peer, slot])
-            if value > number:
-                assert value == number + 1, "one was lost, or came twice"
-                offset = REGION * (peer * SLOTS + slot)
-                got = window.memory[offset : offset + REGION].view(torch.float32)
-                count = int(got[0])
-                assert (got[1 : count + 2] == value).all(), "a notification came before its data"
-                window.put(peer, 0, None, SLOTS + slot, value)
-                seen[peer, slot] = value
-                came += 1
-        news = window.wait_for_news(news, 0.05)
-    for peer in others:
-        window.flush(peer, limit=LIMIT, operation="the last flush")
-        for slot in range(SLOTS):
-            window.wait(peer, SLOTS + slot, rounds, limit=LIMIT, operation="the last answers")
-    return came
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 5])
-def test_nothing_is_lost_or_doubled_and_data_come_before_their_notification(
-    kind: Callable[[int, int, int], Make], world_size: int
-) -> None:
-    make = kind(world_size, REGION * world_size * SLOTS, 2 * SLOTS)
-    rounds = 60
-    came = run_windows(make, world_size, lambda window: exchange(window, rounds))
-    assert came == [rounds * SLOTS * (world_size - 1)] * world_size
 
 
 def test_a_source_may_be_written_after_a_flush(kind: Callable[[int, int, int], Make]) -> None:
