@@ -5,10 +5,13 @@ That nothing is lost or doubled, and data come before their notification: `test_
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -133,7 +136,7 @@ def test_closing_wakes_this_ranks_own_waits(kind: Callable[[int, int, int], Make
 
 
 def test_several_threads_of_a_rank_wait_at_once(kind: Callable[[int, int, int], Make]) -> None:
-    rounds, interval = 300, sys.getswitchinterval()
+    rounds = 300
 
     def listen(window: Window) -> None:
         news = 0
@@ -149,14 +152,49 @@ def test_several_threads_of_a_rank_wait_at_once(kind: Callable[[int, int, int], 
             window.put(peer, 0, None, 0, value)
             window.nudge()
             window.wait(peer, 0, value, limit=LIMIT, operation="a round")
+            window.flush(peer, limit=LIMIT, operation="a flush")  # or the next one may overtake
         window.put(peer, 0, None, 1, 1)
         window.flush(peer, limit=LIMIT, operation="a flush")
         for thread in threads:
             thread.join(LIMIT)
             assert not thread.is_alive()
 
-    sys.setswitchinterval(1e-6)  # between any two instructions, about
-    try:
+    with switching_often():
         run_windows(kind(2, 8, 2), 2, run)
+
+
+def test_a_put_of_one_thread_while_another_closes(kind: Callable[[int, int, int], Make]) -> None:
+    def put_on(window: Window, begun: threading.Event) -> None:
+        for value in itertools.count(1):
+            window.put(0, 0, None, value % 50, value)
+            if value % 50 == 0:
+                window.flush(0, limit=LIMIT, operation="a flush")
+            begun.set()
+
+    def run(window: Window) -> None:
+        if window.rank == 0:
+            with pytest.raises(PeerLost):
+                window.wait(1, 0, sys.maxsize, limit=LIMIT, operation="the end")
+            return
+        begun = threading.Event()
+        with ThreadPoolExecutor() as pool:
+            putting = pool.submit(put_on, window, begun)
+            assert begun.wait(LIMIT)
+            window.close()
+            with pytest.raises(PeerLost, match=r"rank 1 lost rank 0 in a .*: this process closed"):
+                putting.result(LIMIT)
+
+    with switching_often():
+        for _ in range(5):
+            run_windows(kind(2, 8, 50), 2, run)
+
+
+@contextmanager
+def switching_often() -> Iterator[None]:
+    """Let threads take turns between any two instructions, about."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        yield
     finally:
         sys.setswitchinterval(interval)

@@ -81,37 +81,47 @@ class Traffic:
                 self.window.nudge()
                 self._nudges += 1
             self._wait()
-        self.check()
+        assert np.array_equal(self._memory, self._account), "something else was written"
         expected = self.operations + self._nudges
         while self._news < expected:
             self._wait()
         assert self._news == expected, "one came twice"
         return self.operations
 
-    def take(self, peer: int, lane: int) -> None:
-        """Look whether a lane's next put has come; hold it to the account, and answer."""
-        number = self._came[peer, lane]
+    def check_after_a_cut(self) -> None:
+        """Hold all that came to the account; of a lane's next put there may be a part."""
+        for peer, lane in self._came:
+            self._record(peer, lane)
+            begin, length = self._begin(peer, lane), self.lanes[lane]
+            put = put_of(self.seed, peer, self.window.rank, lane, self._came[peer, lane], length)
+            before, after = (
+                slice(begin, begin + put.start),
+                slice(begin + put.start + put.size, begin + length),
+            )
+            for part in (before, after):
+                assert np.array_equal(self._memory[part], self._account[part])
+
+    def _take(self, peer: int, lane: int) -> None:
+        """Answer a lane's next put if it has come."""
+        if self._record(peer, lane):
+            self.window.put(peer, 0, None, len(self.lanes) + lane, self._came[peer, lane])
+
+    def _record(self, peer: int, lane: int) -> bool:
+        """Hold a lane's next put to the account if it has come; return whether it has."""
+        number, length = self._came[peer, lane], self.lanes[lane]
         value = int(self.window.values[peer, lane])
         if value == number:
-            return
+            return False
         assert value == number + 1, "one was lost, or came twice"
-        put = put_of(self.seed, peer, self.window.rank, lane, number, self.lanes[lane])
+        put = put_of(self.seed, peer, self.window.rank, lane, number, length)
         begin = self._begin(peer, lane)
         at = begin + put.start
         self._account[at : at + put.size] = _BYTES[put.source : put.source + put.size]
-        end = begin + self.lanes[lane]
-        right = np.array_equal(self._memory[begin:end], self._account[begin:end])
+        lie = slice(begin, begin + length)
+        right = np.array_equal(self._memory[lie], self._account[lie])
         assert right, "a notification came before its data, or they went elsewhere"
         self._came[peer, lane] += 1
-        self.window.put(peer, 0, None, len(self.lanes) + lane, value)
-
-    def check(self, lanes: Sequence[tuple[int, int]] | None = None) -> None:
-        """Compare memory with the account: all of it, or some lanes of some peers."""
-        if lanes is None:
-            assert np.array_equal(self._memory, self._account)
-        for peer, lane in lanes or ():
-            lie = slice(self._begin(peer, lane), self._begin(peer, lane) + self.lanes[lane])
-            assert np.array_equal(self._memory[lie], self._account[lie])
+        return True
 
     def _send(self, peer: int, lane: int) -> None:
         number, answers = self._sent[peer, lane], len(self.lanes) + lane
@@ -133,7 +143,7 @@ class Traffic:
         keys = list(self._sent)
         self._random.shuffle(keys)
         for peer, lane in keys:
-            self.take(peer, lane)
+            self._take(peer, lane)
             self._send(peer, lane)
         answered = self.window.values[:, len(self.lanes) :]
         came = sum(self._came.values())
