@@ -26,9 +26,15 @@ LIMIT = 30.0
 _COMPILED_OR_NOT = ("calls", "loop", "mover", "linked_window")
 
 
-def meetings(world_size: int, *, purpose: str = "window/1", limit: float = LIMIT) -> list[Meeting]:
-    """Return each rank's meeting in one store."""
-    store = HashStore()
+def meetings(
+    world_size: int,
+    *,
+    purpose: str = "window/1",
+    limit: float = LIMIT,
+    store: HashStore | None = None,
+) -> list[Meeting]:
+    """Return each rank's meeting in one store, a fresh one or this."""
+    store = store or HashStore()
     return [
         Meeting(
             store=store,
