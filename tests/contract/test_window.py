@@ -18,10 +18,10 @@ import torch
 
 from paceline.comm.window import Window
 from paceline.errors import CommTimeout, PeerLost
-from tests.harness.windows import KINDS, LIMIT, Make, run_windows
+from tests.harness.windows import KINDS, LIMIT, Make, kinds, run_windows
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=kinds())
 def kind(request: pytest.FixtureRequest) -> Callable[[int, int, int], Make]:
     return KINDS[request.param]
 

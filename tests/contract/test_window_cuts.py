@@ -21,7 +21,7 @@ from paceline.comm.window import Window
 from paceline.errors import PeerLost
 from tests.harness.relay import Relay
 from tests.harness.traffic import Traffic
-from tests.harness.windows import KINDS, LIMIT, meetings, run_windows
+from tests.harness.windows import KINDS, LIMIT, kinds, meetings, run_windows
 
 PUTS = [0, 1, 1000, 8, 600_000, 0, 300_000, CHUNK, 77, 2 * CHUNK]  # bytes
 SIZE = sum(PUTS)
@@ -94,7 +94,7 @@ def cut_off(make: Callable[[int], Window], cut_after: int) -> Callable[[int], Wi
 
 
 @pytest.mark.parametrize(("world_size", "cut_after"), [(2, 0), (2, 37), (4, 1), (4, 200)])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "fault" not in kind])
+@pytest.mark.parametrize("kind", kinds("fault"))
 def test_all_lose_a_rank_that_is_cut_off_in_the_traffic(
     kind: str, world_size: int, cut_after: int
 ) -> None:

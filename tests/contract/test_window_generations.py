@@ -14,12 +14,13 @@ import torch
 from torch.distributed import HashStore
 
 from paceline.comm.mesh import Meeting
+from paceline.comm.nixl_window import nixl_window
 from paceline.comm.shared_window import shared_window
 from paceline.comm.tcp_window import tcp_window
 from paceline.comm.window import Window
 from paceline.errors import PeerLost
 from tests.harness.traffic import Traffic
-from tests.harness.windows import LIMIT, meetings, run_windows
+from tests.harness.windows import LIMIT, installed, meetings, run_windows
 
 LANES, ROUNDS = [300, 40, 5000], 100
 SIZE, NOTIFICATIONS = 3 * sum(LANES), 2 * len(LANES)
@@ -29,10 +30,11 @@ Open = Callable[[Meeting], Window]
 KINDS: dict[str, Open] = {
     "tcp": lambda meeting: tcp_window(meeting, "127.0.0.1", SIZE, NOTIFICATIONS),
     "shared": lambda meeting: shared_window(meeting, SIZE, NOTIFICATIONS),
+    "nixl": lambda meeting: nixl_window(meeting, "127.0.0.1", SIZE, NOTIFICATIONS),
 }
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=installed(KINDS))
 def open_window(request: pytest.FixtureRequest) -> Open:
     return KINDS[request.param]
 

@@ -11,7 +11,7 @@ from math import ceil
 import pytest
 
 from tests.harness.traffic import Traffic
-from tests.harness.windows import KINDS, Make, run_windows
+from tests.harness.windows import KINDS, Make, kinds, run_windows
 
 SMALL = [40] * 6  # bytes of each lane
 MIXED = [300, 40, 5000, 700_000]  # the last has puts of several frames
@@ -33,6 +33,6 @@ def test_a_million_random_operations(world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "inprocess"])
+@pytest.mark.parametrize("kind", kinds("inprocess"))
 def test_ten_thousand_random_operations(kind: str, world_size: int) -> None:
     assert traffic(kind, world_size, MIXED, 2_500) >= 2_500

@@ -1,0 +1,112 @@
+"""What NIXL does for a window: writes into peers' registered memory, and notifications.
+
+NIXL (https://github.com/ai-dynamo/nixl) moves bytes by UCX: RDMA where there is such a network, TCP
+elsewhere. Its own thread would poll without a pause, so there is none: whoever calls `arrived` or
+`done` moves the bytes. One thread makes all calls.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from torch import Tensor
+
+from paceline.errors import CommError, ConfigError
+
+
+class NixlAgent:
+    """This process's end of NIXL.
+
+    Args:
+        name: what it is; made unique here.
+
+    Raises:
+        ConfigError: NIXL isn't installed.
+        CommError: it can't be started.
+    """
+
+    def __init__(self, name: str) -> None:
+        if find_spec("nixl") is None:
+            raise ConfigError(
+                "windows by NIXL need its package, which isn't installed; run "
+                "pip install 'paceline[nixl]'."
+            )
+        api = _quiet(import_module, "nixl._api")
+        config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+        self._agent: Any = _quiet(api.nixl_agent, f"{name} {secrets.token_hex(8)}", config)
+        if "UCX" not in self._agent.backends:
+            raise CommError("NIXL has no UCX here; see what it prints with NIXL_LOG_LEVEL=debug.")
+
+    def register(self, memory: Tensor) -> Any:
+        """Let NIXL read and write (bytes,) of uint8; return what `deregister` takes."""
+        return self._agent.register_memory([(*_lie(memory), 0, "")], "DRAM")
+
+    def deregister(self, registration: Any) -> None:
+        """Take memory back."""
+        self._agent.deregister_memory(registration)
+
+    def card(self) -> bytes:
+        """Return what a peer needs to know to write here."""
+        card: bytes = self._agent.get_agent_metadata()
+        return card
+
+    def meet(self, card: bytes) -> str:
+        """Learn of a peer; return its name."""
+        name = self._agent.add_remote_agent(card)
+        return name if isinstance(name, str) else name.decode()
+
+    def write(self, name: str, source: tuple[int, int], target: int, message: bytes) -> Any:
+        """Start to write registered bytes into a peer's memory, and to tell it then.
+
+        Args:
+            name: the peer's.
+            source: the address and the number of the bytes.
+            target: their address there.
+            message: what the peer's `arrived` returns when they are there; empty: nothing.
+
+        Returns:
+            what `done` takes.
+        """
+        here, there = ([(*where, 0)] for where in (source, (target, source[1])))
+        descriptors = [self._agent.get_xfer_descs(lies, "DRAM") for lies in (here, there)]
+        transfer = self._agent.initialize_xfer("WRITE", *descriptors, name, message)
+        self._agent.transfer(transfer)
+        return transfer
+
+    def done(self, transfer: Any) -> bool:
+        """Tell whether the bytes have left their memory, and let go of the transfer then.
+
+        Raises:
+            CommError: they can't arrive.
+        """
+        state = self._agent.check_xfer_state(transfer)
+        if state == "ERR":
+            raise CommError("a transfer failed")
+        if state == "DONE":
+            transfer.release()
+        return bool(state == "DONE")
+
+    def tell(self, name: str, message: bytes) -> None:
+        """Send a peer a message without bytes."""
+        self._agent.send_notif(name, message)
+
+    def arrived(self) -> list[tuple[str, bytes]]:
+        """Return who has told what since the last call; the bytes before it are there."""
+        told = self._agent.get_new_notifs()
+        return [(name, message) for name, messages in told.items() for message in messages]
+
+
+def _lie(memory: Tensor) -> tuple[int, int]:
+    return memory.data_ptr(), memory.numel()
+
+
+def _quiet(call: Any, *arguments: Any) -> Any:
+    """Call NIXL without its announcements on the terminal."""
+    logger = logging.getLogger("nixl")
+    result = call(*arguments)
+    logger.setLevel(max(logger.level, logging.WARNING))
+    return result

@@ -1,0 +1,291 @@
+"""The thread of a NIXL window: what is put goes to NIXL piece by piece, what arrives is told.
+
+Beside NIXL's own way to each peer there is a line, a TCP connection whose greeting had the job's
+token. It carries two kinds of bytes:
+
+    PROMISE   "a put to you begins": the peer looks into NIXL until it has arrived
+    ARRIVED   "one of yours has": who closes waits for these for a moment
+
+Between puts all threads sleep in the kernel, on their lines; NIXL itself could only be asked again
+and again. A line that ends is a peer that is lost.
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.comm.nixl_agent import NixlAgent
+
+PIECE = 2**22  # bytes that go before something more urgent can
+PROMISE, ARRIVED = b"p", b"a"
+_MESSAGE = struct.Struct("!Iq")  # notification, value
+_PAUSE_S = 5e-5  # between two looks into NIXL, while something is under way
+_IDLE_MS = 500
+_PATIENCE_S = 1.0  # for what was promised before a line ended
+
+
+@dataclass(order=True)
+class Put:
+    """A put under way; `sent` of its bytes have gone to NIXL."""
+
+    priority: int
+    number: int
+    peer: int = field(compare=False)
+    source: Tensor = field(compare=False)
+    offset: int = field(compare=False)
+    message: bytes = field(compare=False)
+    sent: int = field(compare=False, default=0)
+    registration: Any = field(compare=False, default=None)
+
+
+@dataclass
+class Peer:
+    """A peer, by its line and by NIXL.
+
+    Attributes:
+        name: NIXL's for it.
+        memory: the address of its memory there.
+        puts: a heap of those that wait; `put` and `transfer` are what moves.
+        promised, came: puts from it that have begun; that have arrived.
+        finished, confirmed: puts to it that have left; that have arrived.
+        owed: what is still to be said on the line.
+        gone_at: when the line ended.
+        error: why it is lost; "" as long as it isn't.
+    """
+
+    line: socket.socket
+    name: str
+    memory: int
+    puts: list[Put] = field(default_factory=list)
+    put: Put | None = None
+    transfer: Any = None
+    under_way: int = 0
+    promised: int = 0
+    came: int = 0
+    finished: int = 0
+    confirmed: int = 0
+    owed: bytes = b""
+    gone_at: float | None = None
+    error: str = ""
+
+
+class NixlEngine:
+    """Moves puts, in a thread.
+
+    Args:
+        agent: with this rank's memory registered.
+        peers: by rank; None for this one.
+        values: (world_size, notifications), written when a put has arrived.
+
+    Attributes:
+        changed: is notified of whatever `values`, `news` and the peers' errors say.
+        news: how many notifications and nudges there were.
+    """
+
+    def __init__(
+        self, agent: NixlAgent, peers: Sequence[Peer | None], values: NDArray[np.int64]
+    ) -> None:
+        self.changed = threading.Condition()
+        self.news = 0
+        self.peers = peers
+        self._agent, self._values = agent, values
+        self._there = [(rank, peer) for rank, peer in enumerate(peers) if peer is not None]
+        self._rank_of = {peer.name: rank for rank, peer in self._there}
+        self._inbox: deque[Put] = deque()
+        self._number = 0
+        self._closing = False
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll = select.poll()
+        self._poll.register(self._wake, select.POLLIN)
+        self._lines = {peer.line.fileno(): peer for _, peer in self._there}
+        for number, peer in self._lines.items():
+            peer.line.setblocking(False)
+            self._poll.register(number, select.POLLIN)
+        self._thread = threading.Thread(target=self._run, name="nixl window", daemon=True)
+        self._thread.start()
+
+    def put(
+        self, rank: int, source: Tensor, offset: int, target: tuple[int, int], priority: int
+    ) -> None:
+        """Queue a put of (bytes,) of uint8, for (notification, value); none is while it closes."""
+        peer = self.peers[rank]
+        assert peer is not None
+        with self.changed:
+            if self._closing:
+                return
+            self._number += 1
+            message = _MESSAGE.pack(*target)
+            self._inbox.append(Put(priority, self._number, rank, source, offset, message))
+            peer.under_way += 1
+        os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        """Drop what hasn't gone, and end; whoever waits is told."""
+        with self.changed:
+            if self._closing:
+                return
+            self._closing = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        os.close(self._wake)
+
+    def _run(self) -> None:
+        while not self._closing:
+            self._look(self._turn())
+        for _, peer in self._there:
+            peer.puts.clear()
+        self._inbox.clear()
+        end = time.monotonic() + _PATIENCE_S
+        while any(self._unconfirmed(peer) for _, peer in self._there) and time.monotonic() < end:
+            self._look(self._turn())
+        for _, peer in self._there:
+            self._lose(peer, "this process closed it")
+            peer.line.close()
+
+    def _turn(self) -> bool:
+        """Move what can move; tell whether anything did."""
+        moved = bool(self._inbox)
+        while self._inbox:
+            put = self._inbox.popleft()
+            heapq.heappush(self._peer(put.peer).puts, put)
+        for name, message in self._agent.arrived():
+            moved = True
+            self._arrive(name, message)
+        for _, peer in self._there:
+            if not peer.error:
+                moved |= self._advance(peer)
+        return moved
+
+    def _advance(self, peer: Peer) -> bool:
+        """Move a peer's puts on by one piece at most, and say on its line what it is owed."""
+        try:
+            moved = self._finish_piece(peer)
+            if peer.put is None and peer.puts:
+                self._begin_piece(peer, heapq.heappop(peer.puts))
+                moved = True
+        except Exception as error:  # NIXL's have no base of their own
+            self._lose(peer, f"NIXL says {error}")
+            return True
+        if peer.owed:
+            with suppress(BlockingIOError, OSError):  # an end is noticed when it is read
+                peer.owed = peer.owed[peer.line.send(peer.owed) :]
+        if peer.gone_at is not None and self._heard_out(peer):
+            self._lose(peer, "the peer closed it")
+        return moved
+
+    def _begin_piece(self, peer: Peer, put: Put) -> None:
+        if put.sent == 0:
+            peer.owed += PROMISE
+        peer.put = put
+        size = min(PIECE, put.source.numel() - put.sent)
+        if size == 0:
+            self._agent.tell(peer.name, put.message)
+            return
+        if put.registration is None:
+            put.registration = self._agent.register(put.source)
+        last = put.sent + size == put.source.numel()
+        begin = put.source.data_ptr() + put.sent
+        target = peer.memory + put.offset + put.sent
+        put.sent += size
+        peer.transfer = self._agent.write(
+            peer.name, (begin, size), target, put.message if last else b""
+        )
+
+    def _finish_piece(self, peer: Peer) -> bool:
+        put = peer.put
+        if put is None or (peer.transfer is not None and not self._agent.done(peer.transfer)):
+            return False
+        peer.put = peer.transfer = None
+        if put.sent < put.source.numel():
+            heapq.heappush(peer.puts, put)
+            return True
+        if put.registration is not None:
+            self._agent.deregister(put.registration)
+        with self.changed:
+            peer.finished += 1
+            peer.under_way -= 1
+            self.changed.notify_all()
+        return True
+
+    def _arrive(self, name: str, message: bytes) -> None:
+        rank = self._rank_of.get(name)
+        if rank is None:
+            return
+        peer = self._peer(rank)
+        if len(message) != _MESSAGE.size:
+            return self._lose(peer, "the peer sent something that is no put")
+        notification, value = _MESSAGE.unpack(message)
+        if notification >= self._values.shape[1]:
+            return self._lose(peer, "the peer sent something that is no put")
+        peer.came += 1
+        peer.owed += ARRIVED
+        with self.changed:
+            self._values[rank, notification] = value
+            self.news += 1
+            self.changed.notify_all()
+
+    def _look(self, moved: bool) -> None:
+        """Hear what is said on the lines; sleep for it if nothing else goes on."""
+        waiting = any(_expects(peer) for _, peer in self._there)
+        if waiting and not moved:
+            time.sleep(_PAUSE_S)
+        for number, _ in self._poll.poll(0 if moved or waiting else _IDLE_MS):
+            if number == self._wake:
+                os.eventfd_read(self._wake)
+            else:
+                self._hear(number, self._lines[number])
+
+    def _hear(self, number: int, peer: Peer) -> None:
+        try:
+            said = peer.line.recv(4096)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            said = b""
+            self._lose(peer, error.strerror or str(error))
+        peer.promised += said.count(PROMISE)
+        peer.confirmed += said.count(ARRIVED)
+        if not said:
+            self._poll.unregister(number)
+            peer.gone_at = time.monotonic()
+
+    def _lose(self, peer: Peer, error: str) -> None:
+        with self.changed:
+            peer.error = peer.error or error
+            self.changed.notify_all()
+
+    def _peer(self, rank: int) -> Peer:
+        peer = self.peers[rank]
+        assert peer is not None
+        return peer
+
+    @staticmethod
+    def _heard_out(peer: Peer) -> bool:
+        assert peer.gone_at is not None
+        return peer.came >= peer.promised or time.monotonic() > peer.gone_at + _PATIENCE_S
+
+    @staticmethod
+    def _unconfirmed(peer: Peer) -> bool:
+        return not peer.error and peer.gone_at is None and peer.confirmed < peer.finished
+
+
+def _expects(peer: Peer) -> bool:
+    """Tell whether NIXL has something to do for a peer."""
+    return not peer.error and (
+        peer.put is not None or bool(peer.puts) or peer.came < peer.promised or bool(peer.owed)
+    )
