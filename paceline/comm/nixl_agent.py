@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import logging
 import secrets
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 from torch import Tensor
 
+from paceline.comm.registered import Registered
 from paceline.errors import CommError, ConfigError
 
 
@@ -37,17 +39,19 @@ class NixlAgent:
             )
         api = _quiet(import_module, "nixl._api")
         config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+        self._peers: list[str] = []
+        self._registered = Registered(self._register, self._deregister)
         self._agent: Any = _quiet(api.nixl_agent, f"{name} {secrets.token_hex(8)}", config)
         if "UCX" not in self._agent.backends:
             raise CommError("NIXL has no UCX here; see what it prints with NIXL_LOG_LEVEL=debug.")
 
-    def register(self, memory: Tensor) -> Any:
-        """Let NIXL read and write (bytes,) of uint8; return what `deregister` takes."""
-        return self._agent.register_memory([(*_lie(memory), 0, "")], "DRAM")
+    def take(self, memory: Tensor) -> None:
+        """Let NIXL read and write (bytes,) of uint8."""
+        self._registered.take(memory.data_ptr(), memory.numel())
 
-    def deregister(self, registration: Any) -> None:
-        """Take memory back."""
-        self._agent.deregister_memory(registration)
+    def give_back(self, memory: Tensor) -> None:
+        """Say that NIXL needs it no longer."""
+        self._registered.give_back(memory.data_ptr(), memory.numel())
 
     def card(self) -> bytes:
         """Return what a peer needs to know to write here."""
@@ -57,7 +61,8 @@ class NixlAgent:
     def meet(self, card: bytes) -> str:
         """Learn of a peer; return its name."""
         name = self._agent.add_remote_agent(card)
-        return name if isinstance(name, str) else name.decode()
+        self._peers.append(name if isinstance(name, str) else name.decode())
+        return self._peers[-1]
 
     def write(self, name: str, source: tuple[int, int], target: int, message: bytes) -> Any:
         """Start to write registered bytes into a peer's memory, and to tell it then.
@@ -99,9 +104,24 @@ class NixlAgent:
         told = self._agent.get_new_notifs()
         return [(name, message) for name, messages in told.items() for message in messages]
 
+    def drop(self, transfer: Any) -> None:
+        """Let go of a transfer that won't be done."""
+        with suppress(Exception):  # NIXL's have no base of their own
+            transfer.release()
 
-def _lie(memory: Tensor) -> tuple[int, int]:
-    return memory.data_ptr(), memory.numel()
+    def close(self) -> None:
+        """Let go of peers and memory: nobody writes here any more."""
+        for name in self._peers:
+            with suppress(Exception):
+                self._agent.remove_remote_agent(name)
+        self._registered.close()
+        self._agent = None
+
+    def _register(self, address: int, size: int) -> Any:
+        return self._agent.register_memory([(address, size, 0, "")], "DRAM")
+
+    def _deregister(self, registration: Any) -> None:
+        self._agent.deregister_memory(registration)
 
 
 def _quiet(call: Any, *arguments: Any) -> Any:

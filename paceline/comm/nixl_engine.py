@@ -34,7 +34,7 @@ from paceline.comm.nixl_agent import NixlAgent
 PIECE = 2**22  # bytes that go before something more urgent can
 PROMISE, ARRIVED = b"p", b"a"
 _MESSAGE = struct.Struct("!Iq")  # notification, value
-_PAUSE_S = 5e-5  # between two looks into NIXL, while something is under way
+_PAUSES_S = 5e-5, 1e-3  # between two looks into NIXL while something is under way: grows
 _IDLE_MS = 500
 _PATIENCE_S = 1.0  # for what was promised before a line ended
 
@@ -50,7 +50,6 @@ class Put:
     offset: int = field(compare=False)
     message: bytes = field(compare=False)
     sent: int = field(compare=False, default=0)
-    registration: Any = field(compare=False, default=None)
 
 
 @dataclass
@@ -109,6 +108,7 @@ class NixlEngine:
         self._inbox: deque[Put] = deque()
         self._number = 0
         self._closing = False
+        self._pause = _PAUSES_S[0]
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.poll()
         self._poll.register(self._wake, select.POLLIN)
@@ -155,7 +155,9 @@ class NixlEngine:
             self._look(self._turn())
         for _, peer in self._there:
             self._lose(peer, "this process closed it")
+            self._agent.drop(peer.transfer)
             peer.line.close()
+        self._agent.close()
 
     def _turn(self) -> bool:
         """Move what can move; tell whether anything did."""
@@ -196,8 +198,8 @@ class NixlEngine:
         if size == 0:
             self._agent.tell(peer.name, put.message)
             return
-        if put.registration is None:
-            put.registration = self._agent.register(put.source)
+        if put.sent == 0:
+            self._agent.take(put.source)
         last = put.sent + size == put.source.numel()
         begin = put.source.data_ptr() + put.sent
         target = peer.memory + put.offset + put.sent
@@ -214,8 +216,8 @@ class NixlEngine:
         if put.sent < put.source.numel():
             heapq.heappush(peer.puts, put)
             return True
-        if put.registration is not None:
-            self._agent.deregister(put.registration)
+        if put.sent:
+            self._agent.give_back(put.source)
         with self.changed:
             peer.finished += 1
             peer.under_way -= 1
@@ -242,8 +244,9 @@ class NixlEngine:
     def _look(self, moved: bool) -> None:
         """Hear what is said on the lines; sleep for it if nothing else goes on."""
         waiting = any(_expects(peer) for _, peer in self._there)
+        self._pause = _PAUSES_S[0] if moved else min(1.5 * self._pause, _PAUSES_S[1])
         if waiting and not moved:
-            time.sleep(_PAUSE_S)
+            time.sleep(self._pause)
         for number, _ in self._poll.poll(0 if moved or waiting else _IDLE_MS):
             if number == self._wake:
                 os.eventfd_read(self._wake)
@@ -258,6 +261,8 @@ class NixlEngine:
         except OSError as error:
             said = b""
             self._lose(peer, error.strerror or str(error))
+        if said.strip(PROMISE + ARRIVED):
+            self._lose(peer, "the peer sent something that is no put")
         peer.promised += said.count(PROMISE)
         peer.confirmed += said.count(ARRIVED)
         if not said:

@@ -43,7 +43,7 @@ def nixl_window(meeting: Meeting, address: str, size: int, notifications: int) -
     """
     agent = NixlAgent(f"paceline {meeting.rank}")
     memory = torch.zeros(max(size, 1), dtype=torch.uint8)
-    agent.register(memory)
+    agent.take(memory)
     lines = connect_by_tcp(meeting, address)
     try:
         card = agent.card()
