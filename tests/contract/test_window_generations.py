@@ -8,7 +8,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
-import numpy as np
 import pytest
 import torch
 from torch.distributed import HashStore
@@ -83,6 +82,7 @@ def test_a_rank_that_goes_on_putting_changes_nothing_in_the_next_generation(
             stack.callback(window.close)
         for survivor in (old[1], old[2]) if closed else ():
             survivor.close()
+        left = [survivor.memory.clone() for survivor in (old[1], old[2])]
         stack.callback(over.set)
         late = pool.submit(put_late, old[0], lost, over)
 
@@ -93,9 +93,12 @@ def test_a_rank_that_goes_on_putting_changes_nothing_in_the_next_generation(
         over.set()
         assert came == [2 * ROUNDS * len(LANES) * 2] * 3
         assert late.result(LIMIT) == lost
-        for survivor in () if closed else (old[1], old[2]):  # where they went
-            survivor.wait(0, 1, 1, limit=LIMIT, operation="a late put")
-            assert np.all(survivor.memory.numpy() == LATE)
+        for survivor, before in zip((old[1], old[2]), left, strict=True):
+            if not closed:  # here they went
+                survivor.wait(0, 1, 1, limit=LIMIT, operation="a late put")
+                assert torch.all(survivor.memory == LATE)
+            elif old[0].reach(survivor.rank) is None:  # whose memory the next one may be given
+                assert torch.equal(survivor.memory, before)
 
 
 def call(where: str) -> socket.socket:
