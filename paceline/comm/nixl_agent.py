@@ -68,8 +68,15 @@ class NixlAgent:
         return card
 
     def meet(self, card: bytes) -> str:
-        """Learn of a peer; return its name."""
-        name = self._agent.add_remote_agent(card)
+        """Connect to a peer; return its name.
+
+        Raises:
+            CommError: it can't be reached.
+        """
+        try:
+            name = self._agent.add_remote_agent(card)
+        except Exception as error:  # NIXL's have no base of their own
+            raise CommError(f"{error}") from error
         self._peers.append(name if isinstance(name, str) else name.decode())
         return self._peers[-1]
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -22,10 +23,11 @@ from paceline.comm.mesh import Meeting
 from paceline.comm.nixl_agent import NixlAgent
 from paceline.comm.nixl_engine import NixlEngine, Peer
 from paceline.comm.tcp_window import connect_by_tcp
-from paceline.errors import CommTimeout, PeerLost
+from paceline.errors import CommError, CommTimeout, PeerLost
 
 _CARD = struct.Struct("!QI")  # the memory's address, bytes of NIXL's card that follow
 _LARGEST_CARD = 2**20
+_READ = b"r"
 
 
 def nixl_window(meeting: Meeting, address: str, size: int, notifications: int) -> NixlWindow:
@@ -46,14 +48,7 @@ def nixl_window(meeting: Meeting, address: str, size: int, notifications: int) -
     agent.take(memory)
     lines = connect_by_tcp(meeting, address)
     try:
-        card = agent.card()
-        for line in filter(None, lines):
-            line.settimeout(meeting.limit)
-            line.sendall(_CARD.pack(memory.data_ptr(), len(card)) + card)
-        peers = [
-            None if line is None else _meet(meeting, agent, rank, line)
-            for rank, line in enumerate(lines)
-        ]
+        peers = _meet(meeting, agent, memory, lines)
     except BaseException:
         for line in filter(None, lines):
             line.close()
@@ -162,20 +157,50 @@ class NixlWindow:
         return next((peer for peer in range(self.world_size) if self._error(peer)), None)
 
 
-def _meet(meeting: Meeting, agent: NixlAgent, rank: int, line: socket.socket) -> Peer:
-    """Read a peer's card from its line."""
+def _meet(
+    meeting: Meeting, agent: NixlAgent, memory: Tensor, lines: list[socket.socket | None]
+) -> list[Peer | None]:
+    """Exchange cards on the lines; return once all have read all of them."""
     deadline = time.monotonic() + meeting.limit
-    try:
+    card = agent.card()
+    there = [(rank, line) for rank, line in enumerate(lines) if line is not None]
+    for rank, line in there:
+        with _named(meeting, rank):
+            line.settimeout(meeting.limit)
+            line.sendall(_CARD.pack(memory.data_ptr(), len(card)) + card)
+    peers = [_hear_of(meeting, agent, *one, deadline) for one in enumerate(lines)]
+    for rank, line in there:
+        with _named(meeting, rank):
+            line.sendall(_READ)
+    for rank, line in there:
+        with _named(meeting, rank):
+            _read(line, len(_READ), deadline)
+    return peers
+
+
+def _hear_of(
+    meeting: Meeting, agent: NixlAgent, rank: int, line: socket.socket | None, deadline: float
+) -> Peer | None:
+    if line is None:
+        return None
+    with _named(meeting, rank):
         memory, size = _CARD.unpack(_read(line, _CARD.size, deadline))
         if size > _LARGEST_CARD:
-            raise PeerLost(f"rank {meeting.rank} heard something of rank {rank} that is no card.")
+            raise ConnectionError("what it sent is no card")
         return Peer(line, agent.meet(_read(line, size, deadline)), memory)
+
+
+@contextmanager
+def _named(meeting: Meeting, rank: int) -> Iterator[None]:
+    """Name who is silent, or gone."""
+    try:
+        yield
     except TimeoutError as error:
         raise CommTimeout(
-            f"rank {meeting.rank} waited {meeting.limit:g} s for NIXL's card of rank {rank}."
+            f"rank {meeting.rank} waited {meeting.limit:g} s to meet rank {rank} by NIXL."
         ) from error
-    except OSError as error:
-        raise PeerLost(f"rank {meeting.rank} lost rank {rank} before it sent its card.") from error
+    except (OSError, CommError) as error:
+        raise PeerLost(f"rank {meeting.rank} can't meet rank {rank} by NIXL: {error}.") from error
 
 
 def _read(line: socket.socket, size: int, deadline: float) -> bytes:
@@ -184,6 +209,6 @@ def _read(line: socket.socket, size: int, deadline: float) -> bytes:
         line.settimeout(max(0.01, deadline - time.monotonic()))
         part = line.recv(size - len(said))
         if not part:
-            raise ConnectionResetError
+            raise ConnectionError("it closed its connection")
         said += part
     return said
