@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
@@ -80,21 +81,27 @@ class NixlAgent:
         self._peers.append(name if isinstance(name, str) else name.decode())
         return self._peers[-1]
 
-    def write(self, name: str, source: tuple[int, int], target: int, message: bytes) -> Any:
+    def write(
+        self, name: str, pieces: Sequence[tuple[int, int]], target: int, message: bytes
+    ) -> Any:
         """Start to write registered bytes into a peer's memory, and to tell it then.
 
         Args:
             name: the peer's.
-            source: the address and the number of the bytes.
-            target: their address there.
+            pieces: the addresses and the numbers of the bytes.
+            target: the address there, where they land one behind another.
             message: what the peer's `arrived` returns when they are there; empty: nothing.
 
         Returns:
             what `done` takes.
         """
-        here, there = ([(*where, 0)] for where in (source, (target, source[1])))
-        descriptors = [self._agent.get_xfer_descs(lies, "DRAM") for lies in (here, there)]
-        transfer = self._agent.initialize_xfer("WRITE", *descriptors, name, message)
+        here, there = [], []
+        for address, size in pieces:
+            here.append((address, size, 0))
+            there.append((target, size, 0))
+            target += size
+        lies = [self._agent.get_xfer_descs(each, "DRAM") for each in (here, there)]
+        transfer = self._agent.initialize_xfer("WRITE", *lies, name, message)
         self._agent.transfer(transfer)
         return transfer
 

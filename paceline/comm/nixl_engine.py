@@ -41,15 +41,28 @@ _PATIENCE_S = 1.0  # for what was promised before a line ended
 
 @dataclass(order=True)
 class Put:
-    """A put under way; `sent` of its bytes have gone to NIXL."""
+    """A put under way: `left` of its bytes, by address and number, haven't gone to NIXL yet."""
 
     priority: int
     number: int
     peer: int = field(compare=False)
-    source: Tensor = field(compare=False)
+    sources: list[Tensor] = field(compare=False)
     offset: int = field(compare=False)
     message: bytes = field(compare=False)
-    sent: int = field(compare=False, default=0)
+    left: deque[tuple[int, int]] = field(compare=False, default_factory=deque)
+    begun: bool = field(compare=False, default=False)
+
+    def cut(self, limit: int) -> list[tuple[int, int]]:
+        """Cut so many bytes off what is left."""
+        pieces = []
+        while self.left and limit:
+            address, size = self.left.popleft()
+            if size > limit:
+                self.left.appendleft((address + limit, size - limit))
+                size = limit
+            pieces.append((address, size))
+            limit -= size
+        return pieces
 
 
 @dataclass
@@ -93,14 +106,15 @@ class NixlEngine:
 
     Attributes:
         changed: is notified of whatever `values`, `news` and the peers' errors say.
-        news: how many notifications and nudges there were.
+        news: how many notifications, of those that are `heard`, and nudges there were.
+        heard: notifications with smaller numbers count.
     """
 
     def __init__(
         self, agent: NixlAgent, peers: Sequence[Peer | None], values: NDArray[np.int64]
     ) -> None:
         self.changed = threading.Condition()
-        self.news = 0
+        self.news, self.heard = 0, values.shape[1]
         self.peers = peers
         self._agent, self._values = agent, values
         self._there = [(rank, peer) for rank, peer in enumerate(peers) if peer is not None]
@@ -120,9 +134,9 @@ class NixlEngine:
         self._thread.start()
 
     def put(
-        self, rank: int, source: Tensor, offset: int, target: tuple[int, int], priority: int
+        self, rank: int, sources: list[Tensor], offset: int, target: tuple[int, int], priority: int
     ) -> None:
-        """Queue a put of (bytes,) of uint8, for (notification, value); none is while it closes."""
+        """Queue a put of (bytes,) of uint8 each, for (notification, value); not while it closes."""
         peer = self.peers[rank]
         assert peer is not None
         with self.changed:
@@ -130,7 +144,7 @@ class NixlEngine:
                 return
             self._number += 1
             message = _MESSAGE.pack(*target)
-            self._inbox.append(Put(priority, self._number, rank, source, offset, message))
+            self._inbox.append(Put(priority, self._number, rank, sources, offset, message))
             peer.under_way += 1
         os.eventfd_write(self._wake, 1)
 
@@ -191,33 +205,34 @@ class NixlEngine:
         return moved
 
     def _begin_piece(self, peer: Peer, put: Put) -> None:
-        if put.sent == 0:
-            peer.owed += PROMISE
         peer.put = put
-        size = min(PIECE, put.source.numel() - put.sent)
-        if size == 0:
+        if not put.begun:
+            self._begin(peer, put)
+        pieces = put.cut(PIECE)
+        if not pieces:
             self._agent.tell(peer.name, put.message)
             return
-        if put.sent == 0:
-            self._agent.take(put.source)
-        last = put.sent + size == put.source.numel()
-        begin = put.source.data_ptr() + put.sent
-        target = peer.memory + put.offset + put.sent
-        put.sent += size
-        peer.transfer = self._agent.write(
-            peer.name, (begin, size), target, put.message if last else b""
-        )
+        message = b"" if put.left else put.message
+        peer.transfer = self._agent.write(peer.name, pieces, peer.memory + put.offset, message)
+        put.offset += sum(size for _, size in pieces)
+
+    def _begin(self, peer: Peer, put: Put) -> None:
+        put.begun = True
+        peer.owed += PROMISE
+        for source in put.sources:
+            self._agent.take(source)
+            put.left.append((source.data_ptr(), source.numel()))
 
     def _finish_piece(self, peer: Peer) -> bool:
         put = peer.put
         if put is None or (peer.transfer is not None and not self._agent.done(peer.transfer)):
             return False
         peer.put = peer.transfer = None
-        if put.sent < put.source.numel():
+        if put.left:
             heapq.heappush(peer.puts, put)
             return True
-        if put.sent:
-            self._agent.give_back(put.source)
+        for source in put.sources:
+            self._agent.give_back(source)
         with self.changed:
             peer.finished += 1
             peer.under_way -= 1
@@ -238,7 +253,7 @@ class NixlEngine:
         peer.owed += ARRIVED
         with self.changed:
             self._values[rank, notification] = value
-            self.news += 1
+            self.news += notification < self.heard
             self.changed.notify_all()
 
     def _look(self, moved: bool) -> None:

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.comm.linked_window import bytes_of
 from paceline.comm.mesh import Meeting
 from paceline.comm.nixl_agent import NixlAgent
 from paceline.comm.nixl_engine import NixlEngine, Peer
 from paceline.comm.tcp_window import connect_by_tcp
+from paceline.comm.window import Source, bytes_of
 from paceline.errors import CommError, CommTimeout, PeerLost
 
 _CARD = struct.Struct("!QI")  # the memory's address, bytes of NIXL's card that follow
@@ -88,14 +88,14 @@ class NixlWindow:
         self,
         peer: int,
         offset: int,
-        source: Tensor | None,
+        source: Source,
         notification: int,
         value: int,
         priority: int = 0,
     ) -> None:
         """Queue a put."""
         self._require(peer, f"a put to rank {peer}")
-        data = torch.empty(0, dtype=torch.uint8) if source is None else bytes_of(source)
+        data = [part for part in bytes_of(source) if part.numel()]
         self._engine.put(peer, data, offset, (notification, value), priority)
 
     def wait(
@@ -108,6 +108,10 @@ class NixlWindow:
             return bool(values[peer, notification] >= value)
 
         self._sleep(peer, there, limit, operation)
+
+    def hear(self, below: int) -> None:
+        """Count fewer notifications."""
+        self._engine.heard = below
 
     def nudge(self) -> None:
         """Wake who waits for news."""

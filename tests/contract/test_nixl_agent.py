@@ -18,7 +18,7 @@ SIZE = 4_000_000
 
 def write(agent: NixlAgent, name: str, source: Tensor, target: int, peer: NixlAgent | None) -> None:
     """Write all of a source, while the peer looks into NIXL, too."""
-    transfer = agent.write(name, (source.data_ptr(), SIZE), target, b"written")
+    transfer = agent.write(name, [(source.data_ptr(), SIZE)], target, b"written")
     deadline = time.monotonic() + LIMIT
     while not agent.done(transfer) and time.monotonic() < deadline:
         if peer is not None:

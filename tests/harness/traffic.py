@@ -135,7 +135,9 @@ class Traffic:
             self.window.flush(peer, limit=LIMIT, operation="a flush")
             source = self._own[peer][: put.size].copy_(source)
         at = self._at_in_peer(lane)
-        self.window.put(peer, at + put.start, source, lane, number + 1, put.priority)
+        cut = put.source % (put.size + 1)
+        sources = [source[:cut], source[cut:]] if number % 2 else source
+        self.window.put(peer, at + put.start, sources, lane, number + 1, put.priority)
         self._sent[peer, lane] += 1
 
     def _sweep(self) -> bool:
