@@ -31,12 +31,14 @@ class Faults:
         delay: seconds that a put is late at most.
         lost: tells of each put, by (peer, notification, value), whether it gets lost.
         cut_after: so many puts go; then all connections end, and nothing more does. None: never.
-        seed: of the delays.
+        shuffled: puts have random priorities in place of their own.
+        seed: of the delays and priorities.
     """
 
     delay: float = 0.001
     lost: Callable[[int, int, int], bool] = lambda peer, notification, value: False
     cut_after: int | None = None
+    shuffled: bool = False
     seed: int = 0
 
 
@@ -92,6 +94,9 @@ class FaultyWindow:
             raise self._failure
         if self._faults.lost(peer, notification, value):
             return
+
+        if self._faults.shuffled:
+            priority = self._random.randrange(4)
 
         def go() -> None:
             self._window.put(peer, offset, source, notification, value, priority)
