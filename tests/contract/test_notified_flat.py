@@ -16,7 +16,7 @@ from tests.harness.launched import ROOT
 @pytest.mark.parametrize("kind", ["shared", "tcp"])
 def test_nothing_grows(kind: str) -> None:
     ended = subprocess.run(
-        [sys.executable, "-m", "tests.harness.flat", "--steps", "1500", "--kinds", kind],
+        [sys.executable, "-m", "tests.harness.flat", "--steps", "1000", "--kinds", kind],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -47,10 +47,10 @@ class Usage:
         )
 
     def is_flat(self, before: Usage, steps: int) -> bool:
-        """Tell whether this is no more than before: less than an object in ten steps, 2 MB."""
+        """Tell whether this is no more than before: an object in ten steps and 4 MB at most."""
         same = (self.files, self.threads) == (before.files, before.threads)
         few = self.objects - before.objects < steps / 10
-        return same and few and self.memory - before.memory < 2 * _MEGABYTE
+        return same and few and self.memory - before.memory < 4 * _MEGABYTE
 
 
 def train(kind: str, steps: int) -> tuple[Usage, Usage]:
