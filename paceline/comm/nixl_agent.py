@@ -48,6 +48,7 @@ class NixlAgent:
         api = _quiet(import_module, "nixl._api")
         config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
         self._peers: list[str] = []
+        self._open: list[Any] = []  # transfers
         self._registered = Registered(self._register, self._deregister)
         self._agent: Any = _quiet(api.nixl_agent, f"{name} {secrets.token_hex(8)}", config)
         try:
@@ -102,6 +103,7 @@ class NixlAgent:
             target += size
         lies = [self._agent.get_xfer_descs(each, "DRAM") for each in (here, there)]
         transfer = self._agent.initialize_xfer("WRITE", *lies, name, message)
+        self._open.append(transfer)
         self._agent.transfer(transfer)
         return transfer
 
@@ -116,6 +118,7 @@ class NixlAgent:
             raise CommError("a transfer failed")
         if state == "DONE":
             transfer.release()
+            self._open.remove(transfer)
         return bool(state == "DONE")
 
     def tell(self, name: str, message: bytes) -> None:
@@ -127,13 +130,15 @@ class NixlAgent:
         told = self._agent.get_new_notifs()
         return [(name, message) for name, messages in told.items() for message in messages]
 
-    def drop(self, transfer: Any) -> None:
-        """Let go of a transfer that won't be done."""
-        with suppress(Exception):  # NIXL's have no base of their own
-            transfer.release()
-
     def close(self) -> None:
-        """Let go of peers and memory: nobody writes here any more."""
+        """Let go of what isn't done, of peers and of memory: nobody writes here any more.
+
+        In this order, and not when Python collects its garbage: a transfer that is released after
+        its peer ends the process.
+        """
+        for transfer in self._open:
+            self._release(transfer)
+        self._open.clear()
         for _ in range(_LAST_LOOKS):
             self.arrived()
         for name in self._peers:
@@ -141,6 +146,14 @@ class NixlAgent:
                 self._agent.remove_remote_agent(name)
         self._registered.close()
         self._agent = None
+
+    def _release(self, transfer: Any) -> None:
+        for _ in range(_LAST_LOOKS):
+            with suppress(Exception):  # it can't be stopped now, but perhaps soon
+                transfer.release()
+                return
+            self.arrived()
+        transfer._released = True  # keeps `__del__` from trying once more
 
     def _register(self, address: int, size: int) -> Any:
         return self._agent.register_memory([(address, size, 0, "")], "DRAM")

@@ -15,85 +15,25 @@ from __future__ import annotations
 import heapq
 import os
 import select
-import socket
 import struct
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.comm.nixl_agent import NixlAgent
+from paceline.comm.nixl_peer import PATIENCE_S, Peer, Put
 
 PIECE = 2**22  # bytes that go before something more urgent can
 PROMISE, ARRIVED = b"p", b"a"
 _MESSAGE = struct.Struct("!Iq")  # notification, value
 _PAUSES_S = 5e-5, 1e-3  # between two looks into NIXL while something is under way: grows
 _IDLE_MS = 500
-_PATIENCE_S = 1.0  # for what was promised before a line ended
-
-
-@dataclass(order=True)
-class Put:
-    """A put under way: `left` of its bytes, by address and number, haven't gone to NIXL yet."""
-
-    priority: int
-    number: int
-    peer: int = field(compare=False)
-    sources: list[Tensor] = field(compare=False)
-    offset: int = field(compare=False)
-    message: bytes = field(compare=False)
-    left: deque[tuple[int, int]] = field(compare=False, default_factory=deque)
-    begun: bool = field(compare=False, default=False)
-
-    def cut(self, limit: int) -> list[tuple[int, int]]:
-        """Cut so many bytes off what is left."""
-        pieces = []
-        while self.left and limit:
-            address, size = self.left.popleft()
-            if size > limit:
-                self.left.appendleft((address + limit, size - limit))
-                size = limit
-            pieces.append((address, size))
-            limit -= size
-        return pieces
-
-
-@dataclass
-class Peer:
-    """A peer, by its line and by NIXL.
-
-    Attributes:
-        name: NIXL's for it.
-        memory: the address of its memory there.
-        puts: a heap of those that wait; `put` and `transfer` are what moves.
-        promised, came: puts from it that have begun; that have arrived.
-        finished, confirmed: puts to it that have left; that have arrived.
-        owed: what is still to be said on the line.
-        gone_at: when the line ended.
-        error: why it is lost; "" as long as it isn't.
-    """
-
-    line: socket.socket
-    name: str
-    memory: int
-    puts: list[Put] = field(default_factory=list)
-    put: Put | None = None
-    transfer: Any = None
-    under_way: int = 0
-    promised: int = 0
-    came: int = 0
-    finished: int = 0
-    confirmed: int = 0
-    owed: bytes = b""
-    gone_at: float | None = None
-    error: str = ""
 
 
 class NixlEngine:
@@ -146,7 +86,7 @@ class NixlEngine:
             message = _MESSAGE.pack(*target)
             self._inbox.append(Put(priority, self._number, rank, sources, offset, message))
             peer.under_way += 1
-        os.eventfd_write(self._wake, 1)
+            os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
         """Drop what hasn't gone, and end; whoever waits is told."""
@@ -154,24 +94,31 @@ class NixlEngine:
             if self._closing:
                 return
             self._closing = True
-        os.eventfd_write(self._wake, 1)
+            os.eventfd_write(self._wake, 1)
         self._thread.join()
         os.close(self._wake)
 
     def _run(self) -> None:
+        try:
+            self._work()
+        except Exception as error:  # NIXL's have no base of their own
+            self._lose_all(f"NIXL says {error}")
+        self._lose_all("this process closed it")
+        for _, peer in self._there:
+            peer.put = peer.transfer = None
+            peer.line.close()
+        self._agent.close()
+
+    def _work(self) -> None:
+        """Go on until the window is closed, and then until peers have what has left."""
         while not self._closing:
             self._look(self._turn())
         for _, peer in self._there:
             peer.puts.clear()
         self._inbox.clear()
-        end = time.monotonic() + _PATIENCE_S
-        while any(self._unconfirmed(peer) for _, peer in self._there) and time.monotonic() < end:
+        end = time.monotonic() + PATIENCE_S
+        while any(peer.unconfirmed for _, peer in self._there) and time.monotonic() < end:
             self._look(self._turn())
-        for _, peer in self._there:
-            self._lose(peer, "this process closed it")
-            self._agent.drop(peer.transfer)
-            peer.line.close()
-        self._agent.close()
 
     def _turn(self) -> bool:
         """Move what can move; tell whether anything did."""
@@ -200,7 +147,7 @@ class NixlEngine:
         if peer.owed:
             with suppress(BlockingIOError, OSError):  # an end is noticed when it is read
                 peer.owed = peer.owed[peer.line.send(peer.owed) :]
-        if peer.gone_at is not None and self._heard_out(peer):
+        if peer.gone_at is not None and peer.heard_out(time.monotonic()):
             self._lose(peer, "the peer closed it")
         return moved
 
@@ -258,7 +205,7 @@ class NixlEngine:
 
     def _look(self, moved: bool) -> None:
         """Hear what is said on the lines; sleep for it if nothing else goes on."""
-        waiting = any(_expects(peer) for _, peer in self._there)
+        waiting = any(peer.expects for _, peer in self._there)
         self._pause = _PAUSES_S[0] if moved else min(1.5 * self._pause, _PAUSES_S[1])
         if waiting and not moved:
             time.sleep(self._pause)
@@ -289,23 +236,11 @@ class NixlEngine:
             peer.error = peer.error or error
             self.changed.notify_all()
 
+    def _lose_all(self, error: str) -> None:
+        for _, peer in self._there:
+            self._lose(peer, error)
+
     def _peer(self, rank: int) -> Peer:
         peer = self.peers[rank]
         assert peer is not None
         return peer
-
-    @staticmethod
-    def _heard_out(peer: Peer) -> bool:
-        assert peer.gone_at is not None
-        return peer.came >= peer.promised or time.monotonic() > peer.gone_at + _PATIENCE_S
-
-    @staticmethod
-    def _unconfirmed(peer: Peer) -> bool:
-        return not peer.error and peer.gone_at is None and peer.confirmed < peer.finished
-
-
-def _expects(peer: Peer) -> bool:
-    """Tell whether NIXL has something to do for a peer."""
-    return not peer.error and (
-        peer.put is not None or bool(peer.puts) or peer.came < peer.promised or bool(peer.owed)
-    )

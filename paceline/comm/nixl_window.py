@@ -12,7 +12,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import torch
@@ -20,7 +20,8 @@ from torch import Tensor
 
 from paceline.comm.mesh import Meeting
 from paceline.comm.nixl_agent import NixlAgent
-from paceline.comm.nixl_engine import NixlEngine, Peer
+from paceline.comm.nixl_engine import NixlEngine
+from paceline.comm.nixl_peer import Peer
 from paceline.comm.tcp_window import connect_by_tcp
 from paceline.comm.window import Source, bytes_of
 from paceline.errors import CommError, CommTimeout, PeerLost
@@ -43,17 +44,18 @@ def nixl_window(meeting: Meeting, address: str, size: int, notifications: int) -
         ConfigError: NIXL isn't installed.
         CommError: a rank didn't come in time, or can't be reached.
     """
-    agent = NixlAgent(f"paceline {meeting.rank}")
     memory = torch.zeros(max(size, 1), dtype=torch.uint8)
-    agent.take(memory)
-    lines = connect_by_tcp(meeting, address)
-    try:
-        peers = _meet(meeting, agent, memory, lines)
-    except BaseException:
+    with ExitStack() as stack:
+        agent = NixlAgent(f"paceline {meeting.rank}")
+        stack.callback(agent.close)
+        agent.take(memory)
+        lines = connect_by_tcp(meeting, address)
         for line in filter(None, lines):
-            line.close()
-        raise
-    return NixlWindow(meeting.rank, memory[:size], agent, peers, notifications)
+            stack.callback(line.close)
+        peers = _meet(meeting, agent, memory, lines)
+        window = NixlWindow(meeting.rank, memory[:size], agent, peers, notifications)
+        stack.pop_all()
+        return window
 
 
 class NixlWindow:
