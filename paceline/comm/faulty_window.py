@@ -1,7 +1,8 @@
-"""A window whose puts are late, overtake each other, or get lost: for tests of what stands on it.
+"""A window whose puts are late, overtake each other, or get lost, and that is cut off in the end.
 
-Each put waits for a random time before it goes, whatever its priority, so that puts arrive in any
-order; its source is read only then, so that who writes it before `flush` is found out.
+It is for tests of what stands on a window. Each put waits for a random time before it goes,
+whatever its priority, so that puts arrive in any order; its source is read only then, so that who
+writes it before `flush` is found out. So is who has two puts with one notification under way.
 """
 
 from __future__ import annotations
@@ -29,11 +30,15 @@ class Faults:
     Attributes:
         delay: seconds that a put is late at most.
         lost: tells of each put, by (peer, notification, value), whether it gets lost.
-        seed: of the delays.
+        cut_after: so many puts go; then all connections end, and nothing more does. None: never.
+        shuffled: puts have random priorities in place of their own.
+        seed: of the delays and priorities.
     """
 
     delay: float = 0.001
     lost: Callable[[int, int, int], bool] = lambda peer, notification, value: False
+    cut_after: int | None = None
+    shuffled: bool = False
     seed: int = 0
 
 
@@ -42,6 +47,7 @@ class _Late:
     due: float
     number: int
     peer: int
+    known: tuple[int, int]
     go: Callable[[], None] = field(compare=False)
 
 
@@ -61,7 +67,8 @@ class FaultyWindow:
         self._changed = threading.Condition()
         self._late: list[_Late] = []
         self._under_way: Counter[int] = Counter()
-        self._number = 0
+        self._notifying: set[tuple[int, int]] = set()
+        self._number = self._gone = 0
         self._failure: PeerLost | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._deliver, name="faults", daemon=True)
@@ -81,18 +88,26 @@ class FaultyWindow:
         priority: int = 0,
     ) -> None:
         """Put later, or never."""
+        if self._closed:
+            raise PeerLost(f"rank {self.rank} lost rank {peer} in a put: this process closed it.")
         if self._failure is not None:
             raise self._failure
         if self._faults.lost(peer, notification, value):
             return
 
+        if self._faults.shuffled:
+            priority = self._random.randrange(4)
+
         def go() -> None:
             self._window.put(peer, offset, source, notification, value, priority)
 
         with self._changed:
+            known = (peer, notification)
+            assert known not in self._notifying, f"a put with {known} is still under way"
+            self._notifying.add(known)
             due = time.monotonic() + self._random.uniform(0, self._faults.delay)
             self._number += 1
-            heapq.heappush(self._late, _Late(due, self._number, peer, go))
+            heapq.heappush(self._late, _Late(due, self._number, peer, known, go))
             self._under_way[peer] += 1
             self._changed.notify_all()
 
@@ -138,8 +153,12 @@ class FaultyWindow:
                 if self._closed:
                     return
                 late = heapq.heappop(self._late)
+                self._notifying.remove(late.known)
             try:
+                if self._gone == self._faults.cut_after:
+                    self._window.close()
                 late.go()
+                self._gone += 1
             except PeerLost as error:
                 self._failure = error
             with self._changed:

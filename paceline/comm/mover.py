@@ -22,6 +22,7 @@ CHUNK = 2**18  # bytes of a frame at most
 _PUTS = 4096  # that can be under way
 _SEATS = 16  # threads that can sleep at once
 _CLOSE_S = 5.0
+_CLOSED = (-1, -1)
 
 _Words = NDArray[np.int64]
 
@@ -121,7 +122,7 @@ class Mover:
         priority: int,
         keep: object,
     ) -> None:
-        """Queue a put.
+        """Queue a put; none is once the connections are closed.
 
         Args:
             peer: to whom.
@@ -131,6 +132,8 @@ class Mover:
             keep: what keeps the sources' memory alive.
         """
         with self._putting:
+            if self._control == _CLOSED:
+                return
             slots = self._take(max(1, len(pieces)))
             self._order += 1
             status, rest = loop.WAITING, loop.NONE
@@ -187,7 +190,7 @@ class Mover:
 
     def close(self) -> None:
         """End the loop and close the connections; whoever sleeps wakes."""
-        if not self._thread.is_alive() and self._control == (-1, -1):
+        if self._control == _CLOSED:
             return
         write_word(self._control[1], loop.STOP)
         self._thread.join(_CLOSE_S)
@@ -199,9 +202,10 @@ class Mover:
         for end in self._sockets:
             if end is not None:
                 end.close()
-        for end_of_pipe in self._control:
-            os.close(end_of_pipe)
-        self._control = (-1, -1)
+        with self._putting:
+            for end_of_pipe in self._control:
+                os.close(end_of_pipe)
+            self._control = _CLOSED
 
     def _take(self, count: int) -> list[int]:
         """Take free rows, the lowest first."""

@@ -1,80 +1,29 @@
-"""What a window promises (paceline/comm/window.py), of every kind of window."""
+"""What a window promises (paceline/comm/window.py), of every kind of window.
+
+That nothing is lost or doubled, and data come before their notification: `test_window_traffic.py`.
+"""
 
 from __future__ import annotations
 
-import random
+import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 from paceline.comm.window import Window
 from paceline.errors import CommTimeout, PeerLost
-from tests.harness.windows import KINDS, LIMIT, Make, run_windows
-
-REGION = 40_000  # bytes that a peer's put may have
-SLOTS = 4
+from tests.harness.windows import KINDS, LIMIT, Make, kinds, run_windows
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=kinds())
 def kind(request: pytest.FixtureRequest) -> Callable[[int, int, int], Make]:
     return KINDS[request.param]
-
-
-def exchange(window: Window, rounds: int) -> int:
-    """Put random sizes to random peers in all slots; check each that comes, and answer it.
-
-    A slot's region belongs to the put that is under way there: the next one goes when the peer has
-    answered. Slot k's data notify k, its answers SLOTS + k; data are the round's number throughout.
-    Returns how many puts came.
-    """
-    generator = random.Random(window.rank)
-    others = [peer for peer in range(window.world_size) if peer != window.rank]
-    sent = dict.fromkeys([(peer, slot) for peer in others for slot in range(SLOTS)], 0)
-    seen = dict(sent)
-    sizes: dict[tuple[int, int], torch.Tensor] = {}
-    news, came = 0, 0
-    while min(sent.values()) < rounds or seen != dict.fromkeys(seen, rounds):
-        for (peer, slot), number in sent.items():
-            if number < rounds and window.values[peer, SLOTS + slot] == number:
-                window.flush(peer, limit=LIMIT, operation="a flush")
-                data = torch.full((generator.choice([0, 1, 7, 500, 4000]),), number + 1.0)
-                sizes[peer, slot] = data
-                offset = REGION * (window.rank * SLOTS + slot)
-                header = torch.tensor([data.numel(), number + 1], dtype=torch.float32)
-                packed = torch.cat([header, data])
-                window.put(peer, offset, packed, slot, number + 1, generator.randrange(3))
-                sent[peer, slot] += 1
-        for (peer, slot), number in seen.items():
-            value = int(window.values[peer, slot])
-            if value > number:
-                assert value == number + 1, "one was lost, or came twice"
-                offset = REGION * (peer * SLOTS + slot)
-                got = window.memory[offset : offset + REGION].view(torch.float32)
-                count = int(got[0])
-                assert (got[1 : count + 2] == value).all(), "a notification came before its data"
-                window.put(peer, 0, None, SLOTS + slot, value)
-                seen[peer, slot] = value
-                came += 1
-        news = window.wait_for_news(news, 0.05)
-    for peer in others:
-        window.flush(peer, limit=LIMIT, operation="the last flush")
-        for slot in range(SLOTS):
-            window.wait(peer, SLOTS + slot, rounds, limit=LIMIT, operation="the last answers")
-    return came
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 5])
-def test_nothing_is_lost_or_doubled_and_data_come_before_their_notification(
-    kind: Callable[[int, int, int], Make], world_size: int
-) -> None:
-    make = kind(world_size, REGION * world_size * SLOTS, 2 * SLOTS)
-    rounds = 60
-    came = run_windows(make, world_size, lambda window: exchange(window, rounds))
-    assert came == [rounds * SLOTS * (world_size - 1)] * world_size
 
 
 def test_a_source_may_be_written_after_a_flush(kind: Callable[[int, int, int], Make]) -> None:
@@ -132,10 +81,12 @@ def test_a_silent_peer_is_named_at_the_limit(kind: Callable[[int, int, int], Mak
     run_windows(kind(2, 8, 1), 2, run)
 
 
+MANY = 20_000  # notifications, of puts that are under way together
+
+
 def put_until_it_is_noticed(window: Window) -> None:
-    deadline = time.monotonic() + LIMIT
-    while time.monotonic() < deadline:
-        window.put(0, 0, None, 0, 2)
+    for notification in range(1, MANY):
+        window.put(0, 0, None, notification, 1)
         threading.Event().wait(0.001)
 
 
@@ -159,7 +110,7 @@ def test_a_peer_that_closes_is_named_by_whoever_waits(
         with pytest.raises(PeerLost, match="rank 1 lost rank 0 in a put"):
             put_until_it_is_noticed(window)
 
-    run_windows(kind(2, 8, 1), 2, run)
+    run_windows(kind(2, 8, MANY), 2, run)
 
 
 def test_closing_wakes_this_ranks_own_waits(kind: Callable[[int, int, int], Make]) -> None:
@@ -187,7 +138,7 @@ def test_closing_wakes_this_ranks_own_waits(kind: Callable[[int, int, int], Make
 
 
 def test_several_threads_of_a_rank_wait_at_once(kind: Callable[[int, int, int], Make]) -> None:
-    rounds, interval = 300, sys.getswitchinterval()
+    rounds = 300
 
     def listen(window: Window) -> None:
         news = 0
@@ -203,14 +154,49 @@ def test_several_threads_of_a_rank_wait_at_once(kind: Callable[[int, int, int], 
             window.put(peer, 0, None, 0, value)
             window.nudge()
             window.wait(peer, 0, value, limit=LIMIT, operation="a round")
+            window.flush(peer, limit=LIMIT, operation="a flush")  # or the next one may overtake
         window.put(peer, 0, None, 1, 1)
         window.flush(peer, limit=LIMIT, operation="a flush")
         for thread in threads:
             thread.join(LIMIT)
             assert not thread.is_alive()
 
-    sys.setswitchinterval(1e-6)  # between any two instructions, about
-    try:
+    with switching_often():
         run_windows(kind(2, 8, 2), 2, run)
+
+
+def test_a_put_of_one_thread_while_another_closes(kind: Callable[[int, int, int], Make]) -> None:
+    def put_on(window: Window, begun: threading.Event) -> None:
+        for value in itertools.count(1):
+            window.put(0, 0, None, value % 50, value)
+            if value % 50 == 0:
+                window.flush(0, limit=LIMIT, operation="a flush")
+            begun.set()
+
+    def run(window: Window) -> None:
+        if window.rank == 0:
+            with pytest.raises(PeerLost):
+                window.wait(1, 0, sys.maxsize, limit=LIMIT, operation="the end")
+            return
+        begun = threading.Event()
+        with ThreadPoolExecutor() as pool:
+            putting = pool.submit(put_on, window, begun)
+            assert begun.wait(LIMIT)
+            window.close()
+            with pytest.raises(PeerLost, match=r"rank 1 lost rank 0 in a .*: this process closed"):
+                putting.result(LIMIT)
+
+    with switching_often():
+        for _ in range(5):
+            run_windows(kind(2, 8, 50), 2, run)
+
+
+@contextmanager
+def switching_often() -> Iterator[None]:
+    """Let threads take turns between any two instructions, about."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        yield
     finally:
         sys.setswitchinterval(interval)

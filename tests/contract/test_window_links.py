@@ -1,4 +1,4 @@
-"""Windows over connections: urgency, strangers, nonsense, generations."""
+"""Windows over connections: urgency, strangers, nonsense."""
 
 from __future__ import annotations
 
@@ -155,41 +155,6 @@ def test_another_jobs_rank_is_no_peer() -> None:
     said = sorted(map(str, errors))
     assert said[0].startswith("rank 0 waited 2 s for the connection of rank 1")
     assert said[1].startswith("rank 1 found a stranger instead of rank 0 at 127.0.0.1")
-
-
-def test_a_put_of_a_past_generation_lands_nowhere() -> None:
-    def generation(number: int) -> list[LinkedWindow]:
-        at = meetings(2, purpose=f"window/{number}")
-        made: dict[int, LinkedWindow] = {}
-
-        def join(rank: int) -> None:
-            made[rank] = tcp_window(at[rank], "127.0.0.1", 4096, 1)
-
-        threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return [made[0], made[1]]
-
-    old = generation(1)
-    stopped = old[0]  # a process that sleeps while the others go on
-    old[1].close()
-    new = generation(2)
-    with pytest.raises(PeerLost, match="rank 0 lost rank 1"):
-        put_until_it_is_noticed(stopped)
-    new[0].put(1, 0, torch.full((4,), 2.0), 0, 1)
-    new[1].wait(0, 0, 1, limit=LIMIT, operation="a put")
-    assert new[1].memory[:16].view(torch.float32).tolist() == [2.0] * 4
-    assert new[1].values[0, 0] == 1
-    for window in (stopped, *new):
-        window.close()
-
-
-def put_until_it_is_noticed(window: Window) -> None:
-    for value in range(1, 10_000):
-        window.put(1, 0, torch.full((1024,), -1.0), 0, value)
-        threading.Event().wait(0.001)
 
 
 def test_a_rank_that_doesnt_come_is_named() -> None:

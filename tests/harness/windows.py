@@ -6,18 +6,20 @@ import importlib
 import importlib.util
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import combinations
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 from torch.distributed import HashStore
 
 from paceline.comm.faulty_window import Faults, FaultyWindow
 from paceline.comm.inprocess_window import WindowGroup
 from paceline.comm.mesh import Meeting
+from paceline.comm.nixl_window import nixl_window
 from paceline.comm.shared_window import shared_window
 from paceline.comm.tcp_window import tcp_window
 from paceline.comm.window import Window
@@ -29,9 +31,15 @@ LIMIT = 30.0
 _COMPILED_OR_NOT = ("calls", "loop", "mover", "linked_window")
 
 
-def meetings(world_size: int, *, purpose: str = "window/1", limit: float = LIMIT) -> list[Meeting]:
-    """Return each rank's meeting in one store."""
-    store = HashStore()
+def meetings(
+    world_size: int,
+    *,
+    purpose: str = "window/1",
+    limit: float = LIMIT,
+    store: HashStore | None = None,
+) -> list[Meeting]:
+    """Return each rank's meeting in one store, a fresh one or this."""
+    store = store or HashStore()
     return [
         Meeting(
             store=store,
@@ -67,6 +75,11 @@ def faulty_tcp(world_size: int, size: int, notifications: int) -> Make:
 def shared(world_size: int, size: int, notifications: int) -> Make:
     at = meetings(world_size)
     return lambda rank: shared_window(at[rank], size, notifications)
+
+
+def nixl(world_size: int, size: int, notifications: int) -> Make:
+    at = meetings(world_size)
+    return lambda rank: nixl_window(at[rank], "127.0.0.1", size, notifications)
 
 
 def plain_tcp(world_size: int, size: int, notifications: int) -> Make:
@@ -125,7 +138,21 @@ KINDS: dict[str, Callable[[int, int, int], Make]] = {
     "shared": shared,
     "shared without numba": plain_shared,
     "CONTRIBUTING's": contributed,
+    "nixl": nixl,
 }
+
+
+def kinds(*left_out: str) -> list[Any]:
+    """Return the kinds of windows but some as a test's parameters."""
+    return installed(name for name in KINDS if not any(part in name for part in left_out))
+
+
+def installed(names: Iterable[str]) -> list[Any]:
+    """Return names of windows as a test's parameters; what isn't installed is skipped."""
+    missing = pytest.mark.skipif(
+        importlib.util.find_spec("nixl") is None, reason="NIXL isn't installed: no windows by it"
+    )
+    return [pytest.param(name, marks=missing if name == "nixl" else ()) for name in names]
 
 
 def run_windows(

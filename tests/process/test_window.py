@@ -1,4 +1,4 @@
-"""Shared memory between real processes: who dies is noticed, and leaves nothing behind."""
+"""Windows between real processes: who dies is noticed, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -11,21 +11,28 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.windows import installed
+
 PROGRAM = """
 import sys
 from datetime import timedelta
 import torch
 from torch.distributed import FileStore
 from paceline.comm.mesh import Meeting
+from paceline.comm.nixl_window import nixl_window
 from paceline.comm.shared_window import shared_window
+from paceline.comm.tcp_window import tcp_window
 from paceline.errors import PacelineError
 
-rank, path = int(sys.argv[1]), sys.argv[2]
+rank, path, kind = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 store = FileStore(path, 3)
 store.set_timeout(timedelta(seconds=60))
-window = shared_window(
-    Meeting(store=store, rank=rank, world_size=3, token="t", purpose="w", limit=60), 4_000_000, 1
-)
+at = Meeting(store=store, rank=rank, world_size=3, token="t", purpose="w", limit=60)
+if kind == "shared":
+    window = shared_window(at, 4_000_000, 1)
+else:
+    make = {"nixl": nixl_window, "tcp": tcp_window}[kind]
+    window = make(at, "127.0.0.1", 4_000_000, 1)
 for peer in range(3):
     if peer != rank:
         window.put(peer, 1_000_000 * rank, torch.full((250_000,), float(rank)), 0, 1)
@@ -42,10 +49,10 @@ except PacelineError as error:
 
 
 @contextmanager
-def ranks(folder: Path) -> Iterator[list[subprocess.Popen[str]]]:
+def ranks(folder: Path, kind: str = "shared") -> Iterator[list[subprocess.Popen[str]]]:
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(rank), str(folder / "store")],
+            [sys.executable, "-c", PROGRAM, str(rank), str(folder / "store"), kind],
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -68,8 +75,9 @@ def left_behind() -> list[str]:
     return [*os.listdir("/dev/shm"), *[line for line in sockets if "paceline-" in line]]
 
 
-def test_a_killed_rank_is_named_by_who_waits_for_it(tmp_path: Path) -> None:
-    with ranks(tmp_path) as processes:
+@pytest.mark.parametrize("kind", installed(["shared", "tcp", "nixl"]))
+def test_a_killed_rank_is_named_by_who_waits_for_it(tmp_path: Path, kind: str) -> None:
+    with ranks(tmp_path, kind) as processes:
         processes[1].kill()
         said, _ = processes[0].communicate(timeout=60)
     assert said == "rank 0 lost rank 1 in the next put: the peer closed it.\n"

@@ -1,0 +1,26 @@
+"""Many steps of `notified` need no more memory, files and threads than some.
+
+`python -m tests.harness.flat` makes ten thousand.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.harness.launched import ROOT
+
+
+@pytest.mark.parametrize("kind", ["shared", "tcp"])
+def test_nothing_grows(kind: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.harness.flat", "--steps", "1000", "--kinds", kind],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.endswith(": flat\n")

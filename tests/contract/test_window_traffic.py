@@ -1,0 +1,38 @@
+"""A notification never precedes its data; none is lost, none doubled; nothing else is written.
+
+What comes of random puts (sizes from nothing to several frames, any offset, any urgency, many
+under way at once) is held, byte by byte, to an account that the receiver makes by itself.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+import pytest
+
+from tests.harness.traffic import Traffic
+from tests.harness.windows import KINDS, Make, kinds, run_windows
+
+SMALL = [40] * 6  # bytes of each lane
+MIXED = [300, 40, 5000, 700_000]  # the last has puts of several frames
+
+
+def traffic(kind: str, world_size: int, lanes: list[int], operations: int) -> int:
+    """Let windows of a kind exchange at least so many puts and answers; return how many came."""
+    size, others = world_size * sum(lanes), world_size - 1
+    rounds = ceil(operations / (2 * len(lanes) * world_size * others))
+    make: Make = KINDS[kind](world_size, size, 2 * len(lanes))
+    came = run_windows(make, world_size, lambda window: Traffic(window, lanes, rounds, 1).run())
+    assert came == [2 * rounds * len(lanes) * others] * world_size
+    return sum(came)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5])
+def test_a_million_random_operations(world_size: int) -> None:
+    assert traffic("inprocess", world_size, SMALL, 250_000) >= 250_000
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5])
+@pytest.mark.parametrize("kind", kinds("inprocess"))
+def test_ten_thousand_random_operations(kind: str, world_size: int) -> None:
+    assert traffic(kind, world_size, MIXED, 2_500) >= 2_500
