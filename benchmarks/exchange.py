@@ -109,7 +109,8 @@ def print_world(
 
 
 def _numel(options: argparse.Namespace) -> int:
-    return round(options.mb * 1e6) // ITEM
+    numel: int = round(options.mb * 1e6) // ITEM
+    return numel
 
 
 def _parser() -> argparse.ArgumentParser:

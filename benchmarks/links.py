@@ -20,6 +20,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 LOOPBACK = "loopback"
+CONGESTION = "reno"  # every kernel has it, and Cubic is the same where round trips are as short
 TOOLS = ("ip", "tc", "nsenter", "unshare")
 
 
@@ -129,6 +130,7 @@ def _bring_up(holder: int, number: int, rate: str) -> Machine:
     _run(*enter, "ip", "address", "add", f"{address}/24", "dev", "eth0")
     _run(*enter, "ip", "link", "set", "eth0", "up")
     _shape(holder, "eth0", rate)
+    _run(*enter, "sh", "-c", f"echo {CONGESTION} > /proc/sys/net/ipv4/tcp_congestion_control")
     return Machine(address=address, interface="eth0", enter=enter)
 
 

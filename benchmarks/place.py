@@ -98,7 +98,7 @@ def join_gloo(place: Place, store: Store) -> None:
     if not dist.is_initialized():
         dist.init_process_group(
             "gloo",
-            store=store,  # type: ignore[arg-type]
+            store=store,
             rank=place.rank,
             world_size=place.ranks,
             timeout=timedelta(seconds=LIMIT),

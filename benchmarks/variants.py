@@ -150,7 +150,7 @@ def ddp_bf16(setting: Setting, store: Store, bucket_mb: float) -> Variant:
     """Train by torch's DistributedDataParallel, with gradients in bfloat16 on their way."""
     training = Training(setting)
     training.model = model = _distributed(training.model, setting, store, bucket_mb)
-    model.register_comm_hook(None, _add_up_in_bf16)
+    model.register_comm_hook(None, lambda _, bucket: _mean_in_bf16(bucket.buffer()))
     return Variant(step=training.step, finish=nothing, result=training.weights)
 
 
@@ -223,13 +223,13 @@ def _distributed(
         )
 
 
-def _add_up_in_bf16(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Return the future mean of a bucket's gradients, in their memory."""
-    gradients = bucket.buffer()
+def _mean_in_bf16(gradients: Tensor) -> torch.futures.Future[Tensor]:
+    """Start to replace a bucket's gradients by their mean."""
     wire = gradients.to(torch.bfloat16).div_(dist.get_world_size())
     work = dist.all_reduce(wire, async_op=True)
     assert work is not None
-    return work.get_future().then(lambda _: gradients.copy_(wire))
+    future: torch.futures.Future[Tensor] = work.get_future()
+    return future.then(lambda _: gradients.copy_(wire))
 
 
 if __name__ == "__main__":
