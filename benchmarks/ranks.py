@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -119,14 +121,22 @@ def serve(rows: Sequence[str], make: Callable[[str], Variant]) -> None:
     """Be a rank: make all variants, then run what the parent says until it closes its end."""
     torch.set_num_threads(1)
     keep_freed_memory()  # as any worker of Paceline does; the other methods have it too
+    told: queue.SimpleQueue[str] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(told,), daemon=True).start()
     variants = {row: make(row) for row in rows}
     for variant in variants.values():
         timed(variant, WARM_UP)
     print("ready", flush=True)
-    for told in sys.stdin:
-        row, steps = told.split()
+    while True:
+        row, steps = told.get().split()
         print(timed(variants[row], int(steps)), flush=True)
-    os._exit(0)  # the parent is gone: no goodbyes to peers who are gone as well
+
+
+def _listen(told: queue.SimpleQueue[str]) -> None:
+    """Pass the parent's lines on; end with it at once, as the others may be out of reach by then."""
+    for line in sys.stdin:
+        told.put(line)
+    os._exit(0)
 
 
 def timed(variant: Variant, steps: int) -> float:
