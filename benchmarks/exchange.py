@@ -27,7 +27,7 @@ from rounds import interleaved, paired_ratio
 from table import method_of, one_of, print_table
 
 LINE, GLOO = "line", "gloo"
-ROWS = ["gloo", "gloo:8", "gloo:25", "notified:4", "notified:8"]
+ROWS = ["gloo", "gloo:8", "gloo:25", "notified", "notified:8"]
 WORLDS = ["2", "4", "8", "2x2", "2x4"]
 TITLES = ["", "ms", "share of the line rate, 95 %", "its speed / Gloo's best, 95 %"]
 WIDTHS = [14, 9, 31, 31]

@@ -2,7 +2,7 @@
 
     line           a plain stream of the ideal bytes from each machine to the next, at once
     gloo           torch's all_reduce on Gloo; gloo:MB in buckets that are all under way, as DDP's
-    notified:MB    Paceline's on windows, in buckets of that size
+    notified       Paceline's on windows, in its own buckets; notified:MB in others
 
 In a sum among N machines each must send 2 (N - 1) / N of the bytes, and receive as many: that is
 the *ideal*, whatever happens inside a machine.
@@ -24,8 +24,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from paceline.config.world import SyncConfig
-from paceline.sync.layout import lay_out
-from paceline.sync.notified import spec_of
+from paceline.sync.layout import Spec, lay_out
 from paceline.sync.owner import Owner
 
 ITEM = 4  # bytes of a value
@@ -103,10 +102,11 @@ def gloo(summands: Summands, store: Store, size: int | None) -> Variant:
 
 def notified(summands: Summands, store: Store, size: int | None) -> Variant:
     """Add up by owners and windows; nothing waits in another order than it is sent back in."""
-    size = size or round(SyncConfig().bucket_mb * 2**20) // ITEM
+    size = size or SyncConfig(sync="notified").bucket_bytes // ITEM
     runs = [[torch.from_numpy(part.numpy())] for part in summands.values.split(size)]
+    specs = [Spec(lengths=(len(part),), dtype=part.dtype) for (part,) in runs]
     peers = peers_of(summands.setting, store)
-    layout = lay_out([spec_of(run) for run in runs], peers.topology)
+    layout = lay_out(specs, peers.topology)
     window = peers.open_window(layout.size, layout.notifications)
     names = [("values",)] * len(runs)
     owner = Owner(window, layout, runs, names, peers.limits, peers.communicator.steady)

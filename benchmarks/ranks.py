@@ -133,7 +133,7 @@ def serve(rows: Sequence[str], make: Callable[[str], Variant]) -> None:
 
 
 def _listen(told: queue.SimpleQueue[str]) -> None:
-    """Pass the parent's lines on; end with it at once, as the others may be out of reach by then."""
+    """Pass the parent's lines on; end with it at once: the others may be out of reach by then."""
     for line in sys.stdin:
         told.put(line)
     os._exit(0)

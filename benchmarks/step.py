@@ -26,9 +26,9 @@ from variants import CLASSES, MAKERS, ring_bytes, wire_of
 
 DDP, LINE = "ddp", "line"
 ROWS = [
-    *("none", "floor", "floor-bf16"),
+    *("none", "floor", "floor-bf16", "floor-int8"),
     *("ddp:1", "ddp:4", "ddp:25", "ddp-bf16:1", "ddp-bf16:4", "ddp-bf16:25"),
-    *("allreduce", "notified:4", "notified"),
+    *("allreduce", "notified", "notified-bf16", "notified-int8"),
 ]
 LINKS = [LOOPBACK, "2.5gbit", "1gbit"]
 TITLES = ["", "ms a step", "speed / DDP's best", "/ DDP bf16's best", "/ its floor", "/ none"]

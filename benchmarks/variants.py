@@ -8,6 +8,7 @@
     ddp-bf16:MB    the same with a hook that adds gradients up in bfloat16
     allreduce      Paceline's, with the trainer's bucket size; allreduce:MB with another
     notified       Paceline's on windows: shared memory on one machine, TCP between two
+    notified-bf16  the same with that wire between machines; notified-int8 with the other
     line           no training: the floor's stream alone
 
 Model, layout, optimizer, loss and images are the same. The *floor* moves the bytes that a ring's
@@ -47,9 +48,9 @@ from paceline.config.world import SyncConfig
 from paceline.models.zoo import build_model
 from paceline.sync.precision import DTYPES
 from paceline.sync.replica import Replica
+from paceline.sync.wires import WIRES
 
 CLASSES = 1000
-BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / 256}  # a value, on each wire
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +197,7 @@ def ring_bytes(model: str, ranks: int, wire: str = "fp32") -> int:
     with torch.device("meta"):
         parameters = build_model(model, num_labels=CLASSES, num_channels=3).parameters()
     numel = sum(p.numel() for p in parameters)
-    return round(2 * (ranks - 1) * numel * BYTES[wire]) // ranks
+    return 2 * (ranks - 1) * WIRES[wire].size(numel) // ranks
 
 
 def _stream(setting: Setting, store: Store, wire: str) -> Stream:

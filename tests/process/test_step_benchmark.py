@@ -76,15 +76,16 @@ def test_ddp_and_paceline_train_the_same_and_no_exchange_something_else(tmp_path
 def test_a_table_has_a_line_a_row_and_each_row_s_speed_against_the_others() -> None:
     cells = table(printed("step.py", *SMALL, "--rounds", "2", "--steps", "1", "--markdown"))
     ddp, ddp_bf16 = [[f"{method}:{mb}" for mb in (1, 4, 25)] for method in ("ddp", "ddp-bf16")]
-    floors, ours = ["none", "floor", "floor-bf16"], ["allreduce", "notified:4", "notified"]
-    assert list(cells) == [*floors, *ddp, *ddp_bf16, *ours]
+    floors = ["floor", "floor-bf16", "floor-int8"]
+    ours = ["allreduce", "notified", "notified-bf16", "notified-int8"]
+    assert list(cells) == ["none", *floors, *ddp, *ddp_bf16, *ours]
     for milliseconds, *speeds in cells.values():
         assert milliseconds.isdecimal()
         assert len(speeds) == 4
         assert all(INTERVAL.fullmatch(speed) for speed in speeds)
     assert SAME in {cells[row][1] for row in ddp}
     assert SAME in {cells[row][2] for row in ddp_bf16}
-    assert [cells[row][3] for row in ("floor", "floor-bf16")] == [SAME, SAME]
+    assert [cells[row][3] for row in floors] == [SAME] * 3
     assert cells["none"][4] == SAME
 
 
