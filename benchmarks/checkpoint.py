@@ -29,9 +29,10 @@ from statistics import median
 
 import torch
 from links import LOOPBACK, connect
+from place import meet
 from ranks import Ranks, start
 from rounds import Interval, median_of
-from variants import Setting, Training, bind, meet
+from variants import Setting, Training, bind
 
 from paceline.cluster.allocator import keep_freed_memory
 from paceline.config.world import SyncConfig
@@ -75,7 +76,7 @@ def main() -> None:
         work = {name: getattr(options, name) for name in ("model", "image_size", "batch", "dtype")}
         work |= {"rows": [], "folder": folder}
         program = Path(__file__)
-        with connect(LOOPBACK) as ends, start(ends, work, options.ranks, program) as ranks:
+        with connect(LOOPBACK) as ends, start(ends, program, work, options.ranks) as ranks:
             measure(ranks, 1, options.steps)  # its copy is into fresh memory
             print_spans([measure(ranks, 2 + i, options.steps) for i in range(checkpoints)])
 

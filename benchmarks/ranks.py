@@ -16,19 +16,21 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import mean
 
 import torch
 from links import Machine
-from variants import Setting, Variant, make
+from place import Variant
 
 from paceline.cluster.allocator import keep_freed_memory
 
@@ -42,14 +44,15 @@ class Ranks:
         self._processes = processes
         self._hear()  # all is made and warm
 
-    def turn(self, row: str, steps: int) -> float:
-        """Run a variant on all ranks; return their mean of milliseconds a step.
+    def turn(self, row: str, steps: int, over: Callable[[Iterable[float]], float] = mean) -> float:
+        """Run a variant on all ranks; return milliseconds a step, over all ranks.
 
         Each has a clock of its own, and nothing in a step of Paceline's brings them together: what
         one waits in its first step for another's last one isn't on that one's clock. The largest
         would count such a lag twice; over many turns the mean counts it not at all.
         """
-        return mean(float(answer) for answer in self.ask(f"{row} {steps}")) * 1000
+        answers = self.ask(f"{row} {steps}")
+        return over(float(answer) for answer in answers) * 1000
 
     def ask(self, line: str) -> list[str]:
         """Tell all ranks a line; return their answers, a line each."""
@@ -69,17 +72,17 @@ class Ranks:
 @contextmanager
 def start(
     machines: Sequence[Machine],
+    program: Path,
     work: Mapping[str, object],
     ranks: int,
-    program: Path = Path(__file__),
 ) -> Iterator[Ranks]:
     """Start ranks, dealt out to the machines in blocks; end them afterwards.
 
     Args:
         machines: where.
-        work: what else their `Setting` says.
+        program: what each of them runs, with its place and the work as an argument.
+        work: what they are told beside their `Place`.
         ranks: how many.
-        program: what each of them runs, with its setting as an argument.
     """
     processes: list[subprocess.Popen[str]] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -87,7 +90,7 @@ def start(
             on = [machines[rank * len(machines) // ranks] for rank in range(ranks)]
             company = Counter(machine.address for machine in on)
             for rank, machine in enumerate(on):
-                setting = {
+                place = {
                     "rank": rank,
                     "ranks": ranks,
                     "address": machine.address,
@@ -95,7 +98,7 @@ def start(
                     "store": str(Path(folder) / "store"),
                     **work,
                 }
-                processes.append(_start(machine, program, setting))
+                processes.append(_start(machine, program, place))
             yield Ranks(processes)
         finally:
             for process in processes:
@@ -103,9 +106,9 @@ def start(
                 process.communicate()
 
 
-def _start(machine: Machine, program: Path, setting: Mapping[str, object]) -> subprocess.Popen[str]:
+def _start(machine: Machine, program: Path, place: Mapping[str, object]) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [*machine.enter, sys.executable, str(program), json.dumps(setting)],
+        [*machine.enter, sys.executable, str(program), json.dumps(place)],
         env={**os.environ, "GLOO_SOCKET_IFNAME": machine.interface},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -114,18 +117,26 @@ def _start(machine: Machine, program: Path, setting: Mapping[str, object]) -> su
     )
 
 
-def serve(setting: Setting) -> None:
+def serve(rows: Sequence[str], make: Callable[[str], Variant]) -> None:
     """Be a rank: make all variants, then run what the parent says until it closes its end."""
     torch.set_num_threads(1)
     keep_freed_memory()  # as any worker of Paceline does; the other methods have it too
-    variants = {row: make(setting, row) for row in setting.rows}
+    told: queue.SimpleQueue[str] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(told,), daemon=True).start()
+    variants = {row: make(row) for row in rows}
     for variant in variants.values():
         timed(variant, WARM_UP)
     print("ready", flush=True)
-    for told in sys.stdin:
-        row, steps = told.split()
+    while True:
+        row, steps = told.get().split()
         print(timed(variants[row], int(steps)), flush=True)
-    os._exit(0)  # the parent is gone: no goodbyes to peers who are gone as well
+
+
+def _listen(told: queue.SimpleQueue[str]) -> None:
+    """Pass the parent's lines on; end with it at once: the others may be out of reach by then."""
+    for line in sys.stdin:
+        told.put(line)
+    os._exit(0)
 
 
 def timed(variant: Variant, steps: int) -> float:
@@ -137,7 +148,3 @@ def timed(variant: Variant, steps: int) -> float:
     seconds = time.perf_counter() - start
     variant.finish()
     return seconds / steps
-
-
-if __name__ == "__main__":
-    serve(Setting(**json.loads(sys.argv[1])))

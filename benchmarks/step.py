@@ -6,7 +6,7 @@ ResNet-50 with 1,000 classes on 64 × 64 random images, 16 a rank, 2 ranks, one 
 Nesterov momentum; over loopback and over links shaped to 2.5 and 1 Gbit/s (which need root). What
 each row does is in `variants.py`, how it is timed in `ranks.py`. All run in turns, so that ratios
 mean something where milliseconds don't; DDP's best is its row with the smallest median, a link at
-a time.
+a time, and a row's floor is the one that moves as many bytes. Ratios are of speed: more is better.
 """
 
 from __future__ import annotations
@@ -15,18 +15,24 @@ import argparse
 import sys
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from statistics import median
 
 from links import LOOPBACK, LinkError, connect
 from ranks import start
 from rounds import interleaved, paired_ratio
-from variants import CLASSES, MAKERS, ring_bytes
+from table import method_of, one_of, print_table
+from variants import CLASSES, MAKERS, ring_bytes, wire_of
 
-DDP, FLOOR, LINE = "ddp", "floor", "line"
-ROWS = ["none", FLOOR, "ddp:1", "ddp:4", "ddp:25", "allreduce"]
+DDP, LINE = "ddp", "line"
+ROWS = [
+    *("none", "floor", "floor-bf16", "floor-int8"),
+    *("ddp:1", "ddp:4", "ddp:25", "ddp-bf16:1", "ddp-bf16:4", "ddp-bf16:25"),
+    *("allreduce", "notified", "notified-bf16", "notified-int8"),
+]
 LINKS = [LOOPBACK, "2.5gbit", "1gbit"]
-TITLES = ["", "ms a step", "its time / DDP's best, 95 %", "its time / the floor, 95 %"]
-WIDTHS = [14, 9, 29, 29]
+TITLES = ["", "ms a step", "speed / DDP's best", "/ DDP bf16's best", "/ its floor", "/ none"]
+WIDTHS = [14, 9, *[22] * 4]
 
 
 def main() -> None:
@@ -46,7 +52,7 @@ def main() -> None:
             print(f"\n{link}: not measured, as {error}.", flush=True)
         else:
             print(f"a plain stream carries {rate:.3g} Gbit/s each way\n")
-            print_table(milliseconds, markdown=options.markdown)
+            print_speeds(milliseconds, markdown=options.markdown)
 
 
 def measure(link: str, options: argparse.Namespace) -> tuple[dict[str, list[float]], float]:
@@ -57,7 +63,9 @@ def measure(link: str, options: argparse.Namespace) -> tuple[dict[str, list[floa
     """
     work = {name: getattr(options, name) for name in ("model", "image_size", "batch", "dtype")}
     rows = list(dict.fromkeys([*options.rows, LINE]))
-    with connect(link) as machines, start(machines, {**work, "rows": rows}, options.ranks) as ranks:
+    work["rows"] = rows
+    program = Path(__file__).with_name("variants.py")
+    with connect(link) as machines, start(machines, program, work, options.ranks) as ranks:
         print(f"\n{link}:", flush=True)
         turns = {row: partial(ranks.turn, row, options.steps) for row in rows}
         milliseconds = interleaved(turns, options.rounds)
@@ -65,41 +73,28 @@ def measure(link: str, options: argparse.Namespace) -> tuple[dict[str, list[floa
         return milliseconds, bits / median(milliseconds.pop(LINE)) / 1e6
 
 
-def print_table(milliseconds: Mapping[str, list[float]], *, markdown: bool) -> None:
-    """Print a line a row, with the ratios to DDP's best row and to the floor."""
-    of_ddp = [row for row in milliseconds if row.partition(":")[0] == DDP]
-    best = min(of_ddp, key=lambda row: median(milliseconds[row]), default="")
+def print_speeds(milliseconds: Mapping[str, list[float]], *, markdown: bool) -> None:
+    """Print a line a row: how many times as fast as the others it is, with 95 % intervals."""
+    ddp, ddp_bf16 = _best(DDP, milliseconds), _best(f"{DDP}-bf16", milliseconds)
     lines = [TITLES]
     for row, values in milliseconds.items():
         ratios = [
-            str(paired_ratio(values, milliseconds[other])) if other in milliseconds else ""
-            for other in (best, FLOOR)
+            str(paired_ratio(milliseconds[other], values)) if other in milliseconds else ""
+            for other in (ddp, ddp_bf16, floor_of(row), "none")
         ]
         lines.append([row, f"{median(values):.0f}", *ratios])
-    for number, line in enumerate(lines):
-        if markdown:
-            print(f"| {' | '.join(line)} |" + ("\n|" + " --- |" * len(line)) * (number == 0))
-        else:
-            cells = zip(line, WIDTHS, strict=True)
-            print("".join(f"{c:{w}}" if w == WIDTHS[0] else f"{c:>{w}}" for c, w in cells))
-    sys.stdout.flush()
+    print_table(lines, WIDTHS, markdown=markdown)
 
 
-def _row(text: str) -> str:
-    """Check a row's name: METHOD or METHOD:MB."""
-    method, colon, bucket_mb = text.partition(":")
-    if method not in MAKERS:
-        raise argparse.ArgumentTypeError(f"{method!r} is none of {', '.join(MAKERS)}")
-    if colon and not _is_positive(bucket_mb):
-        raise argparse.ArgumentTypeError(f"{bucket_mb} MiB is no size of a bucket")
-    return text
+def floor_of(row: str) -> str:
+    """Return the row of the floor that moves as many bytes as a row does."""
+    wire = wire_of(row)
+    return "floor" if wire == "fp32" else f"floor-{wire}"
 
 
-def _is_positive(text: str) -> bool:
-    try:
-        return float(text) > 0
-    except ValueError:
-        return False
+def _best(method: str, milliseconds: Mapping[str, list[float]]) -> str:
+    rows = [row for row in milliseconds if method_of(row) == method]
+    return min(rows, key=lambda row: median(milliseconds[row]), default="")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -109,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--rounds", type=int, default=15)
     add("--steps", type=int, default=5)
     add("--links", nargs="+", default=LINKS, metavar="LINK")
-    add("--rows", nargs="+", default=ROWS, metavar="METHOD[:MB]", type=_row)
+    add("--rows", nargs="+", default=ROWS, metavar="METHOD[:MB]", type=one_of(MAKERS))
     add("--model", default="resnet50")
     add("--image-size", type=int, default=64)
     add("--batch", type=int, default=16, help="images a rank; default: %(default)s")

@@ -1,83 +1,66 @@
 """A training step in several ways, which differ in the exchange and in nothing else.
 
-    none        no exchange: each rank trains alone
-    floor       no exchange, but two plain threads a rank stream as many bytes both ways
-    ddp:MB      torch's DistributedDataParallel with that `bucket_cap_mb`
-    allreduce   Paceline's, with its own bucket size; allreduce:MB with another
-    notified    Paceline's on windows: shared memory on one machine, TCP between two
-    line        no training: the floor's stream alone
+    none           no exchange: each rank trains alone
+    floor          no exchange, but two plain threads a rank stream as many bytes both ways
+    floor-bf16     the same with half of the bytes, as bfloat16 has
+    floor-int8     the same with a byte a value, and a scale for each 256
+    ddp:MB         torch's DistributedDataParallel with that `bucket_cap_mb`
+    ddp-bf16:MB    the same with a hook that adds gradients up in bfloat16
+    allreduce      Paceline's, with the trainer's bucket size; allreduce:MB with another
+    notified       Paceline's on windows: shared memory on one machine, TCP between two
+    notified-bf16  the same with that wire between machines; notified-int8 with the other
+    line           no training: the floor's stream alone
 
 Model, layout, optimizer, loss and images are the same. The *floor* moves the bytes that a ring's
 all_reduce moves per rank, 2 (N - 1) / N of the gradients' each way; the stream starts with the
 forward, and a step ends when both its arithmetic and its stream are done: that is the ideal
 max(Tf + Tb, Tc), in which communication hides under the backward and the next forward alike, as
-measured on cores that must also move the bytes.
+measured on cores that must also move the bytes. Nothing is cast for it.
 
 DDP has its fastest settings: `gradient_as_bucket_view` (gradients are not copied back) and no
-broadcast of buffers before each forward (Paceline averages them in every step).
+broadcast of buffers before each forward (Paceline averages them in every step). Its hook is torch's
+own `bf16_compress_hook`, which refuses CPUs.
 """
 
 from __future__ import annotations
 
+import json
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from functools import partial
 from itertools import count
 
 import torch
 import torch.distributed as dist
-from stream import LIMIT, Stream
-from torch import nn
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store
+from place import Place, Variant, join_gloo, meet, nothing, peers_of
+from ranks import serve
+from stream import Stream
+from torch import Tensor, nn
+from torch._C._distributed_c10d import Store
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.build import Peers, make_optimizer, replicate
+from paceline.build import make_optimizer, replicate
 from paceline.build.exchange import SYNCHRONIZERS
-from paceline.cluster.members import Members
-from paceline.comm.process_group import ProcessGroupCommunicator
 from paceline.config.optim import OptimConfig
 from paceline.config.world import SyncConfig
 from paceline.models.zoo import build_model
 from paceline.sync.precision import DTYPES
 from paceline.sync.replica import Replica
+from paceline.sync.wires import WIRES
 
 CLASSES = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
-    """What a rank is told: its place, where it meets the others, and the work.
+class Setting(Place):
+    """What a rank is told: its place, and the work."""
 
-    `store` is a file that all ranks see, `address` the one that reaches this rank, `company` says
-    how many ranks there are at each address.
-    """
-
-    rank: int
-    ranks: int
-    address: str
-    company: dict[str, int]
-    store: str
-    rows: list[str]
     model: str
     image_size: int
     batch: int
     dtype: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Variant:
-    """One way to run a step.
-
-    Attributes:
-        step: runs one.
-        finish: installs what the last one left under way.
-        model: what is trained; None where nothing is.
-    """
-
-    step: Callable[[], None]
-    finish: Callable[[], None]
-    model: nn.Module | None
 
 
 def make(setting: Setting, row: str) -> Variant:
@@ -86,11 +69,9 @@ def make(setting: Setting, row: str) -> Variant:
     return MAKERS[method](setting, meet(setting, row), float(bucket_mb or 0))
 
 
-def meet(setting: Setting, name: str) -> Store:
-    """Return where all ranks find each other for the purpose `name`."""
-    store = PrefixStore(name, FileStore(setting.store, -1))
-    store.set_timeout(timedelta(seconds=LIMIT))
-    return store
+def wire_of(row: str) -> str:
+    """Return what a row's gradients are on their way: `bf16` for `ddp-bf16:25`."""
+    return row.partition(":")[0].partition("-")[2] or "fp32"
 
 
 class Training:
@@ -120,53 +101,58 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
+    def weights(self) -> Sequence[Tensor]:
+        """Return the parameters."""
+        return list(self.model.parameters())
+
 
 def none(setting: Setting, store: Store, bucket_mb: float) -> Variant:
     """Train alone."""
     training = Training(setting)
-    return Variant(step=training.step, finish=_nothing, model=training.model)
+    return Variant(step=training.step, finish=nothing, result=training.weights)
 
 
-def floor(setting: Setting, store: Store, bucket_mb: float) -> Variant:
-    """Train alone while as many bytes are streamed."""
-    training = Training(setting)
-    stream = _stream(setting, store)
+def floor(wire: str) -> Callable[[Setting, Store, float], Variant]:
+    """Return what makes a variant that trains alone while a wire's bytes are streamed."""
 
-    def step() -> None:
-        stream.start()
-        training.step()
-        stream.wait()
+    def make_variant(setting: Setting, store: Store, bucket_mb: float) -> Variant:
+        training = Training(setting)
+        stream = _stream(setting, store, wire)
 
-    return Variant(step=step, finish=_nothing, model=training.model)
+        def step() -> None:
+            stream.start()
+            training.step()
+            stream.wait()
+
+        return Variant(step=step, finish=nothing, result=training.weights)
+
+    return make_variant
 
 
 def line(setting: Setting, store: Store, bucket_mb: float) -> Variant:
     """Stream the bytes and do nothing else."""
-    stream = _stream(setting, store)
+    stream = _stream(setting, store, "fp32")
 
     def step() -> None:
         stream.start()
         stream.wait()
 
-    return Variant(step=step, finish=_nothing, model=None)
+    return Variant(step=step, finish=nothing, result=list)
 
 
 def ddp(setting: Setting, store: Store, bucket_mb: float) -> Variant:
     """Train by torch's DistributedDataParallel."""
     training = Training(setting)
-    if not dist.is_initialized():
-        limit = timedelta(seconds=LIMIT)
-        place = {"rank": setting.rank, "world_size": setting.ranks}
-        dist.init_process_group("gloo", store=store, timeout=limit, **place)  # type: ignore[arg-type]
-    with warnings.catch_warnings():  # 2.13 has a new name for broadcast_buffers, 2.11 hasn't
-        warnings.simplefilter("ignore", FutureWarning)
-        training.model = DistributedDataParallel(
-            training.model,
-            bucket_cap_mb=bucket_mb or 25,
-            gradient_as_bucket_view=True,
-            broadcast_buffers=False,
-        )
-    return Variant(step=training.step, finish=_nothing, model=training.model)
+    training.model = _distributed(training.model, setting, store, bucket_mb)
+    return Variant(step=training.step, finish=nothing, result=training.weights)
+
+
+def ddp_bf16(setting: Setting, store: Store, bucket_mb: float) -> Variant:
+    """Train by torch's DistributedDataParallel, with gradients in bfloat16 on their way."""
+    training = Training(setting)
+    training.model = model = _distributed(training.model, setting, store, bucket_mb)
+    model.register_comm_hook(None, lambda _, bucket: _mean_in_bf16(bucket.buffer()))
+    return Variant(step=training.step, finish=nothing, result=training.weights)
 
 
 def paceline(sync: str, wire: str = "fp32") -> Callable[[Setting, Store, float], Variant]:
@@ -182,68 +168,71 @@ def paceline(sync: str, wire: str = "fp32") -> Callable[[Setting, Store, float],
             with replica.step(next(numbers), 1 / setting.ranks):
                 training.step()
 
-        return Variant(step=step, finish=replica.settle, model=training.model)
+        return Variant(step=step, finish=replica.settle, result=training.weights)
 
     return make_variant
 
 
 def bind(training: Training, setting: Setting, store: Store, config: SyncConfig) -> Replica:
     """Bind the model to the other ranks as `paceline train` does; collective."""
-    communicator = ProcessGroupCommunicator(
-        store,
-        rank=setting.rank,
-        world_size=setting.ranks,
-        device=torch.device("cpu"),
-        address=setting.address,
-        first_timeout=LIMIT,
-        timeout=LIMIT,
-    )
-    addresses = tuple(setting.company)
-    machine = addresses.index(setting.address)
-    before = sum(setting.company[address] for address in addresses[:machine])
-    members = Members.on(
-        machine,
-        setting.rank - before,
-        machines=tuple(setting.company.values()),
-        addresses=addresses,
-        hosts=addresses,
-    )
-    peers = Peers(
-        members=members,
-        store=store,
-        token="benchmark",
-        limits=(LIMIT, LIMIT),
-        communicator=communicator,
-    )
+    peers = peers_of(setting, store)
     return replicate(training.model, training.optimizer, peers, config)
 
 
 MAKERS: dict[str, Callable[[Setting, Store, float], Variant]] = {
     "none": none,
-    "floor": floor,
+    "floor": floor("fp32"),
+    "floor-bf16": floor("bf16"),
+    "floor-int8": floor("int8"),
     "line": line,
     "ddp": ddp,
+    "ddp-bf16": ddp_bf16,
     **{sync: paceline(sync) for sync in SYNCHRONIZERS},
     **{f"notified-{wire}": paceline("notified", wire) for wire in ("bf16", "int8")},
 }
 
 
-def ring_bytes(model: str, ranks: int) -> int:
+def ring_bytes(model: str, ranks: int, wire: str = "fp32") -> int:
     """Return the bytes that a rank sends, and receives, to add up the gradients in a ring."""
     with torch.device("meta"):
         parameters = build_model(model, num_labels=CLASSES, num_channels=3).parameters()
-    return 2 * (ranks - 1) * sum(p.numel() * p.element_size() for p in parameters) // ranks
+    numel = sum(p.numel() for p in parameters)
+    return 2 * (ranks - 1) * WIRES[wire].size(numel) // ranks
 
 
-def _stream(setting: Setting, store: Store) -> Stream:
+def _stream(setting: Setting, store: Store, wire: str) -> Stream:
     return Stream(
         store,
         rank=setting.rank,
         ranks=setting.ranks,
         address=setting.address,
-        size=ring_bytes(setting.model, setting.ranks),
+        size=ring_bytes(setting.model, setting.ranks, wire),
     )
 
 
-def _nothing() -> None:
-    """Leave everything as it is: nothing is left to install."""
+def _distributed(
+    model: nn.Module, setting: Setting, store: Store, bucket_mb: float
+) -> DistributedDataParallel:
+    join_gloo(setting, store)
+    with warnings.catch_warnings():  # 2.13 has a new name for broadcast_buffers, 2.11 hasn't
+        warnings.simplefilter("ignore", FutureWarning)
+        return DistributedDataParallel(
+            model,
+            bucket_cap_mb=bucket_mb or 25,
+            gradient_as_bucket_view=True,
+            broadcast_buffers=False,
+        )
+
+
+def _mean_in_bf16(gradients: Tensor) -> torch.futures.Future[Tensor]:
+    """Start to replace a bucket's gradients by their mean."""
+    wire = gradients.to(torch.bfloat16).div_(dist.get_world_size())
+    work = dist.all_reduce(wire, async_op=True)
+    assert work is not None
+    future: torch.futures.Future[Tensor] = work.get_future()
+    return future.then(lambda _: gradients.copy_(wire))
+
+
+if __name__ == "__main__":
+    place = Setting(**json.loads(sys.argv[1]))
+    serve(place.rows, partial(make, place))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,19 +15,19 @@ from torch import Tensor
 
 from paceline.comm.communicator import Communicator
 from paceline.sync.wires import WIRES
+from tests.harness.benchmarks import (
+    BENCHMARKS,
+    INTERVAL,
+    LIMIT,
+    SAME,
+    benchmark,
+    printed,
+    table,
+)
 from tests.harness.processes import spawn
 
-ROOT = Path(__file__).parents[2]
-BENCHMARKS = ROOT / "benchmarks"
 SMALL = ("--model", "resnet20", "--image-size", "8", "--batch", "2", "--links", "loopback")
-LIMIT = 100
-
-
-def benchmark(name: str, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(BENCHMARKS / name), *arguments]
-    return subprocess.Popen(
-        command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-    )
+EXACT = ("ddp:1", "allreduce", "allreduce:0.1", "notified:0.1")
 
 
 def trained(communicator: Communicator, folder: str) -> dict[str, list[Tensor]]:
@@ -41,6 +40,7 @@ def trained(communicator: Communicator, folder: str) -> dict[str, list[Tensor]]:
         rank=communicator.rank,
         ranks=communicator.world_size,
         address="127.0.0.1",
+        company={"127.0.0.1": communicator.world_size},
         store=f"{folder}/store",
         rows=[],
         model="resnet20",
@@ -49,40 +49,44 @@ def trained(communicator: Communicator, folder: str) -> dict[str, list[Tensor]]:
         dtype="float",
     )
     weights = {}
-    for row in ("none", "floor", "ddp:1", "allreduce", "allreduce:0.1"):
+    for row in ("none", "floor-bf16", *EXACT, "ddp-bf16:1"):
         variant = variants.make(setting, row)
         for _ in range(3):
             variant.step()
         variant.finish()
-        assert variant.model is not None
-        weights[row] = [p.detach().clone() for p in variant.model.parameters()]
+        weights[row] = [p.detach().clone() for p in variant.result()]
     return weights
 
 
 def test_ddp_and_paceline_train_the_same_and_no_exchange_something_else(tmp_path: Path) -> None:
     first, second = spawn(2, trained, str(tmp_path))
-    for row in ("ddp:1", "allreduce", "allreduce:0.1"):
+    for row in EXACT:
         torch.testing.assert_close(first[row], first["ddp:1"])
         torch.testing.assert_close(second[row], first["ddp:1"])
-    torch.testing.assert_close(first["floor"], first["none"])
+    torch.testing.assert_close(first["floor-bf16"], first["none"])
     with pytest.raises(AssertionError):
         torch.testing.assert_close(first["none"], second["none"])
+    rounded, error = first["ddp-bf16:1"], {"rtol": 2**-8, "atol": 1e-3}
+    torch.testing.assert_close(rounded, second["ddp-bf16:1"], rtol=0, atol=0)
+    torch.testing.assert_close(rounded, first["ddp:1"], **error)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(rounded, first["ddp:1"])
 
 
-def test_a_table_has_a_line_a_row_and_ratios_to_both_peers() -> None:
-    with benchmark("step.py", *SMALL, "--rounds", "2", "--steps", "1", "--markdown") as process:
-        out, err = process.communicate(timeout=LIMIT)
-    assert process.returncode == 0, err
-    lines = [line.split("|")[1:-1] for line in out.splitlines() if line.startswith("|")]
-    cells = {line[0].strip(): [cell.strip() for cell in line[1:]] for line in lines[2:]}
-    assert list(cells) == ["none", "floor", "ddp:1", "ddp:4", "ddp:25", "allreduce"]
-    interval = re.compile(r"\d+\.\d\d \(\d+\.\d\d to \d+\.\d\d\)")
-    for milliseconds, to_ddp, to_floor in cells.values():
+def test_a_table_has_a_line_a_row_and_each_row_s_speed_against_the_others() -> None:
+    cells = table(printed("step.py", *SMALL, "--rounds", "2", "--steps", "1", "--markdown"))
+    ddp, ddp_bf16 = [[f"{method}:{mb}" for mb in (1, 4, 25)] for method in ("ddp", "ddp-bf16")]
+    floors = ["floor", "floor-bf16", "floor-int8"]
+    ours = ["allreduce", "notified", "notified-bf16", "notified-int8"]
+    assert list(cells) == ["none", *floors, *ddp, *ddp_bf16, *ours]
+    for milliseconds, *speeds in cells.values():
         assert milliseconds.isdecimal()
-        assert interval.fullmatch(to_ddp)
-        assert interval.fullmatch(to_floor)
-    assert cells["floor"][2] == "1.00 (1.00 to 1.00)"
-    assert "1.00 (1.00 to 1.00)" in {cells[row][1] for row in ("ddp:1", "ddp:4", "ddp:25")}
+        assert len(speeds) == 4
+        assert all(INTERVAL.fullmatch(speed) for speed in speeds)
+    assert SAME in {cells[row][1] for row in ddp}
+    assert SAME in {cells[row][2] for row in ddp_bf16}
+    assert [cells[row][3] for row in floors] == [SAME] * 3
+    assert cells["none"][4] == SAME
 
 
 def test_ctrl_c_in_the_middle_leaves_no_process() -> None:
@@ -102,7 +106,10 @@ def test_ctrl_c_in_the_middle_leaves_no_process() -> None:
 @pytest.mark.parametrize(
     ("row", "sentence"),
     [
-        ("horovod", "'horovod' is none of none, floor, line, ddp, allreduce"),
+        (
+            "horovod",
+            "'horovod' is none of none, floor, floor-bf16, floor-int8, line, ddp, ddp-bf16",
+        ),
         ("ddp:0", "0 MiB is no size of a bucket"),
     ],
 )
@@ -114,10 +121,7 @@ def test_a_row_that_is_none_is_refused(row: str, sentence: str) -> None:
 
 
 def test_the_wires_table_has_a_line_for_each_of_their_methods() -> None:
-    with benchmark("wires.py", "--quick") as process:
-        out, err = process.communicate(timeout=LIMIT)
-    assert process.returncode == 0, err
-    title, _, _, *lines = out.splitlines()
+    title, _, _, *lines = printed("wires.py", "--quick").splitlines()
     assert title.startswith("256000 values, one thread")
     found = {line[:12].strip(): len(re.findall(r" \d+\.\d\d", line)) for line in lines}
     methods = {f"{wire} {method}" for wire in WIRES for method in ("encode", "decode", "add")}
@@ -129,10 +133,8 @@ def test_the_wires_table_has_a_line_for_each_of_their_methods() -> None:
 
 def test_a_checkpoint_s_cost_is_added_up(tmp_path: Path) -> None:
     small = (*SMALL[:6], "--steps", "2", "--checkpoints", "1", "--folder", str(tmp_path))
-    with benchmark("checkpoint.py", *small) as process:
-        out, err = process.communicate(timeout=LIMIT)
-    assert process.returncode == 0, err
-    found = {name: float(value) for name, value in re.findall(r"(.+?)  +(-?[\d.]+) \(", out)}
+    spans = re.findall(r"(.+?)  +(-?[\d.]+) \(", printed("checkpoint.py", *small))
+    found = {name: float(value) for name, value in spans}
     assert found["stall, ms"] > 0
     share = found["cost, ms"] / 60_000 * 100
     assert found["cost at one a minute, %"] == pytest.approx(share, abs=0.006)

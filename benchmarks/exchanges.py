@@ -1,0 +1,133 @@
+"""A sum over ranks in several ways, without any training.
+
+    line           a plain stream of the ideal bytes from each machine to the next, at once
+    gloo           torch's all_reduce on Gloo; gloo:MB in buckets that are all under way, as DDP's
+    notified       Paceline's on windows, in its own buckets; notified:MB in others
+
+In a sum among N machines each must send 2 (N - 1) / N of the bytes, and receive as many: that is
+the *ideal*, whatever happens inside a machine.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from place import Place, Variant, join_gloo, meet, nothing, peers_of
+from ranks import serve
+from stream import Stream
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from paceline.config.world import SyncConfig
+from paceline.sync.layout import Spec, lay_out
+from paceline.sync.owner import Owner
+
+ITEM = 4  # bytes of a value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting(Place):
+    """What a rank is told: its place, and how many values it has."""
+
+    numel: int
+
+
+class Summands:
+    """A rank's values, (numel,) of float32, and memory for what is added up in place."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.values = torch.randn(setting.numel, generator=seeded(setting.rank))
+        self.in_place = self.values.clone()
+
+    def make(self, row: str) -> Variant:
+        """Make the variant that a row such as `gloo:25` names; collective."""
+        method, _, bucket_mb = row.partition(":")
+        size = round(float(bucket_mb) * 2**20) // ITEM if bucket_mb else None
+        return MAKERS[method](self, meet(self.setting, row), size)
+
+
+def seeded(rank: int) -> torch.Generator:
+    """Return what draws a rank's values."""
+    return torch.Generator().manual_seed(rank)
+
+
+def ideal_bytes(numel: int, machines: int) -> int:
+    """Return the bytes that a machine must send, and receive."""
+    return 2 * (machines - 1) * numel * ITEM // machines
+
+
+def line(summands: Summands, store: Store, size: int | None) -> Variant:
+    """Stream the ideal bytes from the machine's first rank; the others have nothing to do."""
+    setting = summands.setting
+    if setting.local_rank:
+        return Variant(step=nothing, finish=nothing, result=list)
+    machines = len(setting.company)
+    stream = Stream(
+        store,
+        rank=setting.machine,
+        ranks=machines,
+        address=setting.address,
+        size=ideal_bytes(setting.numel, machines),
+    )
+
+    def step() -> None:
+        stream.start()
+        stream.wait()
+
+    return Variant(step=step, finish=nothing, result=list)
+
+
+def gloo(summands: Summands, store: Store, size: int | None) -> Variant:
+    """Add up by Gloo's all_reduce; each step adds up the last one's sums."""
+    join_gloo(summands.setting, store)
+    tensor = summands.in_place
+    buckets = tensor.split(size or len(tensor))
+
+    def step() -> None:
+        for work in [dist.all_reduce(bucket, async_op=True) for bucket in buckets]:
+            assert work is not None
+            work.wait()
+
+    def start_anew() -> None:
+        tensor.copy_(summands.values)
+
+    return Variant(step=step, finish=start_anew, result=lambda: [tensor])
+
+
+def notified(summands: Summands, store: Store, size: int | None) -> Variant:
+    """Add up by owners and windows; nothing waits in another order than it is sent back in."""
+    size = size or SyncConfig(sync="notified").bucket_bytes // ITEM
+    runs = [[torch.from_numpy(part.numpy())] for part in summands.values.split(size)]
+    specs = [Spec(lengths=(len(part),), dtype=part.dtype) for (part,) in runs]
+    peers = peers_of(summands.setting, store)
+    layout = lay_out(specs, peers.topology)
+    window = peers.open_window(layout.size, layout.notifications)
+    names = [("values",)] * len(runs)
+    owner = Owner(window, layout, runs, names, peers.limits, peers.communicator.steady)
+    sums: list[Tensor] = []
+
+    def step() -> None:
+        sums.clear()
+        for index, run in enumerate(runs):
+            owner.send(index, run, 1.0)
+        for index in reversed(range(len(runs))):
+            sums[:0] = filter(torch.is_tensor, owner.wait(index, "the sum"))
+
+    return Variant(step=step, finish=nothing, result=lambda: [torch.cat(sums)])
+
+
+MAKERS: dict[str, Callable[[Summands, Store, int | None], Variant]] = {
+    "line": line,
+    "gloo": gloo,
+    "notified": notified,
+}
+
+if __name__ == "__main__":
+    place = Setting(**json.loads(sys.argv[1]))
+    serve(place.rows, Summands(place).make)
