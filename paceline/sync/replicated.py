@@ -101,6 +101,7 @@ class Replicated:
         self._sent: set[int] = set()  # buckets, in this step
         self._kept = True  # the last step took effect
         self._step, self._weight = 0, 0.0
+        self._exchanged = 0  # the step whose sums are under way
         self._ended = True  # what is pending belongs to an ended step and may be installed
         self._reduced = False
 
@@ -183,6 +184,7 @@ class Replicated:
             self._exchange.steady()
         self._sent.clear()
         self._exchange.begin(kept=self._kept)
+        self._exchanged = self._step
         self._ended = False
         self._statistics.pack()
         if self._statistics.flat is not None:
@@ -211,13 +213,13 @@ class Replicated:
         return self._exchange.wait(bucket.index, self._operation(bucket))
 
     def _operation(self, bucket: Bucket) -> str:
-        return f"bucket {bucket.index} in step {self._step}"
+        return f"bucket {bucket.index} in step {self._exchanged}"
 
     def _install_statistics(self) -> None:
         """Install the mean of the running statistics, on all ranks between the same steps."""
         place = len(self.buckets)
         if self._ended and place in self._pending:
             self._pending.discard(place)
-            (mean,) = self._exchange.wait(place, f"running statistics in step {self._step}")
+            (mean,) = self._exchange.wait(place, f"running statistics in step {self._exchanged}")
             assert mean is not None
             self._statistics.install(mean)

@@ -81,9 +81,7 @@ class Keeping:
         _loss(model, x, y).backward()
         if way:
             optimizer.step()
-        if way == 0:  # no update
-            optimizer.zero_grad(set_to_none=False)
-        elif way == 1:
+        if way <= 1:  # 0: after a step without an update
             optimizer.zero_grad(set_to_none=False)
         elif way == 2:
             model.zero_grad(set_to_none=False)
