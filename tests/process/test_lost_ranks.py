@@ -1,4 +1,4 @@
-"""A rank that dies or freezes in mid-step, and what those say who have no supervisor to tell them."""
+"""A rank dies or freezes in mid-step: what those say who have no supervisor to tell them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class Net(nn.Module):
         self.number, self.moment, self.step = number, moment, 0
 
     def hurt(self, moment):
-        if moment == self.moment and self.step == {STEP} and int(os.environ["SLURM_PROCID"]) == {LOST}:
+        own = os.environ["SLURM_PROCID"] == "{LOST}"
+        if own and (moment, self.step) == (self.moment, {STEP}):
             open("hurt", "w").close()
             os.kill(os.getpid(), self.number)
 
