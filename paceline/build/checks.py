@@ -27,7 +27,8 @@ def check(config: TrainConfig, gpus: int) -> list[str]:
 
     Raises:
         ConfigError: a path, a label, a model, a number of samples or of GPUs, an emulated dtype, no
-            compiler for --compile, a --sync that no GPU has, or a checkpoint of other data or batches.
+            compiler for --compile, a --sync that GPUs don't have, or a checkpoint of other data or
+            batches.
         DataError: not a database, or one of unknown records.
         CheckpointError: the file of weights, or the checkpoint of --resume, is torn or something
             else.

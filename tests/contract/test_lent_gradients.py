@@ -62,13 +62,14 @@ WRITES = {"zeroed": zero, "zeroed through .data": zero_unseen}
 def train(
     write: Callable[[Tensor], object], machines: tuple[int, ...], *, settle: bool = False
 ) -> list[dict[str, Tensor]]:
-    kind = notified(False, machines)
-    return run_ranks(3, lambda c: steps(Bench.of(c, wide(), kind=kind), write, settle=settle))
+    model, kind = wide(), notified(False, machines)
+    return run_ranks(3, lambda c: steps(Bench.of(c, model, kind=kind), write, settle=settle))
 
 
 def expected(write: Callable[[Tensor], object]) -> dict[str, Tensor]:
     """Train the same by all_reduce, which packs gradients."""
-    return run_ranks(3, lambda c: steps(Bench.of(c, wide()), write, settle=True))[0]
+    model = wide()
+    return run_ranks(3, lambda c: steps(Bench.of(c, model), write, settle=True))[0]
 
 
 @pytest.mark.parametrize("machines", [(), (2, 1)], ids=str)
@@ -97,10 +98,10 @@ def test_it_may_be_replaced_or_kept(write: Callable[[Tensor], object]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_weights_of_lower_precision(dtype: torch.dtype) -> None:
-    kind = notified(False)
+    model, kind = wide(dtype), notified(False)
 
     def train(communicator: Communicator) -> dict[str, Tensor]:
-        bench = Bench.of(communicator, wide(dtype), kind=kind)
+        bench = Bench.of(communicator, model, kind=kind)
         bench.batches = [(x.to(dtype), y) for x, y in bench.batches]
         return steps(bench, replace, settle=False)
 
