@@ -7,7 +7,7 @@ import pytest
 from paceline.sync import adder, sources
 from tests.harness.cases import CASES
 from tests.harness.equivalence import largest_difference
-from tests.harness.notified import notified
+from tests.harness.notified import notified, notified_on_machines
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +56,27 @@ def test_every_case_with_puts_that_come_late_and_in_any_order(
     training = CASES[name]()
     alone = training.alone()
     first, *others = training.on_threads(3, 2_000, notified(True, machines))
+    assert largest_difference(first, alone) < 1e-10
+    for other in others:
+        assert largest_difference(first, other) == 0
+
+
+TELLING = (
+    *("usual", "unused parameters", "a path that depends on the step", "frozen and unfrozen"),
+    *("gradients kept in all ways", "loss scaling, one step skipped"),
+)
+
+
+@pytest.mark.usefixtures("all_lent")
+@pytest.mark.parametrize("machines", [(2, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("name", TELLING)
+def test_telling_cases_over_shared_memory_and_tcp_at_once(
+    name: str, machines: tuple[int, ...]
+) -> None:
+    training = CASES[name]()
+    alone = training.alone()
+    kind = notified_on_machines(machines)
+    first, *others = training.on_threads(sum(machines), 2_000, kind)
     assert largest_difference(first, alone) < 1e-10
     for other in others:
         assert largest_difference(first, other) == 0
