@@ -19,7 +19,7 @@ from contextlib import suppress
 from torch import Tensor
 
 from paceline.comm.window import Window
-from paceline.errors import CommError
+from paceline.errors import CommError, PeerLost
 from paceline.sync.adder import Adder
 from paceline.sync.course import Course
 from paceline.sync.kernels import scale
@@ -79,20 +79,18 @@ class Owner:
         return index
 
     def send(self, index: int, values: Sequence[Tensor | None], weight: float) -> None:
-        """Hand this rank's values to the owners, the more urgent the sooner they are read."""
-        course, place = self._courses[index], self._place
-        run, version = course.run, int(self._adder.sent[index]) + 1
+        """Hand this rank's values to the owners, the more urgent the sooner they are read.
+
+        Raises:
+            PeerLost: a peer ended.
+        """
+        course = self._courses[index]
         course.part = part = course.sources.part(values, weight)
-        for channel, owner in enumerate(place.owners):
-            if owner == place.rank:
-                continue
-            room = course.to_owners[owner]
-            room.write_head(1.0, part.flags)
-            for start, stop, piece in part.within(run.channel(channel)):
-                scale(piece, weight, room.values[start:stop])
-            self._window.put(owner, 0, None, index, version, -index)
-        if len(place.members) == 1 and place.across and course.coding is None:
-            self._adder.put_shards(course, part.pieces, weight, part.flags, version)
+        try:
+            self._put(course, part)
+        except PeerLost:
+            self._waits.fail_as_adder_did("a put")
+            raise
         self._adder.go_on(course)
 
     def wait(self, index: int, operation: str) -> list[Tensor | None]:
@@ -130,6 +128,20 @@ class Owner:
         self._adder.close()
         self._window.close()
         self._adder.join()
+
+    def _put(self, course: Course, part: Part) -> None:
+        place, run = self._place, course.run
+        index, version = run.index, int(self._adder.sent[run.index]) + 1
+        for channel, owner in enumerate(place.owners):
+            if owner == place.rank:
+                continue
+            room = course.to_owners[owner]
+            room.write_head(1.0, part.flags)
+            for start, stop, piece in part.within(run.channel(channel)):
+                scale(piece, part.weight, room.values[start:stop])
+            self._window.put(owner, 0, None, index, version, -index)
+        if len(place.members) == 1 and place.across and course.coding is None:
+            self._adder.put_shards(course, part.pieces, part.weight, part.flags, version)
 
     def _summed(self, index: int, operation: str) -> Part:
         """Wait for a run's sums; return what this rank sent, which needn't be kept any more."""

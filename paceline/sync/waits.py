@@ -49,17 +49,17 @@ class Waits:
                 self._window.wait(peer, row, version, limit=limit, operation=operation)
                 return
             except CommTimeout:
-                self._fail_as_adder_did(operation)
+                self.fail_as_adder_did(operation)
                 if time.monotonic() >= deadline:
                     raise self._silence(row % self._count, version, operation, peer) from None
             except PeerLost:  # perhaps only because it lost another before
-                self._fail_as_adder_did(operation)
+                self.fail_as_adder_did(operation)
                 raise
 
     def adder(self, index: int, version: int, operation: str) -> None:
         """Wait until this rank's own slice of a run is done; raises as `notification`."""
         if not self._adder.wait(index, version, self.limit):
-            self._fail_as_adder_did(operation)
+            self.fail_as_adder_did(operation)
             raise self._silence(index, version, operation, None)
 
     def leave(self, limit: float) -> None:
@@ -85,7 +85,8 @@ class Waits:
         for peer in peers:
             window.flush(peer, limit=limit, operation="the end")
 
-    def _fail_as_adder_did(self, operation: str) -> None:
+    def fail_as_adder_did(self, operation: str) -> None:
+        """Raise what ended the adder, if anything did: it noticed first who was lost."""
         error = self._adder.error
         if isinstance(error, PeerLost):
             raise PeerLost(str(error).replace("waiting for news", operation)) from error
