@@ -21,12 +21,13 @@ from paceline.sync.layout import Topology
 from paceline.sync.notified import Notified
 
 
-def notified(faults: bool, machines: Sequence[int] = ()) -> Callable[..., Any]:
+def notified(faults: bool, machines: Sequence[int] = (), limit: float = 30.0) -> Callable[..., Any]:
     """Return what makes the synchronizer of each rank, with windows of one group a binding.
 
     Args:
         faults: puts are late and overtake each other.
         machines: how many ranks share memory on each; by default nobody does.
+        limit: seconds that waits may take.
     """
     groups: dict[int, WindowGroup] = {}
     made: Counter[int] = Counter()
@@ -46,12 +47,12 @@ def notified(faults: bool, machines: Sequence[int] = ()) -> Callable[..., Any]:
             return FaultyWindow(window, Faults(seed=rank)) if faults else window
 
         topology = Topology.of(machines) if machines else Topology.flat(communicator.world_size)
-        return Notified(buckets, open_window, *parts, topology, (30.0, 30.0))
+        return Notified(buckets, open_window, *parts, topology, (limit, limit))
 
     return make
 
 
-def notified_on_machines(machines: Sequence[int]) -> Callable[..., Any]:
+def notified_on_machines(machines: Sequence[int], limit: float = 30.0) -> Callable[..., Any]:
     """Return what makes it on real windows: shared memory inside a machine, TCP between them."""
     made: Counter[int] = Counter()
     topology, store = Topology.of(machines), HashStore()
@@ -69,6 +70,6 @@ def notified_on_machines(machines: Sequence[int]) -> Callable[..., Any]:
         )
         near = topology.groups[topology.group_of(rank)]
         open_window = partial(machines_window, meeting, near, "127.0.0.1")
-        return Notified(buckets, open_window, *parts, topology, (30.0, 30.0))
+        return Notified(buckets, open_window, *parts, topology, (limit, limit))
 
     return make
