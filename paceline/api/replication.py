@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from paceline.api.tracking import refuse_foreign
 from paceline.api.words import in_python
 from paceline.api.world import World
-from paceline.build.exchange import SYNCHRONIZERS, replicate
+from paceline.build.exchange import SYNCHRONIZERS, refuse_gpu, replicate
 from paceline.cluster.preflight import model_facts
 from paceline.comm.communicator import broadcast_bytes
 from paceline.config.world import SyncConfig
@@ -98,6 +98,8 @@ def _check(model: nn.Module, optimizer: Optimizer, world: World, sync: str, wire
         raise ConfigError(f"sync is {sync!r}; there is {', '.join(SYNCHRONIZERS)}.")
     if wire not in WIRES:
         raise ConfigError(f"wire is {wire!r}; there is {', '.join(WIRES)}.")
+    if world.device.type == "cuda":
+        refuse_gpu(sync)
     if isinstance(model, DistributedDataParallel):
         raise ConfigError(
             "the model is wrapped in DistributedDataParallel, which exchanges gradients as well: "

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from paceline.errors import PacelineError
 
 _ARGUMENTS = {
-    **{"run_id": "run", "output_dir": "run"},
+    **{"run_id": "run", "output_dir": "run", "use_cpu": "join(device='cpu')"},
     **{
         name: name
         for name in (

@@ -191,6 +191,7 @@ class World:
             return
         try:
             self._training.finish()
+            self._training.leave()
         except BaseException:
             self._release(*sys.exc_info())
             raise

@@ -19,6 +19,7 @@ from paceline.comm.process_group import ProcessGroupCommunicator
 from paceline.comm.window import Window
 from paceline.config.train import TrainConfig
 from paceline.config.world import SyncConfig
+from paceline.errors import ConfigError
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.bucket import Bucket
 from paceline.sync.layout import Topology
@@ -104,6 +105,19 @@ def _notified(
 
 
 SYNCHRONIZERS = {"allreduce": _allreduce, "notified": _notified}
+
+
+def refuse_gpu(sync: str) -> None:
+    """Look whether a method exchanges what is in a GPU's memory.
+
+    Raises:
+        ConfigError: it doesn't.
+    """
+    if sync == "notified":
+        raise ConfigError(
+            "--sync notified: it exchanges gradients in the CPU's memory only, and this run "
+            "computes on GPUs; give --sync allreduce, or compute on CPUs by --use_cpu."
+        )
 
 
 def device_of(config: TrainConfig, local_rank: int) -> torch.device:

@@ -70,12 +70,21 @@ def train(config: TrainConfig, members: Members, store: Store, token: str) -> No
             if loader is not None:
                 stack.callback(loader.close)
         _announce(config, members, trainer, start, recorder, log)
-        try:
-            with signals.heard(trainer.steps.rescue):
-                trainer.run()
-        except Stop:
+        if not _run(trainer, signals):
             sys.exit(signals.status or _TERMINATED)
         recorder.event("end", generation=start.generation)
+
+
+def _run(trainer: Trainer, signals: StopSignals) -> bool:
+    """Train, and leave the peers when they need nothing more; return False if it was stopped."""
+    with signals.heard(trainer.steps.rescue):
+        try:
+            trainer.run()
+        except Stop:
+            trainer.replica.leave()
+            return False
+        trainer.replica.leave()
+        return True
 
 
 def _announce(

@@ -28,6 +28,7 @@ from paceline.cluster.store import STORE_ERRORS, StoreSpec, erase, open_store, p
 from paceline.cluster.supervise import say
 from paceline.cluster.waiting import FAILURE, within
 from paceline.cluster.worker import report_error
+from paceline.errors import CommTimeout
 
 _CAUSE_S = 2.0
 _PAUSE_S = 0.05
@@ -104,7 +105,9 @@ class Foreign:
 
     def fail(self, error: BaseException) -> int:
         failure = Failure.of(error)
-        status = within(2 * _CAUSE_S, lambda: self._tell(failure))
+        # Who saw a peer lost waits longer than who saw one hang, and left because of that.
+        limit = _CAUSE_S / 2 if isinstance(error, CommTimeout) else _CAUSE_S
+        status = within(2 * _CAUSE_S, lambda: self._tell(failure, limit))
         if status is None:  # the store has gone with the process that served it
             say(f"{self._whom}: {failure.text}")
             return failure.status
@@ -118,8 +121,8 @@ class Foreign:
         with suppress(*STORE_ERRORS):  # nobody is left who needs it
             self._leave(self._timeout)
 
-    def _tell(self, failure: Failure) -> int:
-        first = self._cause() if failure.consequence else None
+    def _tell(self, failure: Failure, limit: float) -> int:
+        first = self._cause(limit) if failure.consequence else None
         if first is None:
             self._post(failure)
             self._say_once(failure.text)
@@ -138,9 +141,9 @@ class Foreign:
         if self._world.store.compare_set(key, "", self._whom) == self._whom.encode():
             say(f"{self._whom}: {text}")
 
-    def _cause(self) -> Failure | None:
+    def _cause(self, limit: float) -> Failure | None:
         """Wait for another process's word on why the run ended."""
-        deadline = time.monotonic() + _CAUSE_S
+        deadline = time.monotonic() + limit
         while (text := peek(self._world.store, FAILURE)) is None:
             if time.monotonic() > deadline:
                 return None

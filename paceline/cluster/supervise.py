@@ -131,8 +131,8 @@ class _Crew:
                 or (self._finish(finish) if finish else None)
             )
             if failure is not None:
+                failure = self._post(failure)  # before the others see workers end because of it
                 self._signal(signal.SIGTERM)
-                failure = self._post(failure)
                 self._tell(failure.text)
             self._end()
         finally:

@@ -37,6 +37,8 @@ class AllReduce(Replicated):
 class Collectives:
     """An exchange by all_reduce, in place."""
 
+    lends = False
+
     def __init__(
         self,
         buckets: Sequence[Bucket],
@@ -95,6 +97,13 @@ class Collectives:
         if index == len(self._memory):
             return [self._flat[index]]
         return self._memory[index].reduced(used_here=self._full[index])
+
+    def drop(self, index: int, operation: str) -> None:
+        """Wait for the run's all_reduce."""
+        self.wait(index, operation)
+
+    def leave(self) -> None:
+        """Go: what has been waited for here needs nothing more of this rank."""
 
     def close(self) -> None:
         """Forget what is under way."""

@@ -19,12 +19,14 @@ from contextlib import suppress
 from torch import Tensor
 
 from paceline.comm.window import Window
-from paceline.errors import CommError, CommTimeout
+from paceline.errors import CommError, PeerLost
 from paceline.sync.adder import Adder
 from paceline.sync.course import Course
 from paceline.sync.kernels import scale
 from paceline.sync.layout import Layout
 from paceline.sync.place import Place
+from paceline.sync.sources import Part
+from paceline.sync.waits import Waits
 
 
 class Owner:
@@ -38,6 +40,8 @@ class Owner:
         limits: seconds to wait for a peer, in the first step and later.
         steady: is called after the first step.
     """
+
+    lends = True
 
     def __init__(
         self,
@@ -54,13 +58,14 @@ class Owner:
             Course(run, place, tensors, words)
             for run, tensors, words in zip(layout.runs, templates, names, strict=True)
         ]
-        self._limit, self._later = limits
-        self._steady = steady
         self._adder = Adder(window, place, self._courses)
+        first, self._later = limits
+        self._waits = Waits(window, place, self._adder, len(self._courses), first)
+        self._steady = steady
 
     def steady(self) -> None:
         """Wait less long from now on."""
-        self._limit = self._later
+        self._waits.limit = self._later
         self._steady()
 
     def begin(self, *, kept: bool) -> None:
@@ -74,20 +79,18 @@ class Owner:
         return index
 
     def send(self, index: int, values: Sequence[Tensor | None], weight: float) -> None:
-        """Hand this rank's values to the owners, the more urgent the sooner they are read."""
-        course, place = self._courses[index], self._place
-        run, version = course.run, int(self._adder.sent[index]) + 1
+        """Hand this rank's values to the owners, the more urgent the sooner they are read.
+
+        Raises:
+            PeerLost: a peer ended.
+        """
+        course = self._courses[index]
         course.part = part = course.sources.part(values, weight)
-        for channel, owner in enumerate(place.owners):
-            if owner == place.rank:
-                continue
-            room = course.to_owners[owner]
-            room.write_head(1.0, part.flags)
-            for start, stop, piece in part.within(run.channel(channel)):
-                scale(piece, weight, room.values[start:stop])
-            self._window.put(owner, 0, None, index, version, -index)
-        if len(place.members) == 1 and place.across and course.coding is None:
-            self._adder.put_shards(course, part.pieces, weight, part.flags, version)
+        try:
+            self._put(course, part)
+        except PeerLost:
+            self._waits.fail_as_adder_did("a put")
+            raise
         self._adder.go_on(course)
 
     def wait(self, index: int, operation: str) -> list[Tensor | None]:
@@ -97,55 +100,66 @@ class Owner:
             CommError: a peer was lost, or silent.
             ConfigError: a gradient was written since it was sent.
         """
+        course = self._courses[index]
+        part = self._summed(index, operation)
+        part.refuse_writes()
+        if part.full:
+            return list(course.views)
+        self._wait_for_flags(index, int(self._adder.sent[index]), operation)
+        used = self._place.flags(course.run).tolist()
+        return [view if flag else None for view, flag in zip(course.views, used, strict=True)]
+
+    def drop(self, index: int, operation: str) -> None:
+        """Wait for the sums of a run's last version, whatever was written since it was sent.
+
+        Raises:
+            CommError: a peer was lost, or silent.
+        """
+        self._summed(index, operation)
+
+    def leave(self) -> None:
+        """Serve the peers until they have all their sums, as this rank has its own."""
+        if self._adder.error is None and all(course.part is None for course in self._courses):
+            with suppress(CommError):  # a peer that has gone needs nothing
+                self._waits.leave(self._later)
+
+    def close(self) -> None:
+        """End the thread, and the window."""
+        self._adder.close()
+        self._window.close()
+        self._adder.join()
+
+    def _put(self, course: Course, part: Part) -> None:
+        place, run = self._place, course.run
+        index, version = run.index, int(self._adder.sent[run.index]) + 1
+        for channel, owner in enumerate(place.owners):
+            if owner == place.rank:
+                continue
+            room = course.to_owners[owner]
+            room.write_head(1.0, part.flags)
+            for start, stop, piece in part.within(run.channel(channel)):
+                scale(piece, part.weight, room.values[start:stop])
+            self._window.put(owner, 0, None, index, version, -index)
+        if len(place.members) == 1 and place.across and course.coding is None:
+            self._adder.put_shards(course, part.pieces, part.weight, part.flags, version)
+
+    def _summed(self, index: int, operation: str) -> Part:
+        """Wait for a run's sums; return what this rank sent, which needn't be kept any more."""
         course, place = self._courses[index], self._place
         version, row = int(self._adder.sent[index]), len(self._courses) + index
         senders = [owner for owner in place.owners if owner != place.rank]
         if not place.neighbours and course.lands:
             senders = list(place.across.values())
         for peer in senders:
-            self._window.wait(peer, row, version, limit=self._limit, operation=operation)
+            self._waits.notification(peer, row, version, operation)
         if place.channel is not None:
-            self._wait_for_adder(index, version, operation)
-        part, course.part, course.ours = course.part, None, []  # gradients needn't be kept
+            self._waits.adder(index, version, operation)
+        part, course.part, course.ours = course.part, None, []
         assert part is not None
-        part.refuse_writes()
-        if part.full:
-            return list(course.views)
-        self._wait_for_flags(index, version, operation)
-        used = place.flags(course.run).tolist()
-        return [view if flag else None for view, flag in zip(course.views, used, strict=True)]
-
-    def close(self) -> None:
-        """End the thread, and the window; after a good end, once the peers have all their sums."""
-        if self._adder.error is None and all(course.part is None for course in self._courses):
-            with suppress(CommError):  # a peer that has gone needs nothing
-                self._take_leave()
-        self._adder.close()
-        self._window.close()
-        self._adder.join()
-
-    def _take_leave(self) -> None:
-        """Return once all peers have what they need; until then the thread serves them."""
-        window, row = self._window, 3 * len(self._courses)
-        peers = [peer for peer in range(window.world_size) if peer != self._place.rank]
-        for peer in peers:
-            window.put(peer, 0, None, row, 1)
-        for peer in peers:
-            window.wait(peer, row, 1, limit=self._limit, operation="the end")
-            window.flush(peer, limit=self._limit, operation="the end")
-
-    def _wait_for_adder(self, index: int, version: int, operation: str) -> None:
-        if self._adder.wait(index, version, self._limit):
-            return
-        if self._adder.error is not None:
-            raise self._adder.error
-        raise CommTimeout(
-            f"rank {self._place.rank} waited {self._limit:g} s for the others' parts in "
-            f"{operation}: a rank hangs, can't be reached, or needs a longer --timeout."
-        )
+        return part
 
     def _wait_for_flags(self, index: int, version: int, operation: str) -> None:
         place, row = self._place, 2 * len(self._courses) + index
         teller = place.leaders[0] if place.rank == place.leader else place.leader
         if teller != place.rank:
-            self._window.wait(teller, row, version, limit=self._limit, operation=operation)
+            self._waits.notification(teller, row, version, operation)

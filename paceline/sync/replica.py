@@ -77,11 +77,13 @@ class Replica:
         self._undo: list[Callable[[], None]] = []
         self._binding = self._bind(known=set())
         self._settle_before_states()
-        self._plain_step = optimizer.step
+        self._plain_step, self._plain_zero = optimizer.step, optimizer.zero_grad
         self._hooked_end = Optimizer.profile_hook_step(self._end)
         self._patches = [
             patch(optimizer, "step", self._step_optimizer),
+            patch(optimizer, "zero_grad", self._zero_optimizer),
             patch(model, "train", self._train),
+            patch(model, "zero_grad", self._zero_model),
             meet_scaler(optimizer, self._refuse_early_unscaling),
         ]
 
@@ -146,8 +148,12 @@ class Replica:
         """Make parameters and running statistics final and equal everywhere."""
         self._binding.synchronizer.settle()
 
+    def leave(self) -> None:
+        """Return once the peers have all that they need of this rank, or within a limit."""
+        self._binding.synchronizer.leave()
+
     def close(self) -> None:
-        """Take the hooks off model and optimizer and close the synchronizer."""
+        """Take the hooks off model and optimizer and close the synchronizer, without a wait."""
         self._unbind()
         for undo in self._patches:
             undo()
@@ -165,6 +171,7 @@ class Replica:
         if state_of(self._optimizer) == old.roster.state:
             return
         self.settle()
+        self.leave()
         self._unbind()
         self._binding = self._bind(known=set(old.roster.tensors))
         self._binding.exchanging = old.exchanging
@@ -241,6 +248,18 @@ class Replica:
         if not mode and model is self._model:
             self.settle()
         return type(model).train(model, mode)
+
+    def _zero_optimizer(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
+        """Stand in for `optimizer.zero_grad()`, which may write gradients that are on their way."""
+        if not set_to_none:
+            self._binding.synchronizer.release()
+        self._plain_zero(set_to_none)
+
+    def _zero_model(self, model: nn.Module, set_to_none: bool = True) -> None:
+        """Stand in for `model.zero_grad()`, likewise."""
+        if not set_to_none and model is self._model:
+            self._binding.synchronizer.release()
+        type(model).zero_grad(model, set_to_none)
 
 
 def _has_hooks(optimizer: Optimizer, when: str) -> bool:

@@ -20,7 +20,13 @@ from paceline.sync.updater import Updater
 
 
 class Exchange(Protocol):
-    """Adds up what ranks have of each run: a bucket's gradients, or the running statistics."""
+    """Adds up what ranks have of each run: a bucket's gradients, or the running statistics.
+
+    Attributes:
+        lends: values are read where they lie until their sums have come.
+    """
+
+    lends: bool
 
     def steady(self) -> None:
         """End the start-up: all ranks have exchanged a step, and are waited for less long."""
@@ -37,7 +43,8 @@ class Exchange(Protocol):
 
         Args:
             index: the run's number.
-            values: one a parameter, not to be written before `wait`; None where there is none.
+            values: one a parameter, not to be written before `wait` if the exchange `lends`; None
+                where there is none.
             weight: what they count; with 0 they don't count whatever they are.
         """
 
@@ -52,8 +59,18 @@ class Exchange(Protocol):
             ConfigError: values were written since `send`.
         """
 
+    def drop(self, index: int, operation: str) -> None:
+        """Wait for a run's sums, and forget them: the values may have been written since `send`.
+
+        Raises:
+            CommError: a peer was lost, or silent.
+        """
+
+    def leave(self) -> None:
+        """Return once the peers have all that they need of this rank, or within a limit."""
+
     def close(self) -> None:
-        """Release what the exchange holds."""
+        """Release what the exchange holds, and wait for nobody."""
 
 
 class Replicated:
@@ -84,6 +101,7 @@ class Replicated:
         self._sent: set[int] = set()  # buckets, in this step
         self._kept = True  # the last step took effect
         self._step, self._weight = 0, 0.0
+        self._exchanged = 0  # the step whose sums are under way
         self._ended = True  # what is pending belongs to an ended step and may be installed
         self._reduced = False
 
@@ -128,7 +146,8 @@ class Replicated:
         if not self._reduced:
             self._complete()
             for bucket in self.buckets:
-                self._receive(bucket)
+                self._pending.discard(bucket.index)
+                self._exchange.drop(bucket.index, self._operation(bucket))
         self._kept, self._ended = False, True
 
     def settle(self) -> None:
@@ -144,6 +163,15 @@ class Replicated:
         """Nothing: optimizer and model hold it all."""
         return {}
 
+    def release(self) -> None:
+        """Settle, if the exchange still reads gradients."""
+        if self._exchange.lends:
+            self.settle()
+
+    def leave(self) -> None:
+        """Stay until the peers have what they need."""
+        self._exchange.leave()
+
     def close(self) -> None:
         """Release the exchange."""
         self._exchange.close()
@@ -156,6 +184,7 @@ class Replicated:
             self._exchange.steady()
         self._sent.clear()
         self._exchange.begin(kept=self._kept)
+        self._exchanged = self._step
         self._ended = False
         self._statistics.pack()
         if self._statistics.flat is not None:
@@ -181,13 +210,16 @@ class Replicated:
     def _receive(self, bucket: Bucket) -> list[Tensor | None]:
         """Wait for a bucket's sum; a gradient is None where no rank used the parameter."""
         self._pending.discard(bucket.index)
-        return self._exchange.wait(bucket.index, f"bucket {bucket.index} in step {self._step}")
+        return self._exchange.wait(bucket.index, self._operation(bucket))
+
+    def _operation(self, bucket: Bucket) -> str:
+        return f"bucket {bucket.index} in step {self._exchanged}"
 
     def _install_statistics(self) -> None:
         """Install the mean of the running statistics, on all ranks between the same steps."""
         place = len(self.buckets)
         if self._ended and place in self._pending:
             self._pending.discard(place)
-            (mean,) = self._exchange.wait(place, f"running statistics in step {self._step}")
+            (mean,) = self._exchange.wait(place, f"running statistics in step {self._exchanged}")
             assert mean is not None
             self._statistics.install(mean)

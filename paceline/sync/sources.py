@@ -39,6 +39,7 @@ class Part:
         full: all of them are 1.
         lent: the gradients that are read where they lie, with their parameters' names and
             autograd's counts of writes.
+        sample: a few values of the first of them.
     """
 
     pieces: Sequence[Piece]
@@ -46,6 +47,7 @@ class Part:
     flags: Flags
     full: bool
     lent: Sequence[tuple[str, Tensor, int]]
+    sample: Tensor | None
 
     def within(self, values: slice) -> list[Piece]:
         """Cut the pieces to some of the values; their places count from the first of these."""
@@ -59,11 +61,9 @@ class Part:
         """
         for name, gradient, version in self.lent:
             if gradient._version != version:
-                raise ConfigError(
-                    f"the gradient of {name} was written after optimizer.step(), while it was on "
-                    "its way: call zero_grad() with set_to_none=True, its default, or settle() "
-                    "before you write."
-                )
+                raise _written(name)
+        if self.sample is not None and not _same(_few(self.lent[0][1]), self.sample):
+            raise _written(self.lent[0][0])  # through `.data`, which autograd doesn't count
 
 
 class Sources:
@@ -106,7 +106,8 @@ class Sources:
         full = weight > 0 and not missing
         flags = self._full if full else np.full(len(gradients), weight > 0, np.uint8)
         flags[missing] = 0
-        return Part(pieces=pieces, weight=weight, flags=flags, full=full, lent=lent)
+        sample = _few(lent[0][1]).clone() if lent else None
+        return Part(pieces=pieces, weight=weight, flags=flags, full=full, lent=lent, sample=sample)
 
     def _can_lend(self, gradient: Tensor, place: int) -> bool:
         template = self._templates[place]
@@ -134,6 +135,22 @@ class Sources:
                 for template, (start, stop) in zip(self._templates, self._spans, strict=True)
             ]
         return self._views[place]
+
+
+def _written(name: str) -> ConfigError:
+    return ConfigError(
+        f"the gradient of {name} was written after optimizer.step(), while it was on its way: call "
+        "optimizer.zero_grad(), or settle() before you write."
+    )
+
+
+def _few(gradient: Tensor) -> Tensor:
+    """View some values from all over a dense gradient of `_SMALL` or more."""
+    return gradient.detach().as_strided((16,), (gradient.numel() // 16,))
+
+
+def _same(now: Tensor, then: Tensor) -> bool:
+    return bool(((now == then) | then.isnan()).all())
 
 
 def _dense(tensor: Tensor) -> bool:

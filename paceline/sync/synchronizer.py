@@ -57,9 +57,22 @@ class Synchronizer(Protocol):
     def settle(self) -> None:
         """Make every parameter and BatchNorm's running statistics final and equal everywhere."""
 
+    def release(self) -> None:
+        """Return once the gradients of the last ended step may be written.
+
+        Raises:
+            PeerLost, CommTimeout: as `before_read`.
+        """
+
     @property
     def state(self) -> Mapping[str, Tensor]:
         """What a checkpoint must keep besides model and optimizer."""
 
+    def leave(self) -> None:
+        """Return once the peers have all that they need of this rank, or within a limit."""
+
     def close(self) -> None:
-        """Release what the synchronizer holds; nothing of it writes anywhere afterwards."""
+        """Release what the synchronizer holds, and wait for nobody; it writes nowhere afterwards.
+
+        Before a good end comes `leave`; otherwise the peers lose this rank.
+        """

@@ -2,59 +2,18 @@
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import pytest
 
-from paceline.comm.communicator import Communicator
-from paceline.comm.faulty_window import Faults, FaultyWindow
-from paceline.comm.inprocess_window import WindowGroup
-from paceline.comm.window import Window
-from paceline.sync import adder
-from paceline.sync.bucket import Bucket
-from paceline.sync.layout import Topology
-from paceline.sync.notified import Notified
+from paceline.sync import adder, sources
 from tests.harness.cases import CASES
 from tests.harness.equivalence import largest_difference
+from tests.harness.notified import notified, notified_on_machines
 
 
 @pytest.fixture(autouse=True)
 def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let an owner that isn't told go on sleeping, rather than look by itself now and then."""
     monkeypatch.setattr(adder, "_PATIENCE_S", 1000.0)
-
-
-def notified(faults: bool, machines: Sequence[int] = ()) -> Callable[..., Any]:
-    """Return what makes the synchronizer of each rank, with windows of one group a binding.
-
-    Args:
-        faults: puts are late and overtake each other.
-        machines: how many ranks share memory on each; by default nobody does.
-    """
-    groups: dict[int, WindowGroup] = {}
-    made: Counter[int] = Counter()
-    lock = threading.Lock()
-
-    def make(buckets: Sequence[Bucket], communicator: Communicator, *parts: Any) -> Notified:
-        def open_window(size: int, notifications: int) -> Window:
-            rank = communicator.rank
-            with lock:
-                number = made[rank]
-                made[rank] += 1
-                if number not in groups:
-                    groups[number] = WindowGroup(
-                        communicator.world_size, size, notifications, machines
-                    )
-            window = groups[number].window(rank)
-            return FaultyWindow(window, Faults(seed=rank)) if faults else window
-
-        topology = Topology.of(machines) if machines else Topology.flat(communicator.world_size)
-        return Notified(buckets, open_window, *parts, topology, (30.0, 30.0))
-
-    return make
 
 
 @pytest.mark.parametrize(
@@ -70,6 +29,13 @@ def test_every_case(name: str, world_size: int, bucket_bytes: int) -> None:
         assert largest_difference(first, other) == 0
 
 
+@pytest.fixture
+def all_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read the small gradients of these models where they lie, as large ones are."""
+    monkeypatch.setattr(sources, "_SMALL", 16)
+
+
+@pytest.mark.usefixtures("all_lent")
 @pytest.mark.parametrize("machines", [(2,), (5,), (2, 2), (1, 2), (3, 2), (1, 1, 2)], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_every_case_on_machines_that_add_up_first(name: str, machines: tuple[int, ...]) -> None:
@@ -81,6 +47,7 @@ def test_every_case_on_machines_that_add_up_first(name: str, machines: tuple[int
         assert largest_difference(first, other) == 0
 
 
+@pytest.mark.usefixtures("all_lent")
 @pytest.mark.parametrize("machines", [(), (2, 1)], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_every_case_with_puts_that_come_late_and_in_any_order(
@@ -89,6 +56,27 @@ def test_every_case_with_puts_that_come_late_and_in_any_order(
     training = CASES[name]()
     alone = training.alone()
     first, *others = training.on_threads(3, 2_000, notified(True, machines))
+    assert largest_difference(first, alone) < 1e-10
+    for other in others:
+        assert largest_difference(first, other) == 0
+
+
+TELLING = (
+    *("usual", "unused parameters", "a path that depends on the step", "frozen and unfrozen"),
+    *("gradients kept in all ways", "loss scaling, one step skipped"),
+)
+
+
+@pytest.mark.usefixtures("all_lent")
+@pytest.mark.parametrize("machines", [(2, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("name", TELLING)
+def test_telling_cases_over_shared_memory_and_tcp_at_once(
+    name: str, machines: tuple[int, ...]
+) -> None:
+    training = CASES[name]()
+    alone = training.alone()
+    kind = notified_on_machines(machines)
+    first, *others = training.on_threads(sum(machines), 2_000, kind)
     assert largest_difference(first, alone) < 1e-10
     for other in others:
         assert largest_difference(first, other) == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from paceline.comm.communicator import Communicator
+from paceline.sync.allreduce import AllReduce
 from paceline.sync.replica import Replica
 from tests.harness.equivalence import Training, replicate
 
@@ -28,11 +29,15 @@ class Bench:
 
     @staticmethod
     def of(
-        communicator: Communicator, model: nn.Module, lr: Any = 0.1, bucket_bytes: int = 2_000
+        communicator: Communicator,
+        model: nn.Module,
+        lr: Any = 0.1,
+        bucket_bytes: int = 2_000,
+        kind: Callable[..., Any] = AllReduce,
     ) -> Bench:
         own = copy.deepcopy(model)
         optimizer = torch.optim.SGD(own.parameters(), lr=lr, momentum=0.9)
-        replica = replicate(own, optimizer, communicator, bucket_bytes)
+        replica = replicate(own, optimizer, communicator, bucket_bytes, kind)
         return Bench(communicator, own, optimizer, replica, Training.of(own).batches)
 
     def backward(self, batch: int) -> None:

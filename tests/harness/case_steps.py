@@ -67,6 +67,31 @@ def zeroed_not_removed(
     optimizer.step()
 
 
+class Keeping:
+    """Gradients' memory is kept from step to step, another way each time."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def __call__(
+        self, world: World, model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor
+    ) -> None:
+        self.steps += 1
+        way = self.steps % 5
+        _loss(model, x, y).backward()
+        if way:
+            optimizer.step()
+        if way <= 1:  # 0: after a step without an update
+            optimizer.zero_grad(set_to_none=False)
+        elif way == 2:
+            model.zero_grad(set_to_none=False)
+        elif way == 3:
+            for p in model.parameters():
+                p.grad = torch.zeros_like(p)
+        else:
+            optimizer.zero_grad()
+
+
 def clipped_by_norm(
     world: World, model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor
 ) -> None:

@@ -46,6 +46,7 @@ CASES: dict[str, Callable[[], Training]] = {
     "gradients kept between steps": lambda: training(
         convnet, make_step=lambda: steps.zeroed_not_removed
     ),
+    "gradients kept in all ways": lambda: training(convnet, make_step=steps.Keeping),
     "clipped by norm": lambda: training(convnet, make_step=lambda: steps.clipped_by_norm),
     "clipped by value": lambda: training(convnet, make_step=lambda: steps.clipped_by_value),
     "set by hand": lambda: training(convnet, make_step=lambda: steps.set_by_hand),

@@ -173,6 +173,7 @@ class Training:
                 step(replica, model, optimizer, x[local], y[local])
             schedule.step()
         state = {name: value.clone() for name, value in model.state_dict().items()}
+        replica.leave()
         replica.close()
         return state
 

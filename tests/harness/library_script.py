@@ -1,9 +1,9 @@
 """A script as users write it, to be started by launchers and hurt by tests.
 
-    python -m tests.harness.library_script RUN [--epochs 3] [--fail RANK:STEP:HOW]
+    python -m tests.harness.library_script RUN [--epochs 3] [--fail RANK:STEP:HOW] [--sync notified]
 
 Rank 0 prints each step's number and loss, exactly. `HOW` is what the failing rank does: "raise",
-"config", "exit".
+"config", "exit", "leave" (it ends well, in mid-epoch).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2, help="of checkpoints")
     parser.add_argument("--fail", default="-1:-1:nothing")
+    parser.add_argument("--sync", default="allreduce")
     parser.add_argument("--evaluate_until_stopped", action="store_true")
     options = parser.parse_args()
     rank, number, how = options.fail.split(":")
@@ -30,7 +31,7 @@ def main() -> None:
     world = paceline.join(options.run or None, checkpoint_steps=options.steps, timeout=20)
     model = network(dropout=0.3)
     optimizer = sgd(model)
-    paceline.parallelize(model, optimizer, world)
+    paceline.parallelize(model, optimizer, world, sync=options.sync)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 15)
     world.track(schedule)
     loader = paceline.loader(samples(), BATCH, world)
@@ -58,6 +59,8 @@ def fail(how: str) -> None:
         raise paceline.ConfigError("the script says no.")
     if how == "exit":
         sys.exit(7)
+    if how == "leave":
+        sys.exit()
 
 
 if __name__ == "__main__":

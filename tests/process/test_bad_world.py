@@ -215,15 +215,16 @@ def test_a_rank_that_dies_in_the_first_step_is_named(
     require_answer(Bad(words=words, said=said, status=1, writes=True), here, capfd)
 
 
+@pytest.mark.parametrize(("sync", "whom"), [("allreduce", "a peer"), ("notified", "rank 1")])
 def test_a_rank_that_freezes_is_waited_for_as_long_as_the_flag_says(
-    here: Path, capfd: pytest.CaptureFixture[str]
+    sync: str, whom: str, here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     said = (
-        rf"rank 0 on machine 0 \({HOST}\): rank 0 waited 2 s for a peer in .* in step \d: one "
-        r"hangs, can't be reached, or needs a longer --timeout \(--first_iter_timeout in the "
-        r"start\)."
+        rf"rank 0 on machine 0 \({HOST}\): rank 0 waited 2 s for {whom} in .* in step [12]: "
+        r"(one|it) hangs, can't be reached, or needs a longer --timeout \(--first_iter_timeout in "
+        r"the start\)."
     )
-    words = f"{NULL} --epoch_size 400 --model own:freezes --num_workers 2 --timeout 2"
+    words = f"{NULL} --epoch_size 400 --model own:freezes --num_workers 2 --timeout 2 --sync {sync}"
     require_answer(Bad(words=words, said=said, status=1, writes=True), here, capfd)
 
 

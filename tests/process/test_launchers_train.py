@@ -24,11 +24,15 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_database(tmp_path_factory.mktemp("data"))
 
 
+NOTIFIED = ("--sync", "notified")
+
+
 @pytest.fixture(scope="module")
 def supervised(database: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of two workers under our own supervisor."""
     folder = tmp_path_factory.mktemp("supervised")
-    ended = run(*train(database, "--num_workers", "2", "--run_id", "r")[2:], folder=folder)
+    words = train(database, "--num_workers", "2", "--run_id", "r", *NOTIFIED)
+    ended = run(*words[2:], folder=folder)
     assert ended.status == 0, ended.text
     return folder / "runs" / "r"
 
@@ -50,7 +54,7 @@ def ends_of(launcher: str, argv: Sequence[str], folder: Path) -> list[End]:
 def test_each_launchers_run_has_the_same_losses(
     launcher: str, database: str, supervised: Path, tmp_path: Path
 ) -> None:
-    ends = ends_of(launcher, train(database), tmp_path)
+    ends = ends_of(launcher, train(database, *NOTIFIED), tmp_path)
     assert {end.status for end in ends} == {0}, ends
     (made,) = (tmp_path / "runs").iterdir()  # rank 0 has chosen its name for both
     same = ("loss", "accuracy", "cumulative_input_count", "learning_rate")

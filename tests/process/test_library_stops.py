@@ -24,31 +24,37 @@ def losses(text: str) -> dict[int, str]:
     return {int(step): loss for step, loss in re.findall(r"^step (\d+): (\S+)$", text, re.M)}
 
 
+@pytest.fixture(scope="module", params=["allreduce", "notified"])
+def sync(request: pytest.FixtureRequest) -> str:
+    """The method."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+def whole(sync: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     """The losses of a run of two ranks that nobody stops."""
     folder = tmp_path_factory.mktemp("whole")
-    ended = run("paceline", *SCRIPT, "", folder=folder)
+    ended = run("paceline", *SCRIPT, "", "--sync", sync, folder=folder)
     assert ended.status == 0, ended.text
     found = losses(ended.text)
     assert set(found) == set(range(EPOCHS * STEPS))
     return found
 
 
-def started_again(folder: Path) -> Ended:
-    return run("paceline", *SCRIPT, "run", folder=folder)
+def started_again(folder: Path, sync: str) -> Ended:
+    return run("paceline", *SCRIPT, "run", "--sync", sync, folder=folder)
 
 
 def test_a_run_killed_in_mid_epoch_goes_on_bit_for_bit(
-    whole: dict[int, str], tmp_path: Path
+    whole: dict[int, str], sync: str, tmp_path: Path
 ) -> None:
     for step in (3, 8):
-        script = Script("paceline", *SCRIPT, "run", folder=tmp_path)
+        script = Script("paceline", *SCRIPT, "run", "--sync", sync, folder=tmp_path)
         line = script.line_with(f"step {step}:")
         script.kill_all()
         script.wait()
         assert losses(line)[step] == whole[step]
-    ended = started_again(tmp_path)
+    ended = started_again(tmp_path, sync)
     assert ended.status == 0, ended.text
     found = losses(ended.text)
     assert found == {step: whole[step] for step in found}
@@ -85,9 +91,15 @@ def assert_each_sample_once(run: Path) -> None:
     ],
 )
 def test_a_stopped_run_saves_and_goes_on(
-    whole: dict[int, str], tmp_path: Path, launcher: str, number: signal.Signals, status: int
+    whole: dict[int, str],
+    sync: str,
+    tmp_path: Path,
+    launcher: str,
+    number: signal.Signals,
+    status: int,
 ) -> None:
-    script = Script(launcher, *SCRIPT, "run", "--epochs", "100000", folder=tmp_path)
+    words = (*SCRIPT, "run", "--epochs", "100000", "--sync", sync)
+    script = Script(launcher, *words, folder=tmp_path)
     script.line_with("step 7:")
     family = psutil.Process(script.pid).children(recursive=True)
     script.send(number)
@@ -104,7 +116,7 @@ def test_a_stopped_run_saves_and_goes_on(
     stopped_after = max([7, *losses(ended.text)])
     assert saved == stopped_after + 1  # nothing is lost
     if number == signal.SIGTERM:  # once is enough
-        found = losses(started_again(tmp_path).text)
+        found = losses(started_again(tmp_path, sync).text)
         assert found == {step: whole[step] for step in range(saved, EPOCHS * STEPS)}
 
 
@@ -155,6 +167,16 @@ def test_a_rank_that_leaves_early_ends_the_others(tmp_path: Path, launcher: str,
     assert "Traceback" not in ended.text
     assert len(re.findall(told, ended.text)) == 1, ended.text
     assert "lost a peer" not in ended.text
+
+
+def test_a_rank_that_ends_well_in_mid_epoch_is_lost_to_the_others_at_once(
+    sync: str, tmp_path: Path
+) -> None:
+    ended = run("paceline", *SCRIPT, "", "--fail", "1:7:leave", "--sync", sync, folder=tmp_path)
+    assert ended.status == 1, ended.text
+    assert "Traceback" not in ended.text
+    lost = {"allreduce": "a peer in .*", "notified": r"rank 1 in bucket 0 in step 7"}[sync]
+    assert re.search(rf"paceline: rank 0 on machine 0 \(.*\): rank 0 lost {lost}: ", ended.text)
 
 
 def test_a_last_checkpoint_that_cannot_be_written_is_a_sentence_and_status_1(

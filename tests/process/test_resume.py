@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -75,12 +76,25 @@ def each_sample_once(run_folder: Path, ranks: int = 2) -> None:
     }
 
 
+@pytest.fixture(scope="module")
+def dropouts(dropout: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    """The folders of such runs, by method."""
+    folder = tmp_path_factory.mktemp("notified")
+    return {
+        "allreduce": dropout,
+        "notified": uninterrupted(folder, "dropout", "--sync", "notified"),
+    }
+
+
 @pytest.mark.timeout(400)
-def test_ten_kills_at_random_moments_change_no_bit(here: Path, dropout: Path) -> None:
-    words = train("dropout", "--checkpoint_steps", "2")
+@pytest.mark.parametrize(("sync", "kills"), [("allreduce", 10), ("notified", 5)])
+def test_kills_at_random_moments_change_no_bit(
+    here: Path, dropouts: Mapping[str, Path], sync: str, kills: int
+) -> None:
+    words = train("dropout", "--checkpoint_steps", "2", "--sync", sync)
     moments = random.Random(20180102)
     folder = here / "runs" / "r"
-    for _ in range(10):
+    for _ in range(kills):
         before = len(events(folder))
         command = Command(*words, folder=here)
         until(partial(started, command))
@@ -97,7 +111,7 @@ def test_ten_kills_at_random_moments_change_no_bit(here: Path, dropout: Path) ->
     assert ended.status == 0, ended.text
     told = losses(here / "runs" / "r")
     assert {step: set(values) for step, values in told.items()} == {
-        step: {loss} for step, loss in curve(dropout).items()
+        step: {loss} for step, loss in curve(dropouts[sync]).items()
     }
     each_sample_once(here / "runs" / "r")
     assert [row["epoch"] for row in rows_of(here / "runs" / "r")] == ["0", "1", "2"]
@@ -115,15 +129,20 @@ def trained(run_folder: Path, before: int, steps: int) -> bool:
 
 
 @pytest.mark.timeout(240)
-def test_other_numbers_of_workers_train_the_same_curve(here: Path, plain: Path) -> None:
+@pytest.mark.parametrize(
+    ("sync", "starts"), [("allreduce", [(2, 5), (1, 13), (3, 20)]), ("notified", [(3, 5)])]
+)
+def test_other_numbers_of_workers_train_the_same_curve(
+    here: Path, plain: Path, sync: str, starts: list[tuple[int, int]]
+) -> None:
     whole = curve(plain)
-    for generation, (workers, step) in enumerate([(2, 5), (1, 13), (3, 20)]):
-        command = Command(*train("plain", workers=workers), folder=here)
+    for generation, (workers, step) in enumerate(starts):
+        command = Command(*train("plain", "--sync", sync, workers=workers), folder=here)
         until_step(here / "runs" / "r", step, generation)
         command.send(signal.SIGTERM)
         ended = command.wait()
         assert ended.status == 143, ended.text
-    ended = run(*train("plain", workers=4), folder=here)
+    ended = run(*train("plain", "--sync", sync, workers=4), folder=here)
     assert ended.status == 0, ended.text
     told = losses(here / "runs" / "r")
     assert set(told) == set(whole)
@@ -133,11 +152,14 @@ def test_other_numbers_of_workers_train_the_same_curve(here: Path, plain: Path) 
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "status", "sync"),
+    [(signal.SIGINT, 130, "notified"), (signal.SIGTERM, 143, "allreduce")],
+)
 def test_a_signal_ends_all_in_5_seconds_and_leaves_the_last_step_behind(
-    here: Path, number: int, status: int
+    here: Path, number: int, status: int, sync: str
 ) -> None:
-    words = train("plain", epochs=100_000)
+    words = train("plain", "--sync", sync, epochs=100_000)
     command = Command(*words, folder=here)
     until_step(here / "runs" / "r", 5, 0)
     family = command.family()
@@ -148,12 +170,12 @@ def test_a_signal_ends_all_in_5_seconds_and_leaves_the_last_step_behind(
     assert gone(family, limit=0)
     assert "Traceback" not in ended.text
     done = max(line["step"] for line in events(here / "runs" / "r") if line["event"] == "step")
-    (file,) = (here / "runs" / "r" / "checkpoints").glob("step-*.pt")
-    assert read_checkpoint(file)["position"]["number"] == done + 1
+    newest = max((here / "runs" / "r" / "checkpoints").glob("step-*.pt"))
+    assert read_checkpoint(newest)["position"]["number"] == done + 1
 
 
 def test_one_workers_signal_stops_all_at_the_same_step(here: Path) -> None:
-    command = Command(*train("plain", epochs=100_000), folder=here)
+    command = Command(*train("plain", "--sync", "notified", epochs=100_000), folder=here)
     until_step(here / "runs" / "r", 5, 0)
     command.family()[1].send_signal(signal.SIGTERM)
     ended = command.wait()

@@ -112,6 +112,12 @@ def test_an_unknown_way_to_exchange(world: World, model: nn.Module) -> None:
         paceline.parallelize(model, sgd(model), world, bucket_mb=-1)
 
 
+def test_puts_on_a_gpu(world: World, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(World, "device", torch.device("cuda"))
+    with pytest.raises(ConfigError, match=r"^sync notified: .*sync allreduce.*device='cpu'"):
+        paceline.parallelize(model, sgd(model), world, sync="notified")
+
+
 def test_an_optimizer_of_another_model(world: World, model: nn.Module) -> None:
     with pytest.raises(ConfigError, match="none of the model's parameters"):
         paceline.parallelize(model, sgd(network()), world)

@@ -171,6 +171,13 @@ def test_gpus_that_are_not_there_are_refused(words: list[str], gpus: int, told: 
         build.check(config_of(*words), gpus)
 
 
+def test_gpus_are_refused_to_who_exchanges_by_puts() -> None:
+    config = config_of("--sync", "notified", "--num_gpus", "1")
+    with pytest.raises(ConfigError, match=r"--sync notified: .*give --sync allreduce.*--use_cpu"):
+        build.check(config, gpus=1)
+    build.check(config_of("--sync", "notified", "--use_cpu"), gpus=1)
+
+
 def test_timeouts_reach_the_connections() -> None:
     config = config_of("--first_iter_timeout", "7", "--timeout", "3")
     communicator: Any = build.connect(config, Members.alone(), HashStore(), torch.device("cpu"))

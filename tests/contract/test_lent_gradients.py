@@ -1,0 +1,111 @@
+"""Gradients that are sent from where they lie: what may be done to them, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.communicator import Communicator
+from paceline.errors import ConfigError
+from tests.harness.bench import Bench
+from tests.harness.equivalence import largest_difference
+from tests.harness.notified import notified
+from tests.harness.threads import run_ranks
+
+
+def wide(dtype: torch.dtype = torch.float64) -> nn.Module:
+    """Make a net whose first layer's gradient is large enough to be lent."""
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, 40), nn.Tanh(), nn.Linear(40, 10)).to(dtype)
+
+
+def steps(bench: Bench, between: Callable[[Tensor], object], *, settle: bool) -> dict[str, Tensor]:
+    """Make three steps, between which something is done to the large gradient."""
+    for number in range(3):
+        with bench.replica.step(number, 1 / bench.communicator.world_size):
+            bench.backward(number)
+            bench.optimizer.step()
+        if settle:
+            bench.replica.settle()
+        weight = bench.model[1].weight  # type: ignore[index]
+        between(weight)
+    state = {name: value.clone() for name, value in bench.model.state_dict().items()}
+    bench.replica.leave()
+    bench.replica.close()
+    return state
+
+
+def zero(weight: Tensor) -> None:
+    assert weight.grad is not None
+    weight.grad.zero_()
+
+
+def zero_unseen(weight: Tensor) -> None:
+    assert weight.grad is not None
+    weight.grad.data.zero_()
+
+
+def replace(weight: Tensor) -> None:
+    weight.grad = torch.zeros_like(weight)
+
+
+def keep(weight: Tensor) -> None:
+    """Let the next backward add to it."""
+
+
+WRITES = {"zeroed": zero, "zeroed through .data": zero_unseen}
+
+
+def train(
+    write: Callable[[Tensor], object], machines: tuple[int, ...], *, settle: bool = False
+) -> list[dict[str, Tensor]]:
+    model, kind = wide(), notified(False, machines)
+    return run_ranks(3, lambda c: steps(Bench.of(c, model, kind=kind), write, settle=settle))
+
+
+def expected(write: Callable[[Tensor], object]) -> dict[str, Tensor]:
+    """Train the same by all_reduce, which packs gradients."""
+    model = wide()
+    return run_ranks(3, lambda c: steps(Bench.of(c, model), write, settle=True))[0]
+
+
+@pytest.mark.parametrize("machines", [(), (2, 1)], ids=str)
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
+def test_a_gradient_written_on_its_way_is_refused_by_name(
+    write: Callable[[Tensor], object], machines: tuple[int, ...]
+) -> None:
+    with pytest.raises(ConfigError, match=r"1\.weight was written after .*optimizer\.zero_grad\("):
+        train(write, machines)
+
+
+@pytest.mark.parametrize("machines", [(), (2, 1)], ids=str)
+@pytest.mark.parametrize("write", [*WRITES.values(), replace, keep])
+def test_after_settle_it_may_be_written(
+    write: Callable[[Tensor], object], machines: tuple[int, ...]
+) -> None:
+    for state in train(write, machines, settle=True):
+        assert largest_difference(state, expected(write)) < 1e-10
+
+
+@pytest.mark.parametrize("write", [replace, keep])
+def test_it_may_be_replaced_or_kept(write: Callable[[Tensor], object]) -> None:
+    for state in train(write, ()):
+        assert largest_difference(state, expected(write)) < 1e-10
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_of_lower_precision(dtype: torch.dtype) -> None:
+    model, kind = wide(dtype), notified(False)
+
+    def train(communicator: Communicator) -> dict[str, Tensor]:
+        bench = Bench.of(communicator, model, kind=kind)
+        bench.batches = [(x.to(dtype), y) for x, y in bench.batches]
+        return steps(bench, replace, settle=False)
+
+    first, *others = run_ranks(3, train)
+    assert all(largest_difference(first, other) == 0 for other in others)
+    digits = {torch.float16: 3e-3, torch.bfloat16: 2e-2}
+    assert largest_difference(first, expected(replace)) < digits[dtype]

@@ -1,0 +1,129 @@
+"""Ranks that leave an exchange by puts: well, early, or lost in mid-step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.communicator import Communicator
+from paceline.errors import PeerLost
+from tests.harness.bench import Bench
+from tests.harness.equivalence import convnet, largest_difference
+from tests.harness.notified import notified, notified_on_machines
+from tests.harness.threads import run_ranks
+
+LIMIT = 1000.0  # longer than a test's: who waits that long fails it
+KINDS = {
+    "in process": lambda: notified(False, limit=LIMIT),
+    "TCP": lambda: notified_on_machines((1, 1, 1), limit=LIMIT),
+    "shared memory and TCP": lambda: notified_on_machines((2, 1), limit=LIMIT),
+}
+LOST, STEP = 2, 2
+
+MakeBench = Callable[[Communicator], Bench]
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(1)
+    return convnet()
+
+
+@pytest.fixture(params=KINDS)
+def bench_of(request: pytest.FixtureRequest, model: nn.Module) -> MakeBench:
+    """Return what makes a rank's bench."""
+    kind = KINDS[request.param]()
+    return lambda communicator: Bench.of(communicator, model, kind=kind)
+
+
+def end(bench: Bench) -> None:
+    bench.replica.settle()
+    bench.replica.leave()
+    bench.replica.close()
+
+
+def said_by(bench: Bench) -> str:
+    """Train; return what ends that."""
+    try:
+        for number in range(9):
+            bench.step(number)
+    except PeerLost as error:
+        return str(error)
+    finally:
+        bench.replica.close()
+    raise AssertionError("nobody was lost")
+
+
+@pytest.mark.parametrize("moment", ["between steps", "in mid-step"])
+def test_survivors_name_the_lost_rank_though_they_wait_for_each_other(
+    bench_of: MakeBench, moment: str
+) -> None:
+    def train(communicator: Communicator) -> str:
+        bench = bench_of(communicator)
+        if communicator.rank != LOST:
+            return said_by(bench)
+        for number in range(STEP):
+            bench.step(number)
+        if moment == "in mid-step":
+            bench.model[2].weight.register_hook(throw)  # type: ignore[index]
+            with pytest.raises(KeyError):
+                bench.step(STEP)
+        bench.replica.close()
+        return ""
+
+    named(run_ranks(3, train))
+
+
+def named(said: list[str]) -> None:
+    """Require the lost rank's name of the first survivor who noticed; the other may lose that."""
+    assert any(f"lost rank {LOST} in " in sentence for sentence in said[:LOST]), said
+    assert not any("waiting for news" in sentence for sentence in said)
+
+
+def throw(_: Tensor) -> None:
+    raise KeyError("a bug in backward")
+
+
+def test_who_ends_well_before_the_others_is_lost_to_them_at_once(bench_of: MakeBench) -> None:
+    def train(communicator: Communicator) -> str:
+        bench = bench_of(communicator)
+        if communicator.rank != LOST:
+            return said_by(bench)
+        for number in range(STEP):
+            bench.step(number)
+        end(bench)
+        return ""
+
+    named(run_ranks(3, train))
+
+
+def test_one_rank_alone_looks_at_the_model_between_steps(
+    bench_of: MakeBench, model: nn.Module
+) -> None:
+    def train(communicator: Communicator, *, looks: bool) -> dict[str, Tensor]:
+        bench = bench_of(communicator)
+        for number in range(4):
+            bench.step(number)
+            if looks and communicator.rank == 0:
+                bench.model.eval()
+                bench.model(bench.batches[0][0])
+                bench.model.state_dict()
+                bench.model.train()
+        state = {name: value.clone() for name, value in bench.model.state_dict().items()}
+        end(bench)
+        return state
+
+    looked = run_ranks(3, lambda c: train(c, looks=True))
+    assert all(largest_difference(looked[0], other) == 0 for other in looked[1:])
+    plain = run_ranks(3, lambda c: train_plainly(c, model))
+    assert largest_difference(looked[0], plain[0]) < 1e-10
+
+
+def train_plainly(communicator: Communicator, model: nn.Module) -> dict[str, Tensor]:
+    bench = Bench.of(communicator, model)
+    for number in range(4):
+        bench.step(number)
+    return bench.model.state_dict()

@@ -1,0 +1,75 @@
+"""Makes the synchronizers of ranks that are threads of this process and exchange by puts."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch.distributed import HashStore
+
+from paceline.comm.communicator import Communicator
+from paceline.comm.faulty_window import Faults, FaultyWindow
+from paceline.comm.inprocess_window import WindowGroup
+from paceline.comm.machines_window import machines_window
+from paceline.comm.mesh import Meeting
+from paceline.comm.window import Window
+from paceline.sync.bucket import Bucket
+from paceline.sync.layout import Topology
+from paceline.sync.notified import Notified
+
+
+def notified(faults: bool, machines: Sequence[int] = (), limit: float = 30.0) -> Callable[..., Any]:
+    """Return what makes the synchronizer of each rank, with windows of one group a binding.
+
+    Args:
+        faults: puts are late and overtake each other.
+        machines: how many ranks share memory on each; by default nobody does.
+        limit: seconds that waits may take.
+    """
+    groups: dict[int, WindowGroup] = {}
+    made: Counter[int] = Counter()
+    lock = threading.Lock()
+
+    def make(buckets: Sequence[Bucket], communicator: Communicator, *parts: Any) -> Notified:
+        def open_window(size: int, notifications: int) -> Window:
+            rank = communicator.rank
+            with lock:
+                number = made[rank]
+                made[rank] += 1
+                if number not in groups:
+                    groups[number] = WindowGroup(
+                        communicator.world_size, size, notifications, machines
+                    )
+            window = groups[number].window(rank)
+            return FaultyWindow(window, Faults(seed=rank)) if faults else window
+
+        topology = Topology.of(machines) if machines else Topology.flat(communicator.world_size)
+        return Notified(buckets, open_window, *parts, topology, (limit, limit))
+
+    return make
+
+
+def notified_on_machines(machines: Sequence[int], limit: float = 30.0) -> Callable[..., Any]:
+    """Return what makes it on real windows: shared memory inside a machine, TCP between them."""
+    made: Counter[int] = Counter()
+    topology, store = Topology.of(machines), HashStore()
+
+    def make(buckets: Sequence[Bucket], communicator: Communicator, *parts: Any) -> Notified:
+        rank = communicator.rank
+        made[rank] += 1
+        meeting = Meeting(
+            store=store,
+            rank=rank,
+            world_size=communicator.world_size,
+            token="token",
+            purpose=f"window/{made[rank]}",
+            limit=30.0,
+        )
+        near = topology.groups[topology.group_of(rank)]
+        open_window = partial(machines_window, meeting, near, "127.0.0.1")
+        return Notified(buckets, open_window, *parts, topology, (limit, limit))
+
+    return make
