@@ -9,41 +9,59 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.sync.layout import Layout, lay_out
+from paceline.sync.layout import Layout, Rooms, Run, Spec, Topology, lay_out
+from paceline.sync.wires import WIRES
 
-SIZES = st.lists(
-    st.tuples(st.integers(1, 5000), st.sampled_from([torch.float32, torch.float64])), max_size=6
+SPECS = st.builds(
+    Spec,
+    lengths=st.lists(st.integers(0, 3000), min_size=1, max_size=5).map(tuple),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    wire=st.sampled_from([None, WIRES["bf16"], WIRES["int8"]]),
 )
+MACHINES = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 
 
-def places(layout: Layout, owner: int, world_size: int) -> Iterator[tuple[int, int]]:
-    """Name the bytes of everything that is put into an owner's window."""
+def places(layout: Layout) -> Iterator[tuple[int, int]]:
+    """Name the bytes of all that may be written into a window."""
     for run in layout.runs:
-        own = run.shard(owner)
-        for sender in range(world_size):
-            start = run.part(sender)
-            yield start, start + (own.stop - own.start) * run.dtype.itemsize
-            theirs = run.shard(sender)
-            start = run.sum_of(sender)
-            yield start, start + (theirs.stop - theirs.start) * run.dtype.itemsize
+        for rooms, size in sizes(run):
+            yield from ((rooms[number], rooms[number] + size) for number in range(rooms.count))
+        yield run.sums, run.sums + run.numel * run.spec.dtype.itemsize
+        yield run.flags, run.flags + len(run.spec.lengths)
 
 
-@given(sizes=SIZES, world_size=st.integers(1, 9))
-def test_shards_cover_a_run_and_nothing_overlaps(
-    sizes: list[tuple[int, torch.dtype]], world_size: int
-) -> None:
-    layout = lay_out(sizes, world_size)
-    for run, (numel, _) in zip(layout.runs, sizes, strict=True):
-        values = [value for rank in range(world_size) for value in range(numel)[run.shard(rank)]]
-        assert values == list(range(numel))
-    for owner in range(world_size):
-        taken = sorted(place for place in places(layout, owner, world_size) if place[0] < place[1])
-        assert all(end <= start for (_, end), (start, _) in pairwise(taken))
-        assert all(end <= layout.size for _, end in taken)
-        assert all(start % dtype.itemsize == 0 for start, dtype in starts(layout))
+def sizes(run: Run) -> list[tuple[Rooms, int]]:
+    """Return how many bytes may come into each kind of room."""
+    channels = range(len(run.shards))
+    slices = [run.channel(c).stop - run.channel(c).start for c in channels]
+    shards = [b - a for bounds in run.shards for a, b in pairwise(bounds)]
+    coded = max(map(run.spec.coded, shards))
+    return [
+        (run.local, run.head + max(slices) * run.spec.dtype.itemsize),
+        (run.cross, run.head + coded),
+        (run.back, coded),
+    ]
 
 
-def starts(layout: Layout) -> Iterator[tuple[int, torch.dtype]]:
-    for run in layout.runs:
-        yield run.parts, run.dtype
-        yield run.sum, run.dtype
+@given(specs=st.lists(SPECS, max_size=4), machines=MACHINES)
+def test_shards_cover_a_run_and_nothing_overlaps(specs: list[Spec], machines: list[int]) -> None:
+    topology = Topology.of(machines)
+    layout = lay_out(specs, topology)
+    for run, spec in zip(layout.runs, specs, strict=True):
+        channels, groups = range(topology.channels), range(len(topology.groups))
+        values = [v for c in channels for g in groups for v in range(run.numel)[run.shard(c, g)]]
+        assert values == list(range(sum(spec.lengths)))
+    taken = sorted(place for place in places(layout) if place[0] < place[1])
+    assert all(end <= start for (_, end), (start, _) in pairwise(taken))
+    assert all(end <= layout.size for _, end in taken)
+    starts = [room for run in layout.runs for rooms, _ in sizes(run) for room in [rooms.at]]
+    assert all(start % 64 == 0 for start in [*starts, *(run.sums for run in layout.runs)])
+
+
+@given(machines=MACHINES)
+def test_each_rank_is_in_the_group_of_its_machine(machines: list[int]) -> None:
+    topology = Topology.of(machines)
+    assert [len(group) for group in topology.groups] == machines
+    assert [rank for group in topology.groups for rank in group] == list(range(sum(machines)))
+    assert topology.channels == min(machines)
+    assert Topology.of([1] * len(machines)) == Topology.flat(len(machines))
