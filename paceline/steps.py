@@ -72,7 +72,7 @@ class Steps:
     Args:
         replica: the model's copy.
         agreement: with the other ranks.
-        recorder: receives an event a step.
+        recorder: receives an event a step, and measures it.
         keeper: keeps the state; rank 0's, None elsewhere.
         rank: this rank.
         generation: of the world, in the ledger.
@@ -130,15 +130,18 @@ class Steps:
             CommError: a peer was lost, or silent.
             CheckpointError: a checkpoint couldn't be written.
         """
-        self._boundary(place.number)
-        torch.manual_seed(self._random_word(_RANDOM, place.number))
-        sums = torch.zeros(self._values, dtype=torch.float64, device=self._device)
-        with self._replica.step(place.number, place.weight):
-            yield sums
+        number, span = place.number, self._recorder.span
+        with span("step", step=number):
+            with span("boundary"):
+                self._boundary(number)
+            torch.manual_seed(self._random_word(_RANDOM, number))
+            sums = torch.zeros(self._values, dtype=torch.float64, device=self._device)
+            with span("train"), self._replica.step(number, place.weight):
+                yield sums
         self._recorder.event(
             "step",
             generation=self.generation,
-            step=place.number,
+            step=number,
             epoch=place.epoch,
             first=place.first,
             last=place.last,
@@ -149,8 +152,8 @@ class Steps:
             sums=self.position.sums,
             **told,
         )
-        self._agreement.tell(place.number, sums, stop=self._stopping())
-        self.position.step, self.position.number = place.step + 1, place.number + 1
+        self._agreement.tell(number, sums, stop=self._stopping())
+        self.position.step, self.position.number = place.step + 1, number + 1
 
     def seed(self, number: int) -> None:
         """Start the random streams of what a script computes before a step begins."""

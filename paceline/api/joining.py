@@ -29,6 +29,7 @@ from paceline.comm.communicator import Communicator
 from paceline.config.rules import positive
 from paceline.config.run import OutputConfig
 from paceline.errors import ConfigError
+from paceline.observe.account import Account
 from paceline.observe.events import EventFile
 from paceline.recorder import NullRecorder, Recorder
 from paceline.state.run_folder import RunFolder
@@ -182,7 +183,7 @@ def _begun(
     for note in start.notes if members.rank == 0 else ():
         say(note)
     run.mkdir(parents=True, exist_ok=True)  # of a machine whose first rank isn't rank 0
-    return start, EventFile(run, members.rank)
+    return start, Account(EventFile(run, members.rank))
 
 
 def _device(given: str | torch.device | None, members: Members) -> torch.device:

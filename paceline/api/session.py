@@ -125,6 +125,7 @@ class Session:
             token=joined.token,
             limits=(self.link.first_timeout, self.link.timeout),
             communicator=self.communicator,
+            recorder=self.recorder,
         )
 
     def keeper(self, parts: Mapping[str, Stateful]) -> Keeper | None:

@@ -19,6 +19,7 @@ from paceline.comm.process_group import ProcessGroupCommunicator
 from paceline.comm.window import Window
 from paceline.config.train import TrainConfig
 from paceline.config.world import SyncConfig
+from paceline.recorder import NullRecorder, Recorder
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.bucket import Bucket
 from paceline.sync.layout import Topology
@@ -41,6 +42,7 @@ class Peers:
         token: the job token.
         limits: seconds to wait for them, at the start and later.
         communicator: connects them.
+        recorder: measures the exchange.
     """
 
     members: Members
@@ -48,6 +50,7 @@ class Peers:
     token: str
     limits: tuple[float, float]
     communicator: Communicator
+    recorder: Recorder = field(default_factory=NullRecorder)
     _windows: Iterator[int] = field(default_factory=count)
 
     def open_window(self, size: int, notifications: int) -> Window:
@@ -81,7 +84,7 @@ def _allreduce(
     statistics: RunningStatistics,
     config: SyncConfig,
 ) -> Synchronizer:
-    return AllReduce(buckets, peers.communicator, updater, statistics)
+    return AllReduce(buckets, peers.communicator, updater, statistics, peers.recorder)
 
 
 def _notified(
@@ -100,6 +103,7 @@ def _notified(
         peers.limits,
         peers.communicator.steady,
         WIRES[config.wire],
+        peers.recorder,
     )
 
 
@@ -164,6 +168,7 @@ def replicate(
 
     def make(buckets: Sequence[Bucket]) -> Synchronizer:
         updater, statistics = Updater(optimizer, buckets), RunningStatistics(model)
+        peers.recorder.event("buckets", parameters=[bucket.names for bucket in buckets])
         return SYNCHRONIZERS[config.sync](buckets, peers, updater, statistics, config)
 
     size = config.bucket_bytes

@@ -8,6 +8,7 @@ from pathlib import Path
 from paceline.build.resume import Start
 from paceline.cluster.members import Members
 from paceline.config.train import TrainConfig
+from paceline.observe.account import Account
 from paceline.observe.console import Console
 from paceline.observe.csv_log import CsvLog, log_name
 from paceline.observe.events import EventFile
@@ -23,7 +24,7 @@ def build_recorder(
     folder.mkdir(parents=True, exist_ok=True)
     events = EventFile(folder, members.rank)
     if members.rank > 0:
-        return events, None
+        return Account(events), None
     optim = config.optim
     rate = base_rate(optim.base_learning_rate, config.global_batch, scale=optim.scale_lr)
     log = CsvLog(
@@ -39,4 +40,4 @@ def build_recorder(
         now=datetime.now(),
         epoch=start.position.epoch,
     )
-    return Fanout(events, log, Console()), log.path
+    return Account(Fanout(events, log, Console())), log.path

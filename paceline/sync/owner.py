@@ -25,6 +25,7 @@ from paceline.sync.course import Course
 from paceline.sync.kernels import scale
 from paceline.sync.layout import Layout
 from paceline.sync.place import Place
+from paceline.sync.traffic import traffic
 
 
 class Owner:
@@ -54,6 +55,7 @@ class Owner:
             Course(run, place, tensors, words)
             for run, tensors, words in zip(layout.runs, templates, names, strict=True)
         ]
+        self._traffic = [traffic(run, place) for run in layout.runs]
         self._limit, self._later = limits
         self._steady = steady
         self._adder = Adder(window, place, self._courses)
@@ -68,6 +70,10 @@ class Owner:
         for course in self._courses if kept else ():
             if course.coding is not None:
                 course.coding.keep()
+
+    def traffic(self, index: int) -> tuple[int, int]:
+        """Return the bytes that go to other groups and come from them."""
+        return self._traffic[index]
 
     def next(self, index: int) -> int:
         """Return the run itself: they arrive in no order."""
