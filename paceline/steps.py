@@ -202,14 +202,16 @@ class Steps:
             self._keeper.rescue()
 
     def finish(self) -> None:
-        """Return once everything is on the disk.
+        """Return once everything is on the disk, and say that no step follows. All ranks call it.
 
         Raises:
+            CommError: a peer was lost, or silent.
             CheckpointError: it couldn't be written.
         """
         if self._keeper is not None:
             self._keeper.wait()
             self._tell_published(self._keeper.published)
+        self._recorder.event("finish")
 
     def _boundary(self, number: int) -> None:
         self._hear(before=number - 1)

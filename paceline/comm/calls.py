@@ -12,4 +12,5 @@ _CALLS: Any = import_module(f"paceline.comm.calls_{_KIND}")
 Lock, write_word = _CALLS.Lock, _CALLS.write_word
 jit, address, errno = _CALLS.jit, _CALLS.address, _CALLS.errno
 lock, unlock, poll = _CALLS.lock, _CALLS.unlock, _CALLS.poll
+clock_gettime = _CALLS.clock_gettime
 sendmsg, recv, read, write = _CALLS.sendmsg, _CALLS.recv, _CALLS.read, _CALLS.write

@@ -32,6 +32,7 @@ read = types.ExternalFunction("read", _WORD(_I32, _WORD, _WORD))
 write = types.ExternalFunction("write", _WORD(_I32, _WORD, _WORD))
 lock = types.ExternalFunction("pthread_mutex_lock", _I32(_WORD))
 unlock = types.ExternalFunction("pthread_mutex_unlock", _I32(_WORD))
+clock_gettime = types.ExternalFunction("clock_gettime", _I32(_I32, _WORD))
 _errno_location = types.ExternalFunction("__errno_location", types.CPointer(_I32)())
 
 

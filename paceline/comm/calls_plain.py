@@ -69,6 +69,7 @@ recv = _call("recv", c_ssize_t, c_int, c_void_p, c_size_t, c_int)
 poll = _call("poll", c_int, c_void_p, c_ulong, c_int)
 read = _call("read", c_ssize_t, c_int, c_void_p, c_size_t)
 write = _call("write", c_ssize_t, c_int, c_void_p, c_size_t)
+clock_gettime = _call("clock_gettime", c_int, c_int, c_void_p)
 
 
 def write_word(descriptor: int, word: int) -> None:

@@ -66,6 +66,8 @@ class Notified(Replicated):
             names.append(("the running statistics",))
         layout = lay_out(specs, topology)
         window = open_window(layout.size, layout.notifications)
+        if recorder is not None:
+            recorder.event("notifications", texts=layout.tells)
         owner = Owner(window, layout, templates, names, limits, steady)
         super().__init__(buckets, owner, updater, statistics, window.world_size, recorder)
 
