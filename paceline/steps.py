@@ -236,7 +236,8 @@ class Steps:
             self._listen(heard.step, heard.sums)
 
     def _snapshot(self, *, best: bool = False) -> None:
-        self._replica.settle()
+        with self._recorder.span("settle"):
+            self._replica.settle()
         self._hear(before=self.position.number)
         if self._keeper is not None:
             position = {**asdict(self.position), "generation": self.generation}
