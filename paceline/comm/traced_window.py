@@ -50,6 +50,10 @@ class TracedWindow:
         with self._recorder.span("wait for rank", window=self._number, **told):
             self._window.wait(peer, notification, value, limit=limit, operation=operation)
 
+    def hear(self, below: int) -> None:
+        """Count only some notifications as news."""
+        self._window.hear(below)
+
     def nudge(self) -> None:
         """Wake who waits for news."""
         self._window.nudge()

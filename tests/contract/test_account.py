@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from paceline.comm.communicator import Communicator
 from paceline.comm.inprocess_window import InProcessWindow, WindowGroup
@@ -19,7 +21,8 @@ from paceline.sync.bucket import Bucket
 from paceline.sync.layout import Topology
 from paceline.sync.notified import Notified
 from paceline.sync.replicated import Replicated
-from tests.harness.equivalence import Training, convnet
+from paceline.sync.wires import WIRES
+from tests.harness.equivalence import Training, World, convnet, usual_step
 
 STEPS = 3
 
@@ -56,11 +59,11 @@ class Scales(InProcessWindow):
 class Ranks:
     """Makes the synchronizer of each rank, with figures."""
 
-    def __init__(self, machines: Sequence[int] = ()) -> None:
+    def __init__(self, machines: Sequence[int] = (), wire: str = "fp32") -> None:
         self.weighed: Counter[tuple[int, int]] = Counter()
         self.figures: dict[int, Figures] = {}
         self.buckets = 0
-        self._machines = machines
+        self._machines, self._wire = machines, WIRES[wire]
         self._group: WindowGroup | None = None
         self._lock = threading.Lock()
 
@@ -78,17 +81,23 @@ class Ranks:
 
         self.buckets, self.figures[c.rank] = len(buckets), Figures()
         topology = Topology.of(self._machines or [1] * c.world_size)
-        more = {"limits": (30.0, 30.0), "recorder": self.figures[c.rank]}
+        more = {"limits": (30.0, 30.0), "recorder": self.figures[c.rank], "wire": self._wire}
         return Notified(buckets, open_window, *parts, topology, **more)  # type: ignore[arg-type]
 
 
+def float32_step(world: World, model: nn.Module, o: Optimizer, x: Tensor, y: Tensor) -> None:
+    usual_step(world, model, o, x.float(), y)
+
+
+@pytest.mark.parametrize("wire", ["fp32", "int8"])
 @pytest.mark.parametrize("machines", [(1, 1), (1, 1, 1), (2, 2), (3, 2), (2,)], ids=str)
 @pytest.mark.parametrize("bucket_bytes", [1, 10**9])
 def test_what_is_told_to_be_sent_is_what_was_put(
-    machines: tuple[int, ...], bucket_bytes: int
+    machines: tuple[int, ...], bucket_bytes: int, wire: str
 ) -> None:
-    ranks = Ranks(machines)
-    Training.of(convnet(), steps=STEPS).on_threads(sum(machines), bucket_bytes, ranks.notified)
+    ranks = Ranks(machines, wire)
+    training = Training.of(convnet().float(), steps=STEPS, make_step=lambda: float32_step)
+    training.on_threads(sum(machines), bucket_bytes, ranks.notified)
     for rank, figures in ranks.figures.items():
         sent = sum(size for (source, _), size in ranks.weighed.items() if source == rank)
         received = sum(size for (_, target), size in ranks.weighed.items() if target == rank)
