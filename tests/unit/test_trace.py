@@ -12,13 +12,16 @@ import pytest
 import torch
 from torch import nn
 
+import paceline
 from paceline.comm.communicator import Communicator
 from paceline.comm.moment import Moment
 from paceline.observe import trace as module
 from paceline.observe.clocks import Round, offsets, rounds
+from paceline.observe.events import read_events
 from paceline.observe.trace import Trace
 from paceline.recorder import NullRecorder, Recorder
 from paceline.sync.passes import watch_passes
+from tests.harness.library import BATCH, network, plain_step, samples, sgd
 from tests.harness.threads import run_ranks
 
 CPU = torch.device("cpu")
@@ -128,6 +131,22 @@ def test_a_run_that_never_comes_to_the_traced_steps_leaves_no_trace(tmp_path: Pa
 
     run_ranks(2, run)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_scripts_steps_are_traced(tmp_path: Path) -> None:
+    with paceline.join(tmp_path, trace_steps="1:2") as world:
+        model = network()
+        model, optimizer = paceline.parallelize(model, sgd(model), world)
+        for x, y in paceline.loader(samples(), BATCH, world):
+            with world.step():
+                plain_step(model, x, y, optimizer, world)
+    told = json.loads((tmp_path / "trace.steps1-2.json").read_text())
+    names = [e["name"] for e in told["traceEvents"] if e["ph"] == "X"]
+    assert [name for name in names if name.startswith("step")] == ["step 1", "step 2"]
+    assert (names.count("forward"), names.count("backward")) == (2, 2)
+    assert not model._forward_hooks  # nothing is left behind
+    (step, *_) = (e for e in read_events(tmp_path / "events.rank0.jsonl") if e["event"] == "step")
+    assert step["compute_ms"] > 0
 
 
 class Spans(NullRecorder):
