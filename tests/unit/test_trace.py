@@ -25,6 +25,7 @@ from tests.harness.library import BATCH, network, plain_step, samples, sgd
 from tests.harness.threads import run_ranks
 
 CPU = torch.device("cpu")
+LIMIT = 40.0  # s, more than ranks that are threads wait
 APART = 3600 * 10**9  # ns, rank by rank
 Event = dict[str, Any]
 
@@ -78,7 +79,7 @@ def test_a_put_is_joined_with_its_arrival_across_clocks_hours_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "trace.json"
-    there, ready = threading.Barrier(2), threading.Barrier(2)
+    there, ready = (threading.Barrier(2, timeout=LIMIT) for _ in range(2))
     monkeypatch.setattr(module, "running_system", lambda: str(threading.get_ident()))
 
     def run(c: Communicator) -> None:
