@@ -72,7 +72,7 @@ class Trace(NullRecorder):
     def span(self, name: str, **fields: object) -> AbstractContextManager[None]:
         """Keep the block, in a traced step."""
         if name == "step":
-            self._on = fields["step"] in self._steps and not self._written
+            self._on = fields["step"] in self._steps
         return _Kept(self, name, fields) if self._on else _NOTHING
 
     def event(self, name: str, **fields: Any) -> None:
