@@ -19,7 +19,7 @@ from typing import Any
 from paceline.recorder import NullRecorder, Recorder
 
 _EXCHANGE = ("wait", "send", "update")
-_WORTH_TELLING = 0.05  # ms
+_WORTH_TELLING = 0.2  # ms; looking takes something, too
 
 
 class Account:
@@ -29,7 +29,7 @@ class Account:
         compute_ms: what the step took, without the following three.
         exposed_ms: what it, and who settled since the step before, waited for the exchange.
         send_ms, update_ms: what it took to hand gradients over, and to update parameters.
-        waits_ms: of each bucket that was waited for, by its number, how long.
+        waits_ms: of each bucket that was waited for 0.2 ms or more, by its number, how long.
         sent, received: bytes.
 
     Args:

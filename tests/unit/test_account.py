@@ -89,10 +89,10 @@ def test_a_wait_of_nothing_is_not_worth_telling() -> None:
     told, clock = Told(), Clock()
     account = Account(told, clock=clock)
     with account.span("train"):
-        spend(account, clock, 0.04, "wait", bucket=1)
+        spend(account, clock, 0.19, "wait", bucket=1)
     account.event("step", **PLACE)
     assert told.events[0][1]["waits_ms"] == {}
-    assert told.events[0][1]["exposed_ms"] == 0.04
+    assert told.events[0][1]["exposed_ms"] == 0.19
 
 
 def test_the_event_file_keeps_the_account_behind_what_the_ledger_reads(tmp_path: Path) -> None:
