@@ -6,16 +6,17 @@ The steps of a run tell a recorder what happens; where that goes (a log, a file,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
+
+_NOTHING = nullcontext()
 
 
 class Recorder(Protocol):
     """Receives what a run has to tell."""
 
-    def span(self, name: str) -> AbstractContextManager[None]:
-        """Measure the time spent inside a `with` block under `name`."""
+    def span(self, name: str, **fields: object) -> AbstractContextManager[None]:
+        """Measure the time spent inside a `with` block under `name`, with what it was spent on."""
 
     def count(self, name: str, amount: float) -> None:
         """Add `amount` to the counter `name`."""
@@ -30,10 +31,9 @@ class Recorder(Protocol):
 class NullRecorder:
     """A recorder that listens to nothing."""
 
-    @contextmanager
-    def span(self, name: str) -> Iterator[None]:
+    def span(self, name: str, **fields: object) -> AbstractContextManager[None]:
         """Do nothing around the block."""
-        yield
+        return _NOTHING
 
     def count(self, name: str, amount: float) -> None:
         """Ignore a count."""

@@ -72,7 +72,7 @@ class Steps:
     Args:
         replica: the model's copy.
         agreement: with the other ranks.
-        recorder: receives an event a step.
+        recorder: receives an event a step, and measures it.
         keeper: keeps the state; rank 0's, None elsewhere.
         rank: this rank.
         generation: of the world, in the ledger.
@@ -130,15 +130,18 @@ class Steps:
             CommError: a peer was lost, or silent.
             CheckpointError: a checkpoint couldn't be written.
         """
-        self._boundary(place.number)
-        torch.manual_seed(self._random_word(_RANDOM, place.number))
-        sums = torch.zeros(self._values, dtype=torch.float64, device=self._device)
-        with self._replica.step(place.number, place.weight):
-            yield sums
+        number, span = place.number, self._recorder.span
+        with span("step", step=number):
+            with span("boundary"):
+                self._boundary(number)
+            torch.manual_seed(self._random_word(_RANDOM, number))
+            sums = torch.zeros(self._values, dtype=torch.float64, device=self._device)
+            with span("train"), self._replica.step(number, place.weight):
+                yield sums
         self._recorder.event(
             "step",
             generation=self.generation,
-            step=place.number,
+            step=number,
             epoch=place.epoch,
             first=place.first,
             last=place.last,
@@ -149,8 +152,8 @@ class Steps:
             sums=self.position.sums,
             **told,
         )
-        self._agreement.tell(place.number, sums, stop=self._stopping())
-        self.position.step, self.position.number = place.step + 1, place.number + 1
+        self._agreement.tell(number, sums, stop=self._stopping())
+        self.position.step, self.position.number = place.step + 1, number + 1
 
     def seed(self, number: int) -> None:
         """Start the random streams of what a script computes before a step begins."""
@@ -199,14 +202,16 @@ class Steps:
             self._keeper.rescue()
 
     def finish(self) -> None:
-        """Return once everything is on the disk.
+        """Return once everything is on the disk, and say that no step follows. All ranks call it.
 
         Raises:
+            CommError: a peer was lost, or silent.
             CheckpointError: it couldn't be written.
         """
         if self._keeper is not None:
             self._keeper.wait()
             self._tell_published(self._keeper.published)
+        self._recorder.event("finish")
 
     def _boundary(self, number: int) -> None:
         self._hear(before=number - 1)
@@ -231,7 +236,8 @@ class Steps:
             self._listen(heard.step, heard.sums)
 
     def _snapshot(self, *, best: bool = False) -> None:
-        self._replica.settle()
+        with self._recorder.span("settle"):
+            self._replica.settle()
         self._hear(before=self.position.number)
         if self._keeper is not None:
             position = {**asdict(self.position), "generation": self.generation}

@@ -18,7 +18,7 @@ from paceline.api.last_word import LastWord
 from paceline.api.session import Link, Session
 from paceline.api.words import in_python
 from paceline.api.world import World
-from paceline.build import Start, cores_per_worker, find_start
+from paceline.build import Start, build_trace, cores_per_worker, find_start
 from paceline.cluster.environment import Environment, read_environment
 from paceline.cluster.join import Joined, join_world_of
 from paceline.cluster.members import Members
@@ -29,7 +29,9 @@ from paceline.comm.communicator import Communicator
 from paceline.config.rules import positive
 from paceline.config.run import OutputConfig
 from paceline.errors import ConfigError
+from paceline.observe.account import Account
 from paceline.observe.events import EventFile
+from paceline.observe.trace import Trace
 from paceline.recorder import NullRecorder, Recorder
 from paceline.state.run_folder import RunFolder
 
@@ -43,6 +45,7 @@ def join(
     checkpoint_steps: int = 0,
     checkpoint_minutes: float = 5.0,
     keep_checkpoints: int = 2,
+    trace_steps: str = "",
     seed: int = 0,
     device: str | torch.device | None = None,
     first_iter_timeout: float | None = None,
@@ -60,6 +63,7 @@ def join(
         checkpoint_steps: save every so many steps; 0 goes by time and epochs only.
         checkpoint_minutes: save every so many minutes, besides at each epoch's end; 0 is off.
         keep_checkpoints: how many to keep, the newest ones.
+        trace_steps: trace these steps of the run, "FIRST:LAST", counted from 0, into its folder.
         seed: of the data's order and of the random streams of each step.
         device: where to compute; by default the GPU of this process's local rank, where there is
             one, else the CPU.
@@ -93,7 +97,12 @@ def join(
             checkpoint_steps=checkpoint_steps,
             checkpoint_minutes=checkpoint_minutes,
             keep_checkpoints=keep_checkpoints,
+            trace_steps=trace_steps,
         )
+        if run is None and trace_steps:
+            raise ConfigError(
+                f"trace_steps {trace_steps} needs a run: give join() its folder, run=…."
+            )
         if run is None and output.resume not in ("auto", "no"):
             raise ConfigError(f"resume {resume} needs a run: give join() its folder, run=….")
         asked = _Asked(
@@ -142,10 +151,11 @@ def _join(
     if run is not None and members.local_rank == 0:
         resources.callback(_held(run, asked, members).close)
     link.agree("versions", version_facts())
-    link.agree("arguments of join()", {**asked.identity, "run": "given" if run else "not given"})
+    told = {"run": "given" if run else "not given", "trace_steps": asked.output.trace_steps}
+    link.agree("arguments of join()", {**asked.identity, **told})
     _share_cores(members)
     communicator = link.connect("steps", resources)
-    start, recorder = _begun(run, asked, members, communicator, device)
+    start, recorder, trace = _begun(run, asked, members, communicator, device)
     resources.callback(recorder.close)
     session = Session(
         link=link,
@@ -154,6 +164,7 @@ def _join(
         output=asked.output,
         identity=asked.identity,
         recorder=recorder,
+        trace=trace,
         signals=StopSignals(partial(_say_stopped, joined, run)),
         last_word=last_word,
         resources=resources,
@@ -174,15 +185,16 @@ def _begun(
     members: Members,
     communicator: Communicator,
     device: torch.device,
-) -> tuple[Start, Recorder]:
+) -> tuple[Start, Recorder, Trace | None]:
     """Find where a run goes on, and tell."""
     if run is None:
-        return Start(), NullRecorder()
+        return Start(), NullRecorder(), None
     start = find_start(asked.output, run, asked.identity, communicator, device)
     for note in start.notes if members.rank == 0 else ():
         say(note)
     run.mkdir(parents=True, exist_ok=True)  # of a machine whose first rank isn't rank 0
-    return start, EventFile(run, members.rank)
+    trace = build_trace(asked.output, members, run, communicator, device)
+    return start, Account(EventFile(run, members.rank), trace), trace
 
 
 def _device(given: str | torch.device | None, members: Members) -> torch.device:

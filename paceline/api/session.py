@@ -20,6 +20,7 @@ from paceline.comm.alone import AloneCommunicator
 from paceline.comm.communicator import Communicator, until_end
 from paceline.comm.process_group import ProcessGroupCommunicator
 from paceline.config.run import OutputConfig
+from paceline.observe.trace import Trace
 from paceline.recorder import Recorder
 from paceline.state.checkpoint import Checkpoints
 from paceline.state.keeper import Keeper, Stateful
@@ -93,6 +94,7 @@ class Session:
         output: when and what to save there.
         identity: what makes the run this one.
         recorder: receives its events.
+        trace: traces steps, where it is to.
         signals: those that ask it to stop.
         last_word: speaks if the script fails.
         resources: what is to be closed in the end.
@@ -104,6 +106,7 @@ class Session:
     output: OutputConfig
     identity: Mapping[str, Any]
     recorder: Recorder
+    trace: Trace | None
     signals: StopSignals
     last_word: LastWord
     resources: ExitStack
@@ -125,6 +128,8 @@ class Session:
             token=joined.token,
             limits=(self.link.first_timeout, self.link.timeout),
             communicator=self.communicator,
+            recorder=self.recorder,
+            trace=self.trace,
         )
 
     def keeper(self, parts: Mapping[str, Stateful]) -> Keeper | None:

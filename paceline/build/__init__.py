@@ -6,7 +6,7 @@ Each table of classes is one literal: `SOURCES` in `sources`, `SYNCHRONIZERS` in
 from paceline.build.checks import check
 from paceline.build.exchange import Peers, connect, connect_layers, device_of, replicate
 from paceline.build.model import make_model, make_optimizer
-from paceline.build.recorders import build_recorder
+from paceline.build.recorders import build_recorder, build_trace
 from paceline.build.resume import Start, find_start
 from paceline.build.sources import Sources, cores_per_worker, make_loader, open_sources
 from paceline.build.training import build_trainer
@@ -16,6 +16,7 @@ __all__ = [
     "Sources",
     "Start",
     "build_recorder",
+    "build_trace",
     "build_trainer",
     "check",
     "connect",

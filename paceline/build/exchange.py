@@ -16,14 +16,18 @@ from paceline.comm.communicator import Communicator
 from paceline.comm.machines_window import machines_window
 from paceline.comm.mesh import Meeting
 from paceline.comm.process_group import ProcessGroupCommunicator
+from paceline.comm.traced_window import TracedWindow
 from paceline.comm.window import Window
 from paceline.config.train import TrainConfig
 from paceline.config.world import SyncConfig
 from paceline.errors import ConfigError
+from paceline.observe.trace import MARKS, Trace
+from paceline.recorder import NullRecorder, Recorder
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.bucket import Bucket
 from paceline.sync.layout import Topology
 from paceline.sync.notified import Notified
+from paceline.sync.passes import watch_passes
 from paceline.sync.replica import Replica
 from paceline.sync.share import Share
 from paceline.sync.statistics import RunningStatistics
@@ -42,6 +46,8 @@ class Peers:
         token: the job token.
         limits: seconds to wait for them, at the start and later.
         communicator: connects them.
+        recorder: measures the exchange.
+        trace: traces it, if it is to be traced.
     """
 
     members: Members
@@ -49,6 +55,8 @@ class Peers:
     token: str
     limits: tuple[float, float]
     communicator: Communicator
+    recorder: Recorder = field(default_factory=NullRecorder)
+    trace: Trace | None = None
     _windows: Iterator[int] = field(default_factory=count)
 
     def open_window(self, size: int, notifications: int) -> Window:
@@ -57,17 +65,22 @@ class Peers:
         Raises:
             CommError: a rank didn't come in time, or can't be reached.
         """
-        members = self.members
+        members, number = self.members, next(self._windows)
         meeting = Meeting(
             store=self.store,
             rank=members.rank,
             world_size=members.world_size,
             token=self.token,
-            purpose=f"generation/{members.generation}/window/{next(self._windows)}",
+            purpose=f"generation/{members.generation}/window/{number}",
             limit=self.limits[0],
         )
         neighbours = self.topology.groups[members.machine]
-        return machines_window(meeting, neighbours, members.address, size, notifications)
+        marks = MARKS if self.trace else 0
+        window = machines_window(meeting, neighbours, members.address, size, notifications, marks)
+        if self.trace is None:
+            return window
+        self.trace.follow(number, lambda: window.moments)
+        return TracedWindow(window, number, self.trace)
 
     @property
     def topology(self) -> Topology:
@@ -82,7 +95,7 @@ def _allreduce(
     statistics: RunningStatistics,
     config: SyncConfig,
 ) -> Synchronizer:
-    return AllReduce(buckets, peers.communicator, updater, statistics)
+    return AllReduce(buckets, peers.communicator, updater, statistics, peers.recorder)
 
 
 def _notified(
@@ -101,6 +114,7 @@ def _notified(
         peers.limits,
         peers.communicator.steady,
         WIRES[config.wire],
+        peers.recorder,
     )
 
 
@@ -178,10 +192,17 @@ def replicate(
 
     def make(buckets: Sequence[Bucket]) -> Synchronizer:
         updater, statistics = Updater(optimizer, buckets), RunningStatistics(model)
+        names = [bucket.names for bucket in buckets]
+        if statistics.flat is not None:
+            names.append(("the running statistics",))
+        peers.recorder.event("buckets", parameters=names)
         return SYNCHRONIZERS[config.sync](buckets, peers, updater, statistics, config)
 
     size = config.bucket_bytes
-    return Replica(model, optimizer, peers.communicator, make, bucket_bytes=size, share=share)
+    replica = Replica(model, optimizer, peers.communicator, make, bucket_bytes=size, share=share)
+    if peers.trace is not None:
+        peers.trace.resources.callback(watch_passes(model, peers.trace))
+    return replica
 
 
 def _connect(

@@ -5,25 +5,54 @@ from __future__ import annotations
 from datetime import datetime
 from pathlib import Path
 
+import torch
+
 from paceline.build.resume import Start
 from paceline.cluster.members import Members
+from paceline.comm.communicator import Communicator
+from paceline.config.run import OutputConfig
 from paceline.config.train import TrainConfig
+from paceline.observe.account import Account
 from paceline.observe.console import Console
 from paceline.observe.csv_log import CsvLog, log_name
 from paceline.observe.events import EventFile
 from paceline.observe.fanout import Fanout
+from paceline.observe.trace import Trace
 from paceline.recorder import Recorder
 from paceline.schedule import base_rate
 
 
+def build_trace(
+    output: OutputConfig,
+    members: Members,
+    folder: Path,
+    communicator: Communicator,
+    device: torch.device,
+) -> Trace | None:
+    """Make what traces the steps that are to be traced; its file goes into `folder`."""
+    steps = output.traced
+    if steps is None:
+        return None
+    path = folder / f"trace.steps{steps[0]}-{steps[-1]}.json"
+    return Trace(path, steps, communicator, device, members.machine)
+
+
 def build_recorder(
-    config: TrainConfig, members: Members, folder: Path, start: Start
+    config: TrainConfig, members: Members, folder: Path, start: Start, trace: Trace | None = None
 ) -> tuple[Recorder, Path | None]:
-    """Make a rank's recorders, and tell where the CSV log is: rank 0 writes it."""
+    """Make a rank's recorders, and tell where the CSV log is: rank 0 writes it.
+
+    Args:
+        config: what the run is told.
+        members: the world.
+        folder: the run's; made.
+        start: where the run goes on.
+        trace: is told everything, too.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     events = EventFile(folder, members.rank)
     if members.rank > 0:
-        return events, None
+        return Account(events, trace), None
     optim = config.optim
     rate = base_rate(optim.base_learning_rate, config.global_batch, scale=optim.scale_lr)
     log = CsvLog(
@@ -39,4 +68,4 @@ def build_recorder(
         now=datetime.now(),
         epoch=start.position.epoch,
     )
-    return Fanout(events, log, Console()), log.path
+    return Account(Fanout(events, log, Console()), trace), log.path

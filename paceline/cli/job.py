@@ -44,7 +44,8 @@ def train(config: TrainConfig, members: Members, store: Store, token: str) -> No
         if layers is not None:
             stack.enter_context(until_end(layers))
         start = build.find_start(config.output, folder, config.identity(), communicator, device)
-        recorder, log = build.build_recorder(config, members, folder, start)
+        trace = build.build_trace(config.output, members, folder, communicator, device)
+        recorder, log = build.build_recorder(config, members, folder, start, trace)
         stack.callback(recorder.close)
         peers = build.Peers(
             members=members,
@@ -52,6 +53,8 @@ def train(config: TrainConfig, members: Members, store: Store, token: str) -> No
             token=token,
             limits=(config.world.first_iter_timeout, config.world.timeout),
             communicator=communicator,
+            recorder=recorder,
+            trace=trace,
         )
         trainer = build.build_trainer(
             config,

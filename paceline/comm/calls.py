@@ -13,4 +13,5 @@ Lock, write_word = _CALLS.Lock, _CALLS.write_word
 jit, address, errno = _CALLS.jit, _CALLS.address, _CALLS.errno
 lock, unlock, poll = _CALLS.lock, _CALLS.unlock, _CALLS.poll
 setsockopt = _CALLS.setsockopt
+clock_gettime = _CALLS.clock_gettime
 sendmsg, recv, read, write = _CALLS.sendmsg, _CALLS.recv, _CALLS.read, _CALLS.write

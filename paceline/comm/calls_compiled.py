@@ -33,6 +33,7 @@ write = types.ExternalFunction("write", _WORD(_I32, _WORD, _WORD))
 setsockopt = types.ExternalFunction("setsockopt", _I32(_I32, _I32, _I32, _WORD, _I32))
 lock = types.ExternalFunction("pthread_mutex_lock", _I32(_WORD))
 unlock = types.ExternalFunction("pthread_mutex_unlock", _I32(_WORD))
+clock_gettime = types.ExternalFunction("clock_gettime", _I32(_I32, _WORD))
 _errno_location = types.ExternalFunction("__errno_location", types.CPointer(_I32)())
 
 

@@ -70,6 +70,7 @@ poll = _call("poll", c_int, c_void_p, c_ulong, c_int)
 setsockopt = _call("setsockopt", c_int, c_int, c_int, c_int, c_void_p, c_uint)
 read = _call("read", c_ssize_t, c_int, c_void_p, c_size_t)
 write = _call("write", c_ssize_t, c_int, c_void_p, c_size_t)
+clock_gettime = _call("clock_gettime", c_int, c_int, c_void_p)
 
 
 def write_word(descriptor: int, word: int) -> None:

@@ -101,6 +101,32 @@ def broadcast_all(communicator: Communicator, tensors: Sequence[Tensor], operati
             tensor.detach().copy_(values.view(tensor.shape))
 
 
+def gather_bytes(
+    communicator: Communicator, data: bytes, device: torch.device, operation: str
+) -> list[bytes]:
+    """Return each rank's `data`, of any length, on all ranks; collective.
+
+    Args:
+        communicator: the ranks.
+        data: this rank's.
+        device: where the communicator's tensors live.
+        operation: what is waited for, in words for an error.
+
+    Raises:
+        CommError: as `Ticket.wait`.
+    """
+    mine = torch.zeros(communicator.world_size, dtype=torch.int64, device=device)
+    mine[communicator.rank] = len(data)
+    sizes = total(communicator, mine, operation).tolist()
+    parts = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+    if data:
+        parts[communicator.rank] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    flat = torch.cat(parts).to(device)  # the others' parts are zeros: their sum is all parts
+    if flat.numel():
+        communicator.all_reduce(flat).wait(operation)
+    return [part.numpy().tobytes() for part in flat.cpu().split(sizes)]
+
+
 def broadcast_bytes(
     communicator: Communicator, data: bytes, device: torch.device, operation: str
 ) -> bytes:

@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from torch import Tensor
 
 from paceline.comm.loop import EVERYBODY
+from paceline.comm.moment import Moment
 from paceline.comm.mover import Mover
 from paceline.comm.window import Source, bytes_of
 from paceline.errors import CommTimeout, PeerLost
@@ -30,6 +31,7 @@ class LinkedWindow:
         reaches: the peers' memory where it is mapped here, else None.
         notifications: how many each peer has.
         release: called in the end, when nobody writes any more.
+        marks: how many moments of puts to remember, the newest.
     """
 
     def __init__(
@@ -40,15 +42,21 @@ class LinkedWindow:
         reaches: Sequence[Tensor | None],
         notifications: int,
         release: Callable[[], object] = lambda: None,
+        marks: int = 0,
     ) -> None:
         self.rank, self.world_size = rank, len(sockets)
         self.memory = memory
         self._reaches = reaches
-        self._mover = Mover(sockets, memory.numpy(), notifications)
+        self._mover = Mover(sockets, memory.numpy(), notifications, marks)
         self.values = self._mover.values
         self._resources = ExitStack()
         self._resources.callback(release)
         self._resources.callback(self._mover.close)
+
+    @property
+    def moments(self) -> list[Moment]:
+        """When puts had left and notifications came, in order."""
+        return self._mover.moments
 
     def reach(self, peer: int) -> Tensor | None:
         """Return a peer's memory if it is on this machine."""

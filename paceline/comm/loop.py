@@ -8,6 +8,7 @@ taking the interpreter's lock; where numba isn't installed, the same source runs
     puts    a row a put's piece      whence, how much is left, how urgent; the most urgent is next
     values  (peers, notifications)   written when the last byte of a put has landed
     waits   a row a waiting thread   what it sleeps for, and what wakes it
+    marks   a row a moment           what was sent or arrived, and when; the newest, or none
 
     frame   | magic | offset | bytes | notification or -1 | value | bytes …
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 from paceline.comm.calls import (
     address,
+    clock_gettime,
     errno,
     jit,
     lock,
@@ -37,8 +39,10 @@ FD, ALIVE, ERROR, FULL, PUT, OUT_HAVE, OUT_LEFT, OUT_AT = range(8)
 IN_HAVE, IN_LEFT, IN_AT, IN_WAKE, LINK = range(8, 13)
 STATUS, TO, PRIORITY, ORDER, AT, LEFT, OFFSET, NOTE, VALUE, REST, PUTS = range(11)
 ASLEEP, PEER, EVENT, WAIT = range(4)
-CONTROL, MEMORY, SIZE, CHUNK, TOP, NEWS, LOCK, GONE, HEARD, STATE = range(10)
+CONTROL, MEMORY, SIZE, CHUNK, TOP, NEWS, LOCK, GONE, HEARD, MARKED, STATE = range(11)
+WHAT, OF, NOTIFICATION, REACHED, SECONDS, NANOSECONDS, MARK = range(7)
 
+LEFT_HERE, ARRIVED = range(2)  # what a mark tells of
 FREE, WAITING, NEW, QUEUED, SENT = range(5)  # a piece's status; the loop sets the last two
 NONE = -1  # instead of a put: there is none
 WORD = 8  # bytes
@@ -55,6 +59,7 @@ _INTERRUPTED, _AGAIN = 4, 11  # errno(3)
 _PATIENCE_MS = 500
 _SOL_SOCKET, _SO_RCVLOWAT = 1, 18  # socket(7)
 _ENOUGH = 2**17  # bytes that the loop wakes for, of a long frame
+_MONOTONIC = 1  # clock_gettime(2)
 
 
 @jit
@@ -65,6 +70,17 @@ def wake(peer, news, waits, one):  # type: ignore[no-untyped-def]
         if waits[w, ASLEEP] and (peer == EVERYBODY or who == peer or (news and who == EVERYBODY)):
             waits[w, ASLEEP] = 0
             write(waits[w, EVENT], address(one), WORD)
+
+
+@jit
+def mark(what, peer, note, value, state, marks):  # type: ignore[no-untyped-def]
+    """Write down what happens now, where somebody wants to know; the oldest is forgotten."""
+    if marks.shape[0] == 0:
+        return
+    row = marks[state[MARKED] % marks.shape[0]]
+    row[WHAT], row[OF], row[NOTIFICATION], row[REACHED] = what, peer, note, value
+    clock_gettime(_MONOTONIC, address(row) + SECONDS * WORD)
+    state[MARKED] += 1
 
 
 @jit
@@ -95,9 +111,11 @@ def begin_frame(p, link, head, state, puts):  # type: ignore[no-untyped-def]
 
 
 @jit
-def end_piece(i, p, state, puts, waits, one):  # type: ignore[no-untyped-def]
+def end_piece(i, p, state, puts, waits, one, marks):  # type: ignore[no-untyped-def]
     """Go on with the rest of a put one of whose pieces is sent, or tell that it is sent whole."""
     rest = puts[p, REST]
+    if rest == NONE:
+        mark(LEFT_HERE, i, puts[p, NOTE], puts[p, VALUE], state, marks)
     lock(state[LOCK])
     puts[p, STATUS] = SENT
     state[GONE] += 1
@@ -111,7 +129,7 @@ def end_piece(i, p, state, puts, waits, one):  # type: ignore[no-untyped-def]
 
 
 @jit
-def send(i, state, links, puts, heads, message, waits, one):  # type: ignore[no-untyped-def]
+def send(i, state, links, puts, heads, message, waits, one, marks):  # type: ignore[no-untyped-def]
     """Send until the socket is full or nothing is left; return 0, or an error."""
     link, head = links[i], heads[i]
     while True:
@@ -139,7 +157,7 @@ def send(i, state, links, puts, heads, message, waits, one):  # type: ignore[no-
             p = link[PUT]
             link[PUT] = NONE
             if puts[p, LEFT] == 0:
-                end_piece(i, p, state, puts, waits, one)
+                end_piece(i, p, state, puts, waits, one, marks)
         if sent < asked:
             link[FULL] = 1
             return 0
@@ -158,9 +176,10 @@ def open_frame(link, head, state, notifications):  # type: ignore[no-untyped-def
 
 
 @jit
-def notify(i, head, state, values, waits, one):  # type: ignore[no-untyped-def]
+def notify(i, head, state, values, waits, one, marks):  # type: ignore[no-untyped-def]
     """Tell what a frame notifies, if it does."""
     if head[3] >= 0:
+        mark(ARRIVED, i, head[3], head[4], state, marks)
         lock(state[LOCK])
         values[i, head[3]] = head[4]
         news = head[3] < state[HEARD]
@@ -181,7 +200,7 @@ def sleep_until(link, word):  # type: ignore[no-untyped-def]
 
 
 @jit
-def receive(i, state, links, heads, word, values, waits, one):  # type: ignore[no-untyped-def]
+def receive(i, state, links, heads, word, values, waits, one, marks):  # type: ignore[no-untyped-def]
     """Receive what is there; return 0, or an error."""
     link, head = links[i], heads[i]
     while True:
@@ -212,7 +231,7 @@ def receive(i, state, links, heads, word, values, waits, one):  # type: ignore[n
             link[IN_LEFT] -= got
         if link[IN_LEFT] == 0:
             link[IN_HAVE] = 0
-            notify(i, head, state, values, waits, one)
+            notify(i, head, state, values, waits, one, marks)
         if got < size:
             sleep_until(link, word)
             return 0
@@ -241,7 +260,7 @@ def give_up(i, error, state, links, waits, one):  # type: ignore[no-untyped-def]
 
 
 @jit
-def run(state, links, puts, values, waits, heads, polled, message, inbox, word, one):  # type: ignore[no-untyped-def]
+def run(state, links, puts, values, waits, heads, polled, message, inbox, word, one, marks):  # type: ignore[no-untyped-def]
     """Move bytes until Python says stop."""
     message[2], message[3] = address(message) + 8 * WORD, 2  # msghdr: two parts, at message[8]
     count = links.shape[0]
@@ -257,8 +276,8 @@ def run(state, links, puts, values, waits, heads, polled, message, inbox, word, 
         for i in range(count):
             events, error = polled[i, 1] >> 16, 0
             if links[i, ALIVE] and events & (_IN | _BAD):
-                error = receive(i, state, links, heads[0], word, values, waits, one)
+                error = receive(i, state, links, heads[0], word, values, waits, one, marks)
             if links[i, ALIVE] and error == 0 and (events & _OUT or (told and not links[i, FULL])):
-                error = send(i, state, links, puts, heads[1], message, waits, one)
+                error = send(i, state, links, puts, heads[1], message, waits, one, marks)
             if error != 0:
                 give_up(i, error, state, links, waits, one)

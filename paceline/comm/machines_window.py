@@ -13,7 +13,12 @@ from paceline.comm.tcp_window import connect_by_tcp
 
 
 def machines_window(
-    meeting: Meeting, neighbours: Sequence[int], address: str, size: int, notifications: int
+    meeting: Meeting,
+    neighbours: Sequence[int],
+    address: str,
+    size: int,
+    notifications: int,
+    marks: int = 0,
 ) -> LinkedWindow:
     """Connect the ranks of several machines; collective.
 
@@ -23,6 +28,7 @@ def machines_window(
         address: the IP address of this machine that the peers reach.
         size: bytes of this rank's memory, the same on all ranks.
         notifications: how many each peer has.
+        marks: how many moments of puts to remember, the newest.
 
     Raises:
         CommError: a rank didn't come in time, or can't be reached.
@@ -37,6 +43,6 @@ def machines_window(
         memory, reaches = share_memory(near, ends, size)
         by_tcp = connect_by_tcp(far, address)
         ends = [one or other for one, other in zip(ends, by_tcp, strict=True)]
-        window = LinkedWindow(meeting.rank, memory, ends, reaches, notifications)
+        window = LinkedWindow(meeting.rank, memory, ends, reaches, notifications, marks=marks)
         stack.pop_all()
         return window

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from paceline.comm import loop
 from paceline.comm.calls import Lock, write_word
+from paceline.comm.moment import Moment
 
 CHUNK = 2**18  # bytes of a frame at most
 _PUTS = 4096  # that can be under way
@@ -34,6 +35,7 @@ class Mover:
         sockets: connected streams, one a peer; None for this rank itself.
         memory: (bytes,) of uint8, that peers write into.
         notifications: how many each peer has.
+        marks: how many moments to remember, the newest.
 
     Attributes:
         values: (peers, notifications), what has been notified.
@@ -44,6 +46,7 @@ class Mover:
         sockets: Sequence[socket.socket | None],
         memory: NDArray[np.uint8],
         notifications: int,
+        marks: int = 0,
     ) -> None:
         count = len(sockets)
         self._sockets = sockets
@@ -65,6 +68,7 @@ class Mover:
         self._puts = _words(_PUTS, loop.PUTS)
         self.values = _words(count, notifications)
         self._waits = _words(_SEATS, loop.WAIT)
+        self._marks = _words(marks, loop.MARK)
         self._free = list(range(_PUTS))
         self._sources: dict[int, object] = {}
         self._order = 0
@@ -87,6 +91,7 @@ class Mover:
                 _words(512),
                 np.zeros(1, np.int32),
                 np.ones(1, np.int64),
+                self._marks,
             ),
             name="window",
             daemon=True,
@@ -97,6 +102,23 @@ class Mover:
     def news(self) -> int:
         """How many notifications have come."""
         return int(self._state[loop.NEWS])
+
+    @property
+    def moments(self) -> list[Moment]:
+        """When puts had left and notifications came, as far as it is remembered, in order."""
+        marked = int(self._state[loop.MARKED])
+        size = len(self._marks)
+        rows = self._marks[[place % size for place in range(max(0, marked - size), marked)]]
+        return [
+            Moment(
+                arrived=what == loop.ARRIVED,
+                peer=peer,
+                notification=notification,
+                value=value,
+                at=seconds * 10**9 + nanoseconds,
+            )
+            for what, peer, notification, value, seconds, nanoseconds in rows.tolist()
+        ]
 
     def error(self, peer: int) -> str:
         """Say why a peer's connection ended; "" as long as it stands."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from paceline.config.rules import at_least
+from paceline.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,10 +29,33 @@ class OutputConfig:
     keep_checkpoints: int = 2
     """Checkpoints to keep, the newest ones; the best of an epoch's end is kept besides."""
 
+    trace_steps: str = ""
+    """Trace these steps of the run, FIRST:LAST, counted from 0: every wait, put and notification of
+    all ranks on one clock, in a file of the run's folder that Perfetto and chrome://tracing open.
+    Give it on all machines."""
+
     def __post_init__(self) -> None:
+        self.traced  # noqa: B018 - raises where the steps can't be read
         at_least("checkpoint_steps", self.checkpoint_steps, 0)
         at_least("checkpoint_minutes", self.checkpoint_minutes, 0)
         at_least("keep_checkpoints", self.keep_checkpoints, 1)
+
+    @property
+    def traced(self) -> range | None:
+        """The steps in `--trace_steps`, if there are any.
+
+        Raises:
+            ConfigError: they aren't two numbers, the smaller one first.
+        """
+        first, colon, last = self.trace_steps.partition(":")
+        if not self.trace_steps:
+            return None
+        if not (colon and first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+            raise ConfigError(
+                f"--trace_steps {self.trace_steps}: give the first and the last step, counted from "
+                "0, such as 100:104."
+            )
+        return range(int(first), int(last) + 1)
 
 
 @dataclass(frozen=True, kw_only=True)

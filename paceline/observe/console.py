@@ -33,7 +33,8 @@ class Console(NullRecorder):
     Events, and the fields that are looked at:
         run: model, world_size, machines, device, samples and steps (of an epoch), epochs, log.
         step: epoch, step (of the run), epoch_step, steps (of an epoch), samples (of all ranks),
-            learning_rate, sums (of the epoch so far, as a tally's).
+            learning_rate, sums (of the epoch so far, as a tally's), exposed_ms (what the rank
+            waited for the exchange; where it was measured).
         evaluate: step, steps.
         epoch: epoch, seconds, samples, loss, accuracy, learning_rate, test_accuracy and top5 (None
             without test data).
@@ -60,7 +61,8 @@ class Console(NullRecorder):
         self._clock = clock
         self._started = self._shown = clock()
         self._pace = Pace(self._started)
-        self._epochs = 0
+        self._epochs, self._world_size = 0, 1
+        self._exposed: list[float] = []  # ms, of the steps since the last look
         self._samples = 0  # seen since the epoch's start; a resumed one has others before
 
     def event(self, name: str, **fields: Any) -> None:
@@ -83,7 +85,7 @@ class Console(NullRecorder):
     def _run(self, fields: Mapping[str, Any]) -> None:
         self._started = self._shown = self._clock()
         self._pace = Pace(self._started)
-        self._epochs = fields["epochs"]
+        self._epochs, self._world_size = fields["epochs"], fields["world_size"]
         for line in run_lines(fields):
             self._screen.line(line)
 
@@ -91,12 +93,17 @@ class Console(NullRecorder):
         now = self._clock()
         self._pace.step(fields["samples"], now)
         self._samples += fields["samples"]
+        if self._world_size > 1 and "exposed_ms" in fields:
+            self._exposed.append(fields["exposed_ms"])
         if now - self._shown < self._interval:
             return
         self._shown = now
         speed = self._pace.samples_per_second(now)
         left = self._pace.seconds_left(self._epochs * fields["steps"] - fields["step"] - 1, now)
         parts = step_parts(fields, speed, left)
+        if self._exposed:
+            parts.append(f"{sum(self._exposed) / len(self._exposed):,.1f} ms exposed")
+            self._exposed.clear()
         done, steps = fields["epoch_step"] + 1, fields["steps"]
         self._show(f"epoch {fields['epoch'] + 1}/{self._epochs}", done, steps, parts)
 

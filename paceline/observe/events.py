@@ -7,7 +7,8 @@ ignore a torn last line and the next writer removes it.
 
     run         a start of the run, generation g, by each of its ranks
     restore     generation g goes on before step s: lines of earlier generations from s on are void
-    step        this rank trained positions [first, last) of the epoch's order
+    step        this rank trained positions [first, last) of the epoch's order; what it took
+    buckets     the parameters of each bucket, as they are exchanged from here on
     loss        the global batch's mean loss, by rank 0
     checkpoint  published: it holds all steps below s
 """
@@ -39,8 +40,12 @@ FIELDS = {
         *("test_accuracy", "top5"),
     ),
     "note": ("text",),
+    "buckets": ("parameters",),
     "end": ("generation",),
 }
+# What a step is told to have taken, where it was measured; the names of what was waited for are in
+# `buckets`.
+_IF_TOLD = (*("compute_ms", "exposed_ms", "send_ms", "update_ms", "waits_ms", "sent", "received"),)
 
 
 class EventFile(NullRecorder):
@@ -61,10 +66,11 @@ class EventFile(NullRecorder):
 
         Raises:
             KeyError: a field to be written is missing.
-            TypeError: a field to be written is neither a number, a text nor None.
+            TypeError: a field to be written isn't JSON's.
         """
         if name in FIELDS:
-            kept = {key: _json(fields[key]) for key in FIELDS[name]}
+            told = (key for key in _IF_TOLD if key in fields) if name == "step" else ()
+            kept = {key: _json(fields[key]) for key in (*FIELDS[name], *told)}
             self._file.write(json.dumps({"event": name, **kept}, allow_nan=False))
 
     def close(self) -> None:

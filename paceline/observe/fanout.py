@@ -15,11 +15,11 @@ class Fanout:
         self._recorders = recorders
 
     @contextmanager
-    def span(self, name: str) -> Iterator[None]:
+    def span(self, name: str, **fields: object) -> Iterator[None]:
         """Measure the block in each of them."""
         with ExitStack() as spans:
             for recorder in self._recorders:
-                spans.enter_context(recorder.span(name))
+                spans.enter_context(recorder.span(name, **fields))
             yield
 
     def count(self, name: str, amount: float) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.communicator import Communicator, Ticket
+from paceline.recorder import Recorder
 from paceline.sync.bucket import Bucket
 from paceline.sync.replicated import Replicated
 from paceline.sync.statistics import RunningStatistics
@@ -29,9 +30,11 @@ class AllReduce(Replicated):
         communicator: Communicator,
         updater: Updater,
         statistics: RunningStatistics,
+        recorder: Recorder | None = None,
     ) -> None:
         exchange = Collectives(buckets, communicator, statistics)
-        super().__init__(buckets, exchange, updater, statistics, communicator.world_size)
+        world_size = communicator.world_size
+        super().__init__(buckets, exchange, updater, statistics, world_size, recorder)
 
 
 class Collectives:
@@ -80,6 +83,12 @@ class Collectives:
             turn = self._order[self._issued]
             self._tickets[turn] = self._communicator.all_reduce(self._flat[turn])
             self._issued += 1
+
+    def traffic(self, index: int) -> tuple[int, int]:
+        """Return what a ring carries: 2 (N - 1) / N of the run in each direction."""
+        world_size = self._communicator.world_size
+        carried = 2 * (world_size - 1) * self._flat[index].nbytes // world_size
+        return carried, carried
 
     def next(self, index: int) -> int:
         """Return the bucket that was sent first, as long as `index` isn't there.

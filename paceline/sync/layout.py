@@ -177,6 +177,12 @@ class Layout:
         """How many a peer has."""
         return 3 * len(self.runs) + 1
 
+    @property
+    def tells(self) -> list[str]:
+        """What each notification tells of, for people."""
+        kinds = ("part", "sum", "flags")
+        return [*(f"{kind} of bucket {run.index}" for kind in kinds for run in self.runs), "end"]
+
 
 def lay_out(specs: Sequence[Spec], topology: Topology) -> Layout:
     """Lay runs out for the ranks of a topology."""

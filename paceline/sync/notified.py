@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.window import Window
+from paceline.recorder import Recorder
 from paceline.sync.bucket import Bucket
 from paceline.sync.layout import Spec, Topology, lay_out
 from paceline.sync.owner import Owner
@@ -41,6 +42,7 @@ class Notified(Replicated):
         limits: seconds to wait for a peer, in the first step and later.
         steady: is called after the first step.
         wire: how gradients in float32 travel between groups; others travel as they are.
+        recorder: measures, as `Replicated` says.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Notified(Replicated):
         limits: tuple[float, float],
         steady: Callable[[], None] = lambda: None,
         wire: Wire = WIRES["fp32"],
+        recorder: Recorder | None = None,
     ) -> None:
         templates: list[list[Tensor]] = [list(bucket.parameters) for bucket in buckets]
         names = [bucket.names for bucket in buckets]
@@ -63,8 +66,10 @@ class Notified(Replicated):
             names.append(("the running statistics",))
         layout = lay_out(specs, topology)
         window = open_window(layout.size, layout.notifications)
+        if recorder is not None:
+            recorder.event("notifications", texts=layout.tells)
         owner = Owner(window, layout, templates, names, limits, steady)
-        super().__init__(buckets, owner, updater, statistics, window.world_size)
+        super().__init__(buckets, owner, updater, statistics, window.world_size, recorder)
 
 
 def _spec(tensors: Sequence[Tensor], wire: Wire) -> Spec:

@@ -26,6 +26,7 @@ from paceline.sync.kernels import scale
 from paceline.sync.layout import Layout
 from paceline.sync.place import Place
 from paceline.sync.sources import Part
+from paceline.sync.traffic import traffic
 from paceline.sync.waits import Waits
 
 
@@ -58,6 +59,7 @@ class Owner:
             Course(run, place, tensors, words)
             for run, tensors, words in zip(layout.runs, templates, names, strict=True)
         ]
+        self._traffic = [traffic(run, place) for run in layout.runs]
         self._adder = Adder(window, place, self._courses)
         first, self._later = limits
         self._waits = Waits(window, place, self._adder, len(self._courses), first)
@@ -73,6 +75,10 @@ class Owner:
         for course in self._courses if kept else ():
             if course.coding is not None:
                 course.coding.keep()
+
+    def traffic(self, index: int) -> tuple[int, int]:
+        """Return the bytes that go to other groups and come from them."""
+        return self._traffic[index]
 
     def next(self, index: int) -> int:
         """Return the run itself: they arrive in no order."""

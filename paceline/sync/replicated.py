@@ -14,6 +14,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from paceline.recorder import NullRecorder, Recorder
 from paceline.sync.bucket import Bucket
 from paceline.sync.statistics import RunningStatistics
 from paceline.sync.updater import Updater
@@ -47,6 +48,9 @@ class Exchange(Protocol):
                 where there is none.
             weight: what they count; with 0 they don't count whatever they are.
         """
+
+    def traffic(self, index: int) -> tuple[int, int]:
+        """Return the bytes that this rank sends and receives for a run in a step."""
 
     def next(self, index: int) -> int:
         """Return the run to wait for first by one who needs run `index`: itself, if it is there."""
@@ -82,6 +86,8 @@ class Replicated:
         updater: updates parameters.
         statistics: the model's running statistics.
         world_size: the number of ranks.
+        recorder: measures what this rank's own thread does for the exchange: spans `wait` (for
+            others), `send` and `update`, each with its bucket, and the bytes `sent` and `received`.
     """
 
     def __init__(
@@ -91,12 +97,14 @@ class Replicated:
         updater: Updater,
         statistics: RunningStatistics,
         world_size: int,
+        recorder: Recorder | None = None,
     ) -> None:
         self.buckets = tuple(buckets)
         self._exchange = exchange
         self._updater = updater
         self._statistics = statistics
         self._world_size = world_size
+        self._recorder = recorder or NullRecorder()
         self._pending: set[int] = set()  # runs that were sent and not yet waited for
         self._sent: set[int] = set()  # buckets, in this step
         self._kept = True  # the last step took effect
@@ -136,7 +144,7 @@ class Replicated:
         self._updater.freeze()
         if self._reduced:
             for unit in dict.fromkeys(self._updater.unit(bucket) for bucket in self.buckets):
-                self._updater.update(unit, [p.grad for bucket in unit for p in bucket.parameters])
+                self._update(unit, [p.grad for bucket in unit for p in bucket.parameters])
         else:
             self._complete()
         self._kept = self._ended = True
@@ -147,7 +155,8 @@ class Replicated:
             self._complete()
             for bucket in self.buckets:
                 self._pending.discard(bucket.index)
-                self._exchange.drop(bucket.index, self._operation(bucket))
+                with self._recorder.span("wait", bucket=bucket.index):
+                    self._exchange.drop(bucket.index, self._operation(bucket))
         self._kept, self._ended = False, True
 
     def settle(self) -> None:
@@ -192,7 +201,11 @@ class Replicated:
 
     def _send(self, index: int, values: Sequence[Tensor | None], weight: float) -> None:
         self._pending.add(index)
-        self._exchange.send(index, values, weight)
+        with self._recorder.span("send", bucket=index):
+            self._exchange.send(index, values, weight)
+        sent, received = self._exchange.traffic(index)
+        self._recorder.count("sent", sent)
+        self._recorder.count("received", received)
 
     def _complete(self) -> None:
         """Send the buckets that backward left incomplete."""
@@ -205,12 +218,20 @@ class Replicated:
     def _install(self, bucket: Bucket) -> None:
         unit = self._updater.unit(bucket)
         gradients = [gradient for member in unit for gradient in self._receive(member)]
-        self._updater.update(unit, gradients)
+        self._update(unit, gradients)
+
+    def _update(self, unit: tuple[Bucket, ...], gradients: Sequence[Tensor | None]) -> None:
+        with self._recorder.span("update", bucket=unit[0].index):
+            self._updater.update(unit, gradients)
+
+    def _wait(self, index: int, operation: str) -> list[Tensor | None]:
+        self._pending.discard(index)
+        with self._recorder.span("wait", bucket=index):
+            return self._exchange.wait(index, operation)
 
     def _receive(self, bucket: Bucket) -> list[Tensor | None]:
         """Wait for a bucket's sum; a gradient is None where no rank used the parameter."""
-        self._pending.discard(bucket.index)
-        return self._exchange.wait(bucket.index, self._operation(bucket))
+        return self._wait(bucket.index, self._operation(bucket))
 
     def _operation(self, bucket: Bucket) -> str:
         return f"bucket {bucket.index} in step {self._exchanged}"
@@ -219,7 +240,6 @@ class Replicated:
         """Install the mean of the running statistics, on all ranks between the same steps."""
         place = len(self.buckets)
         if self._ended and place in self._pending:
-            self._pending.discard(place)
-            (mean,) = self._exchange.wait(place, f"running statistics in step {self._exchanged}")
+            (mean,) = self._wait(place, f"running statistics in step {self._exchanged}")
             assert mean is not None
             self._statistics.install(mean)

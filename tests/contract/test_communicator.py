@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.comm.communicator import Communicator, broadcast_all, total
+from paceline.comm.communicator import Communicator, broadcast_all, gather_bytes, total
 from paceline.errors import CommError
 from tests.harness.processes import spawn
 from tests.harness.threads import run_ranks
@@ -33,6 +33,10 @@ def first_of_rank_0(c: Communicator) -> list[torch.Tensor]:
     ]
     broadcast_all(c, mixed, "a broadcast")
     return mixed
+
+
+def gathered(c: Communicator) -> list[bytes]:
+    return gather_bytes(c, bytes(range(c.rank, 5 * c.rank)), torch.device("cpu"), "a gathering")
 
 
 def overlapping(c: Communicator) -> list[float]:
@@ -66,6 +70,12 @@ def test_all_ranks_get_rank_0s_tensors_of_any_dtype_and_layout(run: Run) -> None
         assert floats.eq(0).all()
         assert int(whole) == 5
         assert image.eq(1).all()
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_all_ranks_get_everybodys_bytes(run: Run, world_size: int) -> None:
+    expected = [b"", bytes([1, 2, 3, 4]), bytes(range(2, 10))][:world_size]
+    assert run(world_size, gathered) == [expected] * world_size
 
 
 def test_many_sums_may_be_under_way_and_redeemed_in_any_order(run: Run) -> None:

@@ -63,6 +63,8 @@ def test_another_world_after_the_first_was_closed() -> None:
         ({"checkpoint_steps": -1}, r"^checkpoint_steps -1: must be at least 0"),
         ({"keep_checkpoints": 0}, r"^keep_checkpoints 0: must be at least 1"),
         ({"resume": "other.pt"}, r"^resume other.pt needs a run"),
+        ({"trace_steps": "2"}, r"^trace_steps 2: give the first and the last step.*100:104"),
+        ({"trace_steps": "2:3"}, r"^trace_steps 2:3 needs a run"),
         ({"device": "meta"}, r"^device is meta.*cpu and cuda"),
         ({"device": "cuda:77"}, r"^device is cuda:77, and this machine shows \d+ GPUs"),
     ],

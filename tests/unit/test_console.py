@@ -50,7 +50,9 @@ class Clock:
         return self.now
 
 
-def step(console: Console, number: int, loss: float = 1.25, accuracy: float = 0.5) -> None:
+def step(
+    console: Console, number: int, loss: float = 1.25, accuracy: float = 0.5, **more: float
+) -> None:
     console.event(
         "step",
         generation=0,
@@ -61,6 +63,7 @@ def step(console: Console, number: int, loss: float = 1.25, accuracy: float = 0.
         samples=128,
         sums=[4 * loss, 4 * accuracy, 4.0, 4.0],
         learning_rate=0.1,
+        **more,
     )
 
 
@@ -89,6 +92,19 @@ def test_a_pipe_gets_a_line_every_ten_seconds_and_one_an_epoch() -> None:
         "epoch 2/3, step 3/10, 3:30 left, 32 images/s, loss 1.250, accuracy 50.0%, lr 0.1",
         "Finished after 2:32.",
     ]
+
+
+@pytest.mark.parametrize(("workers", "end"), [(2, "lr 0.1, 2.5 ms exposed"), (1, "lr 0.1")])
+def test_what_the_exchange_was_waited_for_is_the_mean_since_the_last_look(
+    workers: int, end: str
+) -> None:
+    clock, file = Clock(), io.StringIO()
+    console = Console(file, clock=clock)
+    console.event("run", **{**RUN, "world_size": workers})
+    for number, exposed in enumerate((900.0, 1.0, 2.0, 4.5)):
+        clock.now += 10.0 if number in (0, 3) else 0.0
+        step(console, number, exposed_ms=exposed)
+    assert file.getvalue().splitlines()[-1].endswith(end)
 
 
 def test_a_loss_that_nobody_knows_yet_is_left_out() -> None:

@@ -6,6 +6,8 @@ import pytest
 
 from paceline.cli.flags import parse
 from paceline.cli.notes import notes
+from paceline.cluster.preflight import configuration_facts
+from paceline.config.run import OutputConfig
 from paceline.config.train import TrainConfig
 from paceline.errors import ConfigError
 
@@ -162,6 +164,20 @@ def test_the_identity_of_a_run_is_the_same_on_all_machines_and_has_no_password()
     assert one.digest() == other.digest()
     assert "secret" not in str(one.flat())
     assert one.flat()["redis_url"] == "redis://host:1/0"
+
+
+def test_steps_to_be_traced_are_all_machines_and_not_the_runs_identity() -> None:
+    plain = config_of("--train_data", "null")
+    config = config_of("--train_data", "null", "--trace_steps", "10:12")
+    assert (plain.output.traced, config.output.traced) == (None, range(10, 13))
+    assert config.identity() == plain.identity()
+    assert configuration_facts(config)["--trace_steps"] == "10:12"
+
+
+@pytest.mark.parametrize("steps", ["5", "5:", ":5", "5:4", "-1:4", "a:b", "1:2:3"])
+def test_steps_that_cannot_be_traced(steps: str) -> None:
+    with pytest.raises(ConfigError, match=rf"--trace_steps {steps}: give the first and the last"):
+        OutputConfig(trace_steps=steps)
 
 
 def test_a_configuration_is_checked_wherever_it_is_made() -> None:

@@ -1,0 +1,108 @@
+"""A step's account: what it took, where its time went, and what settling between steps waited."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from paceline.observe.account import Account
+from paceline.observe.events import EventFile, read_events
+from paceline.recorder import NullRecorder
+
+PLACE = {"generation": 0, "step": 3, "epoch": 0, "first": 0, "last": 8, "skipped": 0}
+
+
+class Clock:
+    """Nanoseconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def __call__(self) -> int:
+        return self.now
+
+    def passes(self, ms: float) -> None:
+        self.now += round(ms * 1e6)
+
+
+class Told(NullRecorder):
+    """Keeps the events."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, dict[str, Any]]] = []
+
+    def event(self, name: str, **fields: object) -> None:
+        self.events.append((name, fields))
+
+
+def spend(account: Account, clock: Clock, ms: float, name: str, **fields: object) -> None:
+    with account.span(name, **fields):
+        clock.passes(ms)
+
+
+def a_step(account: Account, clock: Clock) -> None:
+    """Wait 7 ms since the step before, compute 100, wait 2 + 3 + 1."""
+    spend(account, clock, 7, "wait", bucket=2)
+    with account.span("step", step=3):
+        spend(account, clock, 4, "boundary")
+        with account.span("train"):
+            clock.passes(60)
+            spend(account, clock, 2, "wait", bucket=1)
+            spend(account, clock, 5, "update", bucket=1)
+            spend(account, clock, 3, "wait", bucket=0)
+            spend(account, clock, 1, "wait", bucket=1)
+            clock.passes(40)
+            spend(account, clock, 0.5, "send", bucket=0)
+            account.count("sent", 1000)
+            account.count("received", 900)
+            account.count("sent", 24)
+    account.event("step", **PLACE)
+
+
+def test_a_step_is_told_with_its_account() -> None:
+    told, clock = Told(), Clock()
+    a_step(Account(told, clock=clock), clock)
+    figures = {
+        "compute_ms": 100.0,
+        "exposed_ms": 13.0,
+        "send_ms": 0.5,
+        "update_ms": 5.0,
+        "waits_ms": {"2": 7.0, "1": 3.0, "0": 3.0},
+        "sent": 1024,
+        "received": 900,
+    }
+    assert told.events == [("step", {**PLACE, **figures})]
+
+
+def test_a_step_is_accounted_for_once_and_the_next_one_anew() -> None:
+    told, clock = Told(), Clock()
+    account = Account(told, clock=clock)
+    a_step(account, clock)
+    account.event("step", **PLACE)  # an earlier share of the same step
+    account.event("note", text="a note")
+    a_step(account, clock)
+    assert told.events[1:3] == [("step", PLACE), ("note", {"text": "a note"})]
+    assert told.events[3] == told.events[0]
+
+
+def test_a_wait_of_nothing_is_not_worth_telling() -> None:
+    told, clock = Told(), Clock()
+    account = Account(told, clock=clock)
+    with account.span("train"):
+        spend(account, clock, 0.19, "wait", bucket=1)
+    account.event("step", **PLACE)
+    assert told.events[0][1]["waits_ms"] == {}
+    assert told.events[0][1]["exposed_ms"] == 0.19
+
+
+def test_the_event_file_keeps_the_account_behind_what_the_ledger_reads(tmp_path: Path) -> None:
+    clock = Clock()
+    events = EventFile(tmp_path, rank=0)
+    account = Account(events, clock=clock)
+    account.event("buckets", parameters=[("fc.bias", "fc.weight"), ("conv.weight",)])
+    a_step(account, clock)
+    account.close()
+    buckets, step = read_events(events.path)
+    assert buckets["parameters"] == [["fc.bias", "fc.weight"], ["conv.weight"]]
+    assert list(step)[: len(PLACE) + 1] == ["event", *PLACE]
+    assert (step["exposed_ms"], step["waits_ms"]) == (13.0, {"2": 7.0, "1": 3.0, "0": 3.0})

@@ -1,0 +1,189 @@
+"""What a trace keeps, and how the ranks' clocks become one."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import paceline
+from paceline.comm.communicator import Communicator
+from paceline.comm.moment import Moment
+from paceline.observe import trace as module
+from paceline.observe.clocks import Round, offsets, rounds
+from paceline.observe.events import read_events
+from paceline.observe.trace import Trace
+from paceline.recorder import NullRecorder, Recorder
+from paceline.sync.passes import watch_passes
+from tests.harness.library import BATCH, network, plain_step, samples, sgd
+from tests.harness.threads import run_ranks
+
+CPU = torch.device("cpu")
+LIMIT = 40.0  # s, more than ranks that are threads wait
+APART = 3600 * 10**9  # ns, rank by rank
+Event = dict[str, Any]
+
+
+def clock_of(rank: int) -> int:
+    return time.monotonic_ns() + rank * APART
+
+
+def test_clocks_that_are_apart_are_brought_together() -> None:
+    def measured(c: Communicator) -> tuple[list[Round], float]:
+        return rounds(c, CPU, lambda: clock_of(c.rank)), 0.0
+
+    made, _ = run_ranks(3, measured)[0]
+    shortest = min(one.heard - one.sent for one in made)
+    found = offsets(made, ["a", "b", "c"])
+    assert found[0] == 0
+    for rank in (1, 2):
+        assert abs(found[rank] + rank * APART) <= shortest / 2 + 1
+
+
+def test_the_shortest_round_counts_and_ranks_of_one_system_have_one_clock() -> None:
+    made = [
+        Round(sent=0, heard=1000, times=(400, 99_900, 99_901, 7)),
+        Round(sent=2000, heard=2010, times=(2003, 52_006, 52_009, 2004)),
+        Round(sent=3000, heard=3500, times=(3400, 0, 0, 0)),
+    ]
+    assert offsets(made, ["x", "y", "y", "x"]) == [0, 2005 - 52_006, 2005 - 52_006, 0]
+
+
+def slices(told: Event, rank: int) -> dict[str, tuple[float, float]]:
+    """The slices of a rank: by their names, begin and end in microseconds."""
+    return {
+        event["name"]: (event["ts"], event["ts"] + event["dur"])
+        for event in told["traceEvents"]
+        if event["ph"] == "X" and event["pid"] == rank
+    }
+
+
+def step(trace: Trace, number: int, *puts: dict[str, object]) -> None:
+    """Run a step with some puts, and tell of its end."""
+    with trace.span("step", step=number), trace.span("train"):
+        for put in puts:
+            with trace.span("put", window=0, notification=0, **put):
+                pass
+        with trace.span("wait", bucket=0):
+            pass
+    trace.event("step", step=number)
+
+
+def test_a_put_is_joined_with_its_arrival_across_clocks_hours_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "trace.json"
+    there, ready = (threading.Barrier(2, timeout=LIMIT) for _ in range(2))
+    monkeypatch.setattr(module, "running_system", lambda: str(threading.get_ident()))
+
+    def run(c: Communicator) -> None:
+        trace = Trace(path, range(5, 6), c, CPU, c.rank, lambda: clock_of(c.rank))
+        moments: list[Moment] = []
+        trace.follow(0, lambda: moments)
+        trace.event("notifications", texts=["part of bucket 0"])
+        trace.event("buckets", parameters=[("a", "b")])
+        step(trace, 4, {"peer": 1 - c.rank, "value": 4})
+        if c.rank == 0:
+            step(trace, 5, {"peer": 1, "value": 5})
+            moments += [Moment(False, 1, 0, v, clock_of(0)) for v in (4, 5)]
+            there.wait()
+        else:
+            there.wait()
+            moments += [Moment(True, 0, 0, v, clock_of(1)) for v in (4, 5)]
+            step(trace, 5)
+        ready.wait()
+        assert not path.exists()
+        step(trace, 6)
+        trace.event("finish")  # it is written once
+
+    run_ranks(2, run)
+    told = json.loads(path.read_text())
+    zero, one = slices(told, 0), slices(told, 1)
+    assert sorted(zero) == [
+        *("put part of bucket 0 to rank 1", "sent: part of bucket 0 to rank 1"),
+        *("step 5", "train", "wait: bucket 0"),
+    ]
+    assert sorted(one) == [
+        *("arrived: part of bucket 0 from rank 0", "step 5", "train", "wait: bucket 0"),
+    ]
+    put = zero["put part of bucket 0 to rank 1"][0]
+    sent = zero["sent: part of bucket 0 to rank 1"][0]
+    arrived = one["arrived: part of bucket 0 from rank 0"][0]
+    assert zero["step 5"][0] == 0 < put < sent
+    assert abs(arrived - sent) < 60e6  # µs: not the hours that the clocks are apart
+    flows = [(e["ph"], e["pid"], e["ts"]) for e in told["traceEvents"] if e["ph"] in "stf"]
+    assert sorted(flows) == [("f", 1, arrived), ("s", 0, put), ("t", 0, sent)]
+    waits = [e["args"] for e in told["traceEvents"] if e.get("cat") == "wait"]
+    assert waits == [{"bucket": 0, "parameters": ["a", "b"]}] * 2
+
+
+def test_a_run_that_never_comes_to_the_traced_steps_leaves_no_trace(tmp_path: Path) -> None:
+    def run(c: Communicator) -> None:
+        trace = Trace(tmp_path / "trace.json", range(5, 6), c, CPU, 0)
+        for number in (0, 1, 7, 8):
+            step(trace, number)
+        trace.event("finish")
+
+    run_ranks(2, run)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_scripts_steps_are_traced(tmp_path: Path) -> None:
+    with paceline.join(tmp_path, trace_steps="1:2") as world:
+        model = network()
+        model, optimizer = paceline.parallelize(model, sgd(model), world)
+        for x, y in paceline.loader(samples(), BATCH, world):
+            with world.step():
+                plain_step(model, x, y, optimizer, world)
+    told = json.loads((tmp_path / "trace.steps1-2.json").read_text())
+    names = [e["name"] for e in told["traceEvents"] if e["ph"] == "X"]
+    assert [name for name in names if name.startswith("step")] == ["step 1", "step 2"]
+    assert (names.count("forward"), names.count("backward")) == (2, 2)
+    assert not model._forward_hooks  # nothing is left behind
+    (step, *_) = (e for e in read_events(tmp_path / "events.rank0.jsonl") if e["event"] == "step")
+    assert step["compute_ms"] > 0
+
+
+class Spans(NullRecorder):
+    """Writes down what begins and ends."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def span(self, name: str, **fields: object) -> Any:
+        seen = self.seen
+
+        class Span:
+            def __enter__(self) -> None:
+                seen.append(f"{name} begins")
+
+            def __exit__(self, *_: object) -> None:
+                seen.append(f"{name} ends")
+
+        return Span()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_forwards_and_backwards_are_measured(times: int) -> None:
+    model, spans = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), Spans()
+    last = model[0].weight
+    last.register_post_accumulate_grad_hook(lambda _: spans.seen.append("gradient"))
+    recorder: Recorder = spans
+    undo = watch_passes(model, recorder)
+    for _ in range(times):
+        model(torch.ones(2, 3)).sum().backward()
+    with torch.no_grad():
+        model(torch.ones(2, 3))
+    with pytest.raises(RuntimeError):
+        model(torch.ones(2, 5))
+    undo()
+    model(torch.ones(2, 3)).sum().backward()
+    forward = ["forward begins", "forward ends"]
+    backward = ["backward begins", "gradient", "backward ends"]
+    assert spans.seen == [*(forward + backward) * times, *forward, *forward, "gradient"]
