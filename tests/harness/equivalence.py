@@ -208,7 +208,7 @@ def replicate(
     share: Share | None = None,
     later: Later = (),
 ) -> Replica:
-    """Give all ranks rank 0's model and bind it to a synchronizer of a kind, and later of others."""
+    """Give all ranks rank 0's model and bind it to a synchronizer, and later to others."""
 
     def plan(kind: Kind, bucket_bytes: int) -> Plan:
         def make(buckets: Sequence[Bucket]) -> Synchronizer:
