@@ -70,7 +70,8 @@ def parallelize(
         config = SyncConfig(sync=sync, wire=wire, bucket_mb=bucket_mb)  # type: ignore[arg-type]
         state = chain(model.named_parameters(), model.named_buffers())
         link.agree("model", model_facts(state))
-        link.agree("optimizer", {"the optimizer": type(optimizer).__name__})
+        asked = {"sync": sync, "wire": wire, "bucket_mb": bucket_mb}
+        link.agree("optimizer", {"the optimizer": type(optimizer).__name__, **asked})
         link.agree("parameter groups", _group_facts(optimizer))
         share = Share()
         if sync_bn:
@@ -101,7 +102,7 @@ def _check(model: nn.Module, optimizer: Optimizer, world: World, sync: str, wire
     if wire not in WIRES:
         raise ConfigError(f"wire is {wire!r}; there is {', '.join(WIRES)}.")
     if world.device.type == "cuda":
-        refuse_gpu(sync)
+        refuse_gpu(sync, wire)
     if isinstance(model, DistributedDataParallel):
         raise ConfigError(
             "the model is wrapped in DistributedDataParallel, which exchanges gradients as well: "

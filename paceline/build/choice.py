@@ -23,7 +23,6 @@ from torch import Tensor
 from paceline.cluster.members import Members
 from paceline.comm.communicator import Communicator, broadcast_bytes, total
 from paceline.config.world import SyncConfig
-from paceline.errors import ConfigError
 from paceline.state.choice import CHOICE_NAME, Choice, read_choice, write_choice
 from paceline.sync.bucket import partition
 from paceline.sync.roster import Roster
@@ -170,9 +169,6 @@ def candidates_of(
         roster: what is trained; sizes that give it the same buckets are one.
         world_size: the number of ranks.
         device: where the parameters are.
-
-    Raises:
-        ConfigError: none fits.
     """
     if config.sync != "auto":
         return [config]
@@ -181,11 +177,6 @@ def candidates_of(
     found = [(sync, config.bucket_mb or size) for sync, size in CANDIDATES[device.type]]
     if config.wire != "fp32":
         found = [(sync, size) for sync, size in found if sync == "notified"]
-    if not found:
-        raise ConfigError(
-            f"--wire {config.wire} needs --sync notified, which exchanges gradients in the CPU's "
-            "memory only: give --wire fp32, or compute on CPUs by --use_cpu."
-        )
     different: dict[object, SyncConfig] = {}
     for sync, size in found:
         fixed = replace(config, sync=sync, bucket_mb=size)  # type: ignore[arg-type]

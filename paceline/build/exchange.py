@@ -123,17 +123,26 @@ def _notified(
 SYNCHRONIZERS = {"allreduce": _allreduce, "notified": _notified}
 
 
-def refuse_gpu(sync: str) -> None:
-    """Look whether a method exchanges what is in a GPU's memory.
+def refuse_gpu(sync: str, wire: str) -> None:
+    """Look whether there is a method that exchanges what is in a GPU's memory.
+
+    Args:
+        sync: the method, or auto.
+        wire: how gradients are to travel.
 
     Raises:
-        ConfigError: it doesn't.
+        ConfigError: there isn't.
     """
     if sync == "notified":
-        raise ConfigError(
-            "--sync notified: it exchanges gradients in the CPU's memory only, and this run "
-            "computes on GPUs; give --sync allreduce, or compute on CPUs by --use_cpu."
-        )
+        asked, instead = "--sync notified: it", "--sync allreduce"
+    elif wire != "fp32":
+        asked, instead = f"--wire {wire} needs --sync notified, which", "--wire fp32"
+    else:
+        return
+    raise ConfigError(
+        f"{asked} exchanges gradients in the CPU's memory only, and this run computes on GPUs; "
+        f"give {instead}, or compute on CPUs by --use_cpu."
+    )
 
 
 def device_of(config: TrainConfig, local_rank: int) -> torch.device:
