@@ -9,6 +9,7 @@
     allreduce      Paceline's, with the trainer's bucket size; allreduce:MB with another
     notified       Paceline's on windows: shared memory on one machine, TCP between two
     notified-bf16  the same with that wire between machines; notified-int8 with the other
+    auto           the exchange that `--sync auto` chooses, after its trials
     line           no training: the floor's stream alone
 
 Model, layout, optimizer, loss and images are the same. The *floor* moves the bytes that a ring's
@@ -42,12 +43,14 @@ from torch._C._distributed_c10d import Store
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.build import make_optimizer, replicate
+from paceline.build.choice import CANDIDATES, Occasion
 from paceline.build.exchange import SYNCHRONIZERS
 from paceline.config.optim import OptimConfig
 from paceline.config.world import SyncConfig
 from paceline.models.zoo import build_model
 from paceline.sync.precision import DTYPES
 from paceline.sync.replica import Replica
+from paceline.sync.trials import steps_of_trials
 from paceline.sync.wires import WIRES
 
 CLASSES = 1000
@@ -173,10 +176,20 @@ def paceline(sync: str, wire: str = "fp32") -> Callable[[Setting, Store, float],
     return make_variant
 
 
+def auto(setting: Setting, store: Store, bucket_mb: float) -> Variant:
+    """Let Paceline choose by its trials, and say what."""
+    variant = paceline("auto")(setting, store, bucket_mb)
+    for _ in range(steps_of_trials(len(CANDIDATES["cpu"])) + 1):
+        variant.step()
+    variant.finish()
+    return variant
+
+
 def bind(training: Training, setting: Setting, store: Store, config: SyncConfig) -> Replica:
     """Bind the model to the other ranks as `paceline train` does; collective."""
     peers = peers_of(setting, store)
-    return replicate(training.model, training.optimizer, peers, config)
+    occasion = Occasion(tell=partial(print, file=sys.stderr, flush=True))
+    return replicate(training.model, training.optimizer, peers, config, occasion=occasion)
 
 
 MAKERS: dict[str, Callable[[Setting, Store, float], Variant]] = {
@@ -189,6 +202,7 @@ MAKERS: dict[str, Callable[[Setting, Store, float], Variant]] = {
     "ddp-bf16": ddp_bf16,
     **{sync: paceline(sync) for sync in SYNCHRONIZERS},
     **{f"notified-{wire}": paceline("notified", wire) for wire in ("bf16", "int8")},
+    "auto": auto,
 }
 
 

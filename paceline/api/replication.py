@@ -35,7 +35,7 @@ def parallelize(
     optimizer: AnyOptimizer,
     world: World,
     *,
-    sync: str = "allreduce",
+    sync: str = "auto",
     wire: str = "fp32",
     bucket_mb: float = 0.0,
     sync_bn: bool = False,
@@ -49,10 +49,12 @@ def parallelize(
         model: on `world.device`, the same on all ranks but for its values.
         optimizer: any of `torch.optim` but LBFGS, of the model's parameters.
         world: of which the processes are.
-        sync: how gradients are exchanged: "allreduce", by collectives, or "notified", by puts.
+        sync: how gradients are exchanged: "allreduce", by collectives, "notified", by puts, or
+            "auto", which tries both in the first steps and goes on with the faster one.
         wire: what float32 gradients are between machines, with "notified": "fp32", as they are,
             "bf16", half of the bytes, or "int8", a quarter.
-        bucket_mb: size of a bucket, the unit of communication, in MiB; 0: the method's own.
+        bucket_mb: size of a bucket, the unit of communication, in MiB; 0: the method's own, or
+            what "auto" chooses.
         sync_bn: make BatchNorm's statistics those of the global batch.
 
     Raises:
@@ -68,7 +70,8 @@ def parallelize(
         config = SyncConfig(sync=sync, wire=wire, bucket_mb=bucket_mb)  # type: ignore[arg-type]
         state = chain(model.named_parameters(), model.named_buffers())
         link.agree("model", model_facts(state))
-        link.agree("optimizer", {"the optimizer": type(optimizer).__name__})
+        asked = {"sync": sync, "wire": wire, "bucket_mb": bucket_mb}
+        link.agree("optimizer", {"the optimizer": type(optimizer).__name__, **asked})
         link.agree("parameter groups", _group_facts(optimizer))
         share = Share()
         if sync_bn:
@@ -78,7 +81,7 @@ def parallelize(
         parts: dict[str, Any] = {"model": model, "optimizer": optimizer}
         training.start.restore(parts)
         _share_state(optimizer, world)
-        replica = replicate(model, optimizer, session.peers, config, share)
+        replica = replicate(model, optimizer, session.peers, config, share, session.occasion)
         if session.run is not None:
             for name, part in parts.items():
                 refuse_foreign(f"{name}.state_dict()", part.state_dict())
@@ -94,12 +97,12 @@ def _check(model: nn.Module, optimizer: Optimizer, world: World, sync: str, wire
             "paceline.parallelize() was called before with this world: a world trains one model; "
             "put several into one nn.ModuleList, with one optimizer."
         )
-    if sync not in SYNCHRONIZERS:
-        raise ConfigError(f"sync is {sync!r}; there is {', '.join(SYNCHRONIZERS)}.")
+    if sync not in (methods := ("auto", *SYNCHRONIZERS)):
+        raise ConfigError(f"sync is {sync!r}; there is {', '.join(methods)}.")
     if wire not in WIRES:
         raise ConfigError(f"wire is {wire!r}; there is {', '.join(WIRES)}.")
     if world.device.type == "cuda":
-        refuse_gpu(sync)
+        refuse_gpu(sync, wire)
     if isinstance(model, DistributedDataParallel):
         raise ConfigError(
             "the model is wrapped in DistributedDataParallel, which exchanges gradients as well: "

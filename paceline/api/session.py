@@ -12,10 +12,13 @@ import torch
 from torch._C._distributed_c10d import PrefixStore
 
 from paceline.api.last_word import LastWord
+from paceline.api.words import as_arguments
+from paceline.build.choice import Occasion
 from paceline.build.exchange import Peers
 from paceline.cluster.join import Joined
 from paceline.cluster.preflight import compare
 from paceline.cluster.signals import StopSignals
+from paceline.cluster.supervise import say
 from paceline.comm.alone import AloneCommunicator
 from paceline.comm.communicator import Communicator, until_end
 from paceline.comm.process_group import ProcessGroupCommunicator
@@ -132,9 +135,19 @@ class Session:
             trace=self.trace,
         )
 
+    @property
+    def occasion(self) -> Occasion:
+        """What the choice of an exchange has to go by; only the script knows how many steps."""
+        return Occasion(folder=self.run, tell=self._tell)
+
     def keeper(self, parts: Mapping[str, Stateful]) -> Keeper | None:
         """Make what saves the state of `parts`, on rank 0 of a world with a run."""
         if self.run is None or self.communicator.rank > 0:
             return None
         checkpoints = Checkpoints(self.run, self.output.keep_checkpoints)
         return Keeper(parts, checkpoints, constant={"config": dict(self.identity)})
+
+    def _tell(self, note: str) -> None:
+        note = as_arguments(note)
+        self.recorder.event("note", text=note)
+        say(note)

@@ -11,6 +11,7 @@ from torch import nn
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.optim import Optimizer
 
+from paceline.build.choice import Chooser, Occasion, candidates_of
 from paceline.cluster.members import Members
 from paceline.comm.communicator import Communicator
 from paceline.comm.machines_window import machines_window
@@ -28,7 +29,8 @@ from paceline.sync.bucket import Bucket
 from paceline.sync.layout import Topology
 from paceline.sync.notified import Notified
 from paceline.sync.passes import watch_passes
-from paceline.sync.replica import Replica
+from paceline.sync.replica import Plan, Replica
+from paceline.sync.roster import Roster
 from paceline.sync.share import Share
 from paceline.sync.statistics import RunningStatistics
 from paceline.sync.synchronizer import Synchronizer
@@ -121,17 +123,26 @@ def _notified(
 SYNCHRONIZERS = {"allreduce": _allreduce, "notified": _notified}
 
 
-def refuse_gpu(sync: str) -> None:
-    """Look whether a method exchanges what is in a GPU's memory.
+def refuse_gpu(sync: str, wire: str) -> None:
+    """Look whether there is a method that exchanges what is in a GPU's memory.
+
+    Args:
+        sync: the method, or auto.
+        wire: how gradients are to travel.
 
     Raises:
-        ConfigError: it doesn't.
+        ConfigError: there isn't.
     """
     if sync == "notified":
-        raise ConfigError(
-            "--sync notified: it exchanges gradients in the CPU's memory only, and this run "
-            "computes on GPUs; give --sync allreduce, or compute on CPUs by --use_cpu."
-        )
+        asked, instead = "--sync notified: it", "--sync allreduce"
+    elif wire != "fp32":
+        asked, instead = f"--wire {wire} needs --sync notified, which", "--wire fp32"
+    else:
+        return
+    raise ConfigError(
+        f"{asked} exchanges gradients in the CPU's memory only, and this run computes on GPUs; "
+        f"give {instead}, or compute on CPUs by --use_cpu."
+    )
 
 
 def device_of(config: TrainConfig, local_rank: int) -> torch.device:
@@ -175,6 +186,7 @@ def replicate(
     peers: Peers,
     config: SyncConfig,
     share: Share | None = None,
+    occasion: Occasion | None = None,
 ) -> Replica:
     """Give all ranks rank 0's model and bind it to a synchronizer; collective.
 
@@ -182,24 +194,45 @@ def replicate(
         model: the same on all ranks but for its values.
         optimizer: of the model's parameters, or others too.
         peers: the ranks.
-        config: how they exchange gradients.
+        config: how they exchange gradients; "auto" is chosen in the first steps.
         share: what the model's SyncBatchNorm layers were made with.
+        occasion: what there is to choose by.
 
     Raises:
         ConfigError: model or optimizer can't be exchanged.
         CommError: a peer was lost, or silent.
     """
 
-    def make(buckets: Sequence[Bucket]) -> Synchronizer:
-        updater, statistics = Updater(optimizer, buckets), RunningStatistics(model)
-        names = [bucket.names for bucket in buckets]
-        if statistics.flat is not None:
-            names.append(("the running statistics",))
-        peers.recorder.event("buckets", parameters=names)
-        return SYNCHRONIZERS[config.sync](buckets, peers, updater, statistics, config)
+    def plan(config: SyncConfig) -> Plan:
+        def make(buckets: Sequence[Bucket]) -> Synchronizer:
+            updater, statistics = Updater(optimizer, buckets), RunningStatistics(model)
+            names = [bucket.names for bucket in buckets]
+            if statistics.flat is not None:
+                names.append(("the running statistics",))
+            peers.recorder.event("buckets", parameters=names)
+            return SYNCHRONIZERS[config.sync](buckets, peers, updater, statistics, config)
 
-    size = config.bucket_bytes
-    replica = Replica(model, optimizer, peers.communicator, make, bucket_bytes=size, share=share)
+        return Plan(make_synchronizer=make, bucket_bytes=config.bucket_bytes)
+
+    def next_plan() -> Plan | None:
+        config = chooser.next()
+        return None if config is None else plan(config)
+
+    members, communicator = peers.members, peers.communicator
+    roster = Roster.of(model, optimizer)
+    device = next((p.device for p in roster.groups), torch.device("cpu"))
+    candidates = candidates_of(config, roster, members.world_size, device)
+    chooser = Chooser(candidates, members, communicator, device, occasion or Occasion())
+    first = plan(chooser.first)
+    replica = Replica(
+        model,
+        optimizer,
+        communicator,
+        first.make_synchronizer,
+        bucket_bytes=first.bucket_bytes,
+        share=share,
+        next_plan=next_plan,
+    )
     if peers.trace is not None:
         peers.trace.resources.callback(watch_passes(model, peers.trace))
     return replica

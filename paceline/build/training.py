@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from paceline.build.choice import Occasion
 from paceline.build.exchange import Peers, replicate
 from paceline.build.model import make_model, make_optimizer
 from paceline.build.resume import Start
@@ -91,7 +92,12 @@ def build_trainer(
         "precision": precision,
     }
     start.restore(parts)
-    replica = replicate(model, optimizer, peers, config.sync, share)
+    occasion = Occasion(
+        folder=folder,
+        steps=optim.num_epochs * train.steps - start.position.number,
+        tell=lambda note: recorder.event("note", text=note),
+    )
+    replica = replicate(model, optimizer, peers, config.sync, share, occasion)
     weights = folder / f"{config.model.weights_name}.pt"
     output = config.output
     teller = recorder if members.rank == 0 else NullRecorder()  # all hear the same losses

@@ -129,9 +129,11 @@ _BUCKET_MB = {"allreduce": 8, "notified": 4}
 class SyncConfig:
     """The exchange of gradients."""
 
-    sync: Literal["allreduce", "notified"] = "allreduce"
+    sync: Literal["auto", "allreduce", "notified"] = "auto"
     """The method: allreduce (NCCL on GPUs, Gloo on CPUs), or notified (one-sided puts: shared
-    memory inside a machine, TCP between machines; no barrier in a step)."""
+    memory inside a machine, TCP between machines; no barrier in a step). auto tries both, with
+    several sizes of a bucket, in the first steps of the training, says what it chose and why, and
+    goes on with that; a resumed run does, too."""
 
     wire: Literal["fp32", "bf16", "int8"] = "fp32"
     """What float32 gradients are on their way between machines, with notified: fp32, as they are;
@@ -139,11 +141,11 @@ class SyncConfig:
 
     bucket_mb: float = 0.0
     """Size of a bucket, the unit of communication, in MiB; 0 is the method's own: 8 with allreduce,
-    4 with notified."""
+    4 with notified, and what auto chooses."""
 
     def __post_init__(self) -> None:
         at_least("bucket_mb", self.bucket_mb, 0)
-        if self.wire != "fp32" and self.sync != "notified":
+        if self.wire != "fp32" and self.sync == "allreduce":
             raise ConfigError(
                 f"--wire {self.wire} needs --sync notified: {self.sync} sends gradients as they "
                 "are."
@@ -151,5 +153,5 @@ class SyncConfig:
 
     @property
     def bucket_bytes(self) -> int:
-        """Size of a bucket."""
+        """Size of a bucket of the method, which is none to be chosen yet."""
         return round((self.bucket_mb or _BUCKET_MB[self.sync]) * 2**20)

@@ -1,6 +1,7 @@
 """A run's folder: `<output_dir>/<run_id>`, what it is for, and who may write there.
 
     config.toml            what the run was told
+    exchange.toml          how its gradients are exchanged, where that was measured
     <log>.log              the CSV log
     events.rank<r>.jsonl   a line a step
     <name>.pt              weights
@@ -77,10 +78,10 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             self._take_lock()
             if not self.begun:
-                _write(self.path / CONFIG_NAME, tomli_w.dumps(dict(config)))
+                write_whole(self.path / CONFIG_NAME, tomli_w.dumps(dict(config)))
         except OSError as error:
             if error.errno in _FULL:
-                raise _no_room(self.path, error) from error
+                raise no_room(self.path, error) from error
             raise ConfigError(
                 f"--output_dir: {self.path} can't be written ({error.strerror}): "
                 "give a folder where you may write."
@@ -106,7 +107,7 @@ class RunFolder:
         try:
             path.touch()
         except OSError as error:
-            raise _no_room(path, error) from error
+            raise no_room(path, error) from error
 
     def close(self) -> None:
         """Let go of the folder."""
@@ -154,9 +155,9 @@ def next_generation(run: Path, at_least: int = 0) -> int:
     if path.exists():
         generation = max(generation, _number(path) + 1)
     try:
-        _write(path, f"{generation}\n")
+        write_whole(path, f"{generation}\n")
     except OSError as error:
-        raise _no_room(path, error) from error
+        raise no_room(path, error) from error
     return generation
 
 
@@ -186,7 +187,8 @@ def _number(path: Path) -> int:
     return int(text)
 
 
-def _no_room(path: Path, error: OSError) -> PacelineError:
+def no_room(path: Path, error: OSError) -> PacelineError:
+    """Say that a file can't be written."""
     return PacelineError(
         f"{path} can't be written ({error.strerror}): make room, or give another --output_dir."
     )
@@ -203,7 +205,12 @@ def _read(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def _write(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
+    """Write a file at once or not at all.
+
+    Raises:
+        OSError: it can't be written.
+    """
     part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")  # machines may share the folder
     try:
         part.write_text(text)

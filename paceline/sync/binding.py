@@ -1,8 +1,8 @@
 """Ties one set of trained parameters to a synchronizer: hooks on gradients and on their readers.
 
-Lives until other parameters are trained (a layer is frozen, say); then the replica makes another.
-Its first step is a lesson about who reads what (`readers.py`); until then each parameter's owner
-waits.
+Lives until other parameters are trained (a layer is frozen, say), or by another exchange; then the
+replica makes another. Its first step is a lesson about who reads what (`readers.py`), unless an
+earlier one of the same parameters was; until then each parameter's owner waits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from paceline.sync.bucket import Bucket
 from paceline.sync.compiled import around_call, is_compiled
 from paceline.sync.gradients import StepGradients
-from paceline.sync.readers import ReaderLesson, Readers, owners
+from paceline.sync.readers import Learned, ReaderLesson, Readers, owners
 from paceline.sync.roster import Roster
 from paceline.sync.synchronizer import Synchronizer
 
@@ -26,9 +26,16 @@ class Binding:
 
     Attributes:
         exchanging: gradients are sent as they arrive; otherwise they accumulate.
+        learned: who reads what, once it is known.
     """
 
-    def __init__(self, model: nn.Module, roster: Roster, synchronizer: Synchronizer) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        roster: Roster,
+        synchronizer: Synchronizer,
+        learned: Learned | None = None,
+    ) -> None:
         self.roster, self.synchronizer = roster, synchronizer
         self.gradients = StepGradients(synchronizer.buckets, roster.names)
         self.exchanging = True
@@ -36,8 +43,13 @@ class Binding:
         self._running = False
         self._prompt: tuple[Bucket, ...] = ()  # read where nobody can wait: updated in `end`
         self._undo_waits: list[Callable[[], None]] = []
-        self._wait_in(owners(model))
-        self._lesson: ReaderLesson | None = ReaderLesson(model)
+        self.learned: Learned | None = None
+        self._lesson: ReaderLesson | None = None
+        if learned is not None:
+            self._follow(learned)
+        else:
+            self._wait_in(owners(model))
+            self._lesson = ReaderLesson(model)
         self._handles = [
             p.register_post_accumulate_grad_hook(partial(self._gradient_done, place))
             for place, p in enumerate(self.gradients.parameters)
@@ -63,12 +75,7 @@ class Binding:
         outside = self._lesson.outside(self.gradients.parameters)
         readers = self._lesson.finish()
         self._lesson = None
-        self._wait_in(readers)
-        self._prompt = tuple(
-            bucket
-            for bucket in self.synchronizer.buckets
-            if not outside.isdisjoint(bucket.parameters)
-        )
+        self._follow(Learned(readers=readers, outside=outside))
         for bucket in self._prompt:
             self.synchronizer.before_read(bucket)
 
@@ -80,6 +87,15 @@ class Binding:
             handle.remove()
         self._undo_all_waits()
         self.synchronizer.close()
+
+    def _follow(self, learned: Learned) -> None:
+        self.learned = learned
+        self._wait_in(learned.readers)
+        self._prompt = tuple(
+            bucket
+            for bucket in self.synchronizer.buckets
+            if not learned.outside.isdisjoint(bucket.parameters)
+        )
 
     def _gradient_done(self, place: int, parameter: Tensor) -> None:
         if not self._running:

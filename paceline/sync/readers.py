@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,6 +27,19 @@ from torch.utils._pytree import tree_leaves
 from paceline.sync.compiled import around_call, is_compiled, visible_modules
 
 Readers = dict[nn.Module, list[nn.Parameter]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learned:
+    """What a lesson has shown.
+
+    Attributes:
+        readers: each module's trainable parameters.
+        outside: those that are read where no module can wait for them.
+    """
+
+    readers: Readers
+    outside: frozenset[nn.Parameter]
 
 
 def owners(model: nn.Module) -> Readers:

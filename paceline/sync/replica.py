@@ -14,13 +14,14 @@ The optimizer's own step hooks see what they see in plain torch: before a pre-ho
 reduced, before a post-hook parameters are settled.
 
 When other parameters are trained than in the step before, the replica settles and binds anew; what
-is new gets rank 0's values.
+is new gets rank 0's values. It does the same where another plan goes on (`next_plan`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,12 +34,30 @@ from paceline.errors import ConfigError
 from paceline.sync.binding import Binding
 from paceline.sync.bucket import Bucket, partition
 from paceline.sync.patch import patch
+from paceline.sync.readers import Learned
 from paceline.sync.roster import Roster, state_of
 from paceline.sync.scaling import meet_scaler
 from paceline.sync.share import Share
 from paceline.sync.synchronizer import Synchronizer
 
 MakeSynchronizer = Callable[[Sequence[Bucket]], Synchronizer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How to exchange.
+
+    Attributes:
+        make_synchronizer: makes the exchange of given buckets.
+        bucket_bytes: a bucket's size, about.
+    """
+
+    make_synchronizer: MakeSynchronizer
+    bucket_bytes: int
+
+
+def _the_same() -> None:
+    """Go on with the exchange that there is."""
 
 
 class Replica:
@@ -51,6 +70,8 @@ class Replica:
         make_synchronizer: makes the exchange of given buckets.
         bucket_bytes: a bucket's size, about.
         share: is told what this rank counts in each step; the SyncBatchNorm layers'.
+        next_plan: is asked when a step begins, and returns another plan that goes on from
+            there, the same on all ranks, or None.
 
     Raises:
         ConfigError: a lazy module doesn't know its shapes, or the optimizer can't be exchanged.
@@ -66,11 +87,12 @@ class Replica:
         *,
         bucket_bytes: int,
         share: Share | None = None,
+        next_plan: Callable[[], Plan | None] = _the_same,
     ) -> None:
         self._model, self._optimizer = model, optimizer
         self._communicator = communicator
-        self._make_synchronizer = make_synchronizer
-        self._bucket_bytes = bucket_bytes
+        self._plan = Plan(make_synchronizer=make_synchronizer, bucket_bytes=bucket_bytes)
+        self._next_plan = next_plan
         self._share = Share() if share is None else share
         self._number: int | None = None  # the step that runs
         self._reduced = False
@@ -158,22 +180,25 @@ class Replica:
         for undo in self._patches:
             undo()
 
-    def _bind(self, known: set[Tensor]) -> Binding:
+    def _bind(self, known: set[Tensor], learned: Learned | None = None) -> Binding:
         """Bind what is trained now; `known` tensors are equal on all ranks, others become so."""
         roster = Roster.of(self._model, self._optimizer)
         fresh = [tensor for tensor in roster.tensors if tensor not in known]
         broadcast_all(self._communicator, fresh, "the broadcast of rank 0's weights")
-        buckets = partition(roster.names, roster.groups, self._bucket_bytes)
-        return Binding(self._model, roster, self._make_synchronizer(buckets))
+        buckets = partition(roster.names, roster.groups, self._plan.bucket_bytes)
+        synchronizer = self._plan.make_synchronizer(buckets)
+        return Binding(self._model, roster, synchronizer, learned)
 
     def _bind_anew_if_changed(self) -> None:
-        old = self._binding
-        if state_of(self._optimizer) == old.roster.state:
+        old, plan = self._binding, self._next_plan()
+        same = state_of(self._optimizer) == old.roster.state
+        if same and plan is None:
             return
+        self._plan = plan or self._plan
         self.settle()
         self.leave()
         self._unbind()
-        self._binding = self._bind(known=set(old.roster.tensors))
+        self._binding = self._bind(set(old.roster.tensors), old.learned if same else None)
         self._binding.exchanging = old.exchanging
         self._settle_before_states()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.sync import adder, sources
+from paceline.sync.allreduce import AllReduce
 from tests.harness.cases import CASES
 from tests.harness.equivalence import largest_difference
 from tests.harness.notified import notified, notified_on_machines
@@ -77,6 +78,17 @@ def test_telling_cases_over_shared_memory_and_tcp_at_once(
     alone = training.alone()
     kind = notified_on_machines(machines)
     first, *others = training.on_threads(sum(machines), 2_000, kind)
+    assert largest_difference(first, alone) < 1e-10
+    for other in others:
+        assert largest_difference(first, other) == 0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_case_whose_method_and_buckets_change_in_mid_run(name: str) -> None:
+    training, puts = CASES[name](), notified(False)
+    alone = training.alone()
+    later = (None, (puts, 1), None, (puts, 10**9), (AllReduce, 1), None, (puts, 2_000))
+    first, *others = training.on_threads(3, 2_000, AllReduce, later)
     assert largest_difference(first, alone) < 1e-10
     for other in others:
         assert largest_difference(first, other) == 0

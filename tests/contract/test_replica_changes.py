@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from paceline.comm.communicator import Communicator
 from paceline.comm.inprocess import ThreadCommunicator, ThreadGroup
 from paceline.errors import ConfigError
+from paceline.sync.allreduce import AllReduce
 from paceline.sync.batch_norm import convert_sync_batchnorm
 from paceline.sync.replica import Replica
 from paceline.sync.share import Share
@@ -137,6 +138,22 @@ def test_another_dtype_is_another_exchange(model: nn.Module) -> None:
         return bench.model.state_dict()
 
     assert largest_difference(run_ranks(2, train)[0], run_ranks(1, train)[0]) < 1e-5
+
+
+def test_another_plan_needs_no_second_lesson(model: nn.Module) -> None:
+    communicator, optimizer = ThreadGroup(1).communicator(0), sgd(model)
+    replica = replicate(model, optimizer, communicator, 2_000, later=(None, (AllReduce, 1)))
+    watched = []
+    model[6].register_forward_hook(  # type: ignore[index]
+        lambda *_: watched.append(_get_current_dispatch_mode() is not None)
+    )
+    for number, (x, y) in enumerate(Training.of(model, steps=3).batches):
+        with replica.step(number, 1.0):
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert watched == [True, False, False]
+    assert len(replica.buckets) == len(list(model.parameters()))
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")

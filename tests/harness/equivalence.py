@@ -23,7 +23,7 @@ from paceline.comm.inprocess import ThreadGroup
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.batch_norm import convert_sync_batchnorm
 from paceline.sync.bucket import Bucket
-from paceline.sync.replica import Replica
+from paceline.sync.replica import Plan, Replica
 from paceline.sync.share import Share
 from paceline.sync.statistics import RunningStatistics
 from paceline.sync.synchronizer import Synchronizer
@@ -32,6 +32,8 @@ from tests.harness.threads import run_ranks
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 State = dict[str, Tensor]
+Kind = Callable[..., Any]
+Later = Sequence[tuple[Kind, int] | None]  # at each step, another kind and size of a bucket
 
 
 class World(Protocol):
@@ -152,6 +154,7 @@ class Training:
         bucket_bytes: int,
         kind: Callable[..., Any] = AllReduce,
         layers: Communicator | None = None,
+        later: Later = (),
     ) -> State:
         """Train this rank's slices by Paceline; return the state dict."""
         model, share = copy.deepcopy(self.model), Share()
@@ -162,7 +165,7 @@ class Training:
         if self.sync_bn:
             assert layers is not None
             model = convert_sync_batchnorm(model, layers, share)
-        replica = replicate(model, optimizer, communicator, bucket_bytes, kind, share)
+        replica = replicate(model, optimizer, communicator, bucket_bytes, kind, share, later)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, self.gamma)
         step = self.make_step()
         for number, (x, y) in enumerate(self.batches):
@@ -178,13 +181,17 @@ class Training:
         return state
 
     def on_threads(
-        self, world_size: int, bucket_bytes: int, kind: Callable[..., Any] = AllReduce
+        self,
+        world_size: int,
+        bucket_bytes: int,
+        kind: Callable[..., Any] = AllReduce,
+        later: Later = (),
     ) -> list[State]:
         """Train on ranks that are threads; return each one's state dict."""
         layers = ThreadGroup(world_size)
         return run_ranks(
             world_size,
-            lambda c: self.on_rank(c, bucket_bytes, kind, layers.communicator(c.rank)),
+            lambda c: self.on_rank(c, bucket_bytes, kind, layers.communicator(c.rank), later),
         )
 
     def with_model(self, model: nn.Module) -> Training:
@@ -199,15 +206,34 @@ def replicate(
     bucket_bytes: int,
     kind: Callable[..., Any] = AllReduce,
     share: Share | None = None,
+    later: Later = (),
 ) -> Replica:
-    """Give all ranks rank 0's model and bind it to a synchronizer of a kind."""
+    """Give all ranks rank 0's model and bind it to a synchronizer, and later to others."""
 
-    def make(buckets: Sequence[Bucket]) -> Synchronizer:
-        updater = Updater(optimizer, buckets)
-        synchronizer: Synchronizer = kind(buckets, communicator, updater, RunningStatistics(model))
-        return synchronizer
+    def plan(kind: Kind, bucket_bytes: int) -> Plan:
+        def make(buckets: Sequence[Bucket]) -> Synchronizer:
+            parts = Updater(optimizer, buckets), RunningStatistics(model)
+            synchronizer: Synchronizer = kind(buckets, communicator, *parts)
+            return synchronizer
 
-    return Replica(model, optimizer, communicator, make, bucket_bytes=bucket_bytes, share=share)
+        return Plan(make_synchronizer=make, bucket_bytes=bucket_bytes)
+
+    changes = iter(later)
+
+    def next_plan() -> Plan | None:
+        change = next(changes, None)
+        return None if change is None else plan(*change)
+
+    first = plan(kind, bucket_bytes)
+    return Replica(
+        model,
+        optimizer,
+        communicator,
+        first.make_synchronizer,
+        bucket_bytes=bucket_bytes,
+        share=share,
+        next_plan=next_plan,
+    )
 
 
 def largest_difference(one: State, other: State) -> float:

@@ -19,6 +19,7 @@ SMALL = (
     *("train", "--train_data", "null", "--test_data", "null", "--epoch_size", "70"),
     *("--test_epoch_size", "10", "--image_size", "32", "--augment", "none"),
     *("--num_labels", "3", "--batch_size", "6", "--run_id", "r"),
+    *("--sync", "allreduce"),  # where nothing else is said: bits are compared
 )
 STEPS = 12  # of an epoch; the last batch is short
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.build.choice import CANDIDATES
 from paceline.comm.communicator import Communicator
 from paceline.sync.wires import WIRES
 from tests.harness.benchmarks import (
@@ -118,6 +119,17 @@ def test_a_row_that_is_none_is_refused(row: str, sentence: str) -> None:
         _, err = process.communicate(timeout=LIMIT)
     assert process.returncode == 2
     assert sentence in err
+
+
+def test_what_auto_chooses_is_said_and_stands_beside_each_fixed_choice() -> None:
+    with benchmark("auto.py", *SMALL, "--quick", "--markdown") as process:
+        out, err = process.communicate(timeout=LIMIT)
+    assert process.returncode == 0, err
+    assert err.count("fix it by --sync ") == 1  # by rank 0
+    cells = table(out)
+    assert list(cells) == ["auto", *(f"{sync}:{size:g}" for sync, size in CANDIDATES["cpu"])]
+    assert all(INTERVAL.fullmatch(ratio) for _, ratio, _ in cells.values())
+    assert [mark for *_, mark in cells.values()].count("fastest") == 1
 
 
 def test_the_wires_table_has_a_line_for_each_of_their_methods() -> None:

@@ -88,6 +88,7 @@ def test_a_leveldb_trains_as_the_lmdb_does(data: Path, tmp_path: Path) -> None:
     rows = []
     for kind in ("lmdb", "leveldb"):
         words = ("train", "--train_data", str(data / f"train-{kind}"), "--db_type", kind, *SMALL)
+        words += ("--sync", "notified")  # the same for both: bits are compared
         ended = run(*words, "--num_workers", "2", "--run_id", kind, folder=tmp_path)
         assert ended.status == 0, ended.text
         rows.append([(r["loss"], r["accuracy"]) for r in rows_of(tmp_path / "runs" / kind)])

@@ -104,12 +104,12 @@ def test_after_close(model: nn.Module) -> None:
 
 
 def test_an_unknown_way_to_exchange(world: World, model: nn.Module) -> None:
-    with pytest.raises(ConfigError, match="sync is 'ring'; there is allreduce"):
+    with pytest.raises(ConfigError, match="sync is 'ring'; there is auto, allreduce, notified"):
         paceline.parallelize(model, sgd(model), world, sync="ring")
     with pytest.raises(ConfigError, match="wire is 'fp8'; there is fp32, bf16, int8"):
         paceline.parallelize(model, sgd(model), world, wire="fp8")
     with pytest.raises(ConfigError, match=r"^wire int8 needs sync notified"):
-        paceline.parallelize(model, sgd(model), world, wire="int8")
+        paceline.parallelize(model, sgd(model), world, sync="allreduce", wire="int8")
     with pytest.raises(ConfigError, match=r"^bucket_mb -1"):
         paceline.parallelize(model, sgd(model), world, bucket_mb=-1)
 

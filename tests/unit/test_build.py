@@ -176,6 +176,10 @@ def test_gpus_are_refused_to_who_exchanges_by_puts() -> None:
     with pytest.raises(ConfigError, match=r"--sync notified: .*give --sync allreduce.*--use_cpu"):
         build.check(config, gpus=1)
     build.check(config_of("--sync", "notified", "--use_cpu"), gpus=1)
+    config = config_of("--wire", "bf16", "--num_gpus", "1")
+    with pytest.raises(ConfigError, match=r"--wire bf16 needs --sync notified, .*give --wire fp32"):
+        build.check(config, gpus=1)
+    build.check(config_of("--num_gpus", "1"), gpus=1)
 
 
 def test_timeouts_reach_the_connections() -> None:

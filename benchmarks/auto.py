@@ -1,0 +1,77 @@
+"""What `--sync auto` chooses, beside each exchange that it could have chosen, a link at a time.
+
+    python benchmarks/auto.py [--quick]
+
+The work is that of `step.py`. `auto` first makes its trials on the link, alone, and says what it
+has chosen; then its choice and all fixed ones run in turns. It has done well where its time divided
+by that of the fastest fixed one isn't above 1 by more than the interval.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from functools import partial
+from statistics import median
+
+from links import LOOPBACK, LinkError
+from rounds import paired_ratio
+from step import measure
+from table import print_table
+
+from paceline.build.choice import CANDIDATES
+
+AUTO = "auto"
+FIXED = [f"{sync}:{size:g}" for sync, size in CANDIDATES["cpu"]]
+TITLES = ["", "ms a step", "auto's time / its, 95 %", "of the fixed"]
+WIDTHS = [14, 9, 26, 14]
+LINKS = [LOOPBACK, "2.5gbit", "1gbit", "100mbit"]
+
+
+def main() -> None:
+    options = _parser().parse_args()
+    if options.quick:
+        options.rounds, options.steps = 2, 1
+    for link in options.links:
+        try:
+            milliseconds, rate = measure(link, options)
+        except LinkError as error:
+            print(f"\n{link}: not measured, as {error}.", flush=True)
+        else:
+            print(f"a plain stream carries {rate:.3g} Gbit/s each way\n")
+            print_choice(milliseconds, markdown=options.markdown)
+
+
+def print_choice(milliseconds: Mapping[str, list[float]], *, markdown: bool) -> None:
+    """Print a line a row, with what `auto`'s time is of its time."""
+    best = min(FIXED, key=lambda row: median(milliseconds[row]))
+    lines = [TITLES]
+    for row, values in milliseconds.items():
+        ratio = str(paired_ratio(milliseconds[AUTO], values))
+        lines.append([row, f"{median(values):.0f}", ratio, "fastest" if row == best else ""])
+    print_table(lines, WIDTHS, markdown=markdown)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = partial(parser.add_argument, help="default: %(default)s")
+    parser.add_argument("--quick", action="store_true", help="2 rounds of one step")
+    add("--rounds", type=int, default=15)
+    add("--steps", type=int, default=5)
+    add("--links", nargs="+", default=LINKS, metavar="LINK")
+    add("--model", default="resnet50")
+    add("--image-size", type=int, default=64)
+    add("--batch", type=int, default=16, help="images a rank; default: %(default)s")
+    add("--ranks", type=int, default=2)
+    add("--dtype", choices=["float", "bfloat16"], default="float")
+    parser.add_argument("--markdown", action="store_true", help="print tables as markdown")
+    parser.set_defaults(rows=[AUTO, *FIXED])
+    return parser
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

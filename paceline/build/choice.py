@@ -1,0 +1,197 @@
+"""`--sync auto`: which exchange a run takes, and one line that says why.
+
+    a world of one rank     nothing travels: allreduce
+    measured before         what `exchange.toml` says, as long as the world is the same
+    a short run             the first candidate: measuring would be too much of it
+    any other               trials in its own first steps (`sync/trials.py`)
+
+All candidates with float32 on their way are equal up to the order of summation, so a run may change
+from one to another; what is lossy is always asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from paceline.cluster.members import Members
+from paceline.comm.communicator import Communicator, broadcast_bytes, total
+from paceline.config.world import SyncConfig
+from paceline.state.choice import CHOICE_NAME, Choice, read_choice, write_choice
+from paceline.sync.bucket import partition
+from paceline.sync.roster import Roster
+from paceline.sync.trials import Outcome, Trials, steps_of_trials
+
+# Of those that are equally fast the first is taken, and in a short run the first of all.
+CANDIDATES = {
+    "cpu": (
+        *(("notified", 4.0), ("allreduce", 8.0), ("notified", 8.0), ("notified", 2.0)),
+        *(("notified", 16.0), ("allreduce", 25.0)),
+    ),
+    "cuda": (("allreduce", 8.0), ("allreduce", 25.0)),
+}
+SHARE = 10  # a run measures if its steps are as many times those of the trials
+
+
+@dataclass(frozen=True, kw_only=True)
+class Occasion:
+    """What a choice has to go by.
+
+    Attributes:
+        folder: the run's, where rank 0 keeps the choice; None: nowhere.
+        steps: how many the run has left; None: nobody knows.
+        tell: tells a person of rank 0's.
+    """
+
+    folder: Path | None = None
+    steps: int | None = None
+    tell: Callable[[str], None] = lambda note: None
+
+
+class Chooser:
+    """Says at each step's begin which exchange is to go on.
+
+    Args:
+        candidates: what there is to choose from, one at least.
+        members: the world.
+        communicator: its ranks.
+        device: where their parameters are.
+        occasion: what is known of the run.
+
+    Attributes:
+        first: the exchange to begin with.
+    """
+
+    def __init__(
+        self,
+        candidates: Sequence[SyncConfig],
+        members: Members,
+        communicator: Communicator,
+        device: torch.device,
+        occasion: Occasion,
+    ) -> None:
+        self._candidates, self._members, self._occasion = candidates, members, occasion
+        self._communicator, self._device = communicator, device
+        self._trials: Trials | None = None
+        self.first = self._current = self._begin()
+
+    def next(self) -> SyncConfig | None:
+        """Return the exchange that goes on from this step, if it is another; collective.
+
+        Raises:
+            CommError: a peer was lost, or silent.
+            PacelineError: the choice can't be written down.
+        """
+        if self._trials is None:
+            return None
+        config = self._candidates[self._trials.begin()]
+        if self._trials.outcome is not None:
+            self._keep(self._trials.outcome)
+            self._trials = None
+        before, self._current = self._current, config
+        return None if config == before else config
+
+    def _begin(self) -> SyncConfig:
+        """Choose what needs no trials, or begin them; collective."""
+        candidates, occasion = self._candidates, self._occasion
+        if len(candidates) == 1:
+            return candidates[0]
+        if (known := self._known()) is not None:
+            self._tell(f"{_long(known)}, as this run has measured before ({CHOICE_NAME})")
+            return known
+        left, needed = occasion.steps, steps_of_trials(len(candidates))
+        if left is not None and left < SHARE * needed:
+            short = f"{left} steps are too few to measure what is best"
+            self._tell(f"{_long(candidates[0])}: {short}; choose by --sync and --bucket_mb")
+            return candidates[0]
+        self._trials = Trials(len(candidates), time.perf_counter, self._mean)
+        return candidates[0]
+
+    def _known(self) -> SyncConfig | None:
+        """Return what rank 0 knows to be chosen, if that still goes."""
+        told = b""
+        if self._communicator.rank == 0 and self._occasion.folder is not None:
+            choice = read_choice(self._occasion.folder)
+            if choice is not None and choice.machines == self._members.machines:
+                told = json.dumps([choice.sync, choice.bucket_mb, choice.wire]).encode()
+        what = "the broadcast of rank 0's exchange"
+        told = broadcast_bytes(self._communicator, told, self._device, what)
+        known = json.loads(told) if told else None
+        return next((c for c in self._candidates if [c.sync, c.bucket_mb, c.wire] == known), None)
+
+    def _mean(self, values: Sequence[float]) -> Sequence[float]:
+        own = torch.tensor(values, dtype=torch.float64, device=self._device)
+        sums: Tensor = total(self._communicator, own, "the mean of measured steps")
+        return [value / self._communicator.world_size for value in sums.tolist()]
+
+    def _keep(self, outcome: Outcome) -> None:
+        if self._communicator.rank > 0:
+            return
+        chosen = self._candidates[outcome.chosen]
+        figures = {_short(self._candidates[c]): 1000 * s for c, s in outcome.seconds.items()}
+        if self._occasion.folder is not None:
+            choice = Choice(
+                sync=chosen.sync,
+                bucket_mb=chosen.bucket_mb,
+                wire=chosen.wire,
+                machines=self._members.machines,
+                milliseconds={name: round(value, 3) for name, value in figures.items()},
+            )
+            write_choice(self._occasion.folder, choice)
+        own = figures.pop(_short(chosen))
+        others = ", ".join(f"{name} {_number(value)}" for name, value in figures.items())
+        near = (
+            "" if own <= min(figures.values()) else f" (all within {outcome.noise:.0%} are equal)"
+        )
+        self._tell(
+            f"{_long(chosen)}: {_number(own)} ms a step; {others}{near}; fix it by --sync "
+            f"{chosen.sync} --bucket_mb {chosen.bucket_mb:g}"
+        )
+
+    def _tell(self, text: str) -> None:
+        if self._communicator.rank == 0:
+            self._occasion.tell(f"exchange: {text}.")
+
+
+def candidates_of(
+    config: SyncConfig, roster: Roster, world_size: int, device: torch.device
+) -> list[SyncConfig]:
+    """List the exchanges to choose from: those that fit what was asked for, and differ.
+
+    Args:
+        config: what was asked for.
+        roster: what is trained; sizes that give it the same buckets are one.
+        world_size: the number of ranks.
+        device: where the parameters are.
+    """
+    if config.sync != "auto":
+        return [config]
+    if world_size == 1:
+        return [replace(config, sync="allreduce", wire="fp32")]
+    found = [(sync, config.bucket_mb or size) for sync, size in CANDIDATES[device.type]]
+    if config.wire != "fp32":
+        found = [(sync, size) for sync, size in found if sync == "notified"]
+    different: dict[object, SyncConfig] = {}
+    for sync, size in found:
+        fixed = replace(config, sync=sync, bucket_mb=size)  # type: ignore[arg-type]
+        buckets = partition(roster.names, roster.groups, fixed.bucket_bytes)
+        different.setdefault((sync, tuple(bucket.names for bucket in buckets)), fixed)
+    return list(different.values())
+
+
+def _long(config: SyncConfig) -> str:
+    return f"{config.sync}, {config.bucket_mb:g} MB buckets"
+
+
+def _short(config: SyncConfig) -> str:
+    return f"{config.sync} {config.bucket_mb:g} MB"
+
+
+def _number(milliseconds: float) -> str:
+    return f"{milliseconds:.0f}" if milliseconds >= 100 else f"{milliseconds:.3g}"

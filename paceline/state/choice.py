@@ -1,0 +1,67 @@
+"""What a run has measured of its exchange, and chosen: `exchange.toml` in its folder.
+
+    sync = "notified"
+    bucket_mb = 4.0
+    wire = "fp32"
+    machines = [2, 2]        # workers of each; in another world it is measured again
+
+    [milliseconds]           # a step, of each that was tried
+    "notified 4 MB" = 312.4
+
+It is there, whole, once the measuring is over. A file that can't be read is one that isn't there:
+what is measured again is no worse.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import tomli_w
+
+from paceline.state.run_folder import no_room, write_whole
+
+CHOICE_NAME = "exchange.toml"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """An exchange that was chosen.
+
+    Attributes:
+        sync: the method.
+        bucket_mb: a bucket's size in MiB.
+        wire: what gradients are on their way.
+        machines: the number of workers of each machine.
+        milliseconds: a step's, of each exchange that was tried, by its name.
+    """
+
+    sync: str
+    bucket_mb: float
+    wire: str
+    machines: tuple[int, ...]
+    milliseconds: Mapping[str, float]
+
+
+def read_choice(run: Path) -> Choice | None:
+    """Return what a run has chosen, if it has."""
+    try:
+        told = tomllib.loads((run / CHOICE_NAME).read_text())
+        return Choice(**{**told, "machines": tuple(told["machines"])})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def write_choice(run: Path, choice: Choice) -> None:
+    """Write down what a run has chosen.
+
+    Raises:
+        PacelineError: the folder can't be written.
+    """
+    path = run / CHOICE_NAME
+    try:
+        write_whole(path, tomli_w.dumps({**asdict(choice), "machines": list(choice.machines)}))
+    except OSError as error:
+        raise no_room(path, error) from error

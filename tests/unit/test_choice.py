@@ -1,0 +1,167 @@
+"""`--sync auto`: what there is to choose from, and what becomes of a choice."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.build.choice import Chooser, Occasion, candidates_of
+from paceline.cluster.members import Members
+from paceline.comm.communicator import Communicator
+from paceline.config.world import SyncConfig
+from paceline.state.choice import CHOICE_NAME, read_choice
+from paceline.sync.roster import Roster
+from paceline.sync.trials import steps_of_trials
+from tests.harness.threads import run_ranks
+
+CPU = torch.device("cpu")
+TWO = [SyncConfig(sync="notified", bucket_mb=4.0), SyncConfig(sync="allreduce", bucket_mb=8.0)]
+NEEDED = steps_of_trials(len(TWO))
+
+
+def roster(layers: int, megabytes: float) -> Roster:
+    """List a model of layers of some MiB each."""
+    model = nn.Sequential(*(nn.Linear(round(megabytes * 2**18), 1) for _ in range(layers)))
+    return Roster.of(model, torch.optim.SGD(model.parameters()))
+
+
+def names(config: SyncConfig, roster: Roster, world_size: int = 2, device: Any = CPU) -> list[str]:
+    found = candidates_of(config, roster, world_size, device)
+    return [f"{c.sync}:{c.bucket_mb:g}:{c.wire}" for c in found]
+
+
+def test_a_large_model_has_all_methods_and_sizes_to_choose_from() -> None:
+    assert names(SyncConfig(), roster(30, 1)) == [
+        *("notified:4:fp32", "allreduce:8:fp32", "notified:8:fp32", "notified:2:fp32"),
+        *("notified:16:fp32", "allreduce:25:fp32"),
+    ]
+
+
+def test_sizes_that_make_the_same_buckets_are_one() -> None:
+    assert names(SyncConfig(), roster(3, 0.1)) == ["notified:4:fp32", "allreduce:8:fp32"]
+    assert names(SyncConfig(), roster(3, 1.5)) == [
+        *("notified:4:fp32", "allreduce:8:fp32", "notified:8:fp32", "notified:2:fp32")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("asked", "left"),
+    [
+        ({"sync": "allreduce"}, ["allreduce:0:fp32"]),
+        ({"sync": "notified", "wire": "int8", "bucket_mb": 3}, ["notified:3:int8"]),
+        ({"bucket_mb": 3}, ["notified:3:fp32", "allreduce:3:fp32"]),
+        (
+            {"wire": "bf16"},
+            ["notified:4:bf16", "notified:8:bf16", "notified:2:bf16", "notified:16:bf16"],
+        ),
+    ],
+    ids=str,
+)
+def test_what_was_asked_for_is_not_chosen_otherwise(asked: dict[str, Any], left: list[str]) -> None:
+    assert names(SyncConfig(**asked), roster(30, 1)) == left
+
+
+def test_on_gpus_there_are_collectives_only() -> None:
+    gpu = torch.device("cuda")
+    assert names(SyncConfig(), roster(30, 1), device=gpu) == [
+        "allreduce:8:fp32",
+        "allreduce:25:fp32",
+    ]
+
+
+def test_one_rank_has_nothing_to_choose() -> None:
+    assert names(SyncConfig(wire="int8"), roster(30, 1), world_size=1) == ["allreduce:0:fp32"]
+
+
+@dataclass
+class Run:
+    """A run of two ranks, on the machines that are told, and what its person is told."""
+
+    folder: Path | None = None
+    steps: int | None = None
+    machines: tuple[int, ...] = (2,)
+    notes: list[str] = field(default_factory=list)
+
+    def start(self, steps: int) -> list[list[SyncConfig]]:
+        """Make so many steps; return with which exchange, by rank."""
+        occasion = Occasion(folder=self.folder, steps=self.steps, tell=self.notes.append)
+        hosts = ("127.0.0.1",) * len(self.machines)
+        members = Members.on(0, 0, machines=self.machines, addresses=hosts, hosts=hosts)
+
+        def on_rank(communicator: Communicator) -> list[SyncConfig]:
+            chooser = Chooser(TWO, members, communicator, CPU, occasion)
+            now, bound = chooser.first, []
+            for _ in range(steps):
+                now = chooser.next() or now
+                bound.append(now)
+            return bound
+
+        return run_ranks(2, on_rank)
+
+
+def test_a_choice_is_told_with_its_figures_and_kept_for_the_next_start(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    one, other = run.start(NEEDED)
+    assert one == other
+    assert {config.sync for config in one} == {"notified", "allreduce"}
+    assert not run.notes
+    assert not list(tmp_path.iterdir())  # killed here, it would measure again
+
+    one, other = run.start(NEEDED + 2)
+    chosen = one[-1]
+    assert one[-2:] == other[-2:] == [chosen, chosen]
+    (note,) = run.notes
+    assert re.fullmatch(
+        rf"exchange: {chosen.sync}, {chosen.bucket_mb:g} MB buckets: \S+ ms a step; "
+        rf"(notified 4|allreduce 8) MB \S+( \(all within \d% are equal\))?; "
+        rf"fix it by --sync {chosen.sync} --bucket_mb {chosen.bucket_mb:g}\.",
+        note,
+    )
+    kept = read_choice(tmp_path)
+    assert kept is not None
+    assert (kept.sync, kept.bucket_mb) == (chosen.sync, chosen.bucket_mb)
+    assert set(kept.milliseconds) == {"notified 4 MB", "allreduce 8 MB"}
+
+    again = run.start(1)
+    assert again == [[chosen], [chosen]]
+    assert re.search(r"as this run has measured before \(exchange\.toml\)\.$", run.notes[1])
+
+
+@pytest.mark.parametrize("change", ["other machines", "damaged", "not there"])
+def test_what_does_not_go_any_more_is_measured_again(tmp_path: Path, change: str) -> None:
+    run = Run(tmp_path)
+    run.start(NEEDED + 1)
+    if change == "other machines":
+        run.machines = (1, 1)
+    elif change == "damaged":
+        (tmp_path / CHOICE_NAME).write_text('sync = "notified"\nbucket')
+    else:
+        text = (tmp_path / CHOICE_NAME).read_text()
+        (tmp_path / CHOICE_NAME).write_text(text.replace('"fp32"', '"bf16"'))
+    bound, _ = run.start(NEEDED + 1)
+    assert {config.sync for config in bound} == {"notified", "allreduce"}
+    assert [" ms a step; " in note for note in run.notes] == [True, True]
+
+
+def test_a_short_run_is_not_measured() -> None:
+    run = Run(steps=10 * NEEDED - 1)
+    assert run.start(NEEDED) == [[TWO[0]] * NEEDED] * 2
+    assert run.notes == [
+        f"exchange: notified, 4 MB buckets: {run.steps} steps are too few to measure what is best; "
+        "choose by --sync and --bucket_mb."
+    ]
+    run.steps = 10 * NEEDED
+    assert len(set(run.start(NEEDED)[0])) == 2
+
+
+def test_who_has_no_folder_measures_at_each_start() -> None:
+    run = Run()
+    for _ in range(2):
+        assert len(set(run.start(NEEDED + 1)[0])) == 2
+    assert len(run.notes) == 2
