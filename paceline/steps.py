@@ -5,15 +5,20 @@
 
 Whatever is saved is saved at a boundary, the moment before a step: the last step's result, the
 schedule and the epoch's end are then all in. All ranks hear the same, so they stop at the same
-boundary; the state is rank 0's to keep, and it alone decides when.
+boundary. The state is rank 0's to keep, and it decides when; what it decides by its clock is told
+like the wish to stop, so that the ranks can give it what they alone have, at the same boundary:
+
+    step n  tell(n, wish) ── step n + 1 ── boundary n + 2: hear(n); settle, gather, snapshot
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from enum import IntEnum
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -23,9 +28,11 @@ from torch import Tensor
 from paceline.data import splitmix
 from paceline.data.place import Place
 from paceline.recorder import Recorder
+from paceline.state.checkpoint import EXCHANGE
 from paceline.state.keeper import Keeper
 from paceline.sync.agreement import Agreement
 from paceline.sync.replica import Replica
+from paceline.sync.residuals import OPTIMIZER
 
 _RANDOM, _BEFORE = 3, 4  # purposes of the seed's, beside the data's
 
@@ -60,10 +67,21 @@ class SavePolicy:
     steps: int = 0
     minutes: float = 0.0
 
-    def due(self, number: int, seconds: float) -> bool:
-        """Tell whether one is due before step `number`, so many seconds after the last."""
-        by_steps = self.steps > 0 and number % self.steps == 0
-        return by_steps or 0 < self.minutes * 60 <= seconds
+    def due_by_steps(self, number: int) -> bool:
+        """Tell whether one is due before step `number`."""
+        return self.steps > 0 and number % self.steps == 0
+
+    def due_by_time(self, seconds: float) -> bool:
+        """Tell whether one is due so many seconds after the last."""
+        return 0 < self.minutes * 60 <= seconds
+
+
+class Wish(IntEnum):
+    """What rank 0 wishes to do at a boundary."""
+
+    NOTHING = 0
+    SNAPSHOT = 1
+    SAVE = 2
 
 
 class Steps:
@@ -108,9 +126,13 @@ class Steps:
         self.generation = generation
         self.position = position
         self.position.sums = self.position.sums or [0.0] * values
-        self._policy, self._stopping, self._listen = policy, stopping, listen
+        self._stopping, self._listen = stopping, listen
         self._values, self._device = values, device
         self._stop_told: int | None = None  # the step in which somebody wished to stop
+        kept, steps = agreement.of_rank_0([keeper is not None, policy.steps], device)
+        self._kept, self._policy = bool(kept), replace(policy, steps=steps)
+        # Rank 0's wishes, by the steps in which they were told; two boundaries later they are done.
+        self._wishes = deque([(self.position.number - 2, Wish.SNAPSHOT)])
         self._saved_at = time.monotonic()
         self._saved_number = self.position.number
 
@@ -152,8 +174,9 @@ class Steps:
             sums=self.position.sums,
             **told,
         )
-        self._agreement.tell(number, sums, stop=self._stopping())
         self.position.step, self.position.number = place.step + 1, number + 1
+        wish = Wish.NOTHING if self._agreement.alone else self._wish()
+        self._agreement.tell(number, sums, stop=self._stopping(), wish=wish)
 
     def seed(self, number: int) -> None:
         """Start the random streams of what a script computes before a step begins."""
@@ -185,7 +208,9 @@ class Steps:
         self.save(best=best)
 
     def save(self, *, best: bool = False) -> None:
-        """Save a checkpoint in the background; on ranks other than 0, only settle.
+        """Save a checkpoint in the background; on ranks other than 0, settle and give what is kept.
+
+        Rank 0 alone may call it where the ranks have no state besides model and optimizer.
 
         Raises:
             CommError: a peer was lost, or silent.
@@ -194,7 +219,7 @@ class Steps:
         self._snapshot(best=best)
         if self._keeper is not None:
             self._keeper.publish()
-            self._saved_at, self._saved_number = time.monotonic(), self.position.number
+        self._saved_at, self._saved_number = time.monotonic(), self.position.number
 
     def rescue(self) -> None:
         """Write the newest state in memory to the disk, from another thread."""
@@ -218,14 +243,41 @@ class Steps:
         told = self._stop_told is not None and self._stop_told < number - 1
         if told or (self._agreement.alone and self._stopping()):
             self._stop()
-        if self._keeper is None:
+        if self._keeper is not None:
+            self._tell_published(self._keeper.published)
+        wish = self._wish_for(number)
+        if self._keeper is None and not self._replica.stateful:
             return
-        self._tell_published(self._keeper.published)
-        seconds, done = time.monotonic() - self._saved_at, self.position.number
-        if done > self._saved_number and self._policy.due(done, seconds):
+        if wish is Wish.SAVE:
             self.save()
-        elif self._keeper.due:
+        elif wish is Wish.SNAPSHOT:
             self._snapshot()
+
+    def _wish_for(self, number: int) -> Wish:
+        """Return what all ranks do before step `number`, by what rank 0 wished and the policy."""
+        heard = [Wish.NOTHING]
+        while self._wishes and self._wishes[0][0] <= number - 2:
+            step, wish = self._wishes.popleft()
+            if wish is Wish.SNAPSHOT or step >= self._saved_number:  # else it was saved since
+                heard.append(wish)
+        if not self._kept:
+            return Wish.NOTHING
+        if self._agreement.alone:
+            heard.append(self._wish())
+        done = self.position.number
+        if done > self._saved_number and self._policy.due_by_steps(done):
+            heard.append(Wish.SAVE)
+        return max(heard)
+
+    def _wish(self) -> Wish:
+        """Return what this rank wishes; it is wished once."""
+        if self._keeper is None:
+            return Wish.NOTHING
+        due = self._policy.due_by_time(time.monotonic() - self._saved_at)
+        if due and self.position.number > self._saved_number:
+            self._saved_at = time.monotonic()
+            return Wish.SAVE
+        return Wish.SNAPSHOT if self._keeper.ask() else Wish.NOTHING
 
     def _hear(self, *, before: int) -> None:
         for heard in self._agreement.hear(before=before):
@@ -233,15 +285,24 @@ class Steps:
             self.position.sums = [total + told for total, told in sums]
             if heard.stop and self._stop_told is None:
                 self._stop_told = heard.step
+            if heard.wish:
+                self._wishes.append((heard.step, Wish(heard.wish)))
             self._listen(heard.step, heard.sums)
 
     def _snapshot(self, *, best: bool = False) -> None:
         with self._recorder.span("settle"):
             self._replica.settle()
         self._hear(before=self.position.number)
+        started = time.monotonic()
+        state = self._replica.state() if self._kept else None
         if self._keeper is not None:
+            spent = time.monotonic() - started
             position = {**asdict(self.position), "generation": self.generation}
-            self._keeper.capture(self.position.number, position, best=best)
+            gathered = dict(state or {})
+            exchange = {name: gathered.pop(name) for name in list(gathered) if name != OPTIMIZER}
+            gathered |= {EXCHANGE: exchange} if exchange else {}
+            number = self.position.number
+            self._keeper.capture(number, position, gathered, spent=spent, best=best)
 
     def _stop(self) -> None:
         self.save()

@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 from paceline.api.tracking import refuse_foreign
 from paceline.api.words import in_python
 from paceline.api.world import World
-from paceline.build.exchange import SYNCHRONIZERS, refuse_gpu, replicate
+from paceline.build.exchange import SYNCHRONIZERS, UPDATES, refuse_gpu, replicate
 from paceline.cluster.preflight import model_facts
+from paceline.cluster.supervise import say
 from paceline.comm.communicator import broadcast_bytes
 from paceline.config.world import SyncConfig
 from paceline.errors import ConfigError
@@ -37,6 +38,7 @@ def parallelize(
     *,
     sync: str = "auto",
     wire: str = "fp32",
+    update: str = "replicated",
     bucket_mb: float = 0.0,
     sync_bn: bool = False,
 ) -> tuple[Model, AnyOptimizer]:
@@ -53,6 +55,8 @@ def parallelize(
             "auto", which tries both in the first steps and goes on with the faster one.
         wire: what float32 gradients are between machines, with "notified": "fp32", as they are,
             "bf16", half of the bytes, or "int8", a quarter.
+        update: who updates a parameter: "replicated", every rank its copy, or "sharded", with
+            "notified", the rank that adds up its gradients; each has a share of the state.
         bucket_mb: size of a bucket, the unit of communication, in MiB; 0: the method's own, or
             what "auto" chooses.
         sync_bn: make BatchNorm's statistics those of the global batch.
@@ -67,10 +71,12 @@ def parallelize(
         session, link = training.session, training.session.link
         training.require_open("paceline.parallelize()")
         _check(model, optimizer, world, sync, wire)
-        config = SyncConfig(sync=sync, wire=wire, bucket_mb=bucket_mb)  # type: ignore[arg-type]
+        if update not in UPDATES:
+            raise ConfigError(f"update is {update!r}; there is {', '.join(UPDATES)}.")
+        config = SyncConfig(sync=sync, wire=wire, update=update, bucket_mb=bucket_mb)  # type: ignore[arg-type]
         state = chain(model.named_parameters(), model.named_buffers())
         link.agree("model", model_facts(state))
-        asked = {"sync": sync, "wire": wire, "bucket_mb": bucket_mb}
+        asked = {"sync": sync, "wire": wire, "update": update, "bucket_mb": bucket_mb}
         link.agree("optimizer", {"the optimizer": type(optimizer).__name__, **asked})
         link.agree("parameter groups", _group_facts(optimizer))
         share = Share()
@@ -81,10 +87,13 @@ def parallelize(
         parts: dict[str, Any] = {"model": model, "optimizer": optimizer}
         training.start.restore(parts)
         _share_state(optimizer, world)
-        replica = replicate(model, optimizer, session.peers, config, share, session.occasion)
         if session.run is not None:
             for name, part in parts.items():
                 refuse_foreign(f"{name}.state_dict()", part.state_dict())
+        replica = replicate(model, optimizer, session.peers, config, share, session.occasion)
+        for note in training.start.restore_exchange(replica):
+            if world.rank == 0:
+                say(note)
         session.resources.callback(replica.close)
         session.resources.callback(_refuse_outside(optimizer, replica))
         training.bind(replica, model, optimizer, parts)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 
 from paceline.errors import ConfigError
 
@@ -67,6 +68,11 @@ class Tracked:
                 "world.track() the same objects as before, before the first step."
             )
         self._kept = None
+
+    @property
+    def scalers(self) -> list[GradScaler]:
+        """The loss scalers among the objects."""
+        return [part for part in self._objects.values() if isinstance(part, GradScaler)]
 
     def unnamed(self, parts: tuple[Trackable, ...]) -> dict[str, Trackable]:
         """Name objects by their classes."""

@@ -257,5 +257,8 @@ class Training:
         if self._begun:
             return
         self.tracked.begin()
+        assert self._replica is not None
+        for scaler in self.tracked.scalers:
+            self._replica.follow(scaler.get_scale)
         self._diary.begin(self.course.order, self.course.position.number)
         self._begun, self.start = True, replace(self.start, state=None)

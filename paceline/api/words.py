@@ -18,7 +18,8 @@ _ARGUMENTS = {
         name: name
         for name in (
             *("resume", "checkpoint_steps", "checkpoint_minutes", "keep_checkpoints", "seed"),
-            *("first_iter_timeout", "timeout", "bucket_mb", "sync", "wire", "trace_steps"),
+            *("first_iter_timeout", "timeout", "bucket_mb", "sync", "wire", "update"),
+            "trace_steps",
         )
     },
 }

@@ -165,7 +165,10 @@ class World:
         self._training.track(objects, named)
 
     def checkpoint(self) -> None:
-        """Save a checkpoint now, in the background. All ranks may call it; rank 0 writes.
+        """Save a checkpoint now, in the background. All ranks call it; rank 0 writes.
+
+        Rank 0 alone may call it, too, unless ranks have state of their own, which each gives: by a
+        lossy wire, or with update="sharded".
 
         Call it where the next step could begin: what comes before that step is made again.
 

@@ -173,9 +173,9 @@ def candidates_of(
     if config.sync != "auto":
         return [config]
     if world_size == 1:
-        return [replace(config, sync="allreduce", wire="fp32")]
+        return [replace(config, sync="allreduce", wire="fp32", update="replicated")]
     found = [(sync, config.bucket_mb or size) for sync, size in CANDIDATES[device.type]]
-    if config.wire != "fp32":
+    if config.wire != "fp32" or config.update != "replicated":
         found = [(sync, size) for sync, size in found if sync == "notified"]
     different: dict[object, SyncConfig] = {}
     for sync, size in found:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -31,6 +31,8 @@ from paceline.sync.notified import Notified
 from paceline.sync.passes import watch_passes
 from paceline.sync.replica import Plan, Replica
 from paceline.sync.roster import Roster
+from paceline.sync.sharded import Sharded
+from paceline.sync.shards import Shards
 from paceline.sync.share import Share
 from paceline.sync.statistics import RunningStatistics
 from paceline.sync.synchronizer import Synchronizer
@@ -93,24 +95,27 @@ class Peers:
 def _allreduce(
     buckets: Sequence[Bucket],
     peers: Peers,
-    updater: Updater,
+    optimizer: Optimizer,
     statistics: RunningStatistics,
     config: SyncConfig,
 ) -> Synchronizer:
+    updater = Updater(optimizer, buckets)
     return AllReduce(buckets, peers.communicator, updater, statistics, peers.recorder)
 
 
 def _notified(
     buckets: Sequence[Bucket],
     peers: Peers,
-    updater: Updater,
+    optimizer: Optimizer,
     statistics: RunningStatistics,
     config: SyncConfig,
 ) -> Synchronizer:
-    return Notified(
+    sharded = config.update == "sharded"
+    kind: Callable[..., Synchronizer] = Sharded if sharded else Notified
+    return kind(
         buckets,
         peers.open_window,
-        updater,
+        (Shards if sharded else Updater)(optimizer, buckets),
         statistics,
         peers.topology,
         peers.limits,
@@ -120,6 +125,7 @@ def _notified(
     )
 
 
+UPDATES = ("replicated", "sharded")
 SYNCHRONIZERS = {"allreduce": _allreduce, "notified": _notified}
 
 
@@ -205,12 +211,12 @@ def replicate(
 
     def plan(config: SyncConfig) -> Plan:
         def make(buckets: Sequence[Bucket]) -> Synchronizer:
-            updater, statistics = Updater(optimizer, buckets), RunningStatistics(model)
+            statistics = RunningStatistics(model)
             names = [bucket.names for bucket in buckets]
             if statistics.flat is not None:
                 names.append(("the running statistics",))
             peers.recorder.event("buckets", parameters=names)
-            return SYNCHRONIZERS[config.sync](buckets, peers, updater, statistics, config)
+            return SYNCHRONIZERS[config.sync](buckets, peers, optimizer, statistics, config)
 
         return Plan(make_synchronizer=make, bucket_bytes=config.bucket_bytes)
 

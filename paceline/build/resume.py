@@ -17,9 +17,10 @@ from paceline.build.origin import check_origin
 from paceline.comm.communicator import Communicator, broadcast_bytes
 from paceline.config.run import OutputConfig
 from paceline.errors import CheckpointError, ConfigError
-from paceline.state.checkpoint import Checkpoints, read_checkpoint
+from paceline.state.checkpoint import EXCHANGE, Checkpoints, read_checkpoint
 from paceline.state.run_folder import next_generation
 from paceline.steps import Position
+from paceline.sync.replica import Replica
 
 
 class Restorable(Protocol):
@@ -69,6 +70,16 @@ class Start:
                     f"{' '.join(line.strip() for line in reason[:2])[:300]}; give the flags that "
                     "it was trained with."
                 ) from error
+
+    def restore_exchange(self, replica: Replica) -> tuple[str, ...]:
+        """Give the exchange its state back, where there is any; return what to say of it."""
+        state = None if self.state is None else self.state.get(EXCHANGE)
+        if state is None or replica.restore(state):
+            return ()
+        return (
+            "What the checkpoint's lossy wire had yet to send, less than a step's rounding, is "
+            "dropped: nothing is rounded in this run.",
+        )
 
 
 def find_start(

@@ -98,6 +98,9 @@ def build_trainer(
         tell=lambda note: recorder.event("note", text=note),
     )
     replica = replicate(model, optimizer, peers, config.sync, share, occasion)
+    replica.follow(precision.scale)
+    for note in start.restore_exchange(replica):
+        recorder.event("note", text=note)
     weights = folder / f"{config.model.weights_name}.pt"
     output = config.output
     teller = recorder if members.rank == 0 else NullRecorder()  # all hear the same losses

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from paceline.comm.communicator import Ticket
@@ -19,6 +21,11 @@ class AloneCommunicator:
 
     def broadcast(self, tensor: Tensor) -> Ticket:
         """Leave the tensor as it is: rank 0's."""
+        return _Done()
+
+    def gather(self, tensor: Tensor, into: Sequence[Tensor]) -> Ticket:
+        """Copy the tensor."""
+        into[0].copy_(tensor)
         return _Done()
 
     def steady(self) -> None:

@@ -6,9 +6,10 @@ error names the operation, this rank and, where the transport knows it, the peer
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -51,6 +52,14 @@ class Communicator(Protocol):
 
     def broadcast(self, tensor: Tensor) -> Ticket:
         """Start to replace `tensor` by rank 0's."""
+
+    def gather(self, tensor: Tensor, into: Sequence[Tensor]) -> Ticket:
+        """Start to copy all ranks' `tensor`, of one shape, to rank 0.
+
+        Args:
+            tensor: this rank's.
+            into: on rank 0 a place for each rank's, in rank order; elsewhere nothing.
+        """
 
     def steady(self) -> None:
         """End the start-up: from now on a wait is limited by the shorter time-out."""
@@ -150,3 +159,35 @@ def broadcast_bytes(
     flat = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
     communicator.broadcast(flat).wait(operation)
     return flat.cpu().numpy().tobytes()
+
+
+def broadcast_state(
+    communicator: Communicator, state: Any, device: torch.device, operation: str
+) -> Any:
+    """Return rank 0's tree of tensors and plain values on all ranks, in this machine's memory.
+
+    Raises:
+        CommError: as `Ticket.wait`.
+    """
+    data = io.BytesIO()
+    if communicator.rank == 0:
+        torch.save(state, data)
+    told = broadcast_bytes(communicator, data.getvalue(), device, operation)
+    return torch.load(io.BytesIO(told), map_location="cpu", weights_only=True)
+
+
+def gather_all(communicator: Communicator, tensor: Tensor, operation: str) -> list[Tensor]:
+    """Return all ranks' tensors, flat and of any lengths, on rank 0; nothing elsewhere. Collective.
+
+    Raises:
+        CommError: as `Ticket.wait`.
+    """
+    sizes = torch.zeros(communicator.world_size, dtype=torch.int64, device=tensor.device)
+    sizes[communicator.rank] = tensor.numel()
+    communicator.all_reduce(sizes).wait(operation)
+    lengths = sizes.tolist()
+    padded = tensor.new_zeros(max(lengths))
+    padded[: tensor.numel()] = tensor
+    into = [torch.empty_like(padded) for _ in lengths] if communicator.rank == 0 else []
+    communicator.gather(padded, into).wait(operation)
+    return [place[:length] for place, length in zip(into, lengths, strict=False)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -93,6 +94,10 @@ class ThreadCommunicator:
         """Start a broadcast from rank 0."""
         return self._start(tensor, summed=False)
 
+    def gather(self, tensor: Tensor, into: Sequence[Tensor]) -> Ticket:
+        """Start to copy all ranks' tensors to rank 0."""
+        return _Gathering(self._bring(tensor), into)
+
     def steady(self) -> None:
         """Change nothing: there is one limit."""
 
@@ -104,25 +109,55 @@ class ThreadCommunicator:
         self._group.close()
 
     def _start(self, tensor: Tensor, *, summed: bool) -> Ticket:
-        number, self._next = self._next, self._next + 1
-        self._group.bring(number, self.rank, tensor)
+        collective = self._bring(tensor)
         if tensor.is_floating_point():
             tensor.detach().fill_(float("nan"))  # who reads or writes it before `wait` is found out
-        return _ThreadTicket(self._group, number, tensor, summed)
+        return _ThreadTicket(collective, tensor, summed)
+
+    def _bring(self, tensor: Tensor) -> _Begun:
+        number, self._next = self._next, self._next + 1
+        self._group.bring(number, self.rank, tensor)
+        return _Begun(self._group, number)
 
 
 @dataclass(frozen=True)
-class _ThreadTicket:
+class _Begun:
+    """A collective that this rank has begun."""
+
     group: ThreadGroup
     number: int
-    tensor: Tensor
-    summed: bool
 
     def done(self) -> bool:
         return self.group.complete(self.number)
 
+    def tensors(self, operation: str) -> list[Tensor]:
+        return self.group.fetch(self.number, operation)
+
+
+@dataclass(frozen=True)
+class _Gathering:
+    begun: _Begun
+    into: Sequence[Tensor]
+
+    def done(self) -> bool:
+        return self.begun.done()
+
     def wait(self, operation: str) -> None:
-        tensors = self.group.fetch(self.number, operation)
+        for place, tensor in zip(self.into, self.begun.tensors(operation), strict=False):
+            place.copy_(tensor)
+
+
+@dataclass(frozen=True)
+class _ThreadTicket:
+    begun: _Begun
+    tensor: Tensor
+    summed: bool
+
+    def done(self) -> bool:
+        return self.begun.done()
+
+    def wait(self, operation: str) -> None:
+        tensors = self.begun.tensors(operation)
         result = tensors[0].clone()
         for other in tensors[1:] if self.summed else ():
             result += other

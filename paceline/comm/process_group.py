@@ -6,7 +6,9 @@ have the next group. Gloo listens on the address that reaches the peers, not on 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,6 +76,14 @@ class ProcessGroupCommunicator:
         options.rootRank = 0
         options.timeout = self._limit
         return self._start(self._group.broadcast, [tensor], options)
+
+    def gather(self, tensor: Tensor, into: Sequence[Tensor]) -> Ticket:
+        """Start to copy all ranks' tensors to rank 0."""
+        options = dist.GatherOptions()
+        options.rootRank = 0
+        options.timeout = self._limit
+        places = [list(into)] if into else []
+        return self._start(partial(self._group.gather, places), [tensor], options)
 
     def steady(self) -> None:
         """Use the shorter time-out from now on."""

@@ -139,6 +139,10 @@ class SyncConfig:
     """What float32 gradients are on their way between machines, with notified: fp32, as they are;
     bf16, half of the bytes; int8, a quarter. What a step's rounding misses goes with the next."""
 
+    update: Literal["replicated", "sharded"] = "replicated"
+    """Who updates a parameter: every worker its copy (replicated), or, with notified, the one that
+    adds up its gradients (sharded): each has a share of the optimizer's state."""
+
     bucket_mb: float = 0.0
     """Size of a bucket, the unit of communication, in MiB; 0 is the method's own: 8 with allreduce,
     4 with notified, and what auto chooses."""
@@ -149,6 +153,11 @@ class SyncConfig:
             raise ConfigError(
                 f"--wire {self.wire} needs --sync notified: {self.sync} sends gradients as they "
                 "are."
+            )
+        if self.update != "replicated" and self.sync == "allreduce":
+            raise ConfigError(
+                f"--update {self.update} needs --sync notified: with {self.sync} every worker "
+                "updates its copy."
             )
 
     @property

@@ -26,6 +26,7 @@ from paceline.state.whole_file import save_whole
 FORMAT = 1
 FOLDER = "checkpoints"
 BEST = "best.pt"
+EXCHANGE = "exchange"  # what ranks had besides, where the exchange has state of its own
 _NAME = re.compile(r"step-(\d+)\.pt")
 _NEEDED = ("paceline", "model", "optimizer", "position")
 

@@ -77,7 +77,7 @@ class Keeper:
         self._constant = constant
         self.published: SimpleQueue[tuple[int, Path]] = SimpleQueue()
         self._clock = clock
-        self._captured_at, self._cost = clock(), 0.0
+        self._asked_at, self._cost = clock(), 0.0
         self._snapshot: _Snapshot | None = None
         self._spare: Any = None  # memory of a snapshot that nobody needs
         self._writing = threading.Lock()  # held by whoever writes a file
@@ -88,27 +88,48 @@ class Keeper:
         """Keep one more part from now on."""
         self._parts[name] = part
 
-    @property
-    def due(self) -> bool:
-        """Tell whether a snapshot now would cost under one per cent of the time."""
-        return self._cost <= _COST * (self._clock() - self._captured_at)
+    def ask(self) -> bool:
+        """Ask for a snapshot; tell whether it will cost under one per cent of the time.
 
-    def capture(self, step: int, position: Mapping[str, Any], *, best: bool = False) -> None:
+        The time is that since the last one was taken, or was to be.
+        """
+        now = self._clock()
+        due = self._cost <= _COST * (now - self._asked_at)
+        self._asked_at = now if due else self._asked_at
+        return due
+
+    def capture(
+        self,
+        step: int,
+        position: Mapping[str, Any],
+        gathered: Mapping[str, Any] | None = None,
+        *,
+        spent: float = 0.0,
+        best: bool = False,
+    ) -> None:
         """Copy the state before step `step`, which must be settled.
+
+        Args:
+            step: which.
+            position: where the run stands.
+            gathered: what else the file holds, by name.
+            spent: seconds that went into that.
+            best: it is the best so far.
 
         Raises:
             CheckpointError: an earlier checkpoint couldn't be written.
         """
         self._raise_failure()
         started = self._clock()
-        state = {name: part.state_dict() for name, part in self._parts.items()}
+        state = dict(gathered or {})
+        state |= {name: p.state_dict() for name, p in self._parts.items() if name not in state}
         copy = copy_state({**self._constant, **state, "position": dict(position)}, self._spare)
         old, self._snapshot = self._snapshot, _Snapshot(step=step, state=copy, best=best)
         # Whoever holds the lock may be reading the old one; whoever takes it later reads the new.
         free = old is not None and not old.wanted and not self._writing.locked()
         self._spare = old.state if old is not None and free else None
-        self._captured_at = self._clock()
-        self._cost = self._captured_at - started
+        self._asked_at = self._clock()
+        self._cost = self._asked_at - started + spent
 
     def publish(self) -> None:
         """Begin to write the last snapshot; an earlier one that is being written comes first."""

@@ -1,7 +1,8 @@
 """The part of an owner: adds up its slice, its shard, and tells whoever needs the sums.
 
     gathered   what the group has of this rank's slice is added up, in rank order
-    summed     what the groups have of its shard is, in their order, and is on its way back
+    summed     what the groups have of its shard is, in their order
+    returned   it is on its way back, or what an update has made of it (`--update sharded`)
     done       the sums of the whole slice are in place, and the group knows
 
 Each is a version, a run. A thread of its own goes on with whatever has become possible, the most
@@ -40,6 +41,7 @@ class Adder:
 
     Attributes:
         sent: (runs,), the versions that this rank has sent.
+        released: (runs,), the versions that may go back; all, unless somebody sets it.
         done: (runs,), the versions whose sums are in place, of this rank's slice.
         error: what ended the thread.
     """
@@ -47,9 +49,10 @@ class Adder:
     def __init__(self, window: Window, place: Place, courses: Sequence[Course]) -> None:
         self._window, self._place, self._courses = window, place, courses
         self._count = len(courses)
-        self.sent, self._gathered, self._summed, self.done, self._told = np.zeros(
-            (5, self._count), np.int64
+        self.sent, self._gathered, self._summed, self._returned, self.done, self._told = np.zeros(
+            (6, self._count), np.int64
         )
+        self.released = np.full(self._count, np.iinfo(np.int64).max)
         self._lands = np.array([course.lands for course in courses], bool)
         self._across = list(place.across.values())
         self._relays = place.rank == place.leader != place.leaders[0] and bool(place.neighbours)
@@ -73,6 +76,11 @@ class Adder:
             possible = (values[self._across, index] >= self.sent[index]).all()
         if possible:
             self._window.nudge()
+
+    def release(self, course: Course) -> None:
+        """Let the shard that this rank has sent its part of go back, once it is added up."""
+        self.released[course.run.index] = self.sent[course.run.index]
+        self._window.nudge()
 
     def wait(self, index: int, version: int, limit: float) -> bool:
         """Wait until a version is done; return whether it is."""
@@ -142,7 +150,10 @@ class Adder:
         add = _indices(self._summed < crossed)
         for index in add:
             self._sum(self._courses[index])
-        back = self._summed
+        give = _indices(self._returned < np.minimum(self._summed, self.released))
+        for index in give:
+            self._give_back(self._courses[index])
+        back = self._returned
         if not self._lands.all():
             back = np.where(self._lands, back, _least(values, self._across, count, 2 * count, back))
         finish = _indices(self.done < back)
@@ -150,7 +161,7 @@ class Adder:
             self._finish(self._courses[index])
         if self._relays:
             self._pass_flags_on(values[place.leaders[0], 2 * count : 3 * count])
-        return bool(gather or add or finish)
+        return bool(gather or add or give or finish)
 
     def _gather(self, course: Course) -> None:
         """Add up what the group has of this rank's slice."""
@@ -159,7 +170,10 @@ class Adder:
         assert place.channel is not None
         values = run.channel(place.channel)
         version = int(self._gathered[run.index]) + 1
-        if not place.neighbours:
+        if course.empty:
+            for peer in self._across:
+                self._window.put(peer, 0, None, run.index, version, -run.index)
+        elif not place.neighbours:
             course.ours, course.weight, course.flags = part.within(values), part.weight, part.flags
             if course.coding is not None:
                 self.put_shards(course, course.ours, part.weight, part.flags, version)
@@ -180,20 +194,19 @@ class Adder:
         self._gathered[run.index] = version
 
     def _sum(self, course: Course) -> None:
-        """Add up what the groups have of this rank's shard, and send it back."""
+        """Add up what the groups have of this rank's shard."""
         run, place = course.run, self._place
-        assert place.channel is not None
-        assert course.flags is not None
         version = int(self._summed[run.index]) + 1
-        if place.across:
-            self._sum_groups(course, version)
-        elif not place.neighbours:
-            add_up([course.ours], [course.weight], course.sums)
-        if place.rank == place.leaders[0]:
-            self._tell_flags(course, version)
+        if not course.empty:
+            if place.across:
+                self._sum_groups(course)
+            elif not place.neighbours:
+                add_up([course.ours], [course.weight], course.sums)
+            if place.rank == place.leaders[0]:
+                self._tell_flags(course, version)
         self._summed[run.index] = version
 
-    def _sum_groups(self, course: Course, version: int) -> None:
+    def _sum_groups(self, course: Course) -> None:
         run, place, own = course.run, self._place, course.shard
         assert place.channel is not None
         assert own is not None
@@ -201,7 +214,6 @@ class Adder:
         shard = run.shard(place.channel, place.group)
         rooms, first = course.from_groups, run.channel(place.channel).start
         ours = cut(course.ours, _moved(shard, -first))
-        source = own
         if course.coding is None:
             parts = [ours if r is None else [(0, len(own), _as(r.values, own))] for r in rooms]
             add_up(parts, [course.weight if r is None else r.weight for r in rooms], own)
@@ -213,8 +225,22 @@ class Adder:
                     add_up([[(0, len(own), own)], ours], [1.0, course.weight], own)
                 else:
                     add_up([ours], [course.weight], own)
-            source = course.coding.encode_sums(place.group, own)
         course.flags = _union([course.flags if r is None else r.flags(run) for r in rooms])
+
+    def _give_back(self, course: Course) -> None:
+        """Send the shard's sums back, or what an update makes of them."""
+        run, place, own = course.run, self._place, course.shard
+        assert place.channel is not None
+        assert own is not None
+        version, source = int(self._returned[run.index]) + 1, own
+        if course.update is not None:
+            if course.coding is not None and not course.empty:
+                course.coding.complete_sums(place.group, own)
+            course.update()
+        elif course.coding is not None:
+            source = course.coding.encode_sums(place.group, own)
+        self._returned[run.index] = version
+        shard = run.shard(place.channel, place.group)
         where = run.sum_of(shard) if course.lands else run.back[place.group]
         for peer in self._across:
             self._window.put(peer, where, source, self._count + run.index, version, -run.index)
@@ -226,10 +252,12 @@ class Adder:
         version = int(self.done[run.index]) + 1
         for group in place.across if not course.lands else ():
             sums = course.sums[run.shard(place.channel, group)]
-            data = place.back_room(run, group)
-            if course.coding is None:
+            coded = course.coding is not None and course.update is None
+            data = place.back_room(run, group, coded=coded)
+            if not coded:
                 sums.copy_(_as(data, sums))
             else:
+                assert course.coding is not None
                 course.coding.decode(data, sums)
         for peer in place.neighbours:
             self._window.put(peer, 0, None, self._count + run.index, version, -run.index)

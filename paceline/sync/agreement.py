@@ -1,4 +1,4 @@
-"""What all ranks learn of a step: its sums, and whether anybody wishes to stop.
+"""What all ranks learn of a step: its sums, whether anybody wishes to stop, what rank 0 wishes.
 
 Each rank tells a few numbers after its part of a step; an all_reduce adds them up while the next
 step computes, and is heard one step later, so that nobody waits for it:
@@ -14,7 +14,7 @@ further word.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,11 +31,13 @@ class Heard:
         step: its number.
         sums: what the ranks told, added up.
         stop: somebody wishes to stop.
+        wish: rank 0's.
     """
 
     step: int
     sums: tuple[float, ...]
     stop: bool
+    wish: int
 
 
 class Agreement:
@@ -54,15 +56,26 @@ class Agreement:
         """Whether there is nobody to agree with."""
         return self._communicator.world_size == 1
 
-    def tell(self, step: int, sums: Tensor, *, stop: bool) -> None:
+    def of_rank_0(self, values: Sequence[int], device: torch.device) -> list[int]:
+        """Return rank 0's values; collective.
+
+        Raises:
+            CommError: a peer was lost, or silent.
+        """
+        told = torch.tensor(values, dtype=torch.int64, device=device)
+        self._communicator.broadcast(told).wait("what rank 0 decides")
+        return [int(value) for value in told.tolist()]
+
+    def tell(self, step: int, sums: Tensor, *, stop: bool, wish: int = 0) -> None:
         """Send this rank's part of a step's sums, and its wish; never blocks.
 
         Args:
             step: the step's number; larger than the one told before.
             sums: (values,) float64, on the communicator's device.
             stop: this rank wishes to stop.
+            wish: what rank 0 wishes of all; others' 0.
         """
-        flat = torch.cat([sums, sums.new_tensor([stop])])
+        flat = torch.cat([sums, sums.new_tensor([stop, wish])])
         self._told.append((step, flat, self._communicator.all_reduce(flat)))
 
     def hear(self, *, before: int) -> Iterator[Heard]:
@@ -74,5 +87,5 @@ class Agreement:
         while self._told and self._told[0][0] < before:
             step, flat, ticket = self._told.popleft()
             ticket.wait(f"the sums of step {step}")
-            *values, stops = flat.tolist()
-            yield Heard(step=step, sums=tuple(values), stop=stops > 0)
+            *values, stops, wish = flat.tolist()
+            yield Heard(step=step, sums=tuple(values), stop=stops > 0, wish=int(wish))

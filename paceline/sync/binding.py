@@ -55,11 +55,11 @@ class Binding:
             for place, p in enumerate(self.gradients.parameters)
         ]
 
-    def begin(self, number: int, weight: float) -> None:
+    def begin(self, number: int, weight: float, scale: float) -> None:
         """Start a step."""
         self._running = True
         self.gradients.begin(number)
-        self.synchronizer.begin(number, weight)
+        self.synchronizer.begin(number, weight, scale)
 
     def end(self) -> None:
         """End the step, and update at once what nobody could wait for."""

@@ -29,10 +29,12 @@ class Coding:
 
     Attributes:
         missed: (slice,), of each value what hasn't been sent yet, by the steps that took effect.
+        scale: what the loss, and so what was missed, was multiplied by.
     """
 
     def __init__(self, run: Run, channel: int, wire: Wire) -> None:
         self._wire = wire
+        self.scale = 1.0
         values = run.channel(channel)
         self._first = values.start
         self.missed = torch.zeros(values.stop - values.start, dtype=run.spec.dtype)
@@ -57,6 +59,16 @@ class Coding:
         self._wire.decode(data, sums)
         return data
 
+    def complete_sums(self, group: int, sums: Tensor) -> None:
+        """Add what was missed of this rank's own shard to its sums, (values,), which aren't coded.
+
+        It isn't sent back coded in this step, but was in an earlier one, or in another world.
+        """
+        shard = self._shards[group]
+        place = slice(shard.start - self._first, shard.stop - self._first)
+        sums += self.missed[place]
+        self._misses[place] = 0
+
     def add(self, data: Tensor, sums: Tensor) -> None:
         """Add what another group has sent to sums."""
         self._wire.add(data, sums)
@@ -65,6 +77,25 @@ class Coding:
         """Write what another group's owner has sent back."""
         self._wire.decode(data, sums)
 
-    def keep(self) -> None:
-        """Let the last step have taken effect."""
-        self.missed, self._misses = self._misses, self.missed
+    def begin(self, *, kept: bool, scale: float) -> None:
+        """Begin a step; `kept`: the last one took effect; `scale`: of this step's loss."""
+        if kept:
+            self.missed, self._misses = self._misses, self.missed
+        if scale != self.scale:
+            self.missed *= scale / self.scale
+            self.scale = scale
+
+    def held(self, *, kept: bool) -> Tensor:
+        """Return what the next step has to begin with, (slice,)."""
+        return self._misses if kept else self.missed
+
+    def restore(self, missed: Tensor, scale: float, *, owned_by: int | None) -> None:
+        """Begin with what was missed of the run, (numel,), or of the shard that a group owns."""
+        taken = missed[self._first :][: len(self.missed)].clone()
+        if owned_by is not None:
+            shard = self._shards[owned_by]
+            taken[: shard.start - self._first] = 0
+            taken[shard.stop - self._first :] = 0
+        self.missed.copy_(taken)
+        self._misses.copy_(taken)
+        self.scale = scale

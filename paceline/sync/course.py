@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -38,6 +38,8 @@ class Course:
         flags: of `ours`, then of the sum.
         lands: sums come to where they belong.
         coding: of what goes to other groups, where its wire is a lossy one.
+        update: makes updated parameters of a shard's sums, in their place, where those come back.
+        empty: the last version exchanges no gradients: they were given to `update` before.
     """
 
     def __init__(
@@ -72,6 +74,8 @@ class Course:
                     None if group == place.group else place.cross_room(run, group)
                     for group in place.groups
                 ]
+        self.update: Callable[[], None] | None = None
+        self.empty = False
         self.part: Part | None = None
         self.ours: list[Piece] = []
         self.weight = 1.0

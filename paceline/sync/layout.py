@@ -77,11 +77,13 @@ class Spec:
         lengths: values of each parameter, in the run's order.
         dtype: of the values.
         wire: how they travel between groups; None: as they are.
+        updated: updated parameters may come back, as they are, in place of sums.
     """
 
     lengths: tuple[int, ...]
     dtype: torch.dtype
     wire: Wire | None = None
+    updated: bool = False
 
     def coded(self, numel: int) -> int:
         """Bytes of so many values as they travel between groups."""
@@ -205,7 +207,9 @@ def _lay_out(index: int, spec: Spec, topology: Topology, at: int) -> Run:
     passed_on = groups > 1 and (sharing > 1 or spec.wire is not None)
     local = _rooms(at, head + widest * item, sharing if sharing > 1 else 0)
     cross = _rooms(local.end, head + coded, groups if groups > 1 else 0)
-    back = _rooms(cross.end, coded, groups if passed_on else 0)
+    longest = max(b - a for shard in shards for a, b in pairwise(shard))
+    returned = max(coded, longest * item) if spec.updated else coded
+    back = _rooms(cross.end, returned, groups if passed_on else 0)
     return Run(
         index=index,
         spec=spec,

@@ -22,6 +22,7 @@ from paceline.sync.bucket import Bucket
 from paceline.sync.layout import Spec, Topology, lay_out
 from paceline.sync.owner import Owner
 from paceline.sync.replicated import Replicated
+from paceline.sync.residuals import Coded, RankState, Residuals
 from paceline.sync.statistics import RunningStatistics
 from paceline.sync.updater import Updater
 from paceline.sync.wires import WIRES, Wire
@@ -31,6 +32,9 @@ OpenWindow = Callable[[int, int], Window]  # of a size and a number of notificat
 
 class Notified(Replicated):
     """A synchronizer on windows.
+
+    Attributes:
+        returns_parameters: of buckets, in place of sums.
 
     Args:
         buckets: what is exchanged; fewer bytes a bucket, a finer order.
@@ -44,6 +48,8 @@ class Notified(Replicated):
         wire: how gradients in float32 travel between groups; others travel as they are.
         recorder: measures, as `Replicated` says.
     """
+
+    returns_parameters = False
 
     def __init__(
         self,
@@ -59,7 +65,7 @@ class Notified(Replicated):
     ) -> None:
         templates: list[list[Tensor]] = [list(bucket.parameters) for bucket in buckets]
         names = [bucket.names for bucket in buckets]
-        specs = [_spec(tensors, wire) for tensors in templates]
+        specs = [_spec(tensors, wire, self.returns_parameters) for tensors in templates]
         if statistics.flat is not None:
             specs.append(_spec([statistics.flat], WIRES["fp32"]))
             templates.append([statistics.flat])
@@ -68,13 +74,26 @@ class Notified(Replicated):
         window = open_window(layout.size, layout.notifications)
         if recorder is not None:
             recorder.event("notifications", texts=layout.tells)
-        owner = Owner(window, layout, templates, names, limits, steady)
+        self._owner = owner = Owner(window, layout, templates, names, limits, steady)
         super().__init__(buckets, owner, updater, statistics, window.world_size, recorder)
+        self._coded = [
+            Coded(run=run, templates=tensors, names=words, coding=coding)
+            for run, tensors, words, coding in zip(
+                layout.runs, templates, names, owner.codings, strict=True
+            )
+            if run.spec.wire is not None and len(topology.groups) > 1
+        ]
+        self._residuals = Residuals(self._coded, topology, window.rank, lambda: self._kept)
+
+    @property
+    def state(self) -> RankState | None:
+        """What a lossy wire has yet to send."""
+        return self._residuals if self._coded else None
 
 
-def _spec(tensors: Sequence[Tensor], wire: Wire) -> Spec:
+def _spec(tensors: Sequence[Tensor], wire: Wire, updated: bool = False) -> Spec:
     """Describe the run of some tensors of one dtype."""
     dtype = tensors[0].dtype
     coded = wire.lossy and dtype is torch.float32
     lengths = tuple(tensor.numel() for tensor in tensors)
-    return Spec(lengths=lengths, dtype=dtype, wire=wire if coded else None)
+    return Spec(lengths=lengths, dtype=dtype, wire=wire if coded else None, updated=updated)

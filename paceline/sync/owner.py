@@ -21,11 +21,12 @@ from torch import Tensor
 from paceline.comm.window import Window
 from paceline.errors import CommError, PeerLost
 from paceline.sync.adder import Adder
+from paceline.sync.coding import Coding
 from paceline.sync.course import Course
 from paceline.sync.kernels import scale
 from paceline.sync.layout import Layout
 from paceline.sync.place import Place
-from paceline.sync.sources import Part
+from paceline.sync.sources import NOTHING, Flags, Part
 from paceline.sync.traffic import traffic
 from paceline.sync.waits import Waits
 
@@ -61,6 +62,8 @@ class Owner:
         ]
         self._traffic = [traffic(run, place) for run in layout.runs]
         self._adder = Adder(window, place, self._courses)
+        held = [course.run.index for course in self._courses if course.run.spec.updated]
+        self._adder.released[held] = 0
         first, self._later = limits
         self._waits = Waits(window, place, self._adder, len(self._courses), first)
         self._steady = steady
@@ -70,11 +73,16 @@ class Owner:
         self._waits.limit = self._later
         self._steady()
 
-    def begin(self, *, kept: bool) -> None:
+    def begin(self, *, kept: bool, scale: float) -> None:
         """Keep what the wires missed in the step before, if it took effect."""
-        for course in self._courses if kept else ():
-            if course.coding is not None:
-                course.coding.keep()
+        for coding in self.codings:
+            if coding is not None:
+                coding.begin(kept=kept, scale=scale)
+
+    @property
+    def codings(self) -> list[Coding | None]:
+        """What codes each run; None where this rank codes nothing."""
+        return [course.coding for course in self._courses]
 
     def traffic(self, index: int) -> tuple[int, int]:
         """Return the bytes that go to other groups and come from them."""
@@ -91,6 +99,7 @@ class Owner:
             PeerLost: a peer ended.
         """
         course = self._courses[index]
+        course.empty, course.update = False, None
         course.part = part = course.sources.part(values, weight)
         try:
             self._put(course, part)
@@ -98,6 +107,34 @@ class Owner:
             self._waits.fail_as_adder_did("a put")
             raise
         self._adder.go_on(course)
+
+    def send_nothing(self, index: int) -> None:
+        """Begin a version of which each owner has the sums already."""
+        course, version = self._courses[index], int(self._adder.sent[index]) + 1
+        course.empty, course.part = True, NOTHING
+        for owner in self._place.owners:
+            if owner != self._place.rank:
+                self._window.put(owner, 0, None, index, version, -index)
+        self._adder.go_on(course)
+
+    def give_back(self, index: int, update: Callable[[], None] | None) -> None:
+        """Let a shard's sums go back, or what `update` makes of them in their place."""
+        course = self._courses[index]
+        course.update = update
+        self._adder.release(course)
+
+    def shard(self, index: int) -> tuple[slice, Tensor] | None:
+        """Return which values of a run this rank owns, and the place of their sums."""
+        course, place = self._courses[index], self._place
+        if place.channel is None or course.shard is None:
+            return None
+        return course.run.shard(place.channel, place.group), course.shard
+
+    def flags(self, index: int) -> Flags:
+        """Return which parameters of a run that was added up anybody used."""
+        flags = self._courses[index].flags
+        assert flags is not None
+        return flags
 
     def wait(self, index: int, operation: str) -> list[Tensor | None]:
         """Return the sums of a run's last version.
@@ -109,7 +146,7 @@ class Owner:
         course = self._courses[index]
         part = self._summed(index, operation)
         part.refuse_writes()
-        if part.full:
+        if part.full or course.update is not None:
             return list(course.views)
         self._wait_for_flags(index, int(self._adder.sent[index]), operation)
         used = self._place.flags(course.run).tolist()

@@ -26,10 +26,16 @@ class Part:
     Args:
         optimizer: the whole one.
         groups: the parameters, with the index of each one's group there.
+        state: where theirs is, if not with the optimizer's.
     """
 
-    def __init__(self, optimizer: Optimizer, groups: Mapping[nn.Parameter, int]) -> None:
-        self._optimizer = optimizer
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        groups: Mapping[nn.Parameter, int],
+        state: dict[Tensor, Any] | None = None,
+    ) -> None:
+        self._optimizer, self._state = optimizer, state
         self._part: Optimizer = object.__new__(type(optimizer))
         self._part.__dict__.update(optimizer.__dict__)
         self._part.__dict__.pop("step", None)  # schedulers and Paceline wrap the instance's
@@ -47,7 +53,8 @@ class Part:
     def freeze(self) -> None:
         """Take the optimizer's present hyperparameters for the next step."""
         part, whole = self._part, self._optimizer
-        part.state = whole.state  # load_state_dict() makes a new one
+        # load_state_dict() makes a new one
+        part.state = whole.state if self._state is None else self._state  # type: ignore[assignment]
         for name in _SCALING:
             setattr(part, name, getattr(whole, name, None))
         for index, group in zip(self._indices, part.param_groups, strict=True):

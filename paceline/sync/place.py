@@ -87,12 +87,13 @@ class Place:
         size = run.spec.coded(own.stop - own.start)
         return Room(memory[at:start], memory[start : start + size])
 
-    def back_room(self, run: Run, group: int) -> Tensor:
-        """The coded values, as bytes, of the sums of a group's shard."""
+    def back_room(self, run: Run, group: int, *, coded: bool) -> Tensor:
+        """The values, as bytes, coded or as they are, that a group's owner sends back."""
         assert self.channel is not None
         shard = run.shard(self.channel, group)
-        at = run.back[group]
-        return self._memory[self.rank][at : at + run.spec.coded(shard.stop - shard.start)]
+        at, numel = run.back[group], shard.stop - shard.start
+        size = run.spec.coded(numel) if coded else numel * run.spec.dtype.itemsize
+        return self._memory[self.rank][at : at + size]
 
     def _values(self, peer: int, at: int, run: Run, numel: int) -> Tensor:
         dtype = run.spec.dtype

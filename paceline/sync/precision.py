@@ -77,6 +77,10 @@ class Precision:
         optimizer.zero_grad()
         return updated
 
+    def scale(self) -> float:
+        """Return what the next loss is multiplied by."""
+        return 1.0 if self._scaler is None else self._scaler.get_scale()
+
     def state_dict(self) -> dict[str, Any]:
         """Return the loss scaling's state; nothing where there is none."""
         return {} if self._scaler is None else self._scaler.state_dict()

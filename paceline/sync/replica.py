@@ -19,7 +19,7 @@ is new gets rank 0's values. It does the same where another plan goes on (`next_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 
-from paceline.comm.communicator import Communicator, broadcast_all
+from paceline.comm.communicator import Communicator, broadcast_all, broadcast_state
 from paceline.errors import ConfigError
 from paceline.sync.binding import Binding
 from paceline.sync.bucket import Bucket, partition
@@ -94,6 +94,7 @@ class Replica:
         self._plan = Plan(make_synchronizer=make_synchronizer, bucket_bytes=bucket_bytes)
         self._next_plan = next_plan
         self._share = Share() if share is None else share
+        self._scale: Callable[[], float] | None = None
         self._number: int | None = None  # the step that runs
         self._reduced = False
         self._undo: list[Callable[[], None]] = []
@@ -132,7 +133,8 @@ class Replica:
         self._bind_anew_if_changed()
         self._number, self._reduced = number, False
         self._share.begin(weight)
-        self._binding.begin(number, weight)
+        scale = 1.0 if self._scale is None or not self.stateful else self._scale()
+        self._binding.begin(number, weight, scale)
         yield
         if self._number is not None:
             self._binding.synchronizer.abandon(number)
@@ -174,6 +176,34 @@ class Replica:
         """Return once the peers have all that they need of this rank, or within a limit."""
         self._binding.synchronizer.leave()
 
+    @property
+    def stateful(self) -> bool:
+        """Whether ranks have state besides model and optimizer; the same on all."""
+        return self._binding.synchronizer.state is not None
+
+    def state(self) -> Mapping[str, Any] | None:
+        """Settle, and return on rank 0 what ranks have besides model and optimizer; collective.
+
+        Returns:
+            by parameter, so that another world can take it; None on other ranks, and where nobody
+            has anything.
+
+        Raises:
+            CommError: a peer was lost, or silent.
+        """
+        self.settle()
+        state = self._binding.synchronizer.state
+        return None if state is None else state.gather(self._communicator)
+
+    def restore(self, state: Mapping[str, Any]) -> bool:
+        """Take, on all ranks, what `state` returned; return whether this exchange can."""
+        ours = self._binding.synchronizer.state
+        return ours is not None and ours.restore(state)
+
+    def follow(self, scale: Callable[[], float]) -> None:
+        """Let what a lossy wire missed follow the loss's scale: a `GradScaler.get_scale`, say."""
+        self._scale = scale
+
     def close(self) -> None:
         """Take the hooks off model and optimizer and close the synchronizer, without a wait."""
         self._unbind()
@@ -195,10 +225,13 @@ class Replica:
         if same and plan is None:
             return
         self._plan = plan or self._plan
-        self.settle()
+        device, stateful, kept = old.roster.tensors[0].device, self.stateful, self.state()
         self.leave()
         self._unbind()
         self._binding = self._bind(set(old.roster.tensors), old.learned if same else None)
+        if stateful:
+            what = "the broadcast of what ranks have besides the model"
+            self.restore(broadcast_state(self._communicator, kept, device, what))
         self._binding.exchanging = old.exchanging
         self._settle_before_states()
 
@@ -242,6 +275,12 @@ class Replica:
             raise ConfigError(
                 f"a GradScaler unscaled gradients in step {self._number} that had been sent: call "
                 "reduce() after backward, before unscale_() and step()."
+            )
+        state = self._binding.synchronizer.state
+        if self._scale is None and state is not None and state.scaled:
+            raise ConfigError(
+                "a GradScaler scales gradients that a lossy wire codes, and what the wire missed "
+                "must follow its scale: call world.track(scaler) before the first step."
             )
 
     def _refuse_strangers(self) -> None:

@@ -9,13 +9,14 @@ ranks that are added up: one a bucket, and a last one with the running statistic
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from paceline.recorder import NullRecorder, Recorder
 from paceline.sync.bucket import Bucket
+from paceline.sync.residuals import RankState
 from paceline.sync.statistics import RunningStatistics
 from paceline.sync.updater import Updater
 
@@ -32,11 +33,12 @@ class Exchange(Protocol):
     def steady(self) -> None:
         """End the start-up: all ranks have exchanged a step, and are waited for less long."""
 
-    def begin(self, *, kept: bool) -> None:
+    def begin(self, *, kept: bool, scale: float) -> None:
         """Expect all runs of a step; those of the step before have been waited for.
 
         Args:
             kept: the step before took effect; otherwise it leaves no trace.
+            scale: what this step's loss is multiplied by.
         """
 
     def send(self, index: int, values: Sequence[Tensor | None], weight: float) -> None:
@@ -108,15 +110,15 @@ class Replicated:
         self._pending: set[int] = set()  # runs that were sent and not yet waited for
         self._sent: set[int] = set()  # buckets, in this step
         self._kept = True  # the last step took effect
-        self._step, self._weight = 0, 0.0
+        self._step, self._weight, self._scale = 0, 0.0, 1.0
         self._exchanged = 0  # the step whose sums are under way
         self._ended = True  # what is pending belongs to an ended step and may be installed
         self._reduced = False
 
-    def begin(self, step: int, weight: float) -> None:
+    def begin(self, step: int, weight: float, scale: float) -> None:
         """Start a step; sums of the last one may still be under way, but not its statistics."""
         self._install_statistics()
-        self._step, self._weight = step, weight
+        self._step, self._weight, self._scale = step, weight, scale
         self._reduced = False
 
     def before_read(self, bucket: Bucket) -> None:
@@ -168,9 +170,9 @@ class Replicated:
         self._install_statistics()
 
     @property
-    def state(self) -> Mapping[str, Tensor]:
-        """Nothing: optimizer and model hold it all."""
-        return {}
+    def state(self) -> RankState | None:
+        """None: optimizer and model hold it all."""
+        return None
 
     def release(self) -> None:
         """Settle, if the exchange still reads gradients."""
@@ -192,7 +194,7 @@ class Replicated:
         if self._sent:
             self._exchange.steady()
         self._sent.clear()
-        self._exchange.begin(kept=self._kept)
+        self._exchange.begin(kept=self._kept, scale=self._scale)
         self._exchanged = self._step
         self._ended = False
         self._statistics.pack()

@@ -66,6 +66,9 @@ class Part:
             raise _written(self.lent[0][0])  # through `.data`, which autograd doesn't count
 
 
+NOTHING = Part(pieces=(), weight=0.0, flags=np.zeros(0, np.uint8), full=True, lent=(), sample=None)
+
+
 class Sources:
     """Makes parts of gradients.
 

@@ -10,12 +10,10 @@ one generation of the world.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Protocol
 
-from torch import Tensor
-
 from paceline.sync.bucket import Bucket
+from paceline.sync.residuals import RankState
 
 
 class Synchronizer(Protocol):
@@ -23,13 +21,14 @@ class Synchronizer(Protocol):
 
     buckets: tuple[Bucket, ...]
 
-    def begin(self, step: int, weight: float) -> None:
+    def begin(self, step: int, weight: float, scale: float) -> None:
         """Start a step in which this rank's gradient counts with `weight`.
 
         Args:
             step: number of the step, the same on all ranks.
             weight: local samples / global samples, so that means over local slices add up to the
                 mean over the global batch; 0 for a rank whose share is empty.
+            scale: what the loss is multiplied by, the same on all ranks (loss scaling).
         """
 
     def before_read(self, bucket: Bucket) -> None:
@@ -65,8 +64,8 @@ class Synchronizer(Protocol):
         """
 
     @property
-    def state(self) -> Mapping[str, Tensor]:
-        """What a checkpoint must keep besides model and optimizer."""
+    def state(self) -> RankState | None:
+        """What a checkpoint must keep besides model and optimizer; None on all ranks or on none."""
 
     def leave(self) -> None:
         """Return once the peers have all that they need of this rank, or within a limit."""

@@ -12,19 +12,23 @@ from paceline.sync.place import Place
 def traffic(run: Run, place: Place) -> tuple[int, int]:
     """Return the bytes that a rank sends and receives when a run is exchanged once.
 
-    It sends each other group that group's shard, behind a head, and gets it back added up; its own
-    shard comes from each of them and goes back. Frames' heads, and flags of parameters that not
-    everybody used, aren't counted.
+    It sends each other group that group's shard, behind a head, and gets it back added up, or
+    updated; its own shard comes from each of them and goes back. Frames' heads, flags of
+    parameters that not everybody used, and that sums need not be sent where `reduce` gave them
+    before, aren't counted.
     """
     if place.channel is None:
         return 0, 0
-    own = _coded(run, place.channel, place.group)
-    others = [_coded(run, place.channel, group) for group in place.across]
-    sent = sum(run.head + size for size in others) + own * len(others)
-    received = sum(others) + (run.head + own) * len(others)
+    own = _sizes(run, place.channel, place.group)
+    others = [_sizes(run, place.channel, group) for group in place.across]
+    sent = sum(run.head + there for there, _ in others) + own[1] * len(others)
+    received = sum(back for _, back in others) + (run.head + own[0]) * len(others)
     return sent, received
 
 
-def _coded(run: Run, channel: int, group: int) -> int:
+def _sizes(run: Run, channel: int, group: int) -> tuple[int, int]:
+    """Return the bytes of a shard on its way to its owner, and back."""
     shard = run.shard(channel, group)
-    return run.spec.coded(shard.stop - shard.start)
+    numel = shard.stop - shard.start
+    coded = run.spec.coded(numel)
+    return coded, numel * run.spec.dtype.itemsize if run.spec.updated else coded

@@ -9,7 +9,6 @@ updates all buckets at once.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -19,8 +18,7 @@ from torch.optim import Optimizer
 from paceline.errors import ConfigError
 from paceline.sync.bucket import Bucket
 from paceline.sync.part import Part
-
-_Version = tuple[int, torch.dtype]
+from paceline.sync.writes import Writes
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     {
@@ -58,12 +56,7 @@ class Updater:
             self._units: list[tuple[Bucket, ...]] = [(bucket,) for bucket in buckets]
         else:
             self._units = [tuple(buckets)] * len(buckets)
-        counted = set(_with_versions_of_their_own(buckets))
-        self._counted = {
-            unit: [(p, name) for p, name in _named(unit) if p in counted]
-            for unit in dict.fromkeys(self._units)
-        }
-        self._frozen: dict[tuple[Bucket, ...], list[_Version]] = {}  # and not yet updated
+        self._writes = Writes(self._units)
         self._parts = {
             unit: Part(optimizer, {p: b.group for b in unit for p in b.parameters})
             for unit in dict.fromkeys(self._units)
@@ -75,9 +68,7 @@ class Updater:
 
     def freeze(self) -> None:
         """Take the optimizer's present hyperparameters for the updates to come."""
-        self._frozen = {
-            unit: [_version(p) for p, _ in counted] for unit, counted in self._counted.items()
-        }
+        self._writes.freeze()
         for part in self._parts.values():
             part.freeze()
 
@@ -90,7 +81,7 @@ class Updater:
             ConfigError: a parameter was written since `freeze`, which the update would undo.
         """
         parameters = _parameters(unit)
-        self._refuse_writes(unit)
+        self._writes.refuse(unit)
         kept = [p.grad for p in parameters]
         device = parameters[0].device.type
         # The update runs in whatever block first reads: an evaluation's, one under autocast.
@@ -101,34 +92,6 @@ class Updater:
             for p, grad in zip(parameters, kept, strict=True):
                 p.grad = grad
 
-    def _refuse_writes(self, unit: tuple[Bucket, ...]) -> None:
-        """Refuse an update of what somebody has written or converted."""
-        frozen = self._frozen.pop(unit, None)
-        if frozen is None:
-            return
-        for (p, name), before in zip(self._counted[unit], frozen, strict=True):
-            if _version(p) != before:
-                raise ConfigError(
-                    f"{name} was written between optimizer.step() and its update, which the "
-                    "next forward installs: call settle() after optimizer.step(), then write."
-                )
-
 
 def _parameters(unit: tuple[Bucket, ...]) -> list[nn.Parameter]:
     return [p for bucket in unit for p in bucket.parameters]
-
-
-def _named(unit: tuple[Bucket, ...]) -> list[tuple[nn.Parameter, str]]:
-    return [pair for b in unit for pair in zip(b.parameters, b.names, strict=True)]
-
-
-def _with_versions_of_their_own(buckets: Sequence[Bucket]) -> list[nn.Parameter]:
-    """Leave out parameters that are parts of one memory: autograd counts their writes together."""
-    parameters = [p for bucket in buckets for p in bucket.parameters]
-    owners = Counter(p.untyped_storage().data_ptr() for p in parameters)
-    return [p for p in parameters if owners[p.untyped_storage().data_ptr()] == 1]
-
-
-def _version(parameter: nn.Parameter) -> _Version:
-    """Return what a write changes, by autograd's count, or a conversion (`model.half()`)."""
-    return parameter._version, parameter.dtype

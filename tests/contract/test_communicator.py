@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.comm.communicator import Communicator, broadcast_all, gather_bytes, total
+from paceline.comm.communicator import (
+    Communicator,
+    broadcast_all,
+    gather_all,
+    gather_bytes,
+    total,
+)
 from paceline.errors import CommError
 from tests.harness.processes import spawn
 from tests.harness.threads import run_ranks
@@ -47,6 +53,11 @@ def overlapping(c: Communicator) -> list[float]:
     return [float(tensor[-1]) for tensor in tensors]
 
 
+def of_their_own_length(c: Communicator) -> list[list[float]]:
+    mine = torch.arange(3.0 * c.rank) - c.rank  # rank 0 has nothing
+    return [flat.tolist() for flat in gather_all(c, mine, "a gathering")]
+
+
 def leaves_early(c: Communicator) -> str:
     if c.rank == 1:
         c.close()
@@ -76,6 +87,13 @@ def test_all_ranks_get_rank_0s_tensors_of_any_dtype_and_layout(run: Run) -> None
 def test_all_ranks_get_everybodys_bytes(run: Run, world_size: int) -> None:
     expected = [b"", bytes([1, 2, 3, 4]), bytes(range(2, 10))][:world_size]
     assert run(world_size, gathered) == [expected] * world_size
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_rank_0_gets_what_each_rank_has(run: Run, world_size: int) -> None:
+    first, *others = run(world_size, of_their_own_length)
+    assert first == [[], [-1.0, 0.0, 1.0], [-2.0, -1.0, 0.0, 1.0, 2.0, 3.0]][:world_size]
+    assert others == [[]] * (world_size - 1)
 
 
 def test_many_sums_may_be_under_way_and_redeemed_in_any_order(run: Run) -> None:

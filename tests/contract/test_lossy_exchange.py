@@ -45,7 +45,7 @@ def gradients(rank: int, step: int) -> list[Tensor]:
 
 def sums(owner: Owner, rank: int, step: int, weight: float, *, kept: bool = True) -> Tensor:
     """Exchange a step; return the sums, (values,)."""
-    owner.begin(kept=kept)
+    owner.begin(kept=kept, scale=1.0)
     owner.send(0, gradients(rank, step), weight)
     got = owner.wait(0, "a test")
     return torch.cat([value for value in got if value is not None]).clone()
@@ -119,7 +119,7 @@ def test_a_parameter_that_nobody_used_has_no_sum(machines: tuple[int, ...]) -> N
             values: list[Tensor | None] = list(gradients(rank, step))
             values[0] = None
             values[1] = values[1] if rank == 1 else None
-            owner.begin(kept=True)
+            owner.begin(kept=True, scale=1.0)
             owner.send(0, values, 0.5)
             used.append([value is not None for value in owner.wait(0, "a test")])
         owner.leave()

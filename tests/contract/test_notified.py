@@ -6,6 +6,7 @@ import pytest
 
 from paceline.sync import adder, sources
 from paceline.sync.allreduce import AllReduce
+from paceline.sync.sharded import Sharded
 from tests.harness.cases import CASES
 from tests.harness.equivalence import largest_difference
 from tests.harness.notified import notified, notified_on_machines
@@ -89,6 +90,32 @@ def test_every_case_whose_method_and_buckets_change_in_mid_run(name: str) -> Non
     alone = training.alone()
     later = (None, (puts, 1), None, (puts, 10**9), (AllReduce, 1), None, (puts, 2_000))
     first, *others = training.on_threads(3, 2_000, AllReduce, later)
+    assert largest_difference(first, alone) < 1e-10
+    for other in others:
+        assert largest_difference(first, other) == 0
+
+
+@pytest.mark.parametrize(
+    ("machines", "bucket_bytes", "faults"),
+    [
+        ((1,), 10**9, False),
+        ((1, 1), 1, False),
+        ((1, 1, 1), 2_000, True),
+        ((1,) * 5, 10**9, False),
+        ((2,), 2_000, False),
+        ((2, 1), 2_000, True),
+        ((2, 2), 1, False),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", CASES)
+def test_every_case_updated_by_the_owners_of_shards(
+    name: str, machines: tuple[int, ...], bucket_bytes: int, faults: bool
+) -> None:
+    training = CASES[name]()
+    alone = training.alone()
+    kind = notified(faults, machines, kind=Sharded)
+    first, *others = training.on_threads(sum(machines), bucket_bytes, kind)
     assert largest_difference(first, alone) < 1e-10
     for other in others:
         assert largest_difference(first, other) == 0

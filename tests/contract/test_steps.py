@@ -15,10 +15,15 @@ from paceline.data.place import Place
 from paceline.recorder import NullRecorder
 from paceline.state.checkpoint import Checkpoints, read_checkpoint
 from paceline.state.keeper import Keeper
+from paceline.state.memory import copy_state
 from paceline.steps import Position, SavePolicy, Steps, Stop
 from paceline.sync.agreement import Agreement
+from paceline.sync.allreduce import AllReduce
+from paceline.sync.notified import Notified
+from paceline.sync.sharded import Sharded
 from tests.harness.bench import Bench
 from tests.harness.equivalence import convnet
+from tests.harness.notified import notified
 from tests.harness.threads import run_ranks
 
 ORDER = Order(size=40, batch_size=12)  # 4 steps an epoch, the last one short
@@ -39,14 +44,15 @@ class Rank:
 
     def __init__(self, communicator: Communicator, folder: Path, **options: Any) -> None:
         torch.manual_seed(1)
-        self.bench = Bench.of(communicator, convnet())
+        model = options.get("model", convnet())
+        self.bench = Bench.of(communicator, model, kind=options.get("kind", AllReduce))
         self.communicator = communicator
         self.recorder = Lines()
         self.heard: list[tuple[int, tuple[float, ...]]] = []
         self.wishes: set[int] = options.get("stop_in", set())
         self.number = 0
         parts = {"model": self.bench.model, "optimizer": self.bench.optimizer}
-        keeper = Keeper(parts, Checkpoints(folder, 3), constant={})
+        keeper = Keeper(parts, Checkpoints(folder, 9), constant={})
         self.steps = Steps(
             self.bench.replica,
             Agreement(communicator),
@@ -180,6 +186,47 @@ def test_a_checkpoint_holds_the_result_of_the_step_before_it(tmp_path: Path) -> 
         assert saved["position"]["sums"] == [11.0 * step, 2.0 * sum(range(step))]
 
 
+@pytest.mark.parametrize("kind", [Notified, Sharded])
+@pytest.mark.parametrize("policy", [{"steps": 3}, {"minutes": 1e-9}], ids=str)
+def test_a_checkpoint_holds_what_all_ranks_have_before_its_step(
+    tmp_path: Path, policy: dict[str, Any], kind: Any
+) -> None:
+    """Rank 0 alone has the clock, and the policy that counts."""
+    model, make = convnet().float(), notified(False, (1, 1), "int8", kind)
+
+    def work(communicator: Communicator) -> dict[int, Any]:
+        own = SavePolicy(**policy) if communicator.rank == 0 else SavePolicy()
+        rank = Rank(communicator, tmp_path, policy=own, model=model, kind=make)
+        had = {}
+        for number in range(8):
+            rank.train(number)
+            had[number + 1] = copy_state(rank.bench.replica.state())
+        rank.steps.finish()
+        rank.bench.replica.close()
+        return had
+
+    had = run_ranks(2, work)[0]
+    saved = {s: read_checkpoint(f) for s, f in files(tmp_path).items()}
+    assert sorted(saved) == ([3, 6] if "steps" in policy else [2, 4, 6])
+    for step, kept in saved.items():
+        if kind is Sharded:
+            momenta = [
+                [entry["momentum_buffer"] for entry in state["optimizer"]["state"].values()]
+                for state in (had[step], kept)
+            ]
+            assert len(momenta[0]) == len(list(model.parameters()))
+            assert all(torch.equal(a, b) for a, b in zip(*momenta, strict=True))
+        for ours, theirs in zip(had[step]["missed"], kept["exchange"]["missed"], strict=True):
+            assert ours.keys() == theirs.keys()
+            assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def files(folder: Path) -> dict[int, Path]:
+    """Find the checkpoints by their steps."""
+    found = (folder / "checkpoints").glob("step-*.pt")
+    return {int(path.stem.removeprefix("step-")): path for path in found}
+
+
 def test_the_lines_of_all_steps_are_there_before_their_checkpoint_is(tmp_path: Path) -> None:
     ranks: dict[int, Rank] = {}
     published: list[list[int]] = []
@@ -232,4 +279,5 @@ def test_random_numbers_depend_on_seed_step_and_rank_only(tmp_path: Path) -> Non
 def test_a_checkpoint_is_due_by_steps_or_by_minutes(
     steps: int, minutes: float, number: int, seconds: float, due: bool
 ) -> None:
-    assert SavePolicy(steps=steps, minutes=minutes).due(number, seconds) is due
+    policy = SavePolicy(steps=steps, minutes=minutes)
+    assert (policy.due_by_steps(number) or policy.due_by_time(seconds)) is due

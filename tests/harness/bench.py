@@ -38,7 +38,9 @@ class Bench:
         own = copy.deepcopy(model)
         optimizer = torch.optim.SGD(own.parameters(), lr=lr, momentum=0.9)
         replica = replicate(own, optimizer, communicator, bucket_bytes, kind)
-        return Bench(communicator, own, optimizer, replica, Training.of(own).batches)
+        dtype = next(own.parameters()).dtype
+        batches = [(x.to(dtype), y) for x, y in Training.of(own).batches]
+        return Bench(communicator, own, optimizer, replica, batches)
 
     def backward(self, batch: int) -> None:
         x, y = self.batches[batch]

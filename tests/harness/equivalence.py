@@ -212,7 +212,8 @@ def replicate(
 
     def plan(kind: Kind, bucket_bytes: int) -> Plan:
         def make(buckets: Sequence[Bucket]) -> Synchronizer:
-            parts = Updater(optimizer, buckets), RunningStatistics(model)
+            updater = getattr(kind, "updater", Updater)(optimizer, buckets)
+            parts = updater, RunningStatistics(model)
             synchronizer: Synchronizer = kind(buckets, communicator, *parts)
             return synchronizer
 

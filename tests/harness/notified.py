@@ -19,21 +19,33 @@ from paceline.comm.window import Window
 from paceline.sync.bucket import Bucket
 from paceline.sync.layout import Topology
 from paceline.sync.notified import Notified
+from paceline.sync.sharded import Sharded
+from paceline.sync.shards import Shards
+from paceline.sync.updater import Updater
+from paceline.sync.wires import WIRES
 
 
-def notified(faults: bool, machines: Sequence[int] = (), limit: float = 30.0) -> Callable[..., Any]:
+def notified(
+    faults: bool,
+    machines: Sequence[int] = (),
+    wire: str = "fp32",
+    kind: Any = Notified,
+    limit: float = 30.0,
+) -> Callable[..., Any]:
     """Return what makes the synchronizer of each rank, with windows of one group a binding.
 
     Args:
         faults: puts are late and overtake each other.
         machines: how many ranks share memory on each; by default nobody does.
+        wire: between them.
+        kind: `Notified` or `Sharded`.
         limit: seconds that waits may take.
     """
     groups: dict[int, WindowGroup] = {}
     made: Counter[int] = Counter()
     lock = threading.Lock()
 
-    def make(buckets: Sequence[Bucket], communicator: Communicator, *parts: Any) -> Notified:
+    def make(buckets: Sequence[Bucket], communicator: Communicator, *parts: Any) -> Any:
         def open_window(size: int, notifications: int) -> Window:
             rank = communicator.rank
             with lock:
@@ -47,8 +59,10 @@ def notified(faults: bool, machines: Sequence[int] = (), limit: float = 30.0) ->
             return FaultyWindow(window, Faults(seed=rank)) if faults else window
 
         topology = Topology.of(machines) if machines else Topology.flat(communicator.world_size)
-        return Notified(buckets, open_window, *parts, topology, (limit, limit))
+        limits = (limit, limit)
+        return kind(buckets, open_window, *parts, topology, limits, lambda: None, WIRES[wire])
 
+    make.updater = Shards if kind is Sharded else Updater  # type: ignore[attr-defined]
     return make
 
 

@@ -33,6 +33,17 @@ def plain(num_labels):
 
 def dropout(num_labels):
     return Net(num_labels, 0.5)
+
+
+class Single(Net):
+    """The same in float32."""
+
+    def forward(self, images):
+        return self.body(images)
+
+
+def single(num_labels):
+    return Single(num_labels, 0.5).float()
 '''
 
 

@@ -13,6 +13,7 @@ import torch
 
 from paceline.state.checkpoint import read_checkpoint
 from tests.harness.command import Command, gone, rows_of, run
+from tests.harness.ports import free_port
 from tests.harness.runs import events, losses, until, until_step, write_net
 
 SMALL = (
@@ -117,6 +118,56 @@ def test_kills_at_random_moments_change_no_bit(
     each_sample_once(here / "runs" / "r")
     assert [row["epoch"] for row in rows_of(here / "runs" / "r")] == ["0", "1", "2"]
     assert rows_of(here / "runs" / "r")[-1]["cumulative_input_count"] == "210"
+
+
+@pytest.mark.timeout(400)
+def test_kills_change_no_bit_of_what_only_some_ranks_have(here: Path) -> None:
+    """What a lossy wire has yet to send, and shares of the optimizer's state, on two machines."""
+    moments = random.Random(20180102)
+    whole = on_two_machines(here, "whole")
+    assert [machine.wait().status for machine in whole] == [0, 0]
+    told = here / "out0" / "run"
+    for _ in range(2):
+        before = len(events(told))
+        machines = on_two_machines(here, "run")
+        until(partial(trained, told, before, moments.randrange(1, 9)), limit=150)
+        killed = [process for machine in machines for process in machine.family()]
+        moments.shuffle(killed)
+        for process in killed:
+            process.kill()
+        for machine in machines:
+            machine.send(signal.SIGKILL)
+            machine.wait()
+        assert gone(killed)
+    ended = [machine.wait() for machine in on_two_machines(here, "run")]
+    assert [end.status for end in ended] == [0, 0], ended
+    expected = losses(here / "out0" / "whole")
+    assert len(expected) == 3 * STEPS
+    assert {step: set(values) for step, values in losses(told).items()} == {
+        step: set(values) for step, values in expected.items()
+    }
+    weights = [
+        read_checkpoint(here / "out0" / name / "checkpoints" / f"step-{3 * STEPS:08}.pt")["model"]
+        for name in ("whole", "run")
+    ]
+    for name, weight in weights[0].items():
+        assert torch.equal(weight, weights[1][name]), name
+
+
+def on_two_machines(here: Path, name: str) -> list[Command]:
+    """Start a run of two machines of one worker each; half of `SMALL`'s batch on each."""
+    meet = f"127.0.0.1:{free_port()}"
+    words = train("single", "--checkpoint_steps", "2", workers=1)
+    how = ("--sync", "notified", "--wire", "int8", "--update", "sharded")
+    return [
+        Command(
+            *(*words, *how, "--num_shards", "2", "--master", meet),
+            *("--run_id", name, "--batch_size", "3"),
+            *("--shard_id", str(machine), "--output_dir", f"out{machine}"),
+            folder=here,
+        )
+        for machine in (0, 1)
+    ]
 
 
 def started(command: Command) -> bool:

@@ -18,8 +18,8 @@ SIGNATURES = {
     "join": "(run=None, *, resume='auto', checkpoint_steps=0, checkpoint_minutes=5.0, "
     "keep_checkpoints=2, trace_steps='', seed=0, device=None, first_iter_timeout=None, "
     "timeout=None)",
-    "parallelize": "(model, optimizer, world, *, sync='auto', wire='fp32', bucket_mb=0.0, "
-    "sync_bn=False)",
+    "parallelize": "(model, optimizer, world, *, sync='auto', wire='fp32', "
+    "update='replicated', bucket_mb=0.0, sync_bn=False)",
     "loader": "(dataset, batch_size, world, *, train=True, shuffle=None, seed=None, "
     "num_workers=0, collate_fn=None, pin_memory=False)",
     "World.step": "(self, samples=None)",

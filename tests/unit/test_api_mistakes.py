@@ -110,6 +110,10 @@ def test_an_unknown_way_to_exchange(world: World, model: nn.Module) -> None:
         paceline.parallelize(model, sgd(model), world, wire="fp8")
     with pytest.raises(ConfigError, match=r"^wire int8 needs sync notified"):
         paceline.parallelize(model, sgd(model), world, sync="allreduce", wire="int8")
+    with pytest.raises(ConfigError, match="update is 'here'; there is replicated, sharded"):
+        paceline.parallelize(model, sgd(model), world, update="here")
+    with pytest.raises(ConfigError, match=r"^update sharded needs sync notified"):
+        paceline.parallelize(model, sgd(model), world, sync="allreduce", update="sharded")
     with pytest.raises(ConfigError, match=r"^bucket_mb -1"):
         paceline.parallelize(model, sgd(model), world, bucket_mb=-1)
 

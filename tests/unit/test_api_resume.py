@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from paceline.observe.events import read_events
 from tests.harness.library import BATCH, copied, loss_of, network, samples, sgd
 
 EPOCHS, STEPS = 3, 5  # of 50 samples
+PLAIN: Mapping[str, Any] = {}
+SHARDED = {"sync": "notified", "update": "sharded"}
 Schedule = Callable[[torch.optim.Optimizer], Any]
 
 
@@ -51,6 +53,7 @@ def train(
     die_before: int | None = None,
     make_schedule: Schedule = step_lr,
     in_step: bool = False,
+    how: Mapping[str, Any] = PLAIN,
     **options: Any,
 ) -> tuple[dict[int, float], dict[str, Tensor]]:
     """Train; return each step's loss, and the model's state."""
@@ -58,7 +61,7 @@ def train(
     with paceline.join(run, **options) as world:
         model = network(dropout=0.3)
         optimizer = sgd(model)
-        paceline.parallelize(model, optimizer, world)
+        paceline.parallelize(model, optimizer, world, **how)
         schedule = make_schedule(optimizer)
         world.track(schedule)
         loader = paceline.loader(Noisy(), BATCH, world)
@@ -96,11 +99,13 @@ def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         assert torch.equal(value, other[name]), name
 
 
-@pytest.mark.parametrize("at", [1, 4, 5, 6, 9, 14])
-def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path, at: int) -> None:
-    expected, state = train(None)
-    killed(tmp_path / "run", at, checkpoint_steps=2)
-    losses, resumed = train(tmp_path / "run", checkpoint_steps=2)
+@pytest.mark.parametrize(
+    ("at", "how"), [*((at, PLAIN) for at in (1, 4, 5, 6, 9, 14)), (6, SHARDED)], ids=str
+)
+def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path, at: int, how: Mapping[str, Any]) -> None:
+    expected, state = train(None, how=how)
+    killed(tmp_path / "run", at, how=how, checkpoint_steps=2)
+    losses, resumed = train(tmp_path / "run", how=how, checkpoint_steps=2)
     assert losses == {number: expected[number] for number in losses}
     assert set(losses) >= set(range(at, EPOCHS * STEPS))
     assert_equal(resumed, state)
@@ -304,3 +309,16 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"^run: .* can't be written"):
         paceline.join(tmp_path / "file/run")
+
+
+def test_what_a_wire_has_yet_to_send_follows_the_scaler_that_is_tracked() -> None:
+    with paceline.join() as world:
+        model = network()
+        model, optimizer = paceline.parallelize(model, sgd(model), world)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**7)
+        world.track(step_lr(optimizer), scaler)
+        with world.step(samples=1):
+            optimizer.step()
+        replica = world._training.replica("a test")
+        assert replica._scale is not None
+        assert replica._scale() == 2.0**7

@@ -101,6 +101,7 @@ def test_a_switch_that_is_on_can_be_switched_off() -> None:
         (["--save_model_name", "../x"], "--save_model_name '../x': it names a file"),
         (["--bucket_mb", "inf"], "must be at least 0 and finite"),
         (["--wire", "bf16", "--sync", "allreduce"], "--wire bf16 needs --sync notified"),
+        (["--update", "sharded", "--sync", "allreduce"], "--update sharded needs --sync notified"),
         (["--timeout", "inf"], "must be greater than 0 and finite"),
         (["--base_learning_rate", "nan"], "must be greater than 0"),
         (["--image_mean_per_channel", "nan"], "--image_mean_per_channel nan"),

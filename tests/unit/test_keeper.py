@@ -118,9 +118,19 @@ def test_a_disk_that_refuses_is_told_at_the_next_occasion(tmp_path: Path) -> Non
 
 
 def test_snapshots_take_under_a_hundredth_of_the_time(tmp_path: Path) -> None:
-    now = iter([0.0, 10.0, 10.5, 60.0, 60.4, 60.6])
+    now = iter([0.0, 10.0, 10.5, 60.0, 60.4, 60.6, 60.7, 110.7])
     keeper = keeper_of(Part(), Checkpoints(tmp_path, 5), clock=lambda: next(now))
     keeper.capture(1, {})  # from 10.0 to 10.5: the next is due 50 s later
-    assert not keeper.due  # 60.0
-    assert not keeper.due  # 60.4
-    assert keeper.due  # 60.6
+    assert not keeper.ask()  # 60.0
+    assert not keeper.ask()  # 60.4
+    assert keeper.ask()  # 60.6, and it is on its way
+    assert not keeper.ask()  # 60.7
+    assert keeper.ask()  # 110.7
+
+
+def test_what_a_snapshot_waited_for_counts_as_its_cost(tmp_path: Path) -> None:
+    now = iter([0.0, 10.0, 10.5, 110.0, 160.6])
+    keeper = keeper_of(Part(), Checkpoints(tmp_path, 5), clock=lambda: next(now))
+    keeper.capture(1, {}, spent=1.0)  # 1.5 s
+    assert not keeper.ask()  # 110.0
+    assert keeper.ask()  # 160.6

@@ -1,0 +1,174 @@
+"""What lossy wires have yet to send outlives a checkpoint, another world, and a frozen layer."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.build.resume import Start
+from paceline.comm.communicator import Communicator
+from paceline.errors import ConfigError
+from paceline.sync.allreduce import AllReduce
+from paceline.sync.replica import Replica
+from tests.harness.equivalence import replicate
+from tests.harness.exchange_state import (
+    MODEL,
+    Rank,
+    State,
+    missed,
+    same,
+    totals,
+    train,
+    with_ranks,
+)
+from tests.harness.notified import notified
+from tests.harness.threads import run_ranks
+
+MACHINES = [(1, 1), (1, 1, 1), (2, 1), (2, 2)]
+
+
+@pytest.mark.parametrize("machines", MACHINES, ids=str)
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+def test_a_run_goes_on_with_the_bits_of_one_that_never_stopped(
+    machines: tuple[int, ...], wire: str
+) -> None:
+    whole = train(machines, wire, range(6))
+    half = train(machines, wire, range(3))
+    assert all(bool(value.any()) for value in totals(half).values()), "nothing was missed"
+    assert same(train(machines, wire, range(3, 6), half), whole)
+
+
+def test_what_was_missed_has_the_parameters_names_and_shapes() -> None:
+    state = train((2, 1), "int8", range(2))
+    assert len(missed(state)) == 2
+    for group in missed(state):
+        assert {name: value.shape for name, value in group.items()} == {
+            name: value.shape for name, value in MODEL.state_dict().items()
+        }
+
+
+@pytest.mark.parametrize(("machines", "bucket_bytes"), [((1, 1), 10**9), ((2, 2), 2_000)], ids=str)
+def test_other_buckets_and_more_ranks_a_machine_keep_each_machines_part(
+    machines: tuple[int, ...], bucket_bytes: int
+) -> None:
+    state = train((1, 1), "int8", range(3))
+    again = train(machines, "int8", range(0), state, bucket_bytes=bucket_bytes)
+    assert same(again["exchange"], state["exchange"])
+
+
+@pytest.mark.parametrize("machines", [(1, 1, 1), (2, 1, 1), (1,) * 5], ids=str)
+def test_another_number_of_machines_deals_the_sum_out_to_the_owners(
+    machines: tuple[int, ...],
+) -> None:
+    state = train((1, 1), "int8", range(3))
+    again = train(machines, "int8", range(0), state)
+    assert same(totals(again), totals(state))
+    for name in totals(again):
+        having = torch.stack([group[name] != 0 for group in missed(again)]).sum(0)
+        assert int(having.max()) == 1
+    owned = [any(bool(value.any()) for value in group.values()) for group in missed(again)]
+    assert all(owned)
+
+
+def test_a_step_without_an_update_leaves_what_was_missed() -> None:
+    def work(rank: Rank) -> None:
+        rank.train(0)
+        before = rank.state()
+        with rank.replica.step(1, 0.5):
+            rank.backward(1)
+            rank.optimizer.zero_grad()
+        assert same(rank.state(), before)
+        rank.train(2)
+        assert not same(rank.state()["exchange"], before["exchange"]) or rank.communicator.rank
+
+    with_ranks(work)
+
+
+def test_freezing_a_layer_leaves_what_was_missed_of_the_others() -> None:
+    def work(rank: Rank) -> None:
+        rank.train(0)
+        before = rank.state()["exchange"]
+        frozen = next(rank.model.parameters())
+        frozen.requires_grad_(False)
+        with rank.replica.step(1, 0.5):
+            rank.backward(1)
+            rank.optimizer.zero_grad()
+        after = rank.state()["exchange"]
+        if rank.communicator.rank == 0:
+            for old, new in zip(before["missed"], after["missed"], strict=True):
+                assert same(new, {name: value for name, value in old.items() if name in new})
+                assert old.keys() - new.keys() == {"0.weight"}
+
+    with_ranks(work)
+
+
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+def test_what_was_missed_follows_the_scale_of_the_loss(wire: str) -> None:
+    """All scales are powers of two, which change no bit of a gradient but its exponent."""
+    states: dict[bool, State] = {}
+
+    def trained(scaled: bool) -> Any:
+        def work(rank: Rank) -> None:
+            scaler = torch.amp.GradScaler(
+                "cpu", init_scale=2.0**5, growth_interval=1, enabled=scaled
+            )
+            rank.replica.follow(scaler.get_scale)
+            for number in range(5):
+                rank.train(number, scaler)
+            if rank.communicator.rank == 0:
+                states[scaled] = {"model": rank.model.state_dict()}
+
+        return work
+
+    for scaled in (False, True):
+        with_ranks(trained(scaled), wire)
+    assert same(states[True], states[False])
+
+
+def test_a_scaler_that_nobody_follows_is_refused() -> None:
+    def work(rank: Rank) -> None:
+        scaler = torch.amp.GradScaler("cpu")
+        with pytest.raises(ConfigError, match=r"world\.track\(scaler\)"):
+            rank.train(0, scaler)
+
+    with_ranks(work)
+
+
+def test_a_start_gives_it_to_a_lossy_wire_and_says_that_others_drop_it() -> None:
+    state = train((1, 1), "int8", range(2))
+    start = Start(state=state)
+
+    def work(c: Communicator, kind: Any) -> tuple[Any, ...]:
+        rank = Rank(c, kind, None, 2_000)
+        notes = start.restore_exchange(rank.replica)
+        exchange = rank.replica.state()
+        rank.replica.close()
+        return notes, exchange
+
+    lossy, plain = notified(False, (1, 1), "bf16"), notified(False, (1, 1))
+    notes, exchange = run_ranks(2, lambda c: work(c, lossy))[0]
+    assert notes == ()
+    assert same(dict(exchange), state["exchange"])
+    for kind in (plain, AllReduce):
+        notes, exchange = run_ranks(2, lambda c, kind=kind: work(c, kind))[0]
+        assert exchange is None
+        assert "is dropped" in notes[0]
+    assert Start(state={"model": {}}).restore_exchange(None) == ()  # type: ignore[arg-type]
+
+
+def test_gradients_as_they_are_have_no_state() -> None:
+    def work(c: Communicator) -> tuple[Any, bool]:
+        model: nn.Module = copy.deepcopy(MODEL)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        replica: Replica = replicate(model, optimizer, c, 2_000, kind)
+        kept = replica.state(), replica.restore({"scale": 1.0, "missed": []})
+        replica.close()
+        return kept
+
+    for wire, machines in (("fp32", (1, 1)), ("int8", (2,))):  # none goes between machines there
+        kind = notified(False, machines, wire)
+        assert run_ranks(2, work) == [(None, False)] * 2

@@ -1,0 +1,135 @@
+"""The optimizer's state, of which each rank has a share, is kept whole and dealt out anew."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.comm.communicator import Communicator
+from paceline.errors import ConfigError
+from paceline.sync.notified import Notified
+from paceline.sync.sharded import Sharded
+from tests.harness.exchange_state import (
+    Rank,
+    State,
+    adam,
+    same,
+    sgd,
+    totals,
+    train,
+    with_ranks,
+)
+from tests.harness.notified import notified
+from tests.harness.threads import run_ranks
+
+MACHINES = [(1, 1), (1, 1, 1), (2, 1), (2, 2)]
+
+
+@pytest.mark.parametrize("machines", MACHINES, ids=str)
+@pytest.mark.parametrize("wire", ["fp32", "int8"])
+def test_shards_of_the_optimizers_state_go_on_with_the_same_bits(
+    machines: tuple[int, ...], wire: str
+) -> None:
+    more = {"kind": Sharded, "make_optimizer": adam}
+    whole = train(machines, wire, range(6), **more)
+    half = train(machines, wire, range(3), **more)
+    assert same(train(machines, wire, range(3, 6), half, **more), whole)
+
+
+@pytest.mark.parametrize("make_optimizer", [sgd, adam])
+def test_the_state_of_all_shards_is_that_of_a_whole_optimizer(make_optimizer: Any) -> None:
+    sharded, replicated = (
+        train((1, 1, 1), "fp32", range(3), kind=kind, make_optimizer=make_optimizer)
+        for kind in (Sharded, Notified)
+    )
+    assert not sharded["exchange"]
+    assert close(sharded, replicated)
+    assert strides(sharded["optimizer"]) == strides(replicated["optimizer"])
+
+
+@pytest.mark.parametrize(
+    ("machines", "kind"), [((2, 1), Sharded), ((1,), Sharded), ((1, 1), Notified)], ids=str
+)
+def test_shards_are_dealt_out_anew_to_other_ranks_and_to_replicas(
+    machines: tuple[int, ...], kind: Any
+) -> None:
+    whole = train((1, 1, 1), "fp32", range(6), make_optimizer=adam)
+    half = train((1, 1, 1), "fp32", range(3), kind=Sharded, make_optimizer=adam)
+    more = {"kind": kind, "make_optimizer": adam, "bucket_bytes": 10**9}
+    assert close(train(machines, "fp32", range(3, 6), half, **more), whole)
+
+
+def close(one: Any, other: Any) -> bool:
+    """Compare two trees as far as float32 goes, in another order of sums."""
+    if isinstance(one, Tensor):
+        return torch.allclose(one, other, atol=1e-4)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(close(one[k], other[k]) for k in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(close, one, other))
+    return bool(one == other)
+
+
+def strides(state: State) -> dict[int, dict[str, Any]]:
+    return {
+        number: {name: value.stride() for name, value in entry.items()}
+        for number, entry in state["state"].items()
+    }
+
+
+def test_what_owners_had_yet_to_send_back_goes_into_their_update() -> None:
+    start = train((1, 1), "int8", range(3))
+    machines, more = (1, 1, 1), {"kind": Sharded}  # three owners: the total is dealt out to them
+    with_it = train(machines, "int8", range(3, 4), start, **more)
+    without = train(machines, "int8", range(3, 4), {**start, "exchange": {}}, **more)
+    for name, total in totals(start).items():
+        difference = without["model"][name] - with_it["model"][name]
+        assert torch.allclose(difference, 0.1 * total, atol=1e-6)  # the rate's part
+        assert total.abs().max() > 1e-4
+    assert same(with_it["exchange"], without["exchange"])  # it is sent
+
+
+def test_what_a_rank_has_of_a_divided_state_is_not_shown_as_the_whole() -> None:
+    def work(rank: Rank) -> None:
+        rank.train(0)
+        with pytest.raises(ConfigError, match=r"world\.checkpoint\(\)"):
+            rank.optimizer.state_dict()
+
+    with_ranks(work, kind=Sharded)
+
+
+def test_a_state_that_is_loaded_is_dealt_out() -> None:
+    start = train((1, 1), "fp32", range(2), make_optimizer=sgd)
+
+    def work(rank: Rank) -> None:
+        rank.train(0)
+        rank.optimizer.load_state_dict(copy.deepcopy(start["optimizer"]))
+        state = rank.state()
+        if rank.communicator.rank == 0:
+            assert same(state["optimizer"], start["optimizer"])
+
+    with_ranks(work, kind=Sharded)
+
+
+def test_a_parameter_that_is_written_before_its_update_is_refused() -> None:
+    def work(rank: Rank) -> None:
+        rank.train(0)
+        with torch.no_grad():
+            next(rank.model.parameters()).clamp_(-1, 1)
+        with pytest.raises(ConfigError, match=r"0\.weight was written"):
+            rank.replica.settle()
+
+    with_ranks(work, kind=Sharded)
+
+
+def test_an_optimizer_whose_update_cannot_be_divided_is_refused() -> None:
+    def work(c: Communicator) -> None:
+        kind = notified(False, (1,), kind=Sharded)
+        with pytest.raises(ConfigError, match="can't divide Adafactor"):
+            Rank(c, kind, None, make_optimizer=lambda m: torch.optim.Adafactor(m.parameters()))
+
+    run_ranks(1, work)
