@@ -56,6 +56,7 @@ def test_sizes_that_make_the_same_buckets_are_one() -> None:
         ({"sync": "allreduce"}, ["allreduce:0:fp32"]),
         ({"sync": "notified", "wire": "int8", "bucket_mb": 3}, ["notified:3:int8"]),
         ({"bucket_mb": 3}, ["notified:3:fp32", "allreduce:3:fp32"]),
+        ({"update": "sharded", "bucket_mb": 3}, ["notified:3:fp32"]),
         (
             {"wire": "bf16"},
             ["notified:4:bf16", "notified:8:bf16", "notified:2:bf16", "notified:16:bf16"],
@@ -76,7 +77,9 @@ def test_on_gpus_there_are_collectives_only() -> None:
 
 
 def test_one_rank_has_nothing_to_choose() -> None:
-    assert names(SyncConfig(wire="int8"), roster(30, 1), world_size=1) == ["allreduce:0:fp32"]
+    for asked in (SyncConfig(wire="int8"), SyncConfig(update="sharded")):
+        (left,) = candidates_of(asked, roster(30, 1), 1, CPU)
+        assert left == SyncConfig(sync="allreduce")
 
 
 @dataclass
