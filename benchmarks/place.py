@@ -86,7 +86,6 @@ def peers_of(place: Place, store: Store) -> Peers:
     )
     return Peers(
         members=members,
-        store=store,
         token="benchmark",
         limits=(LIMIT, LIMIT),
         communicator=communicator,

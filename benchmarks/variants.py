@@ -188,7 +188,7 @@ def auto(setting: Setting, store: Store, bucket_mb: float) -> Variant:
 def bind(training: Training, setting: Setting, store: Store, config: SyncConfig) -> Replica:
     """Bind the model to the other ranks as `paceline train` does; collective."""
     peers = peers_of(setting, store)
-    occasion = Occasion(tell=partial(print, file=sys.stderr, flush=True))
+    occasion = Occasion(steps=sys.maxsize, tell=partial(print, file=sys.stderr, flush=True))
     return replicate(training.model, training.optimizer, peers, config, occasion=occasion)
 
 

@@ -127,7 +127,6 @@ class Session:
         joined = self.link.joined
         return Peers(
             members=joined.members,
-            store=joined.store,
             token=joined.token,
             limits=(self.link.first_timeout, self.link.timeout),
             communicator=self.communicator,

@@ -2,8 +2,9 @@
 
     a world of one rank     nothing travels: allreduce
     measured before         what `exchange.toml` says, as long as the world is the same
-    a short run             the first candidate: measuring would be too much of it
-    any other               trials in its own first steps (`sync/trials.py`)
+    a short run             allreduce: it needs no time to begin, and measuring would be too much
+    any other               trials in its own first steps (`sync/trials.py`); where nobody knows how
+                            long it is, once it has gone on for a while
 
 All candidates with float32 on their way are equal up to the order of summation, so a run may change
 from one to another; what is lossy is always asked for.
@@ -28,7 +29,7 @@ from paceline.sync.bucket import partition
 from paceline.sync.roster import Roster
 from paceline.sync.trials import Outcome, Trials, steps_of_trials
 
-# Of those that are equally fast the first is taken, and in a short run the first of all.
+# Of those that are equally fast the first is taken.
 CANDIDATES = {
     "cpu": (
         *(("notified", 4.0), ("allreduce", 8.0), ("notified", 8.0), ("notified", 2.0)),
@@ -37,6 +38,7 @@ CANDIDATES = {
     "cuda": (("allreduce", 8.0), ("allreduce", 25.0)),
 }
 SHARE = 10  # a run measures if its steps are as many times those of the trials
+A_WHILE = 100  # steps, where nobody knows how many there are
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +81,7 @@ class Chooser:
         self._candidates, self._members, self._occasion = candidates, members, occasion
         self._communicator, self._device = communicator, device
         self._trials: Trials | None = None
+        self._before_trials = 0 if occasion.steps is not None else A_WHILE
         self.first = self._current = self._begin()
 
     def next(self) -> SyncConfig | None:
@@ -89,6 +92,9 @@ class Chooser:
             PacelineError: the choice can't be written down.
         """
         if self._trials is None:
+            return None
+        if self._before_trials:
+            self._before_trials -= 1
             return None
         config = self._candidates[self._trials.begin()]
         if self._trials.outcome is not None:
@@ -106,12 +112,13 @@ class Chooser:
             self._tell(f"{_long(known)}, as this run has measured before ({CHOICE_NAME})")
             return known
         left, needed = occasion.steps, steps_of_trials(len(candidates))
+        plain = next((c for c in candidates if c.sync == "allreduce"), candidates[0])
         if left is not None and left < SHARE * needed:
             short = f"{left} steps are too few to measure what is best"
-            self._tell(f"{_long(candidates[0])}: {short}; choose by --sync and --bucket_mb")
-            return candidates[0]
+            self._tell(f"{_long(plain)}: {short}; choose by --sync and --bucket_mb")
+            return plain
         self._trials = Trials(len(candidates), time.perf_counter, self._mean)
-        return candidates[0]
+        return candidates[0] if left is not None else plain
 
     def _known(self) -> SyncConfig | None:
         """Return what rank 0 knows to be chosen, if that still goes."""

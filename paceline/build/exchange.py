@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from paceline.build.choice import Chooser, Occasion, candidates_of
 from paceline.cluster.members import Members
-from paceline.comm.communicator import Communicator
+from paceline.comm.communicator import Communicator, gather_bytes
 from paceline.comm.machines_window import machines_window
 from paceline.comm.mesh import Meeting
 from paceline.comm.process_group import ProcessGroupCommunicator
@@ -46,7 +46,6 @@ class Peers:
 
     Attributes:
         members: the world.
-        store: where they meet.
         token: the job token.
         limits: seconds to wait for them, at the start and later.
         communicator: connects them.
@@ -55,7 +54,6 @@ class Peers:
     """
 
     members: Members
-    store: Store
     token: str
     limits: tuple[float, float]
     communicator: Communicator
@@ -71,7 +69,7 @@ class Peers:
         """
         members, number = self.members, next(self._windows)
         meeting = Meeting(
-            store=self.store,
+            share=self._share,
             rank=members.rank,
             world_size=members.world_size,
             token=self.token,
@@ -85,6 +83,12 @@ class Peers:
             return window
         self.trace.follow(number, lambda: window.moments)
         return TracedWindow(window, number, self.trace)
+
+    def _share(self, text: str) -> list[str]:
+        """Tell all ranks a text, by the connections that stand: the store may be gone by now."""
+        what = "the addresses of windows"
+        told = gather_bytes(self.communicator, text.encode(), torch.device("cpu"), what)
+        return [data.decode() for data in told]
 
     @property
     def topology(self) -> Topology:

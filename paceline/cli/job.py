@@ -49,7 +49,6 @@ def train(config: TrainConfig, members: Members, store: Store, token: str) -> No
         stack.callback(recorder.close)
         peers = build.Peers(
             members=members,
-            store=store,
             token=token,
             limits=(config.world.first_iter_timeout, config.world.timeout),
             communicator=communicator,

@@ -1,6 +1,6 @@
 """Connects ranks with each other, by sockets of any family; strangers are shown out.
 
-    rank r    listens and says where in the store, calls those below r, answers those above
+    rank r    listens and says where, calls those below r, answers those above
     greeting  | "paceline" | digest of the job token and the purpose | rank |   both ways, at once
 
 A connection whose greeting is another is closed, and costs a caller's patience at most.
@@ -32,6 +32,7 @@ class Meeting:
 
     Attributes:
         store: where ranks find each other's addresses; fresh in this generation.
+        share: instead of a store, tells all ranks a text and returns all ranks' texts; collective.
         rank: this rank.
         world_size: the number of ranks.
         token: the job's; whoever doesn't know it is a stranger.
@@ -40,7 +41,8 @@ class Meeting:
         only: the ranks that take part; by default all.
     """
 
-    store: Store
+    store: Store | None = None
+    share: Callable[[str], Sequence[str]] | None = None
     rank: int
     world_size: int
     token: str
@@ -52,6 +54,15 @@ class Meeting:
     def ranks(self) -> Sequence[int]:
         """Who takes part, in order."""
         return self.only or range(self.world_size)
+
+    def tell(self, where: str) -> Callable[[int], str]:
+        """Tell all ranks this one's address; return what finds that of another."""
+        if self.share is not None:
+            return self.share(where).__getitem__
+        store = self.store
+        assert store is not None
+        store.set(f"{self.purpose}/{self.rank}", where)
+        return lambda peer: store.get(f"{self.purpose}/{peer}").decode()
 
     @property
     def greeting(self) -> bytes:
@@ -95,9 +106,9 @@ def connect_all(
     deadline = time.monotonic() + meeting.limit
     ends: list[socket.socket | None] = [None] * meeting.world_size
     try:
-        meeting.store.set(f"{meeting.purpose}/{meeting.rank}", where)
+        address_of = meeting.tell(where)
         for peer in (rank for rank in meeting.ranks if rank < meeting.rank):
-            ends[peer] = _call(meeting, peer, call, deadline)
+            ends[peer] = _call(meeting, peer, address_of(peer), call, deadline)
         while missing := [r for r in meeting.ranks if r > meeting.rank and ends[r] is None]:
             peer, end = _answer(meeting, server, missing, deadline)
             ends[peer] = end
@@ -109,9 +120,12 @@ def connect_all(
 
 
 def _call(
-    meeting: Meeting, peer: int, call: Callable[[str, float], socket.socket], deadline: float
+    meeting: Meeting,
+    peer: int,
+    where: str,
+    call: Callable[[str, float], socket.socket],
+    deadline: float,
 ) -> socket.socket:
-    where = meeting.store.get(f"{meeting.purpose}/{peer}").decode()
     try:
         end = call(where, max(0.1, deadline - time.monotonic()))
         end.sendall(meeting.greeting)

@@ -49,13 +49,13 @@ def end(command: Command) -> None:
     assert "Traceback" not in ended.text
 
 
-def test_a_short_run_takes_puts_and_says_so(tmp_path: Path) -> None:
+def test_a_short_run_takes_collectives_and_says_so(tmp_path: Path) -> None:
     write_net(tmp_path)
     ended = run(*TRAIN, "--num_epochs", "1", folder=tmp_path)
     assert ended.status == 0, ended.text
     assert (
-        "exchange: notified, 4 MB buckets: 12 steps are too few to measure what is best; choose by "
-        "--sync and --bucket_mb.\n"
+        "exchange: allreduce, 8 MB buckets: 12 steps are too few to measure what is best; choose "
+        "by --sync and --bucket_mb.\n"
     ) in ended.text
     assert not (tmp_path / "runs/r/exchange.toml").exists()
 

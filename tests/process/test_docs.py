@@ -156,7 +156,8 @@ def test_a_run_without_its_meeting_place_and_a_worker_says_what_is_quoted(
 
 
 def test_a_run_whose_worker_hangs_says_what_is_quoted(trained: Path, tmp_path: Path) -> None:
-    command = Command(*ENDLESS, "--timeout", "3", folder=copied(trained, tmp_path))
+    words = (*ENDLESS, "--sync", "notified", "--timeout", "3")
+    command = Command(*words, folder=copied(trained, tmp_path))
     command.line_with("epoch 1/")
     stop(command, 1, signal.SIGSTOP)
     ended = command.wait()

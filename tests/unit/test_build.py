@@ -36,7 +36,6 @@ def trainer_of(folder: Path, *words: str) -> Trainer:
         config,
         build.Peers(
             members=Members.alone(),
-            store=HashStore(),
             token="token",
             limits=(5.0, 5.0),
             communicator=ThreadGroup(1).communicator(0),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.build.choice import Chooser, Occasion, candidates_of
+from paceline.build.choice import A_WHILE, Chooser, Occasion, candidates_of
 from paceline.cluster.members import Members
 from paceline.comm.communicator import Communicator
 from paceline.config.world import SyncConfig
@@ -87,7 +87,7 @@ class Run:
     """A run of two ranks, on the machines that are told, and what its person is told."""
 
     folder: Path | None = None
-    steps: int | None = None
+    steps: int | None = 10 * NEEDED
     machines: tuple[int, ...] = (2,)
     notes: list[str] = field(default_factory=list)
 
@@ -154,13 +154,19 @@ def test_what_does_not_go_any_more_is_measured_again(tmp_path: Path, change: str
 
 def test_a_short_run_is_not_measured() -> None:
     run = Run(steps=10 * NEEDED - 1)
-    assert run.start(NEEDED) == [[TWO[0]] * NEEDED] * 2
+    assert run.start(NEEDED) == [[TWO[1]] * NEEDED] * 2
     assert run.notes == [
-        f"exchange: notified, 4 MB buckets: {run.steps} steps are too few to measure what is best; "
-        "choose by --sync and --bucket_mb."
+        f"exchange: allreduce, 8 MB buckets: {run.steps} steps are too few to measure what is "
+        "best; choose by --sync and --bucket_mb."
     ]
     run.steps = 10 * NEEDED
     assert len(set(run.start(NEEDED)[0])) == 2
+
+
+def test_where_nobody_knows_how_long_a_run_is_it_goes_on_for_a_while_first() -> None:
+    bound, _ = Run(steps=None).start(A_WHILE + NEEDED)
+    assert bound[:A_WHILE] == [TWO[1]] * A_WHILE
+    assert set(bound[A_WHILE:]) == set(TWO)
 
 
 def test_who_has_no_folder_measures_at_each_start() -> None:
