@@ -16,6 +16,7 @@ from paceline.cluster.members import Members
 from paceline.comm.inprocess import ThreadGroup
 from paceline.config.model import ModelConfig
 from paceline.config.train import TrainConfig
+from paceline.config.world import SyncConfig
 from paceline.errors import ConfigError
 from paceline.models.resnet import BasicBlock
 from paceline.sync.batch_norm import SyncBatchNorm
@@ -101,9 +102,11 @@ def test_a_layer_trains_on_real_ranks_that_are_threads() -> None:
     config, share = config_of("--sync_bn"), Share()
     model = build.make_model(config, CPU, ThreadGroup(1).communicator(0), share)
     optimizer = build.make_optimizer(model, config.optim, 4)
-    replica = build.replicate(
-        model, optimizer, ThreadGroup(1).communicator(0), "allreduce", 4.0, share
+    communicator = ThreadGroup(1).communicator(0)
+    peers = build.Peers(
+        members=Members.alone(), token="token", limits=(5.0, 5.0), communicator=communicator
     )
+    replica = build.replicate(model, optimizer, peers, SyncConfig(), share)
     with replica.step(0, 1.0):
         assert share.weight == 1.0
         model(torch.randn(2, 3, 32, 32)).sum().backward()
