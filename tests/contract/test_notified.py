@@ -19,7 +19,7 @@ def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "bucket_bytes"), [(1, 10**9), (2, 1), (3, 2_000), (5, 10**9), (5, 1)]
+    ("world_size", "bucket_bytes"), [(1, 10**9), (2, 1), (3, 2_000), (4, 2_000), (5, 10**9), (5, 1)]
 )
 @pytest.mark.parametrize("name", CASES)
 def test_every_case(name: str, world_size: int, bucket_bytes: int) -> None:
