@@ -51,15 +51,9 @@ class Bucket:
     def allocate(self) -> Memory:
         """Make the bucket's staging memory."""
         first = self.parameters[0]
-        return self.over(torch.zeros(self.length, dtype=first.dtype, device=first.device))
-
-    @property
-    def length(self) -> int:
-        """The number of values that are exchanged, counts included."""
-        return self.numel + len(self.parameters)
-
-    def over(self, flat: Tensor) -> Memory:
-        """Lay the bucket out over memory, (length,)."""
+        flat = torch.zeros(
+            self.numel + len(self.parameters), dtype=first.dtype, device=first.device
+        )
         views, offset = [], 0
         for p in self.parameters:
             views.append(like(p, flat[offset : offset + p.numel()]))
