@@ -95,13 +95,15 @@ class Waits:
 
     def _silence(self, index: int, version: int, operation: str, owner: int | None) -> CommTimeout:
         place, values = self._place, self._window.values
-        others = sorted([*place.neighbours, *place.across.values()])
-        silent = [peer for peer in others if values[peer, index] < version]
-        if not silent and owner is not None:
-            silent = [owner]
-        who = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
+        across = [*place.across.values()]
+        silent = [peer for peer in (*place.neighbours, *across) if values[peer, index] < version]
+        if not silent:  # they have sent their parts, and a sum is missing
+            missing = [p for p in across if values[p, self._count + index] < version]
+            silent = missing if owner is None else [owner]
+        ranks = ", ".join(map(str, sorted(silent)))
+        who = f"rank{'s' if len(silent) > 1 else ''} {ranks}" if silent else "itself"
         return CommTimeout(
-            f"rank {place.rank} waited {self.limit:g} s for {who if silent else 'the others'} in "
+            f"rank {place.rank} waited {self.limit:g} s for {who} in "
             f"{operation}: it hangs, can't be reached, or needs a longer --timeout "
             "(--first_iter_timeout in the start)."
         )

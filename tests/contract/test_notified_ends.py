@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import Barrier
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from paceline.comm.communicator import Communicator
-from paceline.errors import PeerLost
+from paceline.comm.inprocess_window import WindowGroup
+from paceline.errors import CommTimeout, PeerLost
+from paceline.sync.layout import Spec, Topology, lay_out
+from paceline.sync.owner import Owner
 from tests.harness.bench import Bench
 from tests.harness.equivalence import convnet, largest_difference
 from tests.harness.notified import notified, notified_on_machines
@@ -120,6 +124,29 @@ def test_one_rank_alone_looks_at_the_model_between_steps(
     assert all(largest_difference(looked[0], other) == 0 for other in looked[1:])
     plain = run_ranks(3, lambda c: train_plainly(c, model))
     assert largest_difference(looked[0], plain[0]) < 1e-10
+
+
+def test_a_sum_that_doesnt_come_back_is_missed_by_its_owners_name() -> None:
+    topology = Topology.of((1, 2))
+    layout = lay_out([Spec(lengths=(64,), dtype=torch.float32, updated=True)], topology)
+    windows = WindowGroup(3, layout.size, layout.notifications, (1, 2))
+    said: dict[int, str] = {}
+    told = Barrier(3)
+
+    def work(communicator: Communicator) -> None:
+        rank, ones = communicator.rank, torch.ones(64)
+        owner = Owner(windows.window(rank), layout, [[ones]], [["weight"]], (1.0, 1.0))
+        owner.send(0, [ones], 1.0)
+        if rank == 0:
+            owner.give_back(0, lambda: None)  # as rank 1, which owns the other half, never does
+            with pytest.raises(CommTimeout) as caught:
+                owner.wait(0, "bucket 0 in step 0")
+            said[rank] = str(caught.value)
+        told.wait()
+        owner.close()
+
+    run_ranks(3, work)
+    assert said[0].startswith("rank 0 waited 1 s for rank 1 in bucket 0 in step 0: it hangs")
 
 
 def train_plainly(communicator: Communicator, model: nn.Module) -> dict[str, Tensor]:
