@@ -217,6 +217,9 @@ class Adder:
         if course.coding is None:
             parts = [ours if r is None else [(0, len(own), _as(r.values, own))] for r in rooms]
             add_up(parts, [course.weight if r is None else r.weight for r in rooms], own)
+        elif not run.spec.updated:
+            coded = [None if room is None else room.values for room in rooms]
+            course.coding.reduce(place.group, coded, ours, course.weight, own)
         else:
             for number, room in enumerate(rooms):
                 if room is not None:
@@ -238,7 +241,9 @@ class Adder:
                 course.coding.complete_sums(place.group, own)
             course.update()
         elif course.coding is not None:
-            source = course.coding.encode_sums(place.group, own)
+            coding = course.coding
+            recode = run.spec.updated  # the sums were left as they are for an update
+            source = coding.encode_sums(place.group, own) if recode else coding.coded(place.group)
         self._returned[run.index] = version
         shard = run.shard(place.channel, place.group)
         where = run.sum_of(shard) if course.lands else run.back[place.group]

@@ -48,10 +48,34 @@ class Coding:
 
     def encode(self, group: int, pieces: Sequence[Piece], weight: float) -> Tensor:
         """Code what goes to a group's owner: pieces of its shard. Returns (bytes,)."""
-        shard, data = self._shards[group], self._data[group]
-        place = slice(shard.start - self._first, shard.stop - self._first)
+        place, data = self._place(group), self._data[group]
         self._wire.encode(pieces, weight, self.missed[place], data, self._misses[place])
         return data
+
+    def reduce(
+        self,
+        group: int,
+        parts: Sequence[Tensor | None],
+        ours: Sequence[Piece],
+        weight: float,
+        sums: Tensor,
+    ) -> None:
+        """Add up this rank's own shard and code it; the sums are what the others will decode.
+
+        Args:
+            group: this rank's.
+            parts: what the groups have sent, (bytes,) each, in their order; None for its own.
+            ours: pieces of the own part.
+            weight: what they are yet to be multiplied by.
+            sums: (values,), of the shard.
+        """
+        place, data = self._place(group), self._data[group]
+        missed, misses = self.missed[place], self._misses[place]
+        self._wire.reduce(parts, ours, weight, missed, data, misses, sums)
+
+    def coded(self, group: int) -> Tensor:
+        """Return what was coded last of a group's shard, (bytes,)."""
+        return self._data[group]
 
     def encode_sums(self, group: int, sums: Tensor) -> Tensor:
         """Code this rank's own shard, (values,), and let the sums be what the others decode."""
@@ -64,8 +88,7 @@ class Coding:
 
         It isn't sent back coded in this step, but was in an earlier one, or in another world.
         """
-        shard = self._shards[group]
-        place = slice(shard.start - self._first, shard.stop - self._first)
+        place = self._place(group)
         sums += self.missed[place]
         self._misses[place] = 0
 
@@ -99,3 +122,8 @@ class Coding:
         self.missed.copy_(taken)
         self._misses.copy_(taken)
         self.scale = scale
+
+    def _place(self, group: int) -> slice:
+        """Where a group's shard is within the slice."""
+        shard = self._shards[group]
+        return slice(shard.start - self._first, shard.stop - self._first)

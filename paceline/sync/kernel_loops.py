@@ -137,6 +137,58 @@ def encode_bf16(sources, weight, before, data, after, numel):
 
 
 @_jit
+def reduce_bf16(parts, sources, weight, before, data, after, out, numel):
+    """Add a chunk up in `out`, code it, and leave there what is decoded of it."""
+    at = 0
+    for begin in range(0, numel, _CHUNK):
+        end = min(begin + _CHUNK, numel)
+        for k in range(len(parts)):
+            if parts[k] == 0:
+                at = _take(sources, at, weight, out, begin, end, k > 0)
+            else:
+                decode_bf16(parts[k] + 2 * begin, out + 4 * begin, end - begin, k > 0)
+        n = end - begin
+        values, old, new = (
+            _floats(out, begin, n),
+            _floats(before, begin, n),
+            _floats(after, begin, n),
+        )
+        codes = numba.carray(_pointer(data + 2 * begin), n, np.uint16)
+        for i in range(n):
+            value = values[i] + old[i]
+            code = _rounded(value)
+            codes[i] = code
+            values[i] = _widened(code)
+            error = value - values[i]
+            new[i] = error if abs(error) < np.inf else np.float32(0)
+
+
+@_jit
+def _take(sources, at, weight, out, begin, end, add):
+    """Write or add weight * source to out[begin:end]; return which source comes next."""
+    weight = np.float32(weight)
+    while begin < end:
+        source, first, last = sources[3 * at], sources[3 * at + 1], sources[3 * at + 2]
+        stop = min(end, last)
+        n = stop - begin
+        total = _floats(out, begin, n)
+        if source != 0 and weight != 0:
+            values = _floats(source, begin - first, n)
+            if add:
+                for i in range(n):
+                    total[i] = total[i] + weight * values[i]
+            else:
+                for i in range(n):
+                    total[i] = weight * values[i]
+        elif not add:
+            total[:] = 0
+        begin = stop
+        if stop == last:
+            at += 1
+    return at
+
+
+@_jit
 def _rounded(value):
     """Return a float32's nearest bfloat16; numba would make 64 bits of each result of 32."""
     bits = np.float32(value).view(np.uint32)
@@ -178,6 +230,32 @@ def encode_int8(sources, weight, before, data, after, numel, codes, block):
 
 
 @_jit
+def reduce_int8(parts, sources, weight, before, data, after, out, numel, codes, block):
+    """Add a chunk up in `out`, code its blocks, and leave there what is decoded of them."""
+    at = 0
+    for begin in range(0, numel, _CHUNK):
+        end = min(begin + _CHUNK, numel)
+        n, blocks = end - begin, begin // block
+        for k in range(len(parts)):
+            if parts[k] == 0:
+                at = _take(sources, at, weight, out, begin, end, k > 0)
+            else:
+                scales, coded = parts[k] + 4 * blocks, parts[k] + codes + begin
+                _decode_int8(scales, coded, out + 4 * begin, n, block, k > 0)
+        total, old, new = (
+            _floats(out, begin, n),
+            _floats(before, begin, n),
+            _floats(after, begin, n),
+        )
+        for i in range(n):
+            new[i] = total[i] + old[i]
+        for a in range(begin, end, block):
+            scale = _quantise(after + 4 * a, data + codes + a, min(block, end - a))
+            _floats(data, a // block, 1)[0] = scale
+        _decode_int8(data + 4 * blocks, data + codes + begin, out + 4 * begin, n, block, False)
+
+
+@_jit
 def _quantise(values_at, codes_at, n):
     """Code a block's values, leave in their place what the codes miss, return the scale."""
     values = _floats(values_at, 0, n)
@@ -210,10 +288,15 @@ def _largest(values_at, n):
 @_jit
 def decode_int8(data, out, numel, codes, block, add):
     """Write or add the codes' values, block by block."""
+    _decode_int8(data, data + codes, out, numel, block, add)
+
+
+@_jit
+def _decode_int8(scales, codes, out, numel, block, add):
     for at in range(0, numel, block):
         n = min(block, numel - at)
-        scale = _floats(data, at // block, 1)[0]
-        coded = numba.carray(_pointer(data + codes + at), n, np.int8)
+        scale = _floats(scales, at // block, 1)[0]
+        coded = numba.carray(_pointer(codes + at), n, np.int8)
         values = _floats(out, at, n)
         if add:
             for i in range(n):

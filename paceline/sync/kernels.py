@@ -48,6 +48,22 @@ class Kernels(Protocol):
     def decode_bf16(self, data: Tensor, out: Tensor, *, add: bool = False) -> None:
         """Widen, and write or add."""
 
+    def reduce_bf16(
+        self,
+        parts: Sequence[Tensor | None],
+        sources: Sequence[Source],
+        weight: float,
+        before: Tensor,
+        data: Tensor,
+        after: Tensor,
+        out: Tensor,
+    ) -> None:
+        """Let out be the parts' sum, encode it, and let out be what is decoded of that.
+
+        The parts are `data` of others, added in their order, the first one written; None stands,
+        once, for weight * source.
+        """
+
     def encode_int8(
         self,
         sources: Sequence[Source],
@@ -64,6 +80,20 @@ class Kernels(Protocol):
         magnitude is below 2^-119, so that its scale would be denormal, is coded as zeros; the
         scale of one that holds a NaN, an infinity, or 2^127 and more, is a NaN.
         """
+
+    def reduce_int8(
+        self,
+        parts: Sequence[Tensor | None],
+        sources: Sequence[Source],
+        weight: float,
+        before: Tensor,
+        data: Tensor,
+        after: Tensor,
+        out: Tensor,
+        codes: int,
+        block: int,
+    ) -> None:
+        """As `reduce_bf16`."""
 
     def decode_int8(
         self, data: Tensor, out: Tensor, codes: int, block: int, *, add: bool = False

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.sync import kernel_loops as loops
@@ -66,6 +67,21 @@ def decode_bf16(data: Tensor, out: Tensor, *, add: bool = False) -> None:
     loops.decode_bf16(data.data_ptr(), out.data_ptr(), out.numel(), add)
 
 
+def reduce_bf16(
+    parts: Sequence[Tensor | None],
+    sources: Sequence[Source],
+    weight: float,
+    before: Tensor,
+    data: Tensor,
+    after: Tensor,
+    out: Tensor,
+) -> None:
+    """See `kernels.py`."""
+    assert data.numel() == 2 * after.numel()
+    *said, numel = _compiled(sources, weight, before, data, after)
+    loops.reduce_bf16(_places(parts, data, out, after), *said, out.data_ptr(), numel)
+
+
 def encode_int8(
     sources: Sequence[Source],
     weight: float,
@@ -78,6 +94,24 @@ def encode_int8(
     """See `kernels.py`."""
     assert data.numel() == codes + after.numel()
     loops.encode_int8(*_compiled(sources, weight, before, data, after), codes, block)
+
+
+def reduce_int8(
+    parts: Sequence[Tensor | None],
+    sources: Sequence[Source],
+    weight: float,
+    before: Tensor,
+    data: Tensor,
+    after: Tensor,
+    out: Tensor,
+    codes: int,
+    block: int,
+) -> None:
+    """See `kernels.py`."""
+    assert data.numel() == codes + after.numel()
+    *said, numel = _compiled(sources, weight, before, data, after)
+    places = _places(parts, data, out, after)
+    loops.reduce_int8(places, *said, out.data_ptr(), numel, codes, block)
 
 
 def decode_int8(data: Tensor, out: Tensor, codes: int, block: int, *, add: bool = False) -> None:
@@ -97,3 +131,12 @@ def _compiled(
         rows += (0 if source is None else source.data_ptr(), start, stop)
     addresses = before.data_ptr(), data.data_ptr(), after.data_ptr()
     return np.array(rows, np.int64), float(weight), *addresses, after.numel()
+
+
+def _places(
+    parts: Sequence[Tensor | None], data: Tensor, out: Tensor, after: Tensor
+) -> NDArray[np.int64]:
+    assert out.numel() == after.numel()
+    assert sum(part is None for part in parts) == 1
+    assert all(part is None or part.numel() == data.numel() for part in parts)
+    return np.array([0 if part is None else part.data_ptr() for part in parts], np.int64)

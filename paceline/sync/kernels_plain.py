@@ -66,6 +66,25 @@ def decode_bf16(data: Tensor, out: Tensor, *, add: bool = False) -> None:
         out[begin : begin + _CHUNK] += codes[begin : begin + _CHUNK].float()
 
 
+def reduce_bf16(
+    parts: Sequence[Tensor | None],
+    sources: Sequence[Source],
+    weight: float,
+    before: Tensor,
+    data: Tensor,
+    after: Tensor,
+    out: Tensor,
+) -> None:
+    """See `kernels.py`."""
+    for k, part in enumerate(parts):
+        if part is None:
+            _take(sources, weight, out, add=k > 0)
+        else:
+            decode_bf16(part, out, add=k > 0)
+    encode_bf16([(0, len(out), out)], 1.0, before, data, after)
+    decode_bf16(data, out)
+
+
 def encode_int8(
     sources: Sequence[Source],
     weight: float,
@@ -84,6 +103,27 @@ def encode_int8(
             _keep(error[part].view(coded.shape), rows, coded.float().mul_(scales))
 
 
+def reduce_int8(
+    parts: Sequence[Tensor | None],
+    sources: Sequence[Source],
+    weight: float,
+    before: Tensor,
+    data: Tensor,
+    after: Tensor,
+    out: Tensor,
+    codes: int,
+    block: int,
+) -> None:
+    """See `kernels.py`."""
+    for k, part in enumerate(parts):
+        if part is None:
+            _take(sources, weight, out, add=k > 0)
+        else:
+            decode_int8(part, out, codes, block, add=k > 0)
+    encode_int8([(0, len(out), out)], 1.0, before, data, after, codes, block)
+    decode_int8(data, out, codes, block)
+
+
 def decode_int8(data: Tensor, out: Tensor, codes: int, block: int, *, add: bool = False) -> None:
     """See `kernels.py`."""
     for begin in range(0, out.numel(), _CHUNK):
@@ -94,6 +134,20 @@ def decode_int8(data: Tensor, out: Tensor, codes: int, block: int, *, add: bool 
                 rows += coded * scales
             else:
                 torch.mul(coded, scales, out=rows)
+
+
+def _take(sources: Sequence[Source], weight: float, out: Tensor, *, add: bool) -> None:
+    """Write or add weight * source."""
+    assert cover(sources, out.numel(), torch.float32)
+    for start, stop, source in sources:
+        here = out[start:stop]
+        if source is None or not weight:
+            if not add:
+                here.zero_()
+        elif add:
+            here += source * weight
+        else:
+            torch.mul(source, weight, out=here)
 
 
 def _weighed(

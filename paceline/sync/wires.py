@@ -64,6 +64,55 @@ class Wire(Protocol):
     def add(self, data: Tensor, out: Tensor) -> None:
         """Add the values to out's."""
 
+    def reduce(
+        self,
+        parts: Sequence[Tensor | None],
+        sources: Sequence[Source],
+        weight: float,
+        before: Tensor,
+        data: Tensor,
+        after: Tensor,
+        out: Tensor,
+    ) -> None:
+        """Add up what groups have, encode the sum, and let out be what is decoded of it.
+
+        Args:
+            parts: what groups have sent, (size(n),) each, in the order in which they are added;
+                None stands, once, for weight * source.
+            sources: as `encode`'s.
+            weight: as well.
+            before: (n,), what the last step missed of the sum.
+            data: as `encode`'s.
+            after: as well.
+            out: (n,), overlaps nothing else.
+        """
+
+
+class InPasses:
+    """Gives a wire `reduce` by its other methods, each of which goes over all values."""
+
+    def reduce(
+        self: Wire,
+        parts: Sequence[Tensor | None],
+        sources: Sequence[Source],
+        weight: float,
+        before: Tensor,
+        data: Tensor,
+        after: Tensor,
+        out: Tensor,
+    ) -> None:
+        """See `Wire`."""
+        out.zero_()
+        for part in parts:
+            if part is not None:
+                self.add(part, out)
+                continue
+            for start, stop, source in sources:
+                if source is not None and weight:
+                    out[start:stop] += weight * source
+        self.encode([(0, len(out), out)], 1.0, before, data, after)
+        self.decode(data, out)
+
 
 class _ByKernels:
     """Has the arithmetic of a twin."""
@@ -72,7 +121,7 @@ class _ByKernels:
         self._kernels = kernels
 
 
-class Fp32(_ByKernels):
+class Fp32(InPasses, _ByKernels):
     """Values as they are."""
 
     lossy = False
@@ -125,6 +174,18 @@ class Bf16(_ByKernels):
     def add(self, data: Tensor, out: Tensor) -> None:
         self._kernels.decode_bf16(data, out, add=True)
 
+    def reduce(
+        self,
+        parts: Sequence[Tensor | None],
+        sources: Sequence[Source],
+        weight: float,
+        before: Tensor,
+        data: Tensor,
+        after: Tensor,
+        out: Tensor,
+    ) -> None:
+        self._kernels.reduce_bf16(parts, sources, weight, before, data, after, out)
+
 
 class Int8(_ByKernels):
     """Integers from -127 to 127, a scale for 256 values: off by half a 127th of the largest.
@@ -156,6 +217,19 @@ class Int8(_ByKernels):
 
     def add(self, data: Tensor, out: Tensor) -> None:
         self._kernels.decode_int8(data, out, _codes(out.numel()), _BLOCK, add=True)
+
+    def reduce(
+        self,
+        parts: Sequence[Tensor | None],
+        sources: Sequence[Source],
+        weight: float,
+        before: Tensor,
+        data: Tensor,
+        after: Tensor,
+        out: Tensor,
+    ) -> None:
+        codes = _codes(out.numel())
+        self._kernels.reduce_int8(parts, sources, weight, before, data, after, out, codes, _BLOCK)
 
 
 def _codes(numel: int) -> int:

@@ -111,6 +111,41 @@ def test_what_is_missed_may_replace_what_was_missed_before(wire: Wire) -> None:
     assert code(wire, sources, 0.3, before, in_place=True) == apart
 
 
+@pytest.mark.parametrize("own", [0, 1, 2])
+@pytest.mark.parametrize("numel", SIZES)
+@every_wire
+def test_a_sum_is_coded_as_its_steps_one_by_one_code_it(wire: Wire, numel: int, own: int) -> None:
+    missed = torch.randn(numel)
+    groups = [example(wire, numel, seed=seed)[1] for seed in (1, 2)]
+    values, third = torch.randn(numel), numel // 3
+    pieces = [(0, third, values[:third]), (third, third, None), (third, numel, values[third:])]
+    parts: list[Tensor | None] = [group.data for group in groups]
+    parts.insert(own, None)
+    expected = torch.zeros(numel)
+    decoded = iter(groups)
+    for part in parts:
+        expected += values * 0.3 if part is None else next(decoded).decoded
+    once = code(wire, [(0, numel, expected)], 1.0, missed)
+    data, after = torch.zeros(wire.size(numel), dtype=torch.uint8), torch.full((numel,), 7.0)
+    out = torch.full((numel,), 7.0)
+    wire.reduce(parts, pieces, 0.3, missed, data, after, out)
+    assert torch.equal(data, once.data)
+    assert same_bits(after, once.after)
+    assert same_bits(out, once.decoded)
+
+
+@every_wire
+def test_a_sum_leaves_out_what_has_no_weight_and_no_source(wire: Wire) -> None:
+    (_, group), zeros = example(wire, 600, seed=1), torch.zeros(600)
+    bad, n = torch.full((300,), torch.nan), len(group.data)
+    for pieces, weight in ([(0, 300, bad), (300, 600, bad)], 0.0), ([(0, 600, None)], 1.0):
+        for parts in ([None, group.data], [group.data, None]):
+            data, out = torch.zeros(n, dtype=torch.uint8), torch.full((600,), torch.nan)
+            wire.reduce(parts, pieces, weight, zeros, data, zeros.clone(), out)
+            again = code(wire, [(0, 600, group.decoded)], 1.0, zeros)
+            assert same_bits(out, again.decoded)
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @every_wire
 def test_a_value_that_is_no_number_is_seen_and_is_forgotten(wire: Wire, bad: float) -> None:
