@@ -47,6 +47,7 @@ class LinkedWindow:
         self.rank, self.world_size = rank, len(sockets)
         self.memory = memory
         self._reaches = reaches
+        self._others = [peer for peer in range(self.world_size) if peer != rank]
         self._mover = Mover(sockets, memory.numpy(), notifications, marks)
         self.values = self._mover.values
         self._resources = ExitStack()
@@ -133,5 +134,4 @@ class LinkedWindow:
             raise PeerLost(f"rank {self.rank} lost rank {peer} in {operation}: {error}.")
 
     def _lost(self) -> int | None:
-        others = (peer for peer in range(self.world_size) if peer != self.rank)
-        return next((peer for peer in others if self._mover.error(peer)), None)
+        return next((peer for peer in self._others if self._mover.error(peer)), None)

@@ -122,14 +122,14 @@ class Mover:
 
     def error(self, peer: int) -> str:
         """Say why a peer's connection ended; "" as long as it stands."""
-        alive, error = self._links[peer, [loop.ALIVE, loop.ERROR]].tolist()
-        if alive or self._sockets[peer] is None:
+        if self._links[peer, loop.ALIVE] or self._sockets[peer] is None:
             return ""
         known = {
             0: "this process closed it",
             loop.ENDED: "the peer closed it",
             loop.NONSENSE: "the peer sent something that is no put",
         }
+        error = int(self._links[peer, loop.ERROR])
         return known.get(error) or os.strerror(error)
 
     def hear(self, below: int) -> None:
@@ -181,24 +181,27 @@ class Mover:
             ready: quick; called under the loop's lock.
             limit: seconds.
         """
-        with self._putting:
-            self._reap()
+        self.reap()
         if ready():
             return True
         deadline = time.monotonic() + limit
         seat, event = self._seats.get()
+        woken = True
         try:
             while True:
                 with self._lock:
                     if ready():
                         return True
                     self._waits[seat] = 1, peer, event.number
-                if not event.sleep(deadline - time.monotonic()):
+                woken = False
+                woken = event.sleep(deadline - time.monotonic())
+                if not woken:
                     return ready()
         finally:
-            with self._lock:
-                self._waits[seat, loop.ASLEEP] = 0  # nobody writes to the event any more
-            event.clear()
+            if not woken:
+                with self._lock:
+                    self._waits[seat, loop.ASLEEP] = 0  # nobody writes to the event any more
+                event.clear()
             self._seats.put((seat, event))
 
     def nudge(self) -> None:
@@ -236,8 +239,13 @@ class Mover:
             raise RuntimeError(f"{_PUTS} pieces of puts are under way, and more can't be")
         return [heapq.heappop(self._free) for _ in range(count)]
 
-    def _reap(self) -> None:
+    def reap(self) -> None:
         """Let go of what has been sent."""
+        if self._state[loop.GONE] != self._gone:
+            with self._putting:
+                self._reap()
+
+    def _reap(self) -> None:
         gone = int(self._state[loop.GONE])
         if gone == self._gone:
             return

@@ -54,12 +54,13 @@ class Adder:
         )
         self.released = np.full(self._count, np.iinfo(np.int64).max)
         self._lands = np.array([course.lands for course in courses], bool)
-        self._across = list(place.across.values())
+        self._all_land = bool(self._lands.all())
+        self._across, self._neighbours = list(place.across.values()), place.neighbours
         self._relays = place.rank == place.leader != place.leaders[0] and bool(place.neighbours)
         self.error: BaseException | None = None
         self._changed = threading.Condition()
         self._closed = False
-        if len(place.members) == 1 and bool(self._lands.all()):
+        if len(place.members) == 1 and self._all_land:
             window.hear(self._count)  # sums and flags are for who waits for them
         self._thread = threading.Thread(target=self._work, name="owner", daemon=True)
         self._thread.start()
@@ -68,13 +69,9 @@ class Adder:
         """Take this rank's part into account."""
         index, values = course.run.index, self._window.values
         self.sent[index] += 1
-        if self._place.neighbours:
-            possible = (values[self._place.neighbours, index] >= self.sent[index]).all()
-        elif course.coding is not None:
-            possible = True  # to code it
-        else:
-            possible = (values[self._across, index] >= self.sent[index]).all()
-        if possible:
+        version = self.sent[index]
+        awaited = self._neighbours or (self._across if course.coding is None else ())
+        if all(values[peer, index] >= version for peer in awaited):
             self._window.nudge()
 
     def release(self, course: Course) -> None:
@@ -129,39 +126,33 @@ class Adder:
         news = 0
         try:
             while not self._closed:
-                while self._advance():
-                    pass
+                self._advance()  # to what had come by then; later news are seen at once
                 news = self._window.wait_for_news(news, _PATIENCE_S)
         except BaseException as error:
             with self._changed:
                 self.error = error
                 self._changed.notify_all()
 
-    def _advance(self) -> bool:
-        """Do what can be done; return False if there was nothing."""
+    def _advance(self) -> None:
+        """Do what can be done."""
         place, values, count = self._place, self._window.values, self._count
         if place.channel is None:
-            return False
-        parts = _least(values, place.neighbours, 0, count, self.sent)
-        gather = _indices(self._gathered < parts)
-        for index in gather:
+            return
+        parts = _least(values, self._neighbours, 0, count, self.sent)
+        for index in _indices(self._gathered < parts):
             self._gather(self._courses[index])
         crossed = _least(values, self._across, 0, count, self._gathered)
-        add = _indices(self._summed < crossed)
-        for index in add:
+        for index in _indices(self._summed < crossed):
             self._sum(self._courses[index])
-        give = _indices(self._returned < np.minimum(self._summed, self.released))
-        for index in give:
+        for index in _indices(self._returned < np.minimum(self._summed, self.released)):
             self._give_back(self._courses[index])
         back = self._returned
-        if not self._lands.all():
+        if not self._all_land:
             back = np.where(self._lands, back, _least(values, self._across, count, 2 * count, back))
-        finish = _indices(self.done < back)
-        for index in finish:
+        for index in _indices(self.done < back):
             self._finish(self._courses[index])
         if self._relays:
             self._pass_flags_on(values[place.leaders[0], 2 * count : 3 * count])
-        return bool(gather or add or give or finish)
 
     def _gather(self, course: Course) -> None:
         """Add up what the group has of this rank's slice."""
@@ -301,9 +292,7 @@ def _least(
 
 def _indices(which: NDArray[np.bool_]) -> list[int]:
     """Return where something is true, the most urgent run first."""
-    if not which.any():
-        return []
-    found: list[int] = np.flatnonzero(which)[::-1].tolist()
+    found: list[int] = which.nonzero()[0][::-1].tolist()
     return found
 
 
