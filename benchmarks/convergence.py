@@ -22,11 +22,12 @@ from table import print_table
 from paceline.sync.wires import WIRES
 
 MACHINES = 2
-MODEL = (
-    "--model resnet20 --image_size 32 --augment pad --num_labels 10 --lr_policy cosine "
-    "--warmup_epochs 1 --image_mean_per_channel 125.3 123.0 113.9 "
-    "--image_std_per_channel 63.0 62.1 66.7 --timeout 3600"
-).split()
+MODEL = [
+    *("--model", "resnet20", "--image_size", "32", "--augment", "pad", "--num_labels", "10"),
+    *("--lr_policy", "cosine", "--warmup_epochs", "1", "--timeout", "3600"),
+    *("--image_mean_per_channel", "125.3", "123.0", "113.9"),
+    *("--image_std_per_channel", "63.0", "62.1", "66.7"),
+]
 
 
 def main() -> None:
@@ -47,7 +48,8 @@ def end_of(run_id: str, wire: str, seed: int, options: argparse.Namespace) -> fl
     if not (folder / "finished").exists():
         machines = [_start(number, run_id, wire, seed, options) for number in range(MACHINES)]
         try:
-            if any([machine.wait() for machine in machines]):
+            statuses = [machine.wait() for machine in machines]
+            if any(statuses):
                 raise SystemExit(f"{run_id} failed: what it said is in {options.runs}.")
         finally:
             for machine in machines:

@@ -117,6 +117,17 @@ def _start(machine: Machine, program: Path, place: Mapping[str, object]) -> subp
     )
 
 
+def keep_to_own_cores(rank: int, ranks: int) -> None:
+    """Run this rank on its share of the cores, as a machine of its own would; later threads too.
+
+    Otherwise the kernel puts the threads that move bytes now on one rank's core, now on another's,
+    and the ranks wait for each other in turns. With fewer cores than ranks they share them all.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if share := len(cores) // ranks:
+        os.sched_setaffinity(0, cores[rank * share : (rank + 1) * share])
+
+
 def serve(rows: Sequence[str], make: Callable[[str], Variant]) -> None:
     """Be a rank: make all variants, then run what the parent says until it closes its end."""
     torch.set_num_threads(1)

@@ -36,7 +36,7 @@ from itertools import count
 import torch
 import torch.distributed as dist
 from place import Place, Variant, join_gloo, meet, nothing, peers_of
-from ranks import serve
+from ranks import keep_to_own_cores, serve
 from stream import Stream
 from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
@@ -249,4 +249,5 @@ def _mean_in_bf16(gradients: Tensor) -> torch.futures.Future[Tensor]:
 
 if __name__ == "__main__":
     place = Setting(**json.loads(sys.argv[1]))
+    keep_to_own_cores(place.rank, place.ranks)
     serve(place.rows, partial(make, place))
