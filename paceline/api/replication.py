@@ -70,7 +70,7 @@ def parallelize(
         training = world._training
         session, link = training.session, training.session.link
         training.require_open("paceline.parallelize()")
-        _check(model, optimizer, world, sync, wire)
+        _check(model, optimizer, world, sync, wire, update)
         if update not in UPDATES:
             raise ConfigError(f"update is {update!r}; there is {', '.join(UPDATES)}.")
         config = SyncConfig(sync=sync, wire=wire, update=update, bucket_mb=bucket_mb)  # type: ignore[arg-type]
@@ -100,7 +100,9 @@ def parallelize(
     return model, optimizer
 
 
-def _check(model: nn.Module, optimizer: Optimizer, world: World, sync: str, wire: str) -> None:
+def _check(
+    model: nn.Module, optimizer: Optimizer, world: World, sync: str, wire: str, update: str
+) -> None:
     if world._training.bound:
         raise ConfigError(
             "paceline.parallelize() was called before with this world: a world trains one model; "
@@ -111,7 +113,7 @@ def _check(model: nn.Module, optimizer: Optimizer, world: World, sync: str, wire
     if wire not in WIRES:
         raise ConfigError(f"wire is {wire!r}; there is {', '.join(WIRES)}.")
     if world.device.type == "cuda":
-        refuse_gpu(sync, wire)
+        refuse_gpu(sync, wire, update)
     if isinstance(model, DistributedDataParallel):
         raise ConfigError(
             "the model is wrapped in DistributedDataParallel, which exchanges gradients as well: "

@@ -130,6 +130,7 @@ class Session:
             token=joined.token,
             limits=(self.link.first_timeout, self.link.timeout),
             communicator=self.communicator,
+            device=self.link.device,
             recorder=self.recorder,
             trace=self.trace,
         )

@@ -44,7 +44,7 @@ def check(config: TrainConfig, gpus: int) -> list[str]:
         check_weights(Path(config.model.load_model_path))
     on_cpu = world.use_cpu or not gpus
     if not on_cpu:
-        refuse_gpu(config.sync.sync, config.sync.wire)
+        refuse_gpu(config.sync.sync, config.sync.wire, config.sync.update)
     if on_cpu:  # a GPU is asked by its worker: asking takes hold of it
         refuse_emulation(config.model, "cpu", capabilities_of(torch.device("cpu")))
     if config.model.compile and on_cpu:

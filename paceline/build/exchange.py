@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 
 import torch
@@ -49,6 +50,7 @@ class Peers:
         token: the job token.
         limits: seconds to wait for them, at the start and later.
         communicator: connects them.
+        device: where the communicator's tensors live.
         recorder: measures the exchange.
         trace: traces it, if it is to be traced.
     """
@@ -57,6 +59,7 @@ class Peers:
     token: str
     limits: tuple[float, float]
     communicator: Communicator
+    device: torch.device = field(default_factory=partial(torch.device, "cpu"))
     recorder: Recorder = field(default_factory=NullRecorder)
     trace: Trace | None = None
     _windows: Iterator[int] = field(default_factory=count)
@@ -87,7 +90,7 @@ class Peers:
     def _share(self, text: str) -> list[str]:
         """Tell all ranks a text, by the connections that stand: the store may be gone by now."""
         what = "the addresses of windows"
-        told = gather_bytes(self.communicator, text.encode(), torch.device("cpu"), what)
+        told = gather_bytes(self.communicator, text.encode(), self.device, what)
         return [data.decode() for data in told]
 
     @property
@@ -116,6 +119,7 @@ def _notified(
 ) -> Synchronizer:
     sharded = config.update == "sharded"
     kind: Callable[..., Synchronizer] = Sharded if sharded else Notified
+    staged = any(p.device.type != "cpu" for bucket in buckets for p in bucket.parameters)
     return kind(
         buckets,
         peers.open_window,
@@ -126,6 +130,7 @@ def _notified(
         peers.communicator.steady,
         WIRES[config.wire],
         peers.recorder,
+        staged,
     )
 
 
@@ -133,26 +138,27 @@ UPDATES = ("replicated", "sharded")
 SYNCHRONIZERS = {"allreduce": _allreduce, "notified": _notified}
 
 
-def refuse_gpu(sync: str, wire: str) -> None:
+def refuse_gpu(sync: str, wire: str, update: str) -> None:
     """Look whether there is a method that exchanges what is in a GPU's memory.
 
     Args:
         sync: the method, or auto.
         wire: how gradients are to travel.
+        update: who is to update.
 
     Raises:
         ConfigError: there isn't.
     """
-    if sync == "notified":
-        asked, instead = "--sync notified: it", "--sync allreduce"
-    elif wire != "fp32":
-        asked, instead = f"--wire {wire} needs --sync notified, which", "--wire fp32"
-    else:
-        return
-    raise ConfigError(
-        f"{asked} exchanges gradients in the CPU's memory only, and this run computes on GPUs; "
-        f"give {instead}, or compute on CPUs by --use_cpu."
-    )
+    if update == "sharded":
+        raise ConfigError(
+            "--update sharded updates in the CPU's memory only, and this run computes on GPUs; "
+            "give --update replicated, or compute on CPUs by --use_cpu."
+        )
+    if wire != "fp32" and sync != "notified":
+        raise ConfigError(
+            f"--wire {wire} needs --sync notified, which is not among what {sync} tries on GPUs; "
+            "give --sync notified, or --wire fp32."
+        )
 
 
 def device_of(config: TrainConfig, local_rank: int) -> torch.device:

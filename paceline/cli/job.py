@@ -52,6 +52,7 @@ def train(config: TrainConfig, members: Members, store: Store, token: str) -> No
             token=token,
             limits=(config.world.first_iter_timeout, config.world.timeout),
             communicator=communicator,
+            device=device,
             recorder=recorder,
             trace=trace,
         )

@@ -23,6 +23,7 @@ from paceline.sync.layout import Spec, Topology, lay_out
 from paceline.sync.owner import Owner
 from paceline.sync.replicated import Replicated
 from paceline.sync.residuals import Coded, RankState, Residuals
+from paceline.sync.staged import Staged, pinned_like
 from paceline.sync.statistics import RunningStatistics
 from paceline.sync.updater import Updater
 from paceline.sync.wires import WIRES, Wire
@@ -47,6 +48,7 @@ class Notified(Replicated):
         steady: is called after the first step.
         wire: how gradients in float32 travel between groups; others travel as they are.
         recorder: measures, as `Replicated` says.
+        staged: parameters are in a device's memory, and their gradients go through the CPU's.
     """
 
     returns_parameters = False
@@ -62,6 +64,7 @@ class Notified(Replicated):
         steady: Callable[[], None] = lambda: None,
         wire: Wire = WIRES["fp32"],
         recorder: Recorder | None = None,
+        staged: bool = False,
     ) -> None:
         templates: list[list[Tensor]] = [list(bucket.parameters) for bucket in buckets]
         names = [bucket.names for bucket in buckets]
@@ -74,8 +77,10 @@ class Notified(Replicated):
         window = open_window(layout.size, layout.notifications)
         if recorder is not None:
             recorder.event("notifications", texts=layout.tells)
-        self._owner = owner = Owner(window, layout, templates, names, limits, steady)
-        super().__init__(buckets, owner, updater, statistics, window.world_size, recorder)
+        sent = [[pinned_like(t) for t in tensors] for tensors in templates] if staged else templates
+        self._owner = owner = Owner(window, layout, sent, names, limits, steady)
+        exchange = Staged(owner, templates, sent, names, limits) if staged else owner
+        super().__init__(buckets, exchange, updater, statistics, window.world_size, recorder)
         self._coded = [
             Coded(run=run, templates=tensors, names=words, coding=coding)
             for run, tensors, words, coding in zip(

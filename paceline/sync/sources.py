@@ -59,11 +59,23 @@ class Part:
         Raises:
             ConfigError: a gradient was written.
         """
-        for name, gradient, version in self.lent:
-            if gradient._version != version:
-                raise _written(name)
+        refuse_writes(self.lent)
         if self.sample is not None and not _same(_few(self.lent[0][1]), self.sample):
             raise _written(self.lent[0][0])  # through `.data`, which autograd doesn't count
+
+
+def refuse_writes(lent: Sequence[tuple[str, Tensor, int]]) -> None:
+    """Look whether gradients are as they were.
+
+    Args:
+        lent: their names, they themselves, and autograd's counts of writes then.
+
+    Raises:
+        ConfigError: one was written.
+    """
+    for name, gradient, version in lent:
+        if gradient._version != version:
+            raise _written(name)
 
 
 NOTHING = Part(pieces=(), weight=0.0, flags=np.zeros(0, np.uint8), full=True, lent=(), sample=None)

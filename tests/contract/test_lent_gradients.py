@@ -81,6 +81,12 @@ def test_a_gradient_written_on_its_way_is_refused_by_name(
         train(write, machines)
 
 
+def test_a_gradient_that_a_gpu_may_still_copy_is_refused_as_well() -> None:
+    model, kind = wide(), notified(False, staged=True)
+    with pytest.raises(ConfigError, match=r"1\.weight was written after .*optimizer\.zero_grad\("):
+        run_ranks(3, lambda c: steps(Bench.of(c, model, kind=kind), zero, settle=False))
+
+
 @pytest.mark.parametrize("machines", [(), (2, 1)], ids=str)
 @pytest.mark.parametrize("write", [*WRITES.values(), replace, keep])
 def test_after_settle_it_may_be_written(

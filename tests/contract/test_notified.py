@@ -63,6 +63,17 @@ def test_every_case_with_puts_that_come_late_and_in_any_order(
         assert largest_difference(first, other) == 0
 
 
+@pytest.mark.usefixtures("all_lent")
+@pytest.mark.parametrize("name", CASES)
+def test_every_case_by_copies_as_of_a_gpus_memory(name: str) -> None:
+    training = CASES[name]()
+    alone = training.alone()
+    first, *others = training.on_threads(3, 2_000, notified(False, (2, 1), staged=True))
+    assert largest_difference(first, alone) < 1e-10
+    for other in others:
+        assert largest_difference(first, other) == 0
+
+
 TELLING = (
     *("usual", "unused parameters", "a path that depends on the step", "frozen and unfrozen"),
     *("gradients kept in all ways", "loss scaling, one step skipped"),

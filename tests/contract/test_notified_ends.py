@@ -22,6 +22,7 @@ from tests.harness.threads import run_ranks
 LIMIT = 1000.0  # longer than a test's: who waits that long fails it
 KINDS = {
     "in process": lambda: notified(False, limit=LIMIT),
+    "copies": lambda: notified(False, limit=LIMIT, staged=True),
     "TCP": lambda: notified_on_machines((1, 1, 1), limit=LIMIT),
     "shared memory and TCP": lambda: notified_on_machines((2, 1), limit=LIMIT),
 }

@@ -31,6 +31,7 @@ def notified(
     wire: str = "fp32",
     kind: Any = Notified,
     limit: float = 30.0,
+    staged: bool = False,
 ) -> Callable[..., Any]:
     """Return what makes the synchronizer of each rank, with windows of one group a binding.
 
@@ -40,6 +41,7 @@ def notified(
         wire: between them.
         kind: `Notified` or `Sharded`.
         limit: seconds that waits may take.
+        staged: gradients go as those of a GPU do.
     """
     groups: dict[int, WindowGroup] = {}
     made: Counter[int] = Counter()
@@ -60,7 +62,8 @@ def notified(
 
         topology = Topology.of(machines) if machines else Topology.flat(communicator.world_size)
         limits = (limit, limit)
-        return kind(buckets, open_window, *parts, topology, limits, lambda: None, WIRES[wire])
+        how = (topology, limits, lambda: None, WIRES[wire], None, staged)
+        return kind(buckets, open_window, *parts, *how)
 
     make.updater = Shards if kind is Sharded else Updater  # type: ignore[attr-defined]
     return make

@@ -170,15 +170,16 @@ def test_gpus_that_are_not_there_are_refused(words: list[str], gpus: int, told: 
         build.check(config_of(*words), gpus)
 
 
-def test_gpus_are_refused_to_who_exchanges_by_puts() -> None:
-    config = config_of("--sync", "notified", "--num_gpus", "1")
-    with pytest.raises(ConfigError, match=r"--sync notified: .*give --sync allreduce.*--use_cpu"):
-        build.check(config, gpus=1)
-    build.check(config_of("--sync", "notified", "--use_cpu"), gpus=1)
-    config = config_of("--wire", "bf16", "--num_gpus", "1")
-    with pytest.raises(ConfigError, match=r"--wire bf16 needs --sync notified, .*give --wire fp32"):
-        build.check(config, gpus=1)
-    build.check(config_of("--num_gpus", "1"), gpus=1)
+def test_what_gpus_cannot_do_is_refused_to_them_alone() -> None:
+    for words, told in {
+        ("--update", "sharded"): "--update sharded .*CPU's memory only.*--update replicated",
+        ("--wire", "bf16"): "--wire bf16 needs --sync notified, .*give --sync notified",
+    }.items():
+        with pytest.raises(ConfigError, match=told):
+            build.check(config_of(*words, "--num_gpus", "1"), gpus=1)
+        build.check(config_of(*words, "--use_cpu"), gpus=1)
+    for words in ((), ("--sync", "notified", "--wire", "bf16")):
+        build.check(config_of(*words, "--num_gpus", "1"), gpus=1)
 
 
 def test_timeouts_reach_the_connections() -> None:
