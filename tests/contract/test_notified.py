@@ -6,6 +6,7 @@ import pytest
 
 from paceline.sync import adder, sources
 from paceline.sync.allreduce import AllReduce
+from paceline.sync.notified import Notified
 from paceline.sync.sharded import Sharded
 from tests.harness.cases import CASES
 from tests.harness.equivalence import largest_difference
@@ -130,3 +131,18 @@ def test_every_case_updated_by_the_owners_of_shards(
     assert largest_difference(first, alone) < 1e-10
     for other in others:
         assert largest_difference(first, other) == 0
+
+
+@pytest.mark.parametrize("machines", [(1, 1, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("kind", [Notified, Sharded])
+def test_two_runs_give_the_same_bits_however_late_puts_are(
+    kind: type[Notified], machines: tuple[int, ...]
+) -> None:
+    runs = [
+        CASES["usual"]().on_threads(
+            sum(machines), 2_000, notified(late, machines, kind=kind, staged=staged)
+        )[0]
+        for late, staged in ((False, False), (True, False), (True, kind is Notified))
+    ]
+    assert largest_difference(runs[0], runs[1]) == 0
+    assert largest_difference(runs[0], runs[2]) == 0
