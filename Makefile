@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test lint types unit bench clean help
+.PHONY: setup demo test lint types nixl bench clean help
 
 help: ## Show the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -30,6 +30,10 @@ types: setup
 test: lint types ## Lint, types and all tests
 	$(BIN)/pytest -m 'not alone' --numprocesses logical --maxprocesses 4 --dist worksteal
 	$(BIN)/pytest -m alone
+
+nixl: setup ## The suites of windows over NIXL as well; installs some 400 MB more
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[nixl]'
+	$(BIN)/pytest tests/contract tests/process/test_window.py -k 'nixl or NIXL'
 
 bench: setup ## The benchmarks that need no network namespaces
 	$(BIN)/python benchmarks/input.py
