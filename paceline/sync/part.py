@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -66,62 +67,75 @@ class Part:
         What the update itself changes among the hyperparameters (some optimizers count there) is
         changed in the whole optimizer, too.
         """
+        if _can_fuse(self._part):
+            self._step_fused()
+            return
         before = [dict(group) for group in self._part.param_groups]
-        fuse = all(_can_fuse(self._part, group) for group in self._part.param_groups)
-        for group in self._part.param_groups if fuse else ():
-            group["fused"] = True  # one pass over the memory instead of four
         _unhooked_step(self._part)
-        for group in self._part.param_groups:
+        for index, group, old in zip(self._indices, self._part.param_groups, before, strict=True):
             if group.get("fused"):
                 increment_version(group["params"])  # which torch's fused kernels don't
-            if fuse:
-                group["fused"] = None
-        for index, group, old in zip(self._indices, self._part.param_groups, before, strict=True):
             changed = {name: value for name, value in group.items() if value is not old.get(name)}
             self._optimizer.param_groups[index].update(changed)
 
+    def _step_fused(self) -> None:
+        """Update in one pass over the memory instead of four."""
+        for group in self._part.param_groups:
+            group["fused"] = True
+        _unhooked_step(self._part)
+        for group in self._part.param_groups:
+            increment_version(group["params"])
+            group["fused"] = None
 
-def _can_fuse(part: Optimizer, group: Mapping[str, Any]) -> bool:
-    """Tell whether torch's fused SGD does the same to a group, where nobody chose how.
+
+def _can_fuse(part: Optimizer) -> bool:
+    """Tell whether torch's fused SGD does the same, where nobody chose how.
 
     It wants all gradients, and momenta for all or none that lie in memory as their parameters do;
     and its first step has to be the plain one, which starts the momenta.
     """
-    if type(part) is not SGD or any(group.get(name) is not None for name in ("fused", "foreach")):
+    return type(part) is SGD and all(_is_free(g) and _all_lie(part, g) for g in part.param_groups)
+
+
+def _is_free(group: Mapping[str, Any]) -> bool:
+    chosen = any(group.get(name) is not None for name in ("fused", "foreach"))
+    return not chosen and not group.get("differentiable")
+
+
+def _all_lie(part: Optimizer, group: Mapping[str, Any]) -> bool:
+    state, moves = part.state, group["momentum"] != 0
+    for p in group["params"]:
+        stride = p.stride()
+        places = _dense_strides(p.shape, stride)
+        if p.dtype not in _FUSED or places is None or not _lies_as(p.grad, p, stride):
+            return False
+        if moves and not _lies_as(state[p].get("momentum_buffer"), p, stride):
+            return False
+    return True
+
+
+def _lies_as(tensor: Tensor | None, parameter: Tensor, stride: tuple[int, ...]) -> bool:
+    """Tell whether a tensor lies as a parameter with gapless strides."""
+    if tensor is None or tensor.dtype is not parameter.dtype or tensor.layout is not torch.strided:
         return False
-    if group.get("differentiable"):
-        return False
-    momenta = [part.state[p].get("momentum_buffer") for p in group["params"]]
-    return all(
-        p.dtype in _FUSED and _lies_as(p.grad, p) and (not group["momentum"] or _lies_as(m, p))
-        for p, m in zip(group["params"], momenta, strict=True)
+    own = tensor.stride()
+    return own == stride or (
+        _dense_strides(tensor.shape, own) == _dense_strides(parameter.shape, stride)
     )
 
 
-def _lies_as(tensor: Tensor | None, parameter: Tensor) -> bool:
-    return (
-        tensor is not None
-        and tensor.dtype == parameter.dtype
-        and tensor.layout == torch.strided
-        and _dense_strides(parameter) is not None
-        and (
-            tensor.stride() == parameter.stride()
-            or _dense_strides(tensor) == _dense_strides(parameter)
-        )
-    )
-
-
-def _dense_strides(tensor: Tensor) -> tuple[int, ...] | None:
+@lru_cache(maxsize=10_000)
+def _dense_strides(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...] | None:
     """Return the strides that matter; None where the memory has gaps."""
-    places = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)]
+    places = list(zip(stride, shape, strict=True))
     expected = 1
-    for stride, size in sorted(places):
+    for step, size in sorted(places):
         if size == 1:
             continue
-        if stride != expected:
+        if step != expected:
             return None
         expected *= size
-    return tuple(stride for stride, size in places if size != 1)
+    return tuple(step for step, size in places if size != 1)
 
 
 def _unhooked_step(part: Optimizer) -> None:

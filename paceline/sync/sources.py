@@ -39,7 +39,7 @@ class Part:
         full: all of them are 1.
         lent: the gradients that are read where they lie, with their parameters' names and
             autograd's counts of writes.
-        sample: a few values of the first of them.
+        sample: a view of some values of the first of them, and what they were.
     """
 
     pieces: Sequence[Piece]
@@ -47,7 +47,7 @@ class Part:
     flags: Flags
     full: bool
     lent: Sequence[tuple[str, Tensor, int]]
-    sample: Tensor | None
+    sample: tuple[Tensor, list[float]] | None
 
     def within(self, values: slice) -> list[Piece]:
         """Cut the pieces to some of the values; their places count from the first of these."""
@@ -60,7 +60,7 @@ class Part:
             ConfigError: a gradient was written.
         """
         refuse_writes(self.lent)
-        if self.sample is not None and not _same(_few(self.lent[0][1]), self.sample):
+        if self.sample is not None and not _same(self.sample[0].tolist(), self.sample[1]):
             raise _written(self.lent[0][0])  # through `.data`, which autograd doesn't count
 
 
@@ -93,8 +93,11 @@ class Sources:
     def __init__(self, run: Run, templates: Sequence[Tensor], names: Sequence[str]) -> None:
         self._names = names
         self._templates = [template.detach() for template in templates]
+        self._large = [_is_large(template) for template in templates]
+        self._strides = [template.stride() for template in templates]
         self._copies: Tensor | None = None  # (numel,)
         self._views: list[Tensor] = []
+        self._copied: dict[tuple[int, int], Piece] = {}  # by where they begin and end
         self._run = run
         self._full = np.ones(len(templates), np.uint8)
         ends = [sum(run.spec.lengths[: n + 1]) for n in range(len(templates))]
@@ -104,52 +107,59 @@ class Sources:
         """Make this step's part; overwrites the copies of the last one."""
         pieces: list[Piece] = []
         lent: list[tuple[str, Tensor, int]] = []
-        copied_from, missing = 0, []
-        for place, (gradient, (start, stop)) in enumerate(zip(gradients, self._spans, strict=True)):
-            if gradient is not None and self._can_lend(gradient, place):
-                pieces += self._copied(copied_from, start)
-                flat = gradient.detach().as_strided((stop - start,), (1,))
-                pieces.append((start, stop, flat))
+        copied_from, missing, small = 0, [], []
+        for place, gradient in enumerate(gradients):
+            if gradient is None:
+                missing.append(place)
+            elif self._large[place] and self._lies_right(gradient, place):
+                start, stop = self._spans[place]
+                if copied_from < start:
+                    pieces.append(self._copy(copied_from, start))
+                pieces.append((start, stop, _detached(gradient).as_strided((stop - start,), (1,))))
                 lent.append((self._names[place], gradient, gradient._version))
                 copied_from = stop
-            elif gradient is None:
-                self._view(place).zero_()
-                missing.append(place)
             else:
-                self._view(place).copy_(gradient.detach())
-        pieces += self._copied(copied_from, self._run.numel)
+                small.append((place, _detached(gradient)))
+        if copied_from < self._run.numel:
+            pieces.append(self._copy(copied_from, self._run.numel))
+        self._fill(small, missing)
         full = weight > 0 and not missing
         flags = self._full if full else np.full(len(gradients), weight > 0, np.uint8)
         flags[missing] = 0
-        sample = _few(lent[0][1]).clone() if lent else None
+        sample = _sample(lent[0][1]) if lent else None
         return Part(pieces=pieces, weight=weight, flags=flags, full=full, lent=lent, sample=sample)
 
-    def _can_lend(self, gradient: Tensor, place: int) -> bool:
-        template = self._templates[place]
+    def _lies_right(self, gradient: Tensor, place: int) -> bool:
         return (
-            gradient.numel() >= _SMALL
-            and gradient.stride() == template.stride()
-            and gradient.dtype == template.dtype
+            gradient.stride() == self._strides[place]
+            and gradient.dtype is self._run.spec.dtype
             and not gradient._is_view()
-            and template.device.type == "cpu"
-            and _dense(gradient)
         )
 
-    def _copied(self, start: int, stop: int) -> list[Piece]:
-        if start == stop:
-            return []
-        self._view(0)
-        assert self._copies is not None
-        return [(start, stop, self._copies[start:stop])]
+    def _copy(self, start: int, stop: int) -> Piece:
+        """Return what holds the copies of some values."""
+        if (start, stop) not in self._copied:
+            self._copied[start, stop] = (start, stop, self._memory()[start:stop])
+        return self._copied[start, stop]
 
-    def _view(self, place: int) -> Tensor:
+    def _fill(self, small: Sequence[tuple[int, Tensor]], missing: Sequence[int]) -> None:
+        """Copy gradients to their places, and put zeros where there is none."""
+        if small or missing:
+            self._memory()
+        for place in missing:
+            self._views[place].zero_()
+        if small:
+            views = [self._views[place] for place, _ in small]
+            torch._foreach_copy_(views, [gradient for _, gradient in small])
+
+    def _memory(self) -> Tensor:
         if self._copies is None:
             self._copies = torch.empty(self._run.numel, dtype=self._run.spec.dtype)
             self._views = [
                 like(template, self._copies[start:stop])
                 for template, (start, stop) in zip(self._templates, self._spans, strict=True)
             ]
-        return self._views[place]
+        return self._copies
 
 
 def _written(name: str) -> ConfigError:
@@ -159,14 +169,21 @@ def _written(name: str) -> ConfigError:
     )
 
 
-def _few(gradient: Tensor) -> Tensor:
-    """View some values from all over a dense gradient of `_SMALL` or more."""
-    return gradient.detach().as_strided((16,), (gradient.numel() // 16,))
+def _is_large(template: Tensor) -> bool:
+    """Tell whether a gradient that lies as its parameter is worth lending."""
+    dense = template.is_contiguous() or template.is_contiguous(memory_format=torch.channels_last)
+    return template.numel() >= _SMALL and template.device.type == "cpu" and dense
 
 
-def _same(now: Tensor, then: Tensor) -> bool:
-    return bool(((now == then) | then.isnan()).all())
+def _detached(gradient: Tensor) -> Tensor:
+    return gradient.detach() if gradient.requires_grad else gradient
 
 
-def _dense(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
+def _sample(gradient: Tensor) -> tuple[Tensor, list[float]]:
+    """View some values from all over a dense gradient of `_SMALL` or more, and take them down."""
+    few = _detached(gradient).as_strided((16,), (gradient.numel() // 16,))
+    return few, few.tolist()
+
+
+def _same(now: list[float], then: list[float]) -> bool:
+    return now == then or all(a == b or b != b for a, b in zip(now, then, strict=True))

@@ -82,15 +82,35 @@ class Updater:
         """
         parameters = _parameters(unit)
         self._writes.refuse(unit)
-        kept = [p.grad for p in parameters]
         device = parameters[0].device.type
-        # The update runs in whatever block first reads: an evaluation's, one under autocast.
-        with torch.inference_mode(False), torch.autocast(device, enabled=False):
-            for p, gradient in zip(parameters, gradients, strict=True):
-                p.grad = gradient
-            self._parts[unit].step()
-            for p, grad in zip(parameters, kept, strict=True):
-                p.grad = grad
+        # It runs in whatever block first reads: an evaluation's, one under autocast.
+        if _is_plain(device):
+            self._step(unit, parameters, gradients)
+        else:
+            with torch.inference_mode(False), torch.autocast(device, enabled=False):
+                self._step(unit, parameters, gradients)
+
+    def _step(
+        self,
+        unit: tuple[Bucket, ...],
+        parameters: Sequence[nn.Parameter],
+        gradients: Sequence[Tensor | None],
+    ) -> None:
+        kept = [p.grad for p in parameters]
+        for p, gradient in zip(parameters, gradients, strict=True):
+            p.grad = gradient
+        self._parts[unit].step()
+        for p, grad in zip(parameters, kept, strict=True):
+            p.grad = grad
+
+
+def _is_plain(device: str) -> bool:
+    """Tell whether no block is around that changes what operations do."""
+    return (
+        torch.is_grad_enabled()
+        and not torch.is_inference_mode_enabled()
+        and not torch.is_autocast_enabled(device)
+    )
 
 
 def _parameters(unit: tuple[Bucket, ...]) -> list[nn.Parameter]:

@@ -45,12 +45,15 @@ class Writes:
         frozen = self._frozen.pop(unit, None)
         if frozen is None:
             return
-        for (p, name), before in zip(self._counted[unit], frozen, strict=True):
-            if _version(p) != before:
-                raise ConfigError(
-                    f"{name} was written between optimizer.step() and its update, which the "
-                    "next forward installs: call settle() after optimizer.step(), then write."
-                )
+        counted = self._counted[unit]
+        now = [(p._version, p.dtype) for p, _ in counted]
+        if now == frozen:
+            return
+        written = next(n for (_, n), a, b in zip(counted, now, frozen, strict=True) if a != b)
+        raise ConfigError(
+            f"{written} was written between optimizer.step() and its update, which the "
+            "next forward installs: call settle() after optimizer.step(), then write."
+        )
 
 
 def _named(unit: Unit) -> list[tuple[nn.Parameter, str]]:
