@@ -7,7 +7,7 @@ It shares the optimizer's state, so the update is torch's own and the state is w
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import SGD, Optimizer
+from torch.optim.sgd import sgd
 
 # What a GradScaler sets for the time of a fused optimizer's step, which unscales or skips itself.
 _SCALING = ("grad_scale", "found_inf")
 _FUSED = (torch.float32, torch.float64)
+_HYPERPARAMETERS = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
 
 
 class Part:
@@ -67,8 +69,7 @@ class Part:
         What the update itself changes among the hyperparameters (some optimizers count there) is
         changed in the whole optimizer, too.
         """
-        if _can_fuse(self._part):
-            self._step_fused()
+        if self.step_fused([p.grad for group in self._part.param_groups for p in group["params"]]):
             return
         before = [dict(group) for group in self._part.param_groups]
         _unhooked_step(self._part)
@@ -78,38 +79,57 @@ class Part:
             changed = {name: value for name, value in group.items() if value is not old.get(name)}
             self._optimizer.param_groups[index].update(changed)
 
-    def _step_fused(self) -> None:
-        """Update in one pass over the memory instead of four."""
-        for group in self._part.param_groups:
-            group["fused"] = True
-        _unhooked_step(self._part)
-        for group in self._part.param_groups:
-            increment_version(group["params"])
-            group["fused"] = None
+    def step_fused(self, gradients: Sequence[Tensor | None]) -> bool:
+        """Update by torch's fused SGD, one pass over the memory instead of four, if it may be.
 
+        It wants all gradients, and momenta for all or none, that lie in memory as their parameters
+        do; and the first step has to be the optimizer's, which starts the momenta.
 
-def _can_fuse(part: Optimizer) -> bool:
-    """Tell whether torch's fused SGD does the same, where nobody chose how.
+        Args:
+            gradients: one a parameter; the parameters' own aren't looked at.
 
-    It wants all gradients, and momenta for all or none that lie in memory as their parameters do;
-    and its first step has to be the plain one, which starts the momenta.
-    """
-    return type(part) is SGD and all(_is_free(g) and _all_lie(part, g) for g in part.param_groups)
-
-
-def _is_free(group: Mapping[str, Any]) -> bool:
-    chosen = any(group.get(name) is not None for name in ("fused", "foreach"))
-    return not chosen and not group.get("differentiable")
-
-
-def _all_lie(part: Optimizer, group: Mapping[str, Any]) -> bool:
-    state, moves = part.state, group["momentum"] != 0
-    for p in group["params"]:
-        stride = p.stride()
-        places = _dense_strides(p.shape, stride)
-        if p.dtype not in _FUSED or places is None or not _lies_as(p.grad, p, stride):
+        Returns:
+            whether the update is done.
+        """
+        part, group = self._part, self._part.param_groups[0]
+        if type(part) is not SGD or len(part.param_groups) > 1 or not _may_fuse(group):
             return False
-        if moves and not _lies_as(state[p].get("momentum_buffer"), p, stride):
+        parameters, momenta = group["params"], []
+        if group["momentum"] != 0:
+            momenta = [part.state[p].get("momentum_buffer") for p in parameters]
+        if not _lie_as(parameters, gradients, momenta):
+            return False
+        with torch.no_grad():
+            sgd(
+                parameters,
+                gradients,  # type: ignore[arg-type]  # all are there
+                momenta or [None] * len(parameters),
+                fused=True,
+                grad_scale=getattr(part, "grad_scale", None),
+                found_inf=getattr(part, "found_inf", None),
+                **{name: group[name] for name in _HYPERPARAMETERS},
+            )
+        increment_version(parameters)  # which torch's fused kernels don't
+        return True
+
+
+def _may_fuse(group: Mapping[str, Any]) -> bool:
+    """Tell whether nobody chose another way."""
+    chosen = group["foreach"] is not None or group["fused"] not in (None, True)
+    return not chosen and not group["differentiable"]
+
+
+def _lie_as(
+    parameters: Sequence[Tensor], gradients: Sequence[Tensor | None], momenta: Sequence[Any]
+) -> bool:
+    """Tell whether gradients, and momenta, if any, lie as their parameters do."""
+    for place, (p, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+        stride = p.stride()
+        if p.dtype not in _FUSED or _dense_strides(p.shape, stride) is None:
+            return False
+        if not _lies_as(gradient, p, stride):
+            return False
+        if momenta and not _lies_as(momenta[place], p, stride):
             return False
     return True
 

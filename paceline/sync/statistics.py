@@ -10,6 +10,7 @@ all ranks install the same between the same steps, that changes nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 
 import torch
 from torch import Tensor, nn
@@ -48,8 +49,8 @@ class RunningStatistics:
     @torch.no_grad()
     def install(self, mean: Tensor) -> None:
         """Copy the ranks' mean, (values,), into the model; statistics of frozen modules stay."""
-        sizes = [buffer.numel() for buffer in self._buffers]
-        means = torch.split(mean, sizes)
-        for (module, buffer), values in zip(self._owned, means, strict=True):
-            if module in self._moving:
-                buffer.copy_(values.view_as(buffer))
+        means = torch.split(mean, [buffer.numel() for buffer in self._buffers])
+        moving = [module in self._moving for module, _ in self._owned]
+        if any(moving):
+            buffers = list(compress(self._buffers, moving))
+            torch._foreach_copy_(buffers, list(compress(means, moving)))

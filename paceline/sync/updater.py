@@ -96,10 +96,13 @@ class Updater:
         parameters: Sequence[nn.Parameter],
         gradients: Sequence[Tensor | None],
     ) -> None:
+        part = self._parts[unit]
+        if part.step_fused(gradients):
+            return
         kept = [p.grad for p in parameters]
         for p, gradient in zip(parameters, gradients, strict=True):
             p.grad = gradient
-        self._parts[unit].step()
+        part.step()
         for p, grad in zip(parameters, kept, strict=True):
             p.grad = grad
 

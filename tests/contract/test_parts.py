@@ -46,8 +46,8 @@ def both(make: Any, steps: Sequence[list[Tensor | None]]) -> list[list[Tensor]]:
     return [[p.detach() for p in values] for values in (ours, theirs)]
 
 
-def nesterov(ps: list[nn.Parameter]) -> SGD:
-    return SGD(ps, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)
+def nesterov(ps: list[nn.Parameter], fused: bool | None = None) -> SGD:
+    return SGD(ps, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01, fused=fused)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,10 @@ def test_sgd_with_gradients_that_come_and_go(missing: list[Sequence[int]], momen
         torch.testing.assert_close(a, b)
 
 
-def test_sgd_takes_one_pass_once_its_momenta_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("chosen", "steps"), [(None, 2), (True, 3), (False, 0)], ids=str)
+def test_sgd_takes_one_pass_once_its_momenta_are_there_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, chosen: bool | None, steps: int
+) -> None:
     passes = []
     fused = torchs_sgd._fused_sgd  # type: ignore[attr-defined]
 
@@ -70,8 +73,10 @@ def test_sgd_takes_one_pass_once_its_momenta_are_there(monkeypatch: pytest.Monke
         fused(params, *args, **kwargs)
 
     monkeypatch.setattr(torchs_sgd, "_fused_sgd", counted)
-    ours, theirs = both(nesterov, [gradients(number) for number in range(3)])
-    assert passes == [len(SHAPES)] * 2
+    part_steps = [gradients(number) for number in range(3)]
+    ours, theirs = both(lambda ps: nesterov(ps, chosen), part_steps)
+    plain = 3 if chosen else 0  # the plain optimizer's own
+    assert passes == [len(SHAPES)] * (steps + plain)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b)
 
@@ -143,6 +148,29 @@ def test_an_update_under_autocast_is_the_plain_one() -> None:
         updater.update(unit, [of[p] for bucket in unit for p in bucket.parameters])
     for a, b in zip(ps, plain, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("fused", [None, True, False], ids=str)
+def test_an_update_counts_as_a_write_and_leaves_the_parameters_own_gradients(
+    fused: bool | None,
+) -> None:
+    ps, plain = parameters(), parameters()
+    updater, (bucket,) = updater_of(nesterov(ps, fused), ps, 10**6)
+    theirs = nesterov(plain)
+    own = [torch.ones_like(p) for p in ps]
+    for step in range(3):
+        given = dict(zip(ps, gradients(step), strict=True))
+        for p, q, gradient in zip(ps, plain, own, strict=True):
+            p.grad, q.grad = gradient, torch.empty_like(q).copy_(given[p])  # type: ignore[arg-type]
+        theirs.step()
+        versions = [p._version for p in ps]
+        updater.freeze()
+        laid = [torch.empty_like(p).copy_(given[p]) for p in bucket.parameters]  # type: ignore[arg-type]
+        updater.update(updater.unit(bucket), laid)
+        assert all(p.grad is gradient for p, gradient in zip(ps, own, strict=True))
+        assert all(p._version > before for p, before in zip(ps, versions, strict=True))
+    for a, b in zip(ps, plain, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_parameters_cut_out_of_one_tensor_are_updated_one_after_the_other() -> None:
