@@ -120,28 +120,27 @@ def _may_fuse(group: Mapping[str, Any]) -> bool:
 
 
 def _lie_as(
-    parameters: Sequence[Tensor], gradients: Sequence[Tensor | None], momenta: Sequence[Any]
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Tensor | None],
+    momenta: Sequence[Tensor | None],
 ) -> bool:
-    """Tell whether gradients, and momenta, if any, lie as their parameters do."""
-    for place, (p, gradient) in enumerate(zip(parameters, gradients, strict=True)):
-        stride = p.stride()
-        if p.dtype not in _FUSED or _dense_strides(p.shape, stride) is None:
+    """Tell whether gradients, and momenta, if any, lie as their parameters, without gaps."""
+    strided, dtype = torch.strided, parameters[0].dtype
+    for p, gradient, momentum in zip(parameters, gradients, momenta or parameters, strict=True):
+        if gradient is None or momentum is None:
             return False
-        if not _lies_as(gradient, p, stride):
+        if not (p.dtype is gradient.dtype is momentum.dtype is dtype):
             return False
-        if momenta and not _lies_as(momenta[place], p, stride):
+        if not (gradient.layout is momentum.layout is strided):
             return False
-    return True
-
-
-def _lies_as(tensor: Tensor | None, parameter: Tensor, stride: tuple[int, ...]) -> bool:
-    """Tell whether a tensor lies as a parameter with gapless strides."""
-    if tensor is None or tensor.dtype is not parameter.dtype or tensor.layout is not torch.strided:
-        return False
-    own = tensor.stride()
-    return own == stride or (
-        _dense_strides(tensor.shape, own) == _dense_strides(parameter.shape, stride)
-    )
+        shape, stride = p.shape, p.stride()
+        places = _dense_strides(shape, stride)
+        if places is None or gradient.shape != shape:
+            return False
+        for own in (gradient.stride(), momentum.stride()):
+            if own != stride and _dense_strides(shape, own) != places:
+                return False
+    return dtype in _FUSED
 
 
 @lru_cache(maxsize=10_000)

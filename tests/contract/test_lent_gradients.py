@@ -115,3 +115,15 @@ def test_weights_of_lower_precision(dtype: torch.dtype) -> None:
     assert all(largest_difference(first, other) == 0 for other in others)
     digits = {torch.float16: 3e-3, torch.bfloat16: 2e-2}
     assert largest_difference(first, expected(replace)) < digits[dtype]
+
+
+def test_a_gradient_of_nans_is_not_taken_for_a_written_one() -> None:
+    model, kind = wide(), notified(False)
+
+    def train(communicator: Communicator) -> dict[str, Tensor]:
+        bench = Bench.of(communicator, model, kind=kind)
+        bench.batches = [(x * torch.nan, y) for x, y in bench.batches]
+        return steps(bench, replace, settle=False)
+
+    for state in run_ranks(2, train):
+        assert bool(state["1.weight"].isnan().all())

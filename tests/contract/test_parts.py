@@ -173,6 +173,15 @@ def test_an_update_counts_as_a_write_and_leaves_the_parameters_own_gradients(
         torch.testing.assert_close(a, b)
 
 
+def test_a_gradient_of_a_parameter_that_grew_is_refused_by_torch() -> None:
+    (p, *_) = ps = [nn.Parameter(torch.zeros(6, 4))]
+    updater, (bucket,) = updater_of(SGD(ps, lr=1.0), ps, 1)
+    p.data = torch.zeros(7, 4)
+    updater.freeze()
+    with pytest.raises(RuntimeError, match="tensor of size"):
+        updater.update(updater.unit(bucket), [torch.ones(6, 4)])
+
+
 def test_parameters_cut_out_of_one_tensor_are_updated_one_after_the_other() -> None:
     base = torch.randn(6, 4)
     ps = [nn.Parameter(part) for part in base.chunk(3)]
