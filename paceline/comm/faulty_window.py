@@ -2,13 +2,15 @@
 
 It is for tests of what stands on a window. Each put waits for a random time before it goes,
 whatever its priority, so that puts arrive in any order; its source is read only then, so that who
-writes it before `flush` is found out. So is who has two puts with one notification under way.
+writes it before `flush` is found out. So is who has two puts with one notification under way, but
+for those whose order is said to count.
 """
 
 from __future__ import annotations
 
 import heapq
 import random
+import sys
 import threading
 import time
 from collections import Counter
@@ -32,6 +34,7 @@ class Faults:
         lost: tells of each put, by (peer, notification, value), whether it gets lost.
         cut_after: so many puts go; then all connections end, and nothing more does. None: never.
         shuffled: puts have random priorities in place of their own.
+        ordered: notifications from this number on have several puts under way, whose order counts.
         seed: of the delays and priorities.
     """
 
@@ -39,6 +42,7 @@ class Faults:
     lost: Callable[[int, int, int], bool] = lambda peer, notification, value: False
     cut_after: int | None = None
     shuffled: bool = False
+    ordered: int = sys.maxsize
     seed: int = 0
 
 
@@ -67,7 +71,7 @@ class FaultyWindow:
         self._changed = threading.Condition()
         self._late: list[_Late] = []
         self._under_way: Counter[int] = Counter()
-        self._notifying: set[tuple[int, int]] = set()
+        self._notifying: dict[tuple[int, int], list[float]] = {}  # when they are due
         self._number = self._gone = 0
         self._failure: PeerLost | None = None
         self._closed = False
@@ -95,7 +99,8 @@ class FaultyWindow:
         if self._faults.lost(peer, notification, value):
             return
 
-        if self._faults.shuffled:
+        ordered = notification >= self._faults.ordered
+        if self._faults.shuffled and not ordered:
             priority = self._random.randrange(4)
 
         def go() -> None:
@@ -103,9 +108,11 @@ class FaultyWindow:
 
         with self._changed:
             known = (peer, notification)
-            assert known not in self._notifying, f"a put with {known} is still under way"
-            self._notifying.add(known)
+            before = self._notifying.setdefault(known, [])
+            assert ordered or not before, f"a put with {known} is still under way"
             due = time.monotonic() + self._random.uniform(0, self._faults.delay)
+            due = max(due, *before) if before else due
+            before.append(due)
             self._number += 1
             heapq.heappush(self._late, _Late(due, self._number, peer, known, go))
             self._under_way[peer] += 1
@@ -153,7 +160,7 @@ class FaultyWindow:
                 if self._closed:
                     return
                 late = heapq.heappop(self._late)
-                self._notifying.remove(late.known)
+                self._notifying[late.known].remove(late.due)
             try:
                 if self._gone == self._faults.cut_after:
                     self._window.close()

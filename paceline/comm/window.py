@@ -62,8 +62,9 @@ class Window(Protocol):
             source: dense, of any dtype, on the CPU; not to be written until `flush`. Several
                 tensors land one behind another. None: only notify, of what was written by `reach`
                 before.
-            notification: which of the peer's values of this rank to set; each put that is under
-                way has its own.
+            notification: which of the peer's values of this rank to set. Puts that are under way
+                with one and the same land in their order if their priorities are equal; whoever
+                shares memory with the peer has written it before.
             value: what to set it to; larger than the last one.
             priority: smaller numbers go first; among equals, the earlier put.
 

@@ -8,7 +8,8 @@
 
 A version counts the exchanges of a run. Nothing is acknowledged, because it is implied: a rank
 sends version v + 1 of a run only after it has read version v of all its sums, so whoever has
-version v + 1 of everybody's part knows that nobody needs anything of v any more.
+version v + 1 of everybody's part knows that nobody needs anything of v any more. Flags may still be
+on their way to who doesn't need them; they keep their order.
 """
 
 from __future__ import annotations

@@ -129,7 +129,8 @@ def notified(drawn: Draw, limit: float) -> Callable[..., Any]:
             window = open_window(binding, size, notifications)(rank)
             if drawn.delay is None:
                 return window
-            faults = Faults(delay=drawn.delay, shuffled=True, seed=drawn.seed + rank)
+            flags, seed = 2 * (notifications - 1) // 3, drawn.seed + rank
+            faults = Faults(delay=drawn.delay, shuffled=True, ordered=flags, seed=seed)
             return FaultyWindow(window, faults)
 
         topology = Topology.of(drawn.machines)

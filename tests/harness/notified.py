@@ -58,7 +58,10 @@ def notified(
                         communicator.world_size, size, notifications, machines
                     )
             window = groups[number].window(rank)
-            return FaultyWindow(window, Faults(seed=rank)) if faults else window
+            if not faults:
+                return window
+            flags = 2 * (notifications - 1) // 3  # who used all parameters waits for none of them
+            return FaultyWindow(window, Faults(seed=rank, ordered=flags))
 
         topology = Topology.of(machines) if machines else Topology.flat(communicator.world_size)
         limits = (limit, limit)
