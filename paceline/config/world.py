@@ -122,8 +122,7 @@ class WorldConfig:
         return len(self.gpu_numbers) or self.num_gpus or self.num_workers or 1
 
 
-_BUCKET_MB = 8
-_INT8_BUCKET_MB = 16  # which is 4 on the way
+_BUCKET_MB = {"allreduce": 8, "notified": 16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,8 +144,8 @@ class SyncConfig:
     adds up its gradients (sharded): each has a share of the optimizer's state."""
 
     bucket_mb: float = 0.0
-    """Size of a bucket, the unit of communication, in MiB; 0 is 8, or 16 with --wire int8, or
-    what auto chooses."""
+    """Size of a bucket, the unit of communication, in MiB; 0 is the method's own, 8 with
+    allreduce and 16 with notified, or what auto chooses."""
 
     def __post_init__(self) -> None:
         at_least("bucket_mb", self.bucket_mb, 0)
@@ -164,5 +163,4 @@ class SyncConfig:
     @property
     def bucket_bytes(self) -> int:
         """Size of a bucket of the method, which is none to be chosen yet."""
-        default = _INT8_BUCKET_MB if self.wire == "int8" else _BUCKET_MB
-        return round((self.bucket_mb or default) * 2**20)
+        return round((self.bucket_mb or _BUCKET_MB[self.sync]) * 2**20)

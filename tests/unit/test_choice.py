@@ -21,7 +21,7 @@ from paceline.sync.trials import steps_of_trials
 from tests.harness.threads import run_ranks
 
 CPU = torch.device("cpu")
-TWO = [SyncConfig(sync="notified", bucket_mb=8.0), SyncConfig(sync="allreduce", bucket_mb=8.0)]
+TWO = [SyncConfig(sync="notified", bucket_mb=16.0), SyncConfig(sync="allreduce", bucket_mb=8.0)]
 NEEDED = steps_of_trials(len(TWO))
 
 
@@ -38,15 +38,15 @@ def names(config: SyncConfig, roster: Roster, world_size: int = 2, device: Any =
 
 def test_a_large_model_has_all_methods_and_sizes_to_choose_from() -> None:
     assert names(SyncConfig(), roster(30, 1)) == [
-        *("notified:8:fp32", "allreduce:8:fp32", "notified:16:fp32", "notified:4:fp32"),
+        *("notified:16:fp32", "allreduce:8:fp32", "notified:8:fp32", "notified:4:fp32"),
         "allreduce:25:fp32",
     ]
 
 
 def test_sizes_that_make_the_same_buckets_are_one() -> None:
-    assert names(SyncConfig(), roster(3, 0.1)) == ["notified:8:fp32", "allreduce:8:fp32"]
+    assert names(SyncConfig(), roster(3, 0.1)) == ["notified:16:fp32", "allreduce:8:fp32"]
     assert names(SyncConfig(), roster(3, 1.5)) == [
-        *("notified:8:fp32", "allreduce:8:fp32", "notified:4:fp32")
+        *("notified:16:fp32", "allreduce:8:fp32", "notified:4:fp32")
     ]
 
 
@@ -59,7 +59,7 @@ def test_sizes_that_make_the_same_buckets_are_one() -> None:
         ({"update": "sharded", "bucket_mb": 3}, ["notified:3:fp32"]),
         (
             {"wire": "bf16"},
-            ["notified:8:bf16", "notified:16:bf16", "notified:4:bf16"],
+            ["notified:16:bf16", "notified:8:bf16", "notified:4:bf16"],
         ),
     ],
     ids=str,
@@ -122,14 +122,14 @@ def test_a_choice_is_told_with_its_figures_and_kept_for_the_next_start(tmp_path:
     (note,) = run.notes
     assert re.fullmatch(
         rf"exchange: {chosen.sync}, {chosen.bucket_mb:g} MB buckets: \S+ ms a step; "
-        rf"(notified|allreduce) 8 MB \S+( \(all within \d% are equal\))?; "
+        rf"(notified 16|allreduce 8) MB \S+( \(all within \d% are equal\))?; "
         rf"fix it by --sync {chosen.sync} --bucket_mb {chosen.bucket_mb:g}\.",
         note,
     )
     kept = read_choice(tmp_path)
     assert kept is not None
     assert (kept.sync, kept.bucket_mb) == (chosen.sync, chosen.bucket_mb)
-    assert set(kept.milliseconds) == {"notified 8 MB", "allreduce 8 MB"}
+    assert set(kept.milliseconds) == {"notified 16 MB", "allreduce 8 MB"}
 
     again = run.start(1)
     assert again == [[chosen], [chosen]]
