@@ -118,10 +118,14 @@ def test_an_unknown_way_to_exchange(world: World, model: nn.Module) -> None:
         paceline.parallelize(model, sgd(model), world, bucket_mb=-1)
 
 
-def test_puts_on_a_gpu(world: World, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_gpus_cannot_do(
+    world: World, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(World, "device", torch.device("cuda"))
-    with pytest.raises(ConfigError, match=r"^sync notified: .*sync allreduce.*device='cpu'"):
-        paceline.parallelize(model, sgd(model), world, sync="notified")
+    with pytest.raises(ConfigError, match=r"^update sharded .*update replicated.*device='cpu'"):
+        paceline.parallelize(model, sgd(model), world, update="sharded")
+    with pytest.raises(ConfigError, match=r"^wire int8 needs sync notified, .*sync notified, or"):
+        paceline.parallelize(model, sgd(model), world, wire="int8")
 
 
 def test_an_optimizer_of_another_model(world: World, model: nn.Module) -> None:
