@@ -68,7 +68,7 @@ LIMIT = 40.0  # less than the default time-out: who waits for that fails the tes
     [
         ((3,), "dies_in_forward", "lost (rank 2|a peer) in .*step [23]: "),
         ((2, 1), "dies_in_backward", "lost (rank 2|a peer) in .*step [23]: "),
-        ((1, 1, 1), "freezes_in_backward", "waited 3 s for rank 2 in bucket . in step 3: it hangs"),
+        ((1, 1, 1), "freezes_in_backward", "waited 3 s for (rank 2|a peer) in .*step [23]: "),
     ],
     ids=str,
 )
