@@ -222,6 +222,7 @@ class Mover:
         with self._lock:
             self._links[:, loop.ALIVE] = 0
             asleep = [int(row[loop.EVENT]) for row in self._waits if row[loop.ASLEEP]]
+            self._waits[:, loop.ASLEEP] = 0  # each is woken once
         for event in asleep:
             os.eventfd_write(event, 1)
         for end in self._sockets:

@@ -5,7 +5,8 @@ They go chunk by chunk, so that what one operation leaves is in a cache when the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -76,11 +77,7 @@ def reduce_bf16(
     out: Tensor,
 ) -> None:
     """See `kernels.py`."""
-    for k, part in enumerate(parts):
-        if part is None:
-            _take(sources, weight, out, add=k > 0)
-        else:
-            decode_bf16(part, out, add=k > 0)
+    _add_up_coded(parts, sources, weight, out, decode_bf16)
     encode_bf16([(0, len(out), out)], 1.0, before, data, after)
     decode_bf16(data, out)
 
@@ -115,13 +112,10 @@ def reduce_int8(
     block: int,
 ) -> None:
     """See `kernels.py`."""
-    for k, part in enumerate(parts):
-        if part is None:
-            _take(sources, weight, out, add=k > 0)
-        else:
-            decode_int8(part, out, codes, block, add=k > 0)
+    decode = partial(decode_int8, codes=codes, block=block)
+    _add_up_coded(parts, sources, weight, out, decode)
     encode_int8([(0, len(out), out)], 1.0, before, data, after, codes, block)
-    decode_int8(data, out, codes, block)
+    decode(data, out)
 
 
 def decode_int8(data: Tensor, out: Tensor, codes: int, block: int, *, add: bool = False) -> None:
@@ -134,6 +128,21 @@ def decode_int8(data: Tensor, out: Tensor, codes: int, block: int, *, add: bool 
                 rows += coded * scales
             else:
                 torch.mul(coded, scales, out=rows)
+
+
+def _add_up_coded(
+    parts: Sequence[Tensor | None],
+    sources: Sequence[Source],
+    weight: float,
+    out: Tensor,
+    decode: Callable[..., None],
+) -> None:
+    """Let out be the sum of what is decoded, and of weight * source in place of None."""
+    for k, part in enumerate(parts):
+        if part is None:
+            _take(sources, weight, out, add=k > 0)
+        else:
+            decode(part, out, add=k > 0)
 
 
 def _take(sources: Sequence[Source], weight: float, out: Tensor, *, add: bool) -> None:
