@@ -15,10 +15,17 @@ from torch.optim import Optimizer
 from paceline.api.tracking import refuse_foreign
 from paceline.api.words import in_python
 from paceline.api.world import World
-from paceline.build.exchange import SYNCHRONIZERS, UPDATES, refuse_gpu, replicate
+from paceline.build.exchange import (
+    SYNCHRONIZERS,
+    TRANSPORTS,
+    UPDATES,
+    refuse_gpu,
+    replicate,
+)
 from paceline.cluster.preflight import model_facts
 from paceline.cluster.supervise import say
 from paceline.comm.communicator import broadcast_bytes
+from paceline.comm.nixl_agent import require_nixl
 from paceline.config.world import SyncConfig
 from paceline.errors import ConfigError
 from paceline.sync.batch_norm import convert_sync_batchnorm
@@ -39,6 +46,8 @@ def parallelize(
     sync: str = "auto",
     wire: str = "fp32",
     update: str = "replicated",
+    transport: str = "tcp",
+    connections: int = 0,
     bucket_mb: float = 0.0,
     sync_bn: bool = False,
 ) -> tuple[Model, AnyOptimizer]:
@@ -57,6 +66,10 @@ def parallelize(
             "bf16", half of the bytes, or "int8", a quarter.
         update: who updates a parameter: "replicated", every rank its copy, or "sharded", with
             "notified", the rank that adds up its gradients; each has a share of the state.
+        transport: how puts travel, with "notified": "tcp", with shared memory inside a machine, or
+            "nixl", by NVIDIA's library for RDMA.
+        connections: TCP connections to each rank of another machine, with "notified"; 0: one, or
+            what "auto" chooses.
         bucket_mb: size of a bucket, the unit of communication, in MiB; 0: the method's own, or
             what "auto" chooses.
         sync_bn: make BatchNorm's statistics those of the global batch.
@@ -70,13 +83,17 @@ def parallelize(
         training = world._training
         session, link = training.session, training.session.link
         training.require_open("paceline.parallelize()")
-        _check(model, optimizer, world, sync, wire, update)
-        if update not in UPDATES:
-            raise ConfigError(f"update is {update!r}; there is {', '.join(UPDATES)}.")
-        config = SyncConfig(sync=sync, wire=wire, update=update, bucket_mb=bucket_mb)  # type: ignore[arg-type]
+        asked: dict[str, Any] = {
+            "sync": sync,
+            "wire": wire,
+            "update": update,
+            "transport": transport,
+        }
+        asked |= {"connections": connections, "bucket_mb": bucket_mb}
+        config = _exchange_of(asked, world)
+        _check(model, optimizer, world)
         state = chain(model.named_parameters(), model.named_buffers())
         link.agree("model", model_facts(state))
-        asked = {"sync": sync, "wire": wire, "update": update, "bucket_mb": bucket_mb}
         link.agree("optimizer", {"the optimizer": type(optimizer).__name__, **asked})
         link.agree("parameter groups", _group_facts(optimizer))
         share = Share()
@@ -100,20 +117,30 @@ def parallelize(
     return model, optimizer
 
 
-def _check(
-    model: nn.Module, optimizer: Optimizer, world: World, sync: str, wire: str, update: str
-) -> None:
+def _exchange_of(asked: dict[str, Any], world: World) -> SyncConfig:
+    known = {
+        "sync": ("auto", *SYNCHRONIZERS),
+        "wire": WIRES,
+        "update": UPDATES,
+        "transport": TRANSPORTS,
+    }
+    for name, values in known.items():
+        if asked[name] not in values:
+            raise ConfigError(f"{name} is {asked[name]!r}; there is {', '.join(values)}.")
+    config = SyncConfig(**asked)
+    if world.device.type == "cuda":
+        refuse_gpu(config)
+    if config.transport == "nixl":
+        require_nixl()
+    return config
+
+
+def _check(model: nn.Module, optimizer: Optimizer, world: World) -> None:
     if world._training.bound:
         raise ConfigError(
             "paceline.parallelize() was called before with this world: a world trains one model; "
             "put several into one nn.ModuleList, with one optimizer."
         )
-    if sync not in (methods := ("auto", *SYNCHRONIZERS)):
-        raise ConfigError(f"sync is {sync!r}; there is {', '.join(methods)}.")
-    if wire not in WIRES:
-        raise ConfigError(f"wire is {wire!r}; there is {', '.join(WIRES)}.")
-    if world.device.type == "cuda":
-        refuse_gpu(sync, wire, update)
     if isinstance(model, DistributedDataParallel):
         raise ConfigError(
             "the model is wrapped in DistributedDataParallel, which exchanges gradients as well: "

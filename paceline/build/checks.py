@@ -11,6 +11,7 @@ from paceline.build.exchange import refuse_gpu
 from paceline.build.model import refuse_emulation
 from paceline.build.origin import check_order, check_origin
 from paceline.build.sources import Sources, labels_beyond, open_sources, order_of
+from paceline.comm.nixl_agent import require_nixl
 from paceline.config.train import TrainConfig
 from paceline.errors import ConfigError
 from paceline.models.zoo import model_factory
@@ -27,8 +28,8 @@ def check(config: TrainConfig, gpus: int) -> list[str]:
 
     Raises:
         ConfigError: a path, a label, a model, a number of samples or of GPUs, an emulated dtype, no
-            compiler for --compile, a --sync or --wire that GPUs don't have, or a checkpoint of
-            other data or batches.
+            compiler for --compile, no NIXL for --transport, an exchange that GPUs don't have, or a
+            checkpoint of other data or batches.
         DataError: not a database, or one of unknown records.
         CheckpointError: the file of weights, or the checkpoint of --resume, is torn or something
             else.
@@ -44,7 +45,9 @@ def check(config: TrainConfig, gpus: int) -> list[str]:
         check_weights(Path(config.model.load_model_path))
     on_cpu = world.use_cpu or not gpus
     if not on_cpu:
-        refuse_gpu(config.sync.sync, config.sync.wire, config.sync.update)
+        refuse_gpu(config.sync)
+    if config.sync.transport == "nixl":
+        require_nixl()
     if on_cpu:  # a GPU is asked by its worker: asking takes hold of it
         refuse_emulation(config.model, "cpu", capabilities_of(torch.device("cpu")))
     if config.model.compile and on_cpu:

@@ -37,6 +37,7 @@ CANDIDATES = {
     ),
     "cuda": (("allreduce", 8.0), ("allreduce", 25.0)),
 }
+CONNECTIONS = 4  # to each peer, tried with the first of them where there are several machines
 SHARE = 10  # a run measures if its steps are as many times those of the trials
 A_WHILE = 100  # steps, where nobody knows how many there are
 
@@ -126,11 +127,11 @@ class Chooser:
         if self._communicator.rank == 0 and self._occasion.folder is not None:
             choice = read_choice(self._occasion.folder)
             if choice is not None and choice.machines == self._members.machines:
-                told = json.dumps([choice.sync, choice.bucket_mb, choice.wire]).encode()
+                told = json.dumps(_terms(choice)).encode()
         what = "the broadcast of rank 0's exchange"
         told = broadcast_bytes(self._communicator, told, self._device, what)
         known = json.loads(told) if told else None
-        return next((c for c in self._candidates if [c.sync, c.bucket_mb, c.wire] == known), None)
+        return next((c for c in self._candidates if _terms(c) == known), None)
 
     def _mean(self, values: Sequence[float]) -> Sequence[float]:
         own = torch.tensor(values, dtype=torch.float64, device=self._device)
@@ -147,6 +148,7 @@ class Chooser:
                 sync=chosen.sync,
                 bucket_mb=chosen.bucket_mb,
                 wire=chosen.wire,
+                connections=chosen.connections,
                 machines=self._members.machines,
                 milliseconds={name: round(value, 3) for name, value in figures.items()},
             )
@@ -159,6 +161,7 @@ class Chooser:
         self._tell(
             f"{_long(chosen)}: {_number(own)} ms a step; {others}{near}; fix it by --sync "
             f"{chosen.sync} --bucket_mb {chosen.bucket_mb:g}"
+            f"{f' --connections {chosen.connections}' if chosen.connections > 1 else ''}"
         )
 
     def _tell(self, text: str) -> None:
@@ -167,37 +170,56 @@ class Chooser:
 
 
 def candidates_of(
-    config: SyncConfig, roster: Roster, world_size: int, device: torch.device
+    config: SyncConfig, roster: Roster, machines: Sequence[int], device: torch.device
 ) -> list[SyncConfig]:
     """List the exchanges to choose from: those that fit what was asked for, and differ.
 
     Args:
         config: what was asked for.
         roster: what is trained; sizes that give it the same buckets are one.
-        world_size: the number of ranks.
+        machines: the number of ranks of each.
         device: where the parameters are.
     """
     if config.sync != "auto":
         return [config]
-    if world_size == 1:
-        return [replace(config, sync="allreduce", wire="fp32", update="replicated")]
-    found = [(sync, config.bucket_mb or size) for sync, size in CANDIDATES[device.type]]
-    if config.wire != "fp32" or config.update != "replicated":
-        found = [(sync, size) for sync, size in found if sync == "notified"]
+    if sum(machines) == 1:
+        return [SyncConfig(sync="allreduce", bucket_mb=config.bucket_mb)]
+    found = [(sync, size, config.connections) for sync, size in CANDIDATES[device.type]]
+    if len(machines) > 1 and found[0][0] == "notified" and not _connections_given(config):
+        found.append((*found[0][:2], CONNECTIONS))
     different: dict[object, SyncConfig] = {}
-    for sync, size in found:
-        fixed = replace(config, sync=sync, bucket_mb=size)  # type: ignore[arg-type]
+    for sync, size, connections in found:
+        if sync == "allreduce" and config.asks_for_puts:
+            continue
+        fixed = replace(
+            config,
+            sync=sync,  # type: ignore[arg-type]
+            bucket_mb=config.bucket_mb or size,
+            connections=connections,
+        )
         buckets = partition(roster.names, roster.groups, fixed.bucket_bytes)
-        different.setdefault((sync, tuple(bucket.names for bucket in buckets)), fixed)
+        names = tuple(bucket.names for bucket in buckets)
+        different.setdefault((sync, names, connections), fixed)
     return list(different.values())
 
 
+def _connections_given(config: SyncConfig) -> bool:
+    """Tell whether how many there are to be isn't auto's to choose."""
+    return config.connections > 0 or config.transport == "nixl"
+
+
+def _terms(exchange: SyncConfig | Choice) -> list[object]:
+    return [exchange.sync, exchange.bucket_mb, exchange.wire, exchange.connections]
+
+
 def _long(config: SyncConfig) -> str:
-    return f"{config.sync}, {config.bucket_mb:g} MB buckets"
+    by = f", {config.connections} connections" if config.connections > 1 else ""
+    return f"{config.sync}, {config.bucket_mb:g} MB buckets{by}"
 
 
 def _short(config: SyncConfig) -> str:
-    return f"{config.sync} {config.bucket_mb:g} MB"
+    by = f" x {config.connections}" if config.connections > 1 else ""
+    return f"{config.sync} {config.bucket_mb:g} MB{by}"
 
 
 def _number(milliseconds: float) -> str:

@@ -17,6 +17,7 @@ from paceline.cluster.members import Members
 from paceline.comm.communicator import Communicator, gather_bytes
 from paceline.comm.machines_window import machines_window
 from paceline.comm.mesh import Meeting
+from paceline.comm.nixl_window import nixl_window
 from paceline.comm.process_group import ProcessGroupCommunicator
 from paceline.comm.traced_window import TracedWindow
 from paceline.comm.window import Window
@@ -64,10 +65,13 @@ class Peers:
     trace: Trace | None = None
     _windows: Iterator[int] = field(default_factory=count)
 
-    def open_window(self, size: int, notifications: int) -> Window:
-        """Open a window, shared with the workers of this machine; collective.
+    def open_window(
+        self, size: int, notifications: int, *, transport: str = "tcp", connections: int = 1
+    ) -> Window:
+        """Open a window, shared with the workers of this machine but by NIXL; collective.
 
         Raises:
+            ConfigError: NIXL isn't installed.
             CommError: a rank didn't come in time, or can't be reached.
         """
         members, number = self.members, next(self._windows)
@@ -79,9 +83,13 @@ class Peers:
             purpose=f"generation/{members.generation}/window/{number}",
             limit=self.limits[0],
         )
+        if transport == "nixl":
+            return nixl_window(meeting, members.address, size, notifications)
         neighbours = self.topology.groups[members.machine]
         marks = MARKS if self.trace else 0
-        window = machines_window(meeting, neighbours, members.address, size, notifications, marks)
+        window = machines_window(
+            meeting, neighbours, members.address, size, notifications, marks, connections
+        )
         if self.trace is None:
             return window
         self.trace.follow(number, lambda: window.moments)
@@ -120,12 +128,13 @@ def _notified(
     sharded = config.update == "sharded"
     kind: Callable[..., Synchronizer] = Sharded if sharded else Notified
     staged = any(p.device.type != "cpu" for bucket in buckets for p in bucket.parameters)
+    alone = config.transport == "nixl"  # which shares no memory
     return kind(
         buckets,
-        peers.open_window,
+        partial(peers.open_window, transport=config.transport, connections=config.connections or 1),
         (Shards if sharded else Updater)(optimizer, buckets),
         statistics,
-        peers.topology,
+        Topology.flat(peers.members.world_size) if alone else peers.topology,
         peers.limits,
         peers.communicator.steady,
         WIRES[config.wire],
@@ -135,29 +144,33 @@ def _notified(
 
 
 UPDATES = ("replicated", "sharded")
+TRANSPORTS = ("tcp", "nixl")
 SYNCHRONIZERS = {"allreduce": _allreduce, "notified": _notified}
 
 
-def refuse_gpu(sync: str, wire: str, update: str) -> None:
+def refuse_gpu(config: SyncConfig) -> None:
     """Look whether there is a method that exchanges what is in a GPU's memory.
 
     Args:
-        sync: the method, or auto.
-        wire: how gradients are to travel.
-        update: who is to update.
+        config: what was asked for.
 
     Raises:
         ConfigError: there isn't.
     """
-    if update == "sharded":
+    if config.update == "sharded":
         raise ConfigError(
             "--update sharded updates in the CPU's memory only, and this run computes on GPUs; "
             "give --update replicated, or compute on CPUs by --use_cpu."
         )
-    if wire != "fp32" and sync != "notified":
+    if config.asks_for_puts and config.sync != "notified":
+        asked = next(
+            f"--{flag} {getattr(config, flag)}"
+            for flag in ("wire", "transport", "connections")
+            if getattr(config, flag) != getattr(SyncConfig(), flag)
+        )
         raise ConfigError(
-            f"--wire {wire} needs --sync notified, which is not among what {sync} tries on GPUs; "
-            "give --sync notified, or --wire fp32."
+            f"{asked} needs --sync notified, which is not among what {config.sync} tries on GPUs; "
+            "give --sync notified, or no --" + asked.split()[0][2:] + "."
         )
 
 
@@ -237,7 +250,7 @@ def replicate(
     members, communicator = peers.members, peers.communicator
     roster = Roster.of(model, optimizer)
     device = next((p.device for p in roster.groups), torch.device("cpu"))
-    candidates = candidates_of(config, roster, members.world_size, device)
+    candidates = candidates_of(config, roster, members.machines, device)
     chooser = Chooser(candidates, members, communicator, device, occasion or Occasion())
     first = plan(chooser.first)
     replica = Replica(

@@ -27,7 +27,7 @@ class LinkedWindow:
     Args:
         rank: this process's number.
         memory: (bytes,) of uint8, this rank's.
-        sockets: connected streams, one a rank; None for this one.
+        sockets: connected streams, of each rank; none of this one.
         reaches: the peers' memory where it is mapped here, else None.
         notifications: how many each peer has.
         release: called in the end, when nobody writes any more.
@@ -38,7 +38,7 @@ class LinkedWindow:
         self,
         rank: int,
         memory: Tensor,
-        sockets: Sequence[socket.socket | None],
+        sockets: Sequence[Sequence[socket.socket]],
         reaches: Sequence[Tensor | None],
         notifications: int,
         release: Callable[[], object] = lambda: None,

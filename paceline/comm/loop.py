@@ -4,9 +4,10 @@ It is written in the part of Python that numba compiles, so that it runs in a th
 taking the interpreter's lock; where numba isn't installed, the same source runs as it stands
 (`calls.py` has the system calls of both). All that it knows is in arrays that Python made:
 
-    links   a row a peer             what is being sent there, what is being received
+    links   a row a connection       what is being sent there, what is being received
     puts    a row a put's piece      whence, how much is left, how urgent; the most urgent is next
-    values  (peers, notifications)   written when the last byte of a put has landed
+    landed  (links, notifications)   written when a put's last byte by this connection has landed
+    values  (peers, notifications)   the least of them, over the connections of a peer
     waits   a row a waiting thread   what it sleeps for, and what wakes it
     marks   a row a moment           what was sent or arrived, and when; the newest, or none
 
@@ -14,7 +15,8 @@ taking the interpreter's lock; where numba isn't installed, the same source runs
 
 A put travels in frames of a limited size, and between two frames the choice is free: a more urgent
 put overtakes. Only a put's last frame carries its notification, and a stream keeps its order, so
-that the data are there before.
+that the data are there before. A peer's connections, one behind another in `links`, share the bytes
+of each put, and every one of them carries the notification: it counts when all have brought it.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from paceline.comm.calls import (
 
 # The columns of a link, a put and a wait, and the places in `state`.
 FD, ALIVE, ERROR, FULL, PUT, OUT_HAVE, OUT_LEFT, OUT_AT = range(8)
-IN_HAVE, IN_LEFT, IN_AT, IN_WAKE, LINK = range(8, 13)
+IN_HAVE, IN_LEFT, IN_AT, IN_WAKE, OF_PEER, FIRST, BEHIND, LINK = range(8, 16)
 STATUS, TO, PRIORITY, ORDER, AT, LEFT, OFFSET, NOTE, VALUE, REST, PUTS = range(11)
 ASLEEP, PEER, EVENT, WAIT = range(4)
 CONTROL, MEMORY, SIZE, CHUNK, TOP, NEWS, LOCK, GONE, HEARD, MARKED, STATE = range(11)
@@ -85,7 +87,7 @@ def mark(what, peer, note, value, state, marks):  # type: ignore[no-untyped-def]
 
 @jit
 def most_urgent(i, state, puts):  # type: ignore[no-untyped-def]
-    """Return the put to a peer that goes next; -1: none waits."""
+    """Return the put by a connection that goes next; -1: none waits."""
     best = -1
     for p in range(state[TOP]):
         if puts[p, STATUS] != QUEUED or puts[p, TO] != i:
@@ -111,16 +113,28 @@ def begin_frame(p, link, head, state, puts):  # type: ignore[no-untyped-def]
 
 
 @jit
-def end_piece(i, p, state, puts, waits, one, marks):  # type: ignore[no-untyped-def]
+def mark_sent(p, peer, state, puts, marks):  # type: ignore[no-untyped-def]
+    """Write down that a put has left, if by the other connections it has as well."""
+    if marks.shape[0] == 0:
+        return
+    for other in range(puts.shape[0]):
+        unsent = puts[other, STATUS] == QUEUED or puts[other, STATUS] == NEW
+        if other != p and unsent and puts[other, ORDER] == puts[p, ORDER]:
+            return
+    mark(LEFT_HERE, peer, puts[p, NOTE], puts[p, VALUE], state, marks)
+
+
+@jit
+def end_piece(peer, p, state, puts, waits, one, marks):  # type: ignore[no-untyped-def]
     """Go on with the rest of a put one of whose pieces is sent, or tell that it is sent whole."""
     rest = puts[p, REST]
     if rest == NONE:
-        mark(LEFT_HERE, i, puts[p, NOTE], puts[p, VALUE], state, marks)
+        mark_sent(p, peer, state, puts, marks)
     lock(state[LOCK])
     puts[p, STATUS] = SENT
     state[GONE] += 1
     if rest == NONE:
-        wake(i, False, waits, one)
+        wake(peer, False, waits, one)
     else:
         puts[rest, OFFSET] = puts[p, OFFSET]
         puts[rest, STATUS] = QUEUED
@@ -157,7 +171,7 @@ def send(i, state, links, puts, heads, message, waits, one, marks):  # type: ign
             p = link[PUT]
             link[PUT] = NONE
             if puts[p, LEFT] == 0:
-                end_piece(i, p, state, puts, waits, one, marks)
+                end_piece(link[OF_PEER], p, state, puts, waits, one, marks)
         if sent < asked:
             link[FULL] = 1
             return 0
@@ -176,16 +190,23 @@ def open_frame(link, head, state, notifications):  # type: ignore[no-untyped-def
 
 
 @jit
-def notify(i, head, state, values, waits, one, marks):  # type: ignore[no-untyped-def]
-    """Tell what a frame notifies, if it does."""
-    if head[3] >= 0:
-        mark(ARRIVED, i, head[3], head[4], state, marks)
-        lock(state[LOCK])
-        values[i, head[3]] = head[4]
-        news = head[3] < state[HEARD]
-        state[NEWS] += news
-        wake(i, news, waits, one)
-        unlock(state[LOCK])
+def notify(i, head, state, links, landed, values, waits, one, marks):  # type: ignore[no-untyped-def]
+    """Tell what a frame notifies, if it does, and all connections of its peer have brought it."""
+    note, value, peer = head[3], head[4], links[i, OF_PEER]
+    if note < 0:
+        return
+    landed[i, note] = value
+    for other in range(links[i, FIRST], links[i, BEHIND]):
+        value = min(value, landed[other, note])
+    if value == values[peer, note]:
+        return
+    mark(ARRIVED, peer, note, value, state, marks)
+    lock(state[LOCK])
+    values[peer, note] = value
+    news = note < state[HEARD]
+    state[NEWS] += news
+    wake(peer, news, waits, one)
+    unlock(state[LOCK])
 
 
 @jit
@@ -200,7 +221,7 @@ def sleep_until(link, word):  # type: ignore[no-untyped-def]
 
 
 @jit
-def receive(i, state, links, heads, word, values, waits, one, marks):  # type: ignore[no-untyped-def]
+def receive(i, state, links, heads, word, landed, values, waits, one, marks):  # type: ignore[no-untyped-def]
     """Receive what is there; return 0, or an error."""
     link, head = links[i], heads[i]
     while True:
@@ -231,7 +252,7 @@ def receive(i, state, links, heads, word, values, waits, one, marks):  # type: i
             link[IN_LEFT] -= got
         if link[IN_LEFT] == 0:
             link[IN_HAVE] = 0
-            notify(i, head, state, values, waits, one, marks)
+            notify(i, head, state, links, landed, values, waits, one, marks)
         if got < size:
             sleep_until(link, word)
             return 0
@@ -252,15 +273,18 @@ def take(state, puts, inbox):  # type: ignore[no-untyped-def]
 
 @jit
 def give_up(i, error, state, links, waits, one):  # type: ignore[no-untyped-def]
-    """End a link, and wake everybody."""
+    """End a connection, and, if it didn't just end, its peer's others; wake everybody."""
     lock(state[LOCK])
-    links[i, ERROR], links[i, ALIVE] = error, 0
+    first, behind = (i, i + 1) if error == ENDED else (links[i, FIRST], links[i, BEHIND])
+    for other in range(first, behind):
+        if links[other, ALIVE]:
+            links[other, ERROR], links[other, ALIVE] = error, 0
     wake(EVERYBODY, True, waits, one)
     unlock(state[LOCK])
 
 
 @jit
-def run(state, links, puts, values, waits, heads, polled, message, inbox, word, one, marks):  # type: ignore[no-untyped-def]
+def run(state, links, puts, landed, values, waits, heads, polled, message, inbox, word, one, marks):  # type: ignore[no-untyped-def]
     """Move bytes until Python says stop."""
     message[2], message[3] = address(message) + 8 * WORD, 2  # msghdr: two parts, at message[8]
     count = links.shape[0]
@@ -276,7 +300,7 @@ def run(state, links, puts, values, waits, heads, polled, message, inbox, word, 
         for i in range(count):
             events, error = polled[i, 1] >> 16, 0
             if links[i, ALIVE] and events & (_IN | _BAD):
-                error = receive(i, state, links, heads[0], word, values, waits, one, marks)
+                error = receive(i, state, links, heads[0], word, landed, values, waits, one, marks)
             if links[i, ALIVE] and error == 0 and (events & _OUT or (told and not links[i, FULL])):
                 error = send(i, state, links, puts, heads[1], message, waits, one, marks)
             if error != 0:

@@ -19,6 +19,7 @@ def machines_window(
     size: int,
     notifications: int,
     marks: int = 0,
+    connections: int = 1,
 ) -> LinkedWindow:
     """Connect the ranks of several machines; collective.
 
@@ -29,6 +30,7 @@ def machines_window(
         size: bytes of this rank's memory, the same on all ranks.
         notifications: how many each peer has.
         marks: how many moments of puts to remember, the newest.
+        connections: by TCP to each rank of another machine.
 
     Raises:
         CommError: a rank didn't come in time, or can't be reached.
@@ -41,8 +43,10 @@ def machines_window(
         for end in filter(None, ends):
             stack.callback(end.close)
         memory, reaches = share_memory(near, ends, size)
-        by_tcp = connect_by_tcp(far, address)
-        ends = [one or other for one, other in zip(ends, by_tcp, strict=True)]
-        window = LinkedWindow(meeting.rank, memory, ends, reaches, notifications, marks=marks)
+        streams = connect_by_tcp(far, address, connections)
+        for peer, near_end in enumerate(ends):
+            if near_end is not None:
+                streams[peer] = [near_end]
+        window = LinkedWindow(meeting.rank, memory, streams, reaches, notifications, marks=marks)
         stack.pop_all()
         return window

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from paceline.comm import loop
 from paceline.comm.calls import Lock, write_word
 from paceline.comm.moment import Moment
+from paceline.comm.striping import Share, shared
 
 CHUNK = 2**18  # bytes of a frame at most
 _PUTS = 4096  # that can be under way
@@ -32,7 +34,7 @@ class Mover:
     """Moves puts to peers and theirs into this rank's memory.
 
     Args:
-        sockets: connected streams, one a peer; None for this rank itself.
+        sockets: connected streams, of each peer; none of this rank itself.
         memory: (bytes,) of uint8, that peers write into.
         notifications: how many each peer has.
         marks: how many moments to remember, the newest.
@@ -43,13 +45,13 @@ class Mover:
 
     def __init__(
         self,
-        sockets: Sequence[socket.socket | None],
+        sockets: Sequence[Sequence[socket.socket]],
         memory: NDArray[np.uint8],
         notifications: int,
         marks: int = 0,
     ) -> None:
-        count = len(sockets)
-        self._sockets = sockets
+        self._sockets = [end for ends in sockets for end in ends]
+        count = len(self._sockets)
         self._memory = memory
         self._control = os.pipe()
         self._lock = Lock()
@@ -63,10 +65,18 @@ class Mover:
         self._state[[loop.MEMORY, loop.SIZE]] = memory.ctypes.data, memory.size
         self._links = _words(count, loop.LINK)
         self._links[:, loop.PUT] = loop.NONE
-        for link, end in zip(self._links, sockets, strict=True):
-            link[[loop.FD, loop.ALIVE]] = (-1, 0) if end is None else (end.fileno(), 1)
+        self._links[:, loop.FD] = [end.fileno() for end in self._sockets]
+        self._links[:, loop.ALIVE] = 1
+        behind = list(accumulate(map(len, sockets)))
+        self._of = [range(end - len(ends), end) for ends, end in zip(sockets, behind, strict=True)]
+        for peer, links in enumerate(self._of):
+            self._links[links, loop.OF_PEER] = peer
+            self._links[links, loop.FIRST], self._links[links, loop.BEHIND] = (
+                links.start,
+                links.stop,
+            )
         self._puts = _words(_PUTS, loop.PUTS)
-        self.values = _words(count, notifications)
+        self.values = _words(len(sockets), notifications)
         self._waits = _words(_SEATS, loop.WAIT)
         self._marks = _words(marks, loop.MARK)
         self._free = list(range(_PUTS))
@@ -83,6 +93,7 @@ class Mover:
                 self._state,
                 self._links,
                 self._puts,
+                _words(count, notifications),
                 self.values,
                 self._waits,
                 _words(2, count, loop.HEAD_WORDS),
@@ -121,15 +132,21 @@ class Mover:
         ]
 
     def error(self, peer: int) -> str:
-        """Say why a peer's connection ended; "" as long as it stands."""
-        if self._links[peer, loop.ALIVE] or self._sockets[peer] is None:
+        """Say why a peer's connections ended; "" as long as they stand.
+
+        As long as one stands after the others have only ended, the peer's last words may be in it.
+        """
+        links = self._links[self._of[peer]]
+        ended = links[:, loop.ALIVE] == 0
+        broken = ended & (links[:, loop.ERROR] != loop.ENDED)
+        if not len(links) or not (ended.all() or broken.any()):
             return ""
         known = {
             0: "this process closed it",
             loop.ENDED: "the peer closed it",
             loop.NONSENSE: "the peer sent something that is no put",
         }
-        error = int(self._links[peer, loop.ERROR])
+        error = int(links[broken.argmax(), loop.ERROR])
         return known.get(error) or os.strerror(error)
 
     def hear(self, below: int) -> None:
@@ -153,24 +170,39 @@ class Mover:
             priority: smaller goes first.
             keep: what keeps the sources' memory alive.
         """
+        links = self._of[peer]
+        shares = shared(pieces, len(links), target[1])
         with self._putting:
             if self._control == _CLOSED:
                 return
-            slots = self._take(max(1, len(pieces)))
             self._order += 1
-            status, rest = loop.WAITING, loop.NONE
-            for slot, piece in zip(reversed(slots), reversed(pieces or [(0, 0)]), strict=True):
-                row = (status, peer, priority, self._order, *piece, *target, rest)
-                self._puts[slot], rest = row, slot
-            self._sources[slots[-1]] = keep
-            self._puts[slots[0], loop.STATUS] = loop.NEW
-            write_word(self._control[1], slots[0])
+            firsts = [
+                self._fill(link, share, target, priority, keep)
+                for link, share in zip(links, shares, strict=True)
+            ]
+            self._puts[firsts, loop.STATUS] = loop.NEW
+            for first in firsts:
+                write_word(self._control[1], first)
+
+    def _fill(
+        self, link: int, share: Share, target: tuple[int, int, int], priority: int, keep: object
+    ) -> int:
+        """Fill rows for what goes by one connection; return the first's number."""
+        slots = self._take(len(share.pieces))
+        rest = loop.NONE
+        where = (target[0] + share.offset, *target[1:])
+        for slot, piece in zip(reversed(slots), reversed(share.pieces), strict=True):
+            row = (loop.WAITING, link, priority, self._order, *piece, *where, rest)
+            self._puts[slot], rest = row, slot
+        self._sources[slots[-1]] = keep
+        return slots[0]
 
     def sending(self, peer: int) -> bool:
         """Tell whether a put to a peer is under way."""
         status = self._puts[:, loop.STATUS]
         mine = (status == loop.NEW) | (status == loop.QUEUED) | (status == loop.WAITING)
-        return bool((mine & (self._puts[:, loop.TO] == peer)).any())
+        to, links = self._puts[:, loop.TO], self._of[peer]
+        return bool((mine & (to >= links.start) & (to < links.stop)).any())
 
     def sleep(self, peer: int, ready: Callable[[], bool], limit: float) -> bool:
         """Sleep until something is true, for `limit` seconds at most; return whether it is.
@@ -226,8 +258,7 @@ class Mover:
         for event in asleep:
             os.eventfd_write(event, 1)
         for end in self._sockets:
-            if end is not None:
-                end.close()
+            end.close()
         with self._putting:
             for end_of_pipe in self._control:
                 os.close(end_of_pipe)

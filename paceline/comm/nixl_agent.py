@@ -28,6 +28,19 @@ _TRANSPORTS = "TLS=^sm"
 _LAST_LOOKS = 100
 
 
+def require_nixl() -> None:
+    """Look whether NIXL is installed.
+
+    Raises:
+        ConfigError: it isn't.
+    """
+    if find_spec("nixl") is None:
+        raise ConfigError(
+            "windows by NIXL need its package, which isn't installed; run "
+            "pip install 'paceline[nixl]'."
+        )
+
+
 class NixlAgent:
     """This process's end of NIXL.
 
@@ -40,11 +53,7 @@ class NixlAgent:
     """
 
     def __init__(self, name: str) -> None:
-        if find_spec("nixl") is None:
-            raise ConfigError(
-                "windows by NIXL need its package, which isn't installed; run "
-                "pip install 'paceline[nixl]'."
-            )
+        require_nixl()
         api = _quiet(import_module, "nixl._api")
         config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
         self._peers: list[str] = []

@@ -49,7 +49,7 @@ def nixl_window(meeting: Meeting, address: str, size: int, notifications: int) -
         agent = NixlAgent(f"paceline {meeting.rank}")
         stack.callback(agent.close)
         agent.take(memory)
-        lines = connect_by_tcp(meeting, address)
+        lines = [next(iter(ends), None) for ends in connect_by_tcp(meeting, address)]
         for line in filter(None, lines):
             stack.callback(line.close)
         peers = _meet(meeting, agent, memory, lines)

@@ -38,7 +38,8 @@ def shared_window(meeting: Meeting, size: int, notifications: int) -> LinkedWind
         for end in filter(None, ends):
             stack.callback(end.close)
         memory, reaches = share_memory(meeting, ends, size)
-        window = LinkedWindow(meeting.rank, memory, ends, reaches, notifications)
+        streams = [[end] if end else [] for end in ends]
+        window = LinkedWindow(meeting.rank, memory, streams, reaches, notifications)
         stack.pop_all()
         return window
 

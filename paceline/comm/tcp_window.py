@@ -7,7 +7,10 @@ left it can still be overtaken by something more urgent.
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import chain
 
 import torch
 
@@ -19,7 +22,9 @@ _IN_FLIGHT = 2**17  # bytes that have left for each of several peers
 _NOTSENT_LOWAT = 25  # https://man7.org/linux/man-pages/man7/tcp.7.html; not in Python's socket
 
 
-def tcp_window(meeting: Meeting, address: str, size: int, notifications: int) -> LinkedWindow:
+def tcp_window(
+    meeting: Meeting, address: str, size: int, notifications: int, connections: int = 1
+) -> LinkedWindow:
     """Connect ranks by TCP; collective.
 
     Args:
@@ -27,32 +32,55 @@ def tcp_window(meeting: Meeting, address: str, size: int, notifications: int) ->
         address: the IP address of this machine that the peers reach.
         size: bytes of this rank's memory.
         notifications: how many each peer has.
+        connections: to each peer.
 
     Raises:
         CommError: a rank didn't come in time, or can't be reached.
     """
-    ends = connect_by_tcp(meeting, address)
+    ends = connect_by_tcp(meeting, address, connections)
     memory = torch.zeros(size, dtype=torch.uint8)
     return LinkedWindow(meeting.rank, memory, ends, [None] * len(ends), notifications)
 
 
-def connect_by_tcp(meeting: Meeting, address: str) -> list[socket.socket | None]:
-    """Connect ranks by TCP, ready for puts; collective. As `connect_all`."""
+def connect_by_tcp(
+    meeting: Meeting, address: str, connections: int = 1
+) -> list[list[socket.socket]]:
+    """Connect ranks by TCP, ready for puts; collective.
+
+    Returns:
+        each rank's streams, in the same order at both ends; of this rank, none.
+
+    Raises:
+        as `connect_all`.
+    """
+    streams: list[list[socket.socket]] = [[] for _ in range(meeting.world_size)]
+    with ExitStack() as stack:
+        for number in range(connections):
+            for peer, end in enumerate(_connect(meeting, address, number)):
+                if end is not None:
+                    stack.callback(end.close)
+                    streams[peer].append(end)
+        stack.pop_all()
+    tune(streams)
+    return streams
+
+
+def _connect(meeting: Meeting, address: str, number: int) -> list[socket.socket | None]:
+    """Make one connection to each peer."""
+    purpose = f"{meeting.purpose}/{number}" if number else meeting.purpose
     with socket.create_server((address, 0), family=_family(address)) as server:
         where = f"{address} {server.getsockname()[1]}"
-        ends = connect_all(meeting, server, where, _call)
-    tune(ends)
-    return ends
+        return connect_all(replace(meeting, purpose=purpose), server, where, _call)
 
 
-def tune(ends: Iterable[socket.socket | None]) -> None:
-    """Set TCP connections up for puts.
+def tune(streams: Iterable[Sequence[socket.socket]]) -> None:
+    """Set the TCP connections to each peer up for puts.
 
-    Several connections share a link by what each has in flight: with equal and short buffers none
-    falls behind, and what is urgent isn't stuck behind what was sent before.
+    Several peers share a link by what each has in flight: with equal and short buffers none falls
+    behind, and what is urgent isn't stuck behind what was sent before.
     """
-    connected = [end for end in ends if end is not None]
-    for end in connected:
+    connected = [ends for ends in streams if ends]
+    for end in chain.from_iterable(connected):
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if len(connected) > 1:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _IN_FLIGHT)

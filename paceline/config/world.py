@@ -143,12 +143,30 @@ class SyncConfig:
     """Who updates a parameter: every worker its copy (replicated), or, with notified, the one that
     adds up its gradients (sharded): each has a share of the optimizer's state."""
 
+    transport: Literal["tcp", "nixl"] = "tcp"
+    """How puts travel, with notified: tcp, with shared memory inside a machine, or nixl, by
+    NVIDIA's library for RDMA (pip install 'paceline[nixl]'), also inside a machine."""
+
+    connections: int = 0
+    """TCP connections to each worker of another machine, with notified: several where one doesn't
+    fill the link, over long or lossy ways; 0 is one, or what auto chooses."""
+
     bucket_mb: float = 0.0
     """Size of a bucket, the unit of communication, in MiB; 0 is the method's own, 8 with
     allreduce and 16 with notified, or what auto chooses."""
 
     def __post_init__(self) -> None:
         at_least("bucket_mb", self.bucket_mb, 0)
+        within("connections", self.connections, 0, 65)
+        if self.sync == "allreduce" and self.asks_for_puts:
+            self._refuse_collectives()
+        if self.transport == "nixl" and self.connections > 1:
+            raise ConfigError(
+                f"--connections {self.connections} needs --transport tcp: NIXL makes its own "
+                "connections."
+            )
+
+    def _refuse_collectives(self) -> None:
         if self.wire != "fp32" and self.sync == "allreduce":
             raise ConfigError(
                 f"--wire {self.wire} needs --sync notified: {self.sync} sends gradients as they "
@@ -159,6 +177,16 @@ class SyncConfig:
                 f"--update {self.update} needs --sync notified: with {self.sync} every worker "
                 "updates its copy."
             )
+        flag = "transport nixl" if self.transport == "nixl" else f"connections {self.connections}"
+        raise ConfigError(
+            f"--{flag} needs --sync notified: allreduce makes its own connections, by Gloo or NCCL."
+        )
+
+    @property
+    def asks_for_puts(self) -> bool:
+        """Whether something is asked for that only puts have."""
+        plain = (self.wire, self.update, self.transport) == ("fp32", "replicated", "tcp")
+        return not plain or self.connections > 1
 
     @property
     def bucket_bytes(self) -> int:

@@ -3,6 +3,7 @@
     sync = "notified"
     bucket_mb = 4.0
     wire = "fp32"
+    connections = 0          # to each worker of another machine; 0 is the method's own number
     machines = [2, 2]        # workers of each; in another world it is measured again
 
     [milliseconds]           # a step, of each that was tried
@@ -34,6 +35,7 @@ class Choice:
         sync: the method.
         bucket_mb: a bucket's size in MiB.
         wire: what gradients are on their way.
+        connections: how many each pair of ranks has, with puts; 0: the method's own number.
         machines: the number of workers of each machine.
         milliseconds: a step's, of each exchange that was tried, by its name.
     """
@@ -43,6 +45,7 @@ class Choice:
     wire: str
     machines: tuple[int, ...]
     milliseconds: Mapping[str, float]
+    connections: int = 0
 
 
 def read_choice(run: Path) -> Choice | None:

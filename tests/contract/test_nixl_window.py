@@ -26,7 +26,7 @@ def half() -> Iterator[Half]:
     at = meetings(2)
     with ThreadPoolExecutor() as pool:
         window = pool.submit(nixl_window, at[0], "127.0.0.1", 64, 1)
-        line = connect_by_tcp(at[1], "127.0.0.1")[0]
+        line = connect_by_tcp(at[1], "127.0.0.1")[0][0]
         assert line is not None
         line.settimeout(LIMIT)
         yield window, line

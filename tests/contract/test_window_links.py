@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from paceline.comm.linked_window import LinkedWindow
-from paceline.comm.mesh import Meeting, connect_all
-from paceline.comm.tcp_window import tcp_window
+from paceline.comm.mesh import Meeting
+from paceline.comm.tcp_window import connect_by_tcp, tcp_window
 from paceline.comm.window import Window
 from paceline.errors import CommTimeout, PeerLost
 from tests.harness.windows import LIMIT, meetings, run_windows, tcp
@@ -39,33 +41,62 @@ def test_an_urgent_put_overtakes_those_that_wait() -> None:
     assert run_windows(tcp(2, LARGE + 8, 3), 2, run) == [True, True]
 
 
-def ends_of(meeting: Meeting) -> list[socket.socket | None]:
-    """Connect a rank, and leave its connections to the test."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        where = f"127.0.0.1 {server.getsockname()[1]}"
-        return connect_all(meeting, server, where, call)
-
-
-def call(where: str, limit: float) -> socket.socket:
-    host, port = where.split()
-    return socket.create_connection((host, int(port)), limit)
+def window_and_sockets(size: int, connections: int) -> tuple[LinkedWindow, list[socket.socket]]:
+    """Return rank 0's window and the other ends of its connections."""
+    at = meetings(2)
+    with ThreadPoolExecutor() as pool:
+        ends = pool.submit(connect_by_tcp, at[1], "127.0.0.1", connections)
+        window = tcp_window(at[0], "127.0.0.1", size, 2, connections)
+        return window, ends.result()[0]
 
 
 def window_and_socket(size: int) -> tuple[LinkedWindow, socket.socket]:
     """Return rank 0's window and the other end of its only connection."""
-    at = meetings(2)
-    found: list[list[socket.socket | None]] = []
-    thread = threading.Thread(target=lambda: found.append(ends_of(at[1])))
-    thread.start()
-    window = tcp_window(at[0], "127.0.0.1", size, 2)
-    thread.join()
-    end = found[0][0]
-    assert end is not None
+    window, (end,) = window_and_sockets(size, 1)
     return window, end
 
 
+def frame(*words: int) -> bytes:
+    return torch.tensor([0x50616365, *words]).numpy().tobytes()
+
+
+def test_a_notification_counts_when_all_connections_have_brought_it() -> None:
+    window, ends = window_and_sockets(1024, 3)
+    for end in (ends[2], ends[0]):
+        end.sendall(frame(0, 0, 0, 7) + frame(0, 0, 0, 8))
+    with pytest.raises(CommTimeout):
+        window.wait(1, 0, 7, limit=0.2, operation="a put")
+    ends[0].close()  # it has said all
+    ends[1].sendall(frame(8, 4, 0, 7) + b"\1" * 4)
+    window.wait(1, 0, 7, limit=LIMIT, operation="a put")
+    assert window.memory[8:12].tolist() == [1] * 4
+    assert window.values.tolist() == [[0, 0], [7, 0]]
+    ends[1].sendall(frame(0, 0, 0, 8))
+    window.wait(1, 0, 8, limit=LIMIT, operation="a put")
+    for end in ends[1:]:
+        end.close()
+    with pytest.raises(PeerLost, match="the peer closed it"):
+        window.wait(1, 0, 9, limit=LIMIT, operation="a put")
+    window.close()
+
+
+@pytest.mark.parametrize("mistake", ["a cut", "nonsense"])
+def test_one_broken_connection_loses_the_peer(mistake: str) -> None:
+    window, ends = window_and_sockets(1024, 3)
+    if mistake == "a cut":
+        ends[1].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        ends[1].close()
+    else:
+        ends[1].sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nAccept: */*\r\n\r\n")
+    with pytest.raises(PeerLost, match=r"reset by peer|something that is no put"):
+        window.wait(1, 0, 1, limit=LIMIT, operation="a put")
+    for end in ends:
+        end.close()
+    window.close()
+
+
 @pytest.mark.parametrize(
-    "frame",
+    "said",
     [
         b"GET / HTTP/1.1\r\nHost: localhost\r\nAccept: */*\r\n\r\n",
         [1, 0, 8, 0, 1],  # another magic
@@ -78,10 +109,10 @@ def window_and_socket(size: int) -> tuple[LinkedWindow, socket.socket]:
     ],
     ids=str,
 )
-def test_what_is_no_put_ends_the_connection_and_writes_nothing(frame: bytes | list[int]) -> None:
+def test_what_is_no_put_ends_the_connection_and_writes_nothing(said: bytes | list[int]) -> None:
     window, end = window_and_socket(1024)
-    said = frame if isinstance(frame, bytes) else torch.tensor(frame).numpy().tobytes()
-    end.sendall(said + b"\1" * 64)
+    data = said if isinstance(said, bytes) else torch.tensor(said).numpy().tobytes()
+    end.sendall(data + b"\1" * 64)
     with pytest.raises(PeerLost, match="rank 0 lost rank 1 in bucket 3: the peer sent something"):
         window.wait(1, 0, 1, limit=LIMIT, operation="bucket 3")
     assert not window.memory.any()
@@ -92,8 +123,7 @@ def test_what_is_no_put_ends_the_connection_and_writes_nothing(frame: bytes | li
 
 def test_a_peer_that_ends_in_the_middle_of_a_put_is_lost_and_notifies_nothing() -> None:
     window, end = window_and_socket(1024)
-    head = torch.tensor([0x50616365, 0, 512, 0, 1]).numpy().tobytes()
-    end.sendall(head + b"\1" * 100)
+    end.sendall(frame(0, 512, 0, 1) + b"\1" * 100)
     end.close()
     with pytest.raises(PeerLost, match="the peer closed it"):
         window.wait(1, 0, 1, limit=LIMIT, operation="bucket 3")

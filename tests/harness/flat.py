@@ -78,6 +78,7 @@ def train(kind: str, steps: int) -> tuple[Usage, Usage]:
         batches=(),
         bucket_bytes=1000,
         delay=None,
+        connections=1,
     )
     training.on_threads(2, drawn.bucket_bytes, notified(drawn, 60))
     before, after = seen

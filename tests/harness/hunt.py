@@ -40,7 +40,6 @@ from tests.harness.windows import Make, meetings
 
 KINDS = ("inprocess", "shared", "tcp", "machines")
 ALL_KINDS = (*KINDS, "nixl")
-BY_ADDRESS: dict[str, Callable[..., Window]] = {"tcp": tcp_window, "nixl": nixl_window}
 ADDRESS = "127.0.0.1"
 
 
@@ -56,6 +55,7 @@ class Draw:
     batches: tuple[int, ...]
     bucket_bytes: int
     delay: float | None
+    connections: int
 
     @property
     def world_size(self) -> int:
@@ -81,6 +81,7 @@ def draw(seed: int, kinds: Sequence[str] = KINDS) -> Draw:
         batches=tuple(generator.randint(1, 8) for _ in range(generator.randint(3, 6))),
         bucket_bytes=int(10 ** generator.uniform(0, 6)),
         delay=generator.choice([None, 0.0, 1e-4, 2e-3]),
+        connections=generator.choice([1, 1, 3]),
     )
 
 
@@ -154,10 +155,13 @@ def opened_by(drawn: Draw, limit: float) -> Callable[[int, int, int], Make]:
             here = replace(at[rank], purpose=f"window/{binding}")
             if drawn.kind == "shared":
                 return shared_window(here, size, notifications)
-            if drawn.kind in BY_ADDRESS:
-                return BY_ADDRESS[drawn.kind](here, ADDRESS, size, notifications)
+            if drawn.kind == "nixl":
+                return nixl_window(here, ADDRESS, size, notifications)
+            by = {"connections": drawn.connections}
+            if drawn.kind == "tcp":
+                return tcp_window(here, ADDRESS, size, notifications, **by)
             group = next(g for g in Topology.of(drawn.machines).groups if rank in g)
-            return machines_window(here, group, ADDRESS, size, notifications)
+            return machines_window(here, group, ADDRESS, size, notifications, **by)
 
         return groups[binding].window if drawn.kind == "inprocess" else connect
 

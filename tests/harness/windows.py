@@ -67,6 +67,11 @@ def tcp(world_size: int, size: int, notifications: int) -> Make:
     return lambda rank: tcp_window(at[rank], "127.0.0.1", size, notifications)
 
 
+def tcp_by_three(world_size: int, size: int, notifications: int) -> Make:
+    at = meetings(world_size)
+    return lambda rank: tcp_window(at[rank], "127.0.0.1", size, notifications, connections=3)
+
+
 def faulty_tcp(world_size: int, size: int, notifications: int) -> Make:
     make = tcp(world_size, size, notifications)
     return lambda rank: FaultyWindow(make(rank), Faults(seed=rank))
@@ -133,6 +138,7 @@ KINDS: dict[str, Callable[[int, int, int], Make]] = {
     "inprocess": inprocess,
     "faulty": faulty,
     "tcp": tcp,
+    "tcp by three connections": tcp_by_three,
     "tcp with faults": faulty_tcp,
     "tcp without numba": plain_tcp,
     "shared": shared,

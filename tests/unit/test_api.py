@@ -19,7 +19,7 @@ SIGNATURES = {
     "keep_checkpoints=2, trace_steps='', seed=0, device=None, first_iter_timeout=None, "
     "timeout=None)",
     "parallelize": "(model, optimizer, world, *, sync='auto', wire='fp32', "
-    "update='replicated', bucket_mb=0.0, sync_bn=False)",
+    "update='replicated', transport='tcp', connections=0, bucket_mb=0.0, sync_bn=False)",
     "loader": "(dataset, batch_size, world, *, train=True, shuffle=None, seed=None, "
     "num_workers=0, collate_fn=None, pin_memory=False)",
     "World.step": "(self, samples=None)",

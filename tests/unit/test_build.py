@@ -174,6 +174,7 @@ def test_what_gpus_cannot_do_is_refused_to_them_alone() -> None:
     for words, told in {
         ("--update", "sharded"): "--update sharded .*CPU's memory only.*--update replicated",
         ("--wire", "bf16"): "--wire bf16 needs --sync notified, .*give --sync notified",
+        ("--connections", "2"): "--connections 2 needs --sync notified, .*or no --connections",
     }.items():
         with pytest.raises(ConfigError, match=told):
             build.check(config_of(*words, "--num_gpus", "1"), gpus=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,14 @@ def roster(layers: int, megabytes: float) -> Roster:
     return Roster.of(model, torch.optim.SGD(model.parameters()))
 
 
-def names(config: SyncConfig, roster: Roster, world_size: int = 2, device: Any = CPU) -> list[str]:
-    found = candidates_of(config, roster, world_size, device)
-    return [f"{c.sync}:{c.bucket_mb:g}:{c.wire}" for c in found]
+def names(
+    config: SyncConfig, roster: Roster, machines: Sequence[int] = (2,), device: Any = CPU
+) -> list[str]:
+    found = candidates_of(config, roster, machines, device)
+    return [
+        f"{c.sync}:{c.bucket_mb:g}:{c.wire}{f':x{c.connections}' * bool(c.connections)}"
+        for c in found
+    ]
 
 
 def test_a_large_model_has_all_methods_and_sizes_to_choose_from() -> None:
@@ -57,6 +63,8 @@ def test_sizes_that_make_the_same_buckets_are_one() -> None:
         ({"sync": "notified", "wire": "int8", "bucket_mb": 3}, ["notified:3:int8"]),
         ({"bucket_mb": 3}, ["notified:3:fp32", "allreduce:3:fp32"]),
         ({"update": "sharded", "bucket_mb": 3}, ["notified:3:fp32"]),
+        ({"connections": 3, "bucket_mb": 3}, ["notified:3:fp32:x3"]),
+        ({"transport": "nixl", "bucket_mb": 3}, ["notified:3:fp32"]),
         (
             {"wire": "bf16"},
             ["notified:16:bf16", "notified:8:bf16", "notified:4:bf16"],
@@ -66,6 +74,19 @@ def test_sizes_that_make_the_same_buckets_are_one() -> None:
 )
 def test_what_was_asked_for_is_not_chosen_otherwise(asked: dict[str, Any], left: list[str]) -> None:
     assert names(SyncConfig(**asked), roster(30, 1)) == left
+
+
+def test_several_connections_are_tried_between_machines_unless_their_number_was_told() -> None:
+    machines, model = (1, 2), roster(3, 0.1)
+    one = ["notified:16:fp32", "allreduce:8:fp32"]
+    assert names(SyncConfig(), model, machines) == [*one, "notified:16:fp32:x4"]
+    assert names(SyncConfig(wire="int8"), model, machines) == [
+        *("notified:16:int8", "notified:16:int8:x4")
+    ]
+    assert names(SyncConfig(connections=1), model, machines) == [
+        *("notified:16:fp32:x1", "allreduce:8:fp32:x1")
+    ]
+    assert names(SyncConfig(transport="nixl"), model, machines) == ["notified:16:fp32"]
 
 
 def test_on_gpus_there_are_collectives_only() -> None:
@@ -78,7 +99,7 @@ def test_on_gpus_there_are_collectives_only() -> None:
 
 def test_one_rank_has_nothing_to_choose() -> None:
     for asked in (SyncConfig(wire="int8"), SyncConfig(update="sharded")):
-        (left,) = candidates_of(asked, roster(30, 1), 1, CPU)
+        (left,) = candidates_of(asked, roster(30, 1), (1,), CPU)
         assert left == SyncConfig(sync="allreduce")
 
 
@@ -129,6 +150,7 @@ def test_a_choice_is_told_with_its_figures_and_kept_for_the_next_start(tmp_path:
     kept = read_choice(tmp_path)
     assert kept is not None
     assert (kept.sync, kept.bucket_mb) == (chosen.sync, chosen.bucket_mb)
+    assert kept.connections == chosen.connections
     assert set(kept.milliseconds) == {"notified 16 MB", "allreduce 8 MB"}
 
     again = run.start(1)
