@@ -20,10 +20,11 @@ from rounds import paired_ratio
 from step import measure
 from table import print_table
 
-from paceline.build.choice import CANDIDATES
+from paceline.build.choice import CANDIDATES, CONNECTIONS
 
 AUTO = "auto"
 FIXED = [f"{sync}:{size:g}" for sync, size in CANDIDATES["cpu"]]
+FIXED.append(f"{FIXED[0]}x{CONNECTIONS}")
 TITLES = ["", "ms a step", "auto's time / its, 95 %", "of the fixed"]
 WIDTHS = [14, 9, 26, 14]
 LINKS = [LOOPBACK, "2.5gbit", "1gbit", "100mbit"]

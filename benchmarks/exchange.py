@@ -127,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
         type=World.named,
         help=f"default: {' '.join(WORLDS)}",
     )
-    add("--rows", nargs="+", default=ROWS, metavar="METHOD[:MB]", type=one_of(MAKERS))
+    add("--rows", nargs="+", default=ROWS, metavar="METHOD[:MB[xCONNECTIONS]]", type=one_of(MAKERS))
     add("--mb", type=float, default=100, help="millions of bytes; default: %(default)s")
     add("--rate", default="500mbit", help="of a port, as tc knows it; default: %(default)s")
     parser.add_argument("--markdown", action="store_true", help="print tables as markdown")

@@ -2,7 +2,8 @@
 
     line           a plain stream of the ideal bytes from each machine to the next, at once
     gloo           torch's all_reduce on Gloo; gloo:MB in buckets that are all under way, as DDP's
-    notified       Paceline's on windows, in its own buckets; notified:MB in others
+    notified       Paceline's on windows, in its own buckets; notified:MB in others, and by several
+                   connections to each other machine's ranks with notified:MBxCONNECTIONS
 
 In a sum among N machines each must send 2 (N - 1) / N of the bytes, and receive as many: that is
 the *ideal*, whatever happens inside a machine.
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from place import Place, Variant, join_gloo, meet, nothing, peers_of
 from ranks import serve
 from stream import Stream
+from table import method_of, size_of
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
@@ -47,9 +49,10 @@ class Summands:
 
     def make(self, row: str) -> Variant:
         """Make the variant that a row such as `gloo:25` names; collective."""
-        method, _, bucket_mb = row.partition(":")
-        size = round(float(bucket_mb) * 2**20) // ITEM if bucket_mb else None
-        return MAKERS[method](self, meet(self.setting, row), size)
+        bucket_mb, connections = size_of(row)
+        size = round(bucket_mb * 2**20) // ITEM if bucket_mb else None
+        more = {"connections": connections} if connections > 1 else {}
+        return MAKERS[method_of(row)](self, meet(self.setting, row), size, **more)
 
 
 def seeded(rank: int) -> torch.Generator:
@@ -100,14 +103,14 @@ def gloo(summands: Summands, store: Store, size: int | None) -> Variant:
     return Variant(step=step, finish=start_anew, result=lambda: [tensor])
 
 
-def notified(summands: Summands, store: Store, size: int | None) -> Variant:
+def notified(summands: Summands, store: Store, size: int | None, connections: int = 1) -> Variant:
     """Add up by owners and windows; nothing waits in another order than it is sent back in."""
     size = size or SyncConfig(sync="notified").bucket_bytes // ITEM
     runs = [[torch.from_numpy(part.numpy())] for part in summands.values.split(size)]
     specs = [Spec(lengths=(len(part),), dtype=part.dtype) for (part,) in runs]
     peers = peers_of(summands.setting, store)
     layout = lay_out(specs, peers.topology)
-    window = peers.open_window(layout.size, layout.notifications)
+    window = peers.open_window(layout.size, layout.notifications, connections=connections)
     names = [("values",)] * len(runs)
     owner = Owner(window, layout, runs, names, peers.limits, peers.communicator.steady)
     sums: list[Tensor] = []
@@ -122,7 +125,7 @@ def notified(summands: Summands, store: Store, size: int | None) -> Variant:
     return Variant(step=step, finish=nothing, result=lambda: [torch.cat(sums)])
 
 
-MAKERS: dict[str, Callable[[Summands, Store, int | None], Variant]] = {
+MAKERS: dict[str, Callable[..., Variant]] = {
     "line": line,
     "gloo": gloo,
     "notified": notified,

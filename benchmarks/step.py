@@ -104,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--rounds", type=int, default=15)
     add("--steps", type=int, default=5)
     add("--links", nargs="+", default=LINKS, metavar="LINK")
-    add("--rows", nargs="+", default=ROWS, metavar="METHOD[:MB]", type=one_of(MAKERS))
+    add("--rows", nargs="+", default=ROWS, metavar="METHOD[:MB[xCONNECTIONS]]", type=one_of(MAKERS))
     add("--model", default="resnet50")
     add("--image-size", type=int, default=64)
     add("--batch", type=int, default=16, help="images a rank; default: %(default)s")

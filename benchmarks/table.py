@@ -13,15 +13,27 @@ def method_of(row: str) -> str:
     return row.partition(":")[0]
 
 
+def size_of(row: str) -> tuple[float, int]:
+    """Return the size of a bucket in MiB, 0 where none stands there, and the connections to a peer.
+
+    `notified:8` has one connection, `notified:8x4` four.
+    """
+    bucket_mb, _, connections = row.partition(":")[2].partition("x")
+    return float(bucket_mb or 0), int(connections or 1)
+
+
 def one_of(methods: Collection[str]) -> Callable[[str], str]:
-    """Return what checks a row's name: METHOD, or METHOD:MB with a size of a bucket in MiB."""
+    """Return what checks a row's name: METHOD, METHOD:MB, or METHOD:MBxCONNECTIONS."""
 
     def check(row: str) -> str:
-        method, colon, bucket_mb = row.partition(":")
+        method, colon, size = row.partition(":")
+        bucket_mb, times, connections = size.partition("x")
         if method not in methods:
             raise argparse.ArgumentTypeError(f"{method!r} is none of {', '.join(methods)}")
         if colon and not _is_positive(bucket_mb):
             raise argparse.ArgumentTypeError(f"{bucket_mb} MiB is no size of a bucket")
+        if times and not (connections.isdecimal() and method.startswith("notified")):
+            raise argparse.ArgumentTypeError(f"{row}: a number of connections is for notified only")
         return row
 
     return check

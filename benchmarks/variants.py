@@ -38,6 +38,7 @@ import torch.distributed as dist
 from place import Place, Variant, join_gloo, meet, nothing, peers_of
 from ranks import keep_to_own_cores, serve
 from stream import Stream
+from table import method_of, size_of
 from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 from torch.nn.parallel import DistributedDataParallel
@@ -68,8 +69,9 @@ class Setting(Place):
 
 def make(setting: Setting, row: str) -> Variant:
     """Make the variant that a row such as `ddp:25` names; collective."""
-    method, _, bucket_mb = row.partition(":")
-    return MAKERS[method](setting, meet(setting, row), float(bucket_mb or 0))
+    bucket_mb, connections = size_of(row)
+    more = {"connections": connections} if connections > 1 else {}
+    return MAKERS[method_of(row)](setting, meet(setting, row), bucket_mb, **more)
 
 
 def wire_of(row: str) -> str:
@@ -158,12 +160,19 @@ def ddp_bf16(setting: Setting, store: Store, bucket_mb: float) -> Variant:
     return Variant(step=training.step, finish=nothing, result=training.weights)
 
 
-def paceline(sync: str, wire: str = "fp32") -> Callable[[Setting, Store, float], Variant]:
+def paceline(sync: str, wire: str = "fp32") -> Callable[..., Variant]:
     """Return what makes a variant of one of Paceline's methods."""
 
-    def make_variant(setting: Setting, store: Store, bucket_mb: float) -> Variant:
+    def make_variant(
+        setting: Setting, store: Store, bucket_mb: float, connections: int = 0
+    ) -> Variant:
         training = Training(setting)
-        config = SyncConfig(sync=sync, wire=wire, bucket_mb=bucket_mb)  # type: ignore[arg-type]
+        config = SyncConfig(
+            sync=sync,  # type: ignore[arg-type]
+            wire=wire,  # type: ignore[arg-type]
+            bucket_mb=bucket_mb,
+            connections=connections,
+        )
         replica = bind(training, setting, store, config)
         numbers = count()
 
@@ -179,7 +188,7 @@ def paceline(sync: str, wire: str = "fp32") -> Callable[[Setting, Store, float],
 def auto(setting: Setting, store: Store, bucket_mb: float) -> Variant:
     """Let Paceline choose by its trials, and say what."""
     variant = paceline("auto")(setting, store, bucket_mb)
-    for _ in range(steps_of_trials(len(CANDIDATES["cpu"])) + 1):
+    for _ in range(steps_of_trials(len(CANDIDATES["cpu"]) + 1) + 1):  # and several connections
         variant.step()
     variant.finish()
     return variant
@@ -192,7 +201,7 @@ def bind(training: Training, setting: Setting, store: Store, config: SyncConfig)
     return replicate(training.model, training.optimizer, peers, config, occasion=occasion)
 
 
-MAKERS: dict[str, Callable[[Setting, Store, float], Variant]] = {
+MAKERS: dict[str, Callable[..., Variant]] = {
     "none": none,
     "floor": floor("fp32"),
     "floor-bf16": floor("bf16"),

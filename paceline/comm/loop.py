@@ -15,8 +15,12 @@ taking the interpreter's lock; where numba isn't installed, the same source runs
 
 A put travels in frames of a limited size, and between two frames the choice is free: a more urgent
 put overtakes. Only a put's last frame carries its notification, and a stream keeps its order, so
-that the data are there before. A peer's connections, one behind another in `links`, share the bytes
-of each put, and every one of them carries the notification: it counts when all have brought it.
+that the data are there before.
+
+A peer may have several connections, one behind another in `links`. Whichever has room takes the
+next frame of a put; once all are taken, every connection carries the notification behind what it
+took, and it counts when all have brought it. A small put goes by one connection, always the same
+for a notification, so that such puts land in their order.
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ from paceline.comm.calls import (
 # The columns of a link, a put and a wait, and the places in `state`.
 FD, ALIVE, ERROR, FULL, PUT, OUT_HAVE, OUT_LEFT, OUT_AT = range(8)
 IN_HAVE, IN_LEFT, IN_AT, IN_WAKE, OF_PEER, FIRST, BEHIND, LINK = range(8, 16)
-STATUS, TO, PRIORITY, ORDER, AT, LEFT, OFFSET, NOTE, VALUE, REST, PUTS = range(11)
+STATUS, TO, PRIORITY, ORDER, AT, LEFT, OFFSET, NOTE, VALUE, REST, ONLY, TOLD, BUSY, PUTS = range(14)
 ASLEEP, PEER, EVENT, WAIT = range(4)
 CONTROL, MEMORY, SIZE, CHUNK, TOP, NEWS, LOCK, GONE, HEARD, MARKED, STATE = range(11)
 WHAT, OF, NOTIFICATION, REACHED, SECONDS, NANOSECONDS, MARK = range(7)
@@ -47,6 +51,7 @@ WHAT, OF, NOTIFICATION, REACHED, SECONDS, NANOSECONDS, MARK = range(7)
 LEFT_HERE, ARRIVED = range(2)  # what a mark tells of
 FREE, WAITING, NEW, QUEUED, SENT = range(5)  # a piece's status; the loop sets the last two
 NONE = -1  # instead of a put: there is none
+ANY = -1  # instead of the number of a peer's only connection for a put
 WORD = 8  # bytes
 HEAD_WORDS = 5
 HEAD = HEAD_WORDS * WORD
@@ -86,11 +91,22 @@ def mark(what, peer, note, value, state, marks):  # type: ignore[no-untyped-def]
 
 
 @jit
-def most_urgent(i, state, puts):  # type: ignore[no-untyped-def]
-    """Return the put by a connection that goes next; -1: none waits."""
+def has_work(put, number):  # type: ignore[no-untyped-def]
+    """Tell whether there is a frame of a put's piece for its peer's connection of a number."""
+    mine = put[ONLY] == ANY or put[ONLY] == number
+    if put[LEFT] > 0 and mine:
+        return True
+    return put[REST] == NONE and not (put[TOLD] >> number) & 1
+
+
+@jit
+def most_urgent(link, number, state, puts):  # type: ignore[no-untyped-def]
+    """Return the put that goes next by a connection; -1: none waits."""
     best = -1
     for p in range(state[TOP]):
-        if puts[p, STATUS] != QUEUED or puts[p, TO] != i:
+        if puts[p, STATUS] != QUEUED or puts[p, TO] != link[OF_PEER]:
+            continue
+        if not has_work(puts[p], number):
             continue
         sooner = puts[p, PRIORITY] - puts[best, PRIORITY] if best >= 0 else -1
         if sooner < 0 or (sooner == 0 and puts[p, ORDER] < puts[best, ORDER]):
@@ -99,46 +115,44 @@ def most_urgent(i, state, puts):  # type: ignore[no-untyped-def]
 
 
 @jit
-def begin_frame(p, link, head, state, puts):  # type: ignore[no-untyped-def]
-    """Cut the next frame off a put."""
+def begin_frame(p, link, number, head, state, puts):  # type: ignore[no-untyped-def]
+    """Cut the next frame off a put, or only notify where its others go by other connections."""
     put = puts[p]
-    size = min(state[CHUNK], put[LEFT])
+    size = min(state[CHUNK], put[LEFT]) if put[ONLY] == ANY or put[ONLY] == number else 0
     head[0], head[1], head[2], head[3], head[4] = MAGIC, put[OFFSET], size, -1, put[VALUE]
-    if size == put[LEFT] and put[REST] == NONE:
-        head[3] = put[NOTE]
     link[PUT], link[OUT_HAVE], link[OUT_LEFT], link[OUT_AT] = p, 0, size, put[AT]
     put[AT] += size
     put[OFFSET] += size
     put[LEFT] -= size
-
-
-@jit
-def mark_sent(p, peer, state, puts, marks):  # type: ignore[no-untyped-def]
-    """Write down that a put has left, if by the other connections it has as well."""
-    if marks.shape[0] == 0:
-        return
-    for other in range(puts.shape[0]):
-        unsent = puts[other, STATUS] == QUEUED or puts[other, STATUS] == NEW
-        if other != p and unsent and puts[other, ORDER] == puts[p, ORDER]:
-            return
-    mark(LEFT_HERE, peer, puts[p, NOTE], puts[p, VALUE], state, marks)
-
-
-@jit
-def end_piece(peer, p, state, puts, waits, one, marks):  # type: ignore[no-untyped-def]
-    """Go on with the rest of a put one of whose pieces is sent, or tell that it is sent whole."""
-    rest = puts[p, REST]
+    put[BUSY] += 1
+    rest = put[REST]
     if rest == NONE:
-        mark_sent(p, peer, state, puts, marks)
-    lock(state[LOCK])
-    puts[p, STATUS] = SENT
-    state[GONE] += 1
-    if rest == NONE:
-        wake(peer, False, waits, one)
-    else:
-        puts[rest, OFFSET] = puts[p, OFFSET]
+        if put[LEFT] == 0 or size == 0:
+            head[3] = put[NOTE]
+            put[TOLD] |= 1 << number
+    elif put[LEFT] == 0:
+        puts[rest, OFFSET] = put[OFFSET]
         puts[rest, STATUS] = QUEUED
         state[TOP] = max(state[TOP], rest + 1)
+
+
+@jit
+def end_frame(link, state, puts, waits, one, marks):  # type: ignore[no-untyped-def]
+    """See whether a put, or a piece of it, has left whole with a frame."""
+    p = link[PUT]
+    put, connections = puts[p], link[BEHIND] - link[FIRST]
+    link[PUT] = NONE
+    put[BUSY] -= 1
+    last = put[REST] == NONE
+    if put[LEFT] > 0 or put[BUSY] > 0 or (last and put[TOLD] != (1 << connections) - 1):
+        return
+    if last:
+        mark(LEFT_HERE, link[OF_PEER], put[NOTE], put[VALUE], state, marks)
+    lock(state[LOCK])
+    put[STATUS] = SENT
+    state[GONE] += 1
+    if last:
+        wake(link[OF_PEER], False, waits, one)
     unlock(state[LOCK])
 
 
@@ -146,13 +160,14 @@ def end_piece(peer, p, state, puts, waits, one, marks):  # type: ignore[no-untyp
 def send(i, state, links, puts, heads, message, waits, one, marks):  # type: ignore[no-untyped-def]
     """Send until the socket is full or nothing is left; return 0, or an error."""
     link, head = links[i], heads[i]
+    number = i - link[FIRST]
     while True:
         if link[PUT] == NONE:
-            p = most_urgent(i, state, puts)
+            p = most_urgent(link, number, state, puts)
             if p < 0:
                 link[FULL] = 0
                 return 0
-            begin_frame(p, link, head, state, puts)
+            begin_frame(p, link, number, head, state, puts)
         message[8], message[9] = address(head) + link[OUT_HAVE], HEAD - link[OUT_HAVE]
         message[10], message[11] = link[OUT_AT], link[OUT_LEFT]
         asked = message[9] + message[11]
@@ -168,10 +183,7 @@ def send(i, state, links, puts, heads, message, waits, one, marks):  # type: ign
         link[OUT_AT] += sent - of_head
         link[OUT_LEFT] -= sent - of_head
         if link[OUT_HAVE] == HEAD and link[OUT_LEFT] == 0:
-            p = link[PUT]
-            link[PUT] = NONE
-            if puts[p, LEFT] == 0:
-                end_piece(link[OF_PEER], p, state, puts, waits, one, marks)
+            end_frame(link, state, puts, waits, one, marks)
         if sent < asked:
             link[FULL] = 1
             return 0
@@ -284,11 +296,14 @@ def give_up(i, error, state, links, waits, one):  # type: ignore[no-untyped-def]
 
 
 @jit
-def run(state, links, puts, landed, values, waits, heads, polled, message, inbox, word, one, marks):  # type: ignore[no-untyped-def]
+def run(  # type: ignore[no-untyped-def]
+    state, links, puts, landed, values, waits, heads, polled, message, inbox, word, one, marks
+):
     """Move bytes until Python says stop."""
     message[2], message[3] = address(message) + 8 * WORD, 2  # msghdr: two parts, at message[8]
     count = links.shape[0]
     while True:
+        shared = False
         for i in range(count):
             polled[i, 0] = links[i, FD] if links[i, ALIVE] else -1
             polled[i, 1] = _IN | _OUT if links[i, FULL] else _IN
@@ -303,5 +318,11 @@ def run(state, links, puts, landed, values, waits, heads, polled, message, inbox
                 error = receive(i, state, links, heads[0], word, landed, values, waits, one, marks)
             if links[i, ALIVE] and error == 0 and (events & _OUT or (told and not links[i, FULL])):
                 error = send(i, state, links, puts, heads[1], message, waits, one, marks)
+                shared |= links[i, BEHIND] - links[i, FIRST] > 1
             if error != 0:
                 give_up(i, error, state, links, waits, one)
+        for i in range(count if shared else 0):  # what one has taken, the others notify of
+            if links[i, ALIVE] and not links[i, FULL]:
+                error = send(i, state, links, puts, heads[1], message, waits, one, marks)
+                if error != 0:
+                    give_up(i, error, state, links, waits, one)

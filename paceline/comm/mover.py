@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from paceline.comm import loop
 from paceline.comm.calls import Lock, write_word
 from paceline.comm.moment import Moment
-from paceline.comm.striping import Share, shared
 
 CHUNK = 2**18  # bytes of a frame at most
+_SHARED = 2**17  # bytes of a put that several connections share, at least
 _PUTS = 4096  # that can be under way
 _SEATS = 16  # threads that can sleep at once
 _CLOSE_S = 5.0
@@ -170,39 +170,27 @@ class Mover:
             priority: smaller goes first.
             keep: what keeps the sources' memory alive.
         """
-        links = self._of[peer]
-        shares = shared(pieces, len(links), target[1])
+        only = loop.ANY
+        if sum(size for _, size in pieces) < _SHARED:
+            only = target[1] % len(self._of[peer])
         with self._putting:
             if self._control == _CLOSED:
                 return
+            slots = self._take(max(1, len(pieces)))
             self._order += 1
-            firsts = [
-                self._fill(link, share, target, priority, keep)
-                for link, share in zip(links, shares, strict=True)
-            ]
-            self._puts[firsts, loop.STATUS] = loop.NEW
-            for first in firsts:
-                write_word(self._control[1], first)
-
-    def _fill(
-        self, link: int, share: Share, target: tuple[int, int, int], priority: int, keep: object
-    ) -> int:
-        """Fill rows for what goes by one connection; return the first's number."""
-        slots = self._take(len(share.pieces))
-        rest = loop.NONE
-        where = (target[0] + share.offset, *target[1:])
-        for slot, piece in zip(reversed(slots), reversed(share.pieces), strict=True):
-            row = (loop.WAITING, link, priority, self._order, *piece, *where, rest)
-            self._puts[slot], rest = row, slot
-        self._sources[slots[-1]] = keep
-        return slots[0]
+            status, rest = loop.WAITING, loop.NONE
+            for slot, piece in zip(reversed(slots), reversed(pieces or [(0, 0)]), strict=True):
+                row = (status, peer, priority, self._order, *piece, *target, rest, only, 0, 0)
+                self._puts[slot], rest = row, slot
+            self._sources[slots[-1]] = keep
+            self._puts[slots[0], loop.STATUS] = loop.NEW
+            write_word(self._control[1], slots[0])
 
     def sending(self, peer: int) -> bool:
         """Tell whether a put to a peer is under way."""
         status = self._puts[:, loop.STATUS]
         mine = (status == loop.NEW) | (status == loop.QUEUED) | (status == loop.WAITING)
-        to, links = self._puts[:, loop.TO], self._of[peer]
-        return bool((mine & (to >= links.start) & (to < links.stop)).any())
+        return bool((mine & (self._puts[:, loop.TO] == peer)).any())
 
     def sleep(self, peer: int, ready: Callable[[], bool], limit: float) -> bool:
         """Sleep until something is true, for `limit` seconds at most; return whether it is.

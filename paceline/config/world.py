@@ -157,7 +157,7 @@ class SyncConfig:
 
     def __post_init__(self) -> None:
         at_least("bucket_mb", self.bucket_mb, 0)
-        within("connections", self.connections, 0, 65)
+        within("connections", self.connections, 0, 33)
         if self.sync == "allreduce" and self.asks_for_puts:
             self._refuse_collectives()
         if self.transport == "nixl" and self.connections > 1:
