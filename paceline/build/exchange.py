@@ -83,17 +83,16 @@ class Peers:
             purpose=f"generation/{members.generation}/window/{number}",
             limit=self.limits[0],
         )
-        if transport == "nixl":
-            return nixl_window(meeting, members.address, size, notifications)
-        neighbours = self.topology.groups[members.machine]
-        marks = MARKS if self.trace else 0
-        window = machines_window(
-            meeting, neighbours, members.address, size, notifications, marks, connections
-        )
-        if self.trace is None:
-            return window
-        self.trace.follow(number, lambda: window.moments)
-        return TracedWindow(window, number, self.trace)
+        where = (members.address, size, notifications)
+        if transport == "nixl":  # which doesn't tell when puts leave and arrive
+            window: Window = nixl_window(meeting, *where)
+        else:
+            neighbours = self.topology.groups[members.machine]
+            marks = MARKS if self.trace else 0
+            window = linked = machines_window(meeting, neighbours, *where, marks, connections)
+            if self.trace is not None:
+                self.trace.follow(number, lambda: linked.moments)
+        return window if self.trace is None else TracedWindow(window, number, self.trace)
 
     def _share(self, text: str) -> list[str]:
         """Tell all ranks a text, by the connections that stand: the store may be gone by now."""

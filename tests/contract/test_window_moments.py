@@ -19,10 +19,10 @@ from tests.harness.windows import LIMIT, without_numba
 
 
 @contextmanager
-def pair(make: Any, marks: int) -> Iterator[list[Any]]:
-    """Two windows of 100 bytes on one socket."""
-    ends = socket.socketpair()
-    places = [[None, ends[0]], [ends[1], None]]
+def pair(make: Any, marks: int, connections: int = 1) -> Iterator[list[Any]]:
+    """Two windows of 100 bytes on so many sockets."""
+    ends = list(zip(*(socket.socketpair() for _ in range(connections)), strict=True))
+    places = [[[], ends[0]], [ends[1], []]]
     memories = [torch.zeros(100, dtype=torch.uint8) for _ in places]
     windows = [
         make(rank, memories[rank], places[rank], [None, None], 3, marks=marks) for rank in range(2)
@@ -51,8 +51,11 @@ def exchanged(windows: list[Any], count: int) -> None:
         windows[0].flush(1, limit=LIMIT, operation="a put")
 
 
-def test_a_put_leaves_once_and_arrives_once_each_on_the_systems_clock(make: Any) -> None:
-    with pair(make, marks=10) as windows:
+@pytest.mark.parametrize("connections", [1, 3])
+def test_a_put_leaves_once_and_arrives_once_each_on_the_systems_clock(
+    make: Any, connections: int
+) -> None:
+    with pair(make, 10, connections) as windows:
         begun = time.monotonic_ns()
         exchanged(windows, 2)
         ended = time.monotonic_ns()

@@ -64,7 +64,7 @@ def test_two_machines_train_as_one_process_does(
     write_net(tmp_path)
     alone = run(*f"{WORDS} 2 --batch_size 8".split(), folder=tmp_path)
     assert alone.status == 0, alone.text
-    with started(machines, tmp_path, f"{WORDS} 2 --batch_size 4") as running:
+    with started(machines, tmp_path, f"{WORDS} 2 --batch_size 4 --connections 3") as running:
         said = [process.communicate(timeout=LIMIT)[0] for process in running]
     assert [process.returncode for process in running] == [0, 0], said
     assert "3 workers on 2 machines" in said[0]

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from tests.harness.bad_inputs import NULL
+from tests.harness.command import run
+from tests.harness.runs import losses, write_net
 from tests.harness.windows import installed
 
+TRAIN = (
+    f"{NULL} --epoch_size 30 --num_labels 3 --batch_size 5 --model net:plain --run_id r "
+    "--num_epochs 1 --num_workers 2 --sync notified --bucket_mb 0.001"
+)
 PROGRAM = """
 import sys
 from datetime import timedelta
@@ -81,6 +90,27 @@ def test_a_killed_rank_is_named_by_who_waits_for_it(tmp_path: Path, kind: str) -
         processes[1].kill()
         said, _ = processes[0].communicate(timeout=60)
     assert said == "rank 0 lost rank 1 in the next put: the peer closed it.\n"
+
+
+@pytest.mark.parametrize("way", installed(["nixl"]))
+def test_a_training_is_the_same_by_nixl(tmp_path: Path, way: str) -> None:
+    found = []
+    for number, words in enumerate(["tcp", way]):
+        (folder := tmp_path / str(number)).mkdir()
+        write_net(folder)
+        ended = run(*f"{TRAIN} --transport {words}".split(), folder=folder)
+        assert ended.status == 0, ended.text
+        found.append(losses(folder / "runs/r"))
+    assert found[0] == found[1]
+    assert len(found[0]) == 6
+
+
+@pytest.mark.skipif(find_spec("nixl") is not None, reason="NIXL is installed")
+def test_nixl_that_is_missing_is_told_before_anything_is_written(tmp_path: Path) -> None:
+    write_net(tmp_path)
+    ended = run(*f"{TRAIN} --transport nixl".split(), folder=tmp_path)
+    assert (ended.status, (tmp_path / "runs").exists()) == (2, False), ended.text
+    assert re.search(r"NIXL need.* isn't installed; run pip install 'paceline\[nixl\]'", ended.text)
 
 
 @pytest.mark.alone
