@@ -156,7 +156,7 @@ class Chooser:
         own = figures.pop(_short(chosen))
         others = ", ".join(f"{name} {_number(value)}" for name, value in figures.items())
         near = (
-            "" if own <= min(figures.values()) else f" (all within {outcome.noise:.0%} are equal)"
+            "" if own <= min(figures.values()) else f" (all within {100 * outcome.noise:.2g}% are equal)"
         )
         self._tell(
             f"{_long(chosen)}: {_number(own)} ms a step; {others}{near}; fix it by --sync "

@@ -17,7 +17,7 @@ from itertools import pairwise
 from statistics import median
 
 SKIPPED, COUNTED, FINALISTS = 2, 4, 3
-LEAST_NOISE, MOST_NOISE = 0.01, 0.03  # of a step's time
+LEAST_NOISE, MOST_NOISE = 0.005, 0.03  # of a step's time
 
 
 @dataclass(frozen=True, kw_only=True)
