@@ -155,9 +155,8 @@ class Chooser:
             write_choice(self._occasion.folder, choice)
         own = figures.pop(_short(chosen))
         others = ", ".join(f"{name} {_number(value)}" for name, value in figures.items())
-        near = (
-            "" if own <= min(figures.values()) else f" (all within {100 * outcome.noise:.2g}% are equal)"
-        )
+        noise = f"{100 * outcome.noise:.2g}%"
+        near = "" if own <= min(figures.values()) else f" (all within {noise} are equal)"
         self._tell(
             f"{_long(chosen)}: {_number(own)} ms a step; {others}{near}; fix it by --sync "
             f"{chosen.sync} --bucket_mb {chosen.bucket_mb:g}"

@@ -175,7 +175,8 @@ class Adder:
             parts = [
                 part.within(values) if room is None else [(0, size, room.values)] for room in rooms
             ]
-            add_up(parts, [part.weight if room is None else 1.0 for room in rooms], total)
+            weights = [part.weight if room is None else 1.0 for room in rooms]
+            add_up(parts, weights, total, past_caches=not place.across)
             course.ours, course.weight = [(0, size, total)], 1.0
             course.flags = _union(
                 [part.flags if room is None else room.flags(run) for room in rooms]

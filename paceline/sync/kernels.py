@@ -13,7 +13,6 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Protocol, cast
 
-import torch
 from torch import Tensor
 
 from paceline.sync.pieces import Piece, Source
@@ -27,12 +26,19 @@ class Kernels(Protocol):
     """
 
     def add_up(
-        self, parts: Sequence[Sequence[Piece]], weights: Sequence[float], out: Tensor
+        self,
+        parts: Sequence[Sequence[Piece]],
+        weights: Sequence[float],
+        out: Tensor,
+        *,
+        past_caches: bool = False,
     ) -> None:
         """Let out be ((w0 * p0 + w1 * p1) + w2 * p2) + …, each step rounded.
 
         A part with weight 0 is left out, whatever it holds: no NaN of its gets in. Any floating
         dtype, the same for all; each part covers out by its pieces, and lies elsewhere.
+        `past_caches`: the sums are read much later, or by another core, and needn't displace what
+        this one is working on.
         """
 
     def encode_fp32(
@@ -105,11 +111,3 @@ _KIND = "plain" if find_spec("numba") is None else "compiled"
 KERNELS = cast(Kernels, import_module(f"paceline.sync.kernels_{_KIND}"))
 
 add_up = KERNELS.add_up
-
-
-def scale(source: Tensor, weight: float, out: Tensor) -> None:
-    """Let out, which may be the source itself, be weight * source; 0, whatever it holds, with 0."""
-    if weight:
-        torch.mul(source, weight, out=out)
-    else:
-        out.zero_()

@@ -21,7 +21,13 @@ from paceline.sync.pieces import Piece, Source, cover
 _KINDS = {torch.float32: np.float32, torch.float64: np.float64}
 
 
-def add_up(parts: Sequence[Sequence[Piece]], weights: Sequence[float], out: Tensor) -> None:
+def add_up(
+    parts: Sequence[Sequence[Piece]],
+    weights: Sequence[float],
+    out: Tensor,
+    *,
+    past_caches: bool = False,
+) -> None:
     """See `kernels.py`."""
     kind = _KINDS.get(out.dtype)
     if kind is None:
@@ -36,7 +42,8 @@ def add_up(parts: Sequence[Sequence[Piece]], weights: Sequence[float], out: Tens
             counted.append(weight)
             for start, stop, piece in part:
                 rows += (piece.data_ptr(), start, stop)
-    loops.add_up(
+    past = past_caches and 0 < len(firsts) < 3
+    (loops.add_up_past_caches if past else loops.add_up)(
         np.array(rows, np.int64),
         np.array(firsts, np.int64),
         np.array(counted, kind),

@@ -18,7 +18,13 @@ TINY, LARGE = 2.0**-119, 2.0**127  # beyond, a scale is denormal, and 127 of it 
 _NAN = 0x7FC0  # bfloat16's; torch's own differs between its scalar and its vector instructions
 
 
-def add_up(parts: Sequence[Sequence[Piece]], weights: Sequence[float], out: Tensor) -> None:
+def add_up(
+    parts: Sequence[Sequence[Piece]],
+    weights: Sequence[float],
+    out: Tensor,
+    *,
+    past_caches: bool = False,
+) -> None:
     """See `kernels.py`."""
     counted = [(part, weight) for part, weight in zip(parts, weights, strict=True) if weight]
     assert all(cover(part, out.numel(), out.dtype) for part, _ in counted)

@@ -24,7 +24,7 @@ from paceline.errors import CommError, PeerLost
 from paceline.sync.adder import Adder
 from paceline.sync.coding import Coding
 from paceline.sync.course import Course
-from paceline.sync.kernels import scale
+from paceline.sync.kernels import add_up
 from paceline.sync.layout import Layout
 from paceline.sync.place import Place
 from paceline.sync.sources import NOTHING, Flags, Part
@@ -181,8 +181,8 @@ class Owner:
                 continue
             room = course.to_owners[owner]
             room.write_head(1.0, part.flags)
-            for start, stop, piece in part.within(run.channel(channel)):
-                scale(piece, part.weight, room.values[start:stop])
+            pieces = part.within(run.channel(channel))
+            add_up([pieces], [part.weight], room.values, past_caches=True)
             self._window.put(owner, 0, None, index, version, -index)
         if len(place.members) == 1 and place.across and course.coding is None:
             self._adder.put_shards(course, part.pieces, part.weight, part.flags, version)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from itertools import product as product_of
 from threading import Event, Thread
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.sync import kernels_compiled, kernels_plain
-from paceline.sync.kernels import Kernels, scale
+from paceline.sync.kernels import Kernels
 from paceline.sync.pieces import Piece
 from paceline.sync.wires import Bf16, Int8
 
@@ -50,13 +51,17 @@ def test_parts_are_added_in_order_and_each_step_is_rounded(
     for dtype, kind in ((torch.float32, np.float32), (torch.float64, np.float64)):
         parts = parts_of(count, numel, dtype)
         weights = [0.3, 1.0, 1 / 7, 0.2, 0.11][:count]
-        out = torch.full((numel,), 7.0, dtype=dtype)
-        kernels.add_up(whole(parts), weights, out)
         products = [kind(w) * p.numpy() for w, p in zip(weights, parts, strict=True)]
         expected = products[0]
         for product in products[1:]:
             expected = expected + product
-        assert out.numpy().tobytes() == expected.tobytes()
+        for past_caches, edge in product_of([False, True], [0, 1]):
+            room = torch.full((numel + 2,), 7.0, dtype=dtype)
+            out = room[edge : edge + numel]
+            kernels.add_up(whole(parts), weights, out, past_caches=past_caches)
+            assert out.numpy().tobytes() == expected.tobytes()
+            assert (room[:edge] == 7).all()
+            assert (room[edge + numel :] == 7).all()
 
 
 @every_dtype
@@ -67,9 +72,10 @@ def test_pieces_cut_differently_are_added_as_the_wholes_are(
     parts, weights = parts_of(3, 70_001, dtype), [0.3, 0.7, 0.2]
     out, expected = torch.full((2, 70_001), 7.0, dtype=dtype)
     cut = [pieces(parts[0], 1, 1, 5000, 32_768), pieces(parts[1], 4096, 70_000), pieces(parts[2])]
-    kernels.add_up(cut, weights, out)
-    kernels.add_up(whole(parts), weights, expected)
-    assert torch.equal(out, expected)
+    for count, past_caches in product_of([1, 2, 3], [False, True]):
+        kernels.add_up(cut[:count], weights[:count], out, past_caches=past_caches)
+        kernels.add_up(whole(parts[:count]), weights[:count], expected)
+        assert torch.equal(out, expected)
 
 
 @every_twin
@@ -100,9 +106,11 @@ def test_a_part_of_weight_0_is_left_out_whatever_it_holds(
 @every_dtype
 @every_twin
 def test_no_part_that_counts_makes_zeros(kernels: Kernels, dtype: torch.dtype) -> None:
-    out = torch.full((5000,), 7.0, dtype=dtype)
-    kernels.add_up(whole([torch.full((5000,), torch.nan, dtype=dtype)]), [0.0], out)
-    assert torch.equal(out, torch.zeros_like(out))
+    nothing = whole([torch.full((5000,), torch.nan, dtype=dtype)])
+    for past_caches in (False, True):
+        out = torch.full((5000,), 7.0, dtype=dtype)
+        kernels.add_up(nothing, [0.0], out, past_caches=past_caches)
+        assert torch.equal(out, torch.zeros_like(out))
 
 
 @every_dtype
@@ -112,20 +120,6 @@ def test_both_twins_add_to_the_same_bits(dtype: torch.dtype) -> None:
     kernels_compiled.add_up(whole(parts), weights, one)
     kernels_plain.add_up(whole(parts), weights, other)
     assert torch.equal(one, other)
-
-
-@every_dtype
-def test_a_scaled_tensor_may_be_the_source_itself(dtype: torch.dtype) -> None:
-    (source,) = parts_of(1, 3000, dtype)
-    expected = source * 0.3
-    scale(source, 0.3, source)
-    assert torch.equal(source, expected)
-
-
-def test_what_is_scaled_by_0_is_0_whatever_it_was() -> None:
-    out = torch.ones(3)
-    scale(torch.tensor([torch.nan, torch.inf, 1.0]), 0.0, out)
-    assert out.tolist() == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("work", ["sum", "bf16", "int8"])
