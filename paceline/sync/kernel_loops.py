@@ -5,7 +5,7 @@ nearest cache. Nothing is contracted: a product is rounded before it is added, s
 those of `kernels_plain.py`.
 """
 
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
 
 from __future__ import annotations
 
