@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from paceline.comm.compiler import compiler
+
 numba: Any = import_module("numba")  # its own types are for what it compiles, not for callers
 types = numba.types
 
@@ -24,7 +26,7 @@ _LIBC = ctypes.PyDLL(None)  # keeps the interpreter's lock
 _write = _LIBC.write
 _write.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_int64), ctypes.c_size_t]
 
-jit = numba.njit(nogil=True, cache=True)
+jit = compiler()
 sendmsg = types.ExternalFunction("sendmsg", _WORD(_I32, _WORD, _I32))
 recv = types.ExternalFunction("recv", _WORD(_I32, _WORD, _WORD, _I32))
 poll = types.ExternalFunction("poll", _I32(_WORD, _WORD, _I32))

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.comm.compiler import compiler
 from paceline.sync.kernels_plain import LARGE, TINY
 
 numba: Any = import_module("numba")  # its own types are for what it compiles, not for callers
@@ -24,7 +25,7 @@ intrinsic: Any = import_module("numba.extending").intrinsic
 _LINE = 64  # bytes
 _CHUNK = 2048  # values, 8 kB of float32; whole blocks of int8's
 
-_jit = numba.njit(nogil=True, cache=True, error_model="numpy")
+_jit = compiler(error_model="numpy")
 
 
 @intrinsic
