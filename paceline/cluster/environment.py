@@ -23,8 +23,10 @@ WORKER_VARIABLE = "PACELINE_WORKER"
 
 # Threads of one tensor operation wait asleep, not spinning: they share the cores with the threads
 # that decode images, and a spinning one keeps the one that it waits for from running. Seen: 8 times
-# as many images a second on a busy machine. Whoever sets the variable themselves is obeyed.
-_DEFAULTS = {"OMP_WAIT_POLICY": "PASSIVE"}
+# as many images a second on a busy machine.
+# torch's store warns wherever an address has no hostname, as on most networks of a few machines.
+# Whoever sets the variables themselves is obeyed.
+_DEFAULTS = {"OMP_WAIT_POLICY": "PASSIVE", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 _Launcher = tuple[Callable[[Mapping[str, str]], bool], Callable[[Mapping[str, str]], Launched]]
