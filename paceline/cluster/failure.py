@@ -19,6 +19,8 @@ from torch.distributed import DistError
 
 from paceline.errors import CommTimeout, PacelineError, PeerLost
 
+_LOST = "See what became of it, and give the same command again."
+
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
@@ -39,7 +41,8 @@ class Failure:
         """Describe an error: ours by its sentence, any other by its traceback."""
         if isinstance(error, PacelineError):
             consequence = isinstance(error, (PeerLost, CommTimeout))
-            return cls(text=str(error), status=error.status, consequence=consequence)
+            text = f"{error} {_LOST}" if isinstance(error, PeerLost) else str(error)
+            return cls(text=text, status=error.status, consequence=consequence)
         text = "".join(traceback.format_exception(error)).rstrip()
         return cls(text=text, status=1, consequence=isinstance(error, DistError))
 

@@ -185,4 +185,4 @@ def _await_reports(seat: Seat, world: World, patience: Patience) -> None:
                     f"Machine {machine} ({host}) ended during the start ({verdict.reason}): see "
                     "what it says, and start the run again."
                 )
-        patience.wait(name_machines(missing, len(watches)))
+        patience.wait(f"the connections of {name_machines(missing, len(watches))}")

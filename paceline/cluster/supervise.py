@@ -161,6 +161,9 @@ class _Crew:
         return failure if self._plan.machines == 1 else failure.by(self._machine())
 
     def _start(self, argv: Sequence[str], folder: Path) -> Failure | None:
+        if self._plan.machines > 1:
+            first = self._run.formation.hosts[0]
+            self._tell(f"all {self._plan.machines} machines have met; rank 0 is on {first}.")
         for local_rank in range(self._plan.workers):
             place = self._run.worker(local_rank, folder / f"error.{local_rank}.json")
             try:

@@ -177,6 +177,7 @@ def test_a_rank_that_ends_well_in_mid_epoch_is_lost_to_the_others_at_once(
     assert "Traceback" not in ended.text
     lost = {"allreduce": "a peer in .*", "notified": r"rank 1 in bucket 0 in step 7"}[sync]
     assert re.search(rf"paceline: rank 0 on machine 0 \(.*\): rank 0 lost {lost}: ", ended.text)
+    assert ended.text.endswith(" See what became of it, and give the same command again.\n")
 
 
 def test_a_last_checkpoint_that_cannot_be_written_is_a_sentence_and_status_1(

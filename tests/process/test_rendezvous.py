@@ -93,6 +93,10 @@ def test_who_waits_says_for_whom(stage: Stage, meeting: StoreSpec) -> None:
     first = stage.start(plan(meeting, 0, 3))
     assert said(first, "waiting for machine 1 of 3\n")
     assert said(last, "waiting for machine 1 of 3\n")
+    second = stage.start(plan(meeting, 1, 3))
+    for supervisor in (first, second, last):
+        assert said(supervisor, "all 3 machines have met; rank 0 is on ")
+    end(stage.actors(3), [first, second, last])
 
 
 def test_a_machine_that_never_comes_is_named_at_the_limit(stage: Stage, meeting: StoreSpec) -> None:
