@@ -16,7 +16,7 @@ import torch
 
 from paceline.api.last_word import LastWord
 from paceline.api.session import Link, Session
-from paceline.api.words import in_python
+from paceline.api.words import as_arguments, in_python
 from paceline.api.world import World
 from paceline.build import Start, build_trace, cores_per_worker, find_start
 from paceline.cluster.environment import Environment, read_environment
@@ -193,8 +193,12 @@ def _begun(
     for note in start.notes if members.rank == 0 else ():
         say(note)
     run.mkdir(parents=True, exist_ok=True)  # of a machine whose first rank isn't rank 0
-    trace = build_trace(asked.output, members, run, communicator, device)
+    trace = build_trace(asked.output, members, run, communicator, device, _say_in_python)
     return start, Account(EventFile(run, members.rank), trace), trace
+
+
+def _say_in_python(text: str) -> None:
+    say(as_arguments(text))
 
 
 def _device(given: str | torch.device | None, members: Members) -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 
 from paceline.build.resume import Start
 from paceline.cluster.members import Members
+from paceline.cluster.supervise import say
 from paceline.comm.communicator import Communicator
 from paceline.config.run import OutputConfig
 from paceline.config.train import TrainConfig
@@ -28,13 +30,14 @@ def build_trace(
     folder: Path,
     communicator: Communicator,
     device: torch.device,
+    tell: Callable[[str], None] = say,
 ) -> Trace | None:
     """Make what traces the steps that are to be traced; its file goes into `folder`."""
     steps = output.traced
     if steps is None:
         return None
     path = folder / f"trace.steps{steps[0]}-{steps[-1]}.json"
-    return Trace(path, steps, communicator, device, members.machine)
+    return Trace(path, steps, communicator, device, members.machine, tell=tell)
 
 
 def build_recorder(

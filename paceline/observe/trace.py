@@ -40,6 +40,7 @@ class Trace(NullRecorder):
         device: where its tensors live.
         machine: this rank's.
         clock: nanoseconds of the system's monotonic clock.
+        tell: receives where the trace is, or why there is none; of rank 0.
 
     Attributes:
         resources: let go of in `close`.
@@ -53,12 +54,14 @@ class Trace(NullRecorder):
         device: torch.device,
         machine: int,
         clock: Callable[[], int] = time.monotonic_ns,
+        tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.path = path
         self.resources = ExitStack()
         self._steps, self._machine = steps, machine
         self._communicator, self._device = communicator, device
         self._clock = clock
+        self._tell = tell if communicator.rank == 0 else lambda text: None
         self._on = self._written = False
         self._spans: list[Span] = []
         self._windows: dict[int, Callable[[], Iterable[WindowMoment]]] = {}
@@ -92,6 +95,9 @@ class Trace(NullRecorder):
                 self._write()
         elif name == "finish":
             self._write()
+            if not self._written:
+                steps = f"{self._steps[0]}:{self._steps[-1]}"
+                self._tell(f"--trace_steps {steps}: no such step was made, so there is no trace.")
 
     def keep(self, name: str, start: int, fields: dict[str, object]) -> None:
         """Keep a span that ends now, in this thread."""
@@ -114,6 +120,7 @@ class Trace(NullRecorder):
             tapes = [Tape.from_bytes(part) for part in data]
             apart = offsets(made, [tape.system for tape in tapes])
             write_whole(self.path, json.dumps(chrome_trace(tapes, apart)))
+            self._tell(f"the trace is {self.path}.")
         self._spans.clear()
 
     def _tape(self) -> Tape:

@@ -32,9 +32,10 @@ def trained(folder: Path, *words: str, machines: int = 1) -> Path:
             place = ["--num_shards", "2", "--shard_id", str(machine), "--batch_size", "3"]
             place += ["--file_store_path", str(folder / "meet"), "--output_dir", f"runs{machine}"]
         commands.append(Command(*WORDS, *place, *words, folder=folder))
-    for command in commands:
+    for machine, command in enumerate(commands):
         ended = command.wait()
         assert ended.status == 0, ended.text
+        assert ended.text.count("paceline: the trace is ") == (machine == 0)
     return folder / ("runs0" if machines > 1 else "runs") / "r"
 
 

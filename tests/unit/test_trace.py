@@ -124,24 +124,29 @@ def test_a_put_is_joined_with_its_arrival_across_clocks_hours_apart(
 
 
 def test_a_run_that_never_comes_to_the_traced_steps_leaves_no_trace(tmp_path: Path) -> None:
+    said: list[str] = []
+
     def run(c: Communicator) -> None:
-        trace = Trace(tmp_path / "trace.json", range(5, 6), c, CPU, 0)
+        trace = Trace(tmp_path / "trace.json", range(5, 6), c, CPU, 0, tell=said.append)
         for number in (0, 1, 7, 8):
             step(trace, number)
         trace.event("finish")
 
     run_ranks(2, run)
     assert not list(tmp_path.iterdir())
+    assert said == ["--trace_steps 5:5: no such step was made, so there is no trace."]
 
 
-def test_a_scripts_steps_are_traced(tmp_path: Path) -> None:
+def test_a_scripts_steps_are_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with paceline.join(tmp_path, trace_steps="1:2") as world:
         model = network()
         model, optimizer = paceline.parallelize(model, sgd(model), world)
         for x, y in paceline.loader(samples(), BATCH, world):
             with world.step():
                 plain_step(model, x, y, optimizer, world)
-    told = json.loads((tmp_path / "trace.steps1-2.json").read_text())
+    path = tmp_path / "trace.steps1-2.json"
+    assert capsys.readouterr().err == f"paceline: the trace is {path}.\n"
+    told = json.loads(path.read_text())
     names = [e["name"] for e in told["traceEvents"] if e["ph"] == "X"]
     assert [name for name in names if name.startswith("step")] == ["step 1", "step 2"]
     assert (names.count("forward"), names.count("backward")) == (2, 2)
