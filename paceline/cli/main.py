@@ -62,7 +62,7 @@ def _command(name: str) -> Callable[..., int]:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}."
         raise ConfigError(f"no command {name!r}: {hint}")
-    # Read as torch is loaded, see `cluster.environment`: threads wait asleep, torch warns of nothing.
+    # Read as torch is loaded, see `cluster.environment`: threads wait asleep, and no warnings.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with _ended_by_ctrl_c():

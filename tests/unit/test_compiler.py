@@ -21,7 +21,8 @@ def twice(tmp_path: Path) -> Any:
     path = tmp_path / "source.py"
     path.write_text(SOURCE)
     spec = importlib.util.spec_from_file_location("source", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.twice

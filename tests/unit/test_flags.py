@@ -158,6 +158,10 @@ def test_what_was_chosen_for_the_person_is_said() -> None:
         "--use_nccl has no meaning any more and changes nothing.",
     ]
     assert list(notes(config_of("--train_data", "null"), gpus=0)) == []
+    (told,) = notes(config_of("--train_data", "null", "--wire", "int8"), gpus=0)
+    assert told.startswith("--wire int8 changes nothing on one machine")
+    apart = ["--num_shards", "2", "--run_id", "r", "--master", "node0:1"]
+    assert list(notes(config_of("--train_data", "null", "--wire", "int8", *apart), gpus=0)) == []
 
 
 def test_the_identity_of_a_run_is_the_same_on_all_machines_and_has_no_password() -> None:
