@@ -280,4 +280,4 @@ def test_without_numba_the_plain_kernels_serve(monkeypatch: pytest.MonkeyPatch) 
 
 def test_with_numba_the_compiled_kernels_serve() -> None:
     assert kernels.KERNELS is kernels_compiled
-    assert {name: type(wire) for name, wire in WIRES.items()} == KINDS
+    assert {name: type(WIRES[name]) for name in KINDS} == KINDS
