@@ -16,13 +16,12 @@ import numpy as np
 
 from paceline.comm.compiler import compiler
 from paceline.sync.kernels_plain import LARGE, TINY
+from paceline.sync.past_caches import LINE, add_past_caches, fence, weigh_past_caches
 
 numba: Any = import_module("numba")  # its own types are for what it compiles, not for callers
 cgutils: Any = import_module("numba.core.cgutils")
-ir: Any = import_module("llvmlite.ir")
 intrinsic: Any = import_module("numba.extending").intrinsic
 
-_LINE = 64  # bytes
 _CHUNK = 2048  # values, 8 kB of float32; whole blocks of int8's
 
 _jit = compiler(error_model="numpy")
@@ -43,64 +42,10 @@ def _floats(address, at, numel):
     return numba.carray(_pointer(address + 4 * at), numel, np.float32)
 
 
-def _past_caches(builder, value, address):
-    """Write a vector without a place for it in the caches."""
-    place = builder.store(value, builder.inttoptr(address, value.type.as_pointer()))
-    place.align = _LINE
-    one = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
-    place.set_metadata("nontemporal", one)
-
-
-def _product(builder, weight, address):
-    """Read a line of values, and multiply them."""
-    kind = ir.VectorType(weight.type, _LINE // (4 if isinstance(weight.type, ir.FloatType) else 8))
-    values = builder.load(builder.inttoptr(address, kind.as_pointer()))
-    values.align = _LINE // kind.count
-    first = builder.insert_element(ir.Constant(kind, ir.Undefined), weight, ir.IntType(32)(0))
-    lanes = ir.Constant(ir.VectorType(ir.IntType(32), kind.count), [0] * kind.count)
-    return builder.fmul(builder.shuffle_vector(first, first, lanes), values)
-
-
-@intrinsic
-def _weigh_past_caches(_, out, a, weight):
-    """Let a line of memory be weight * a."""
-
-    def generate(context, builder, _, arguments):
-        out, a, weight = arguments
-        _past_caches(builder, _product(builder, weight, a), out)
-        return context.get_dummy_value()
-
-    return numba.types.void(out, a, weight), generate
-
-
-@intrinsic
-def _add_past_caches(_, out, a, wa, b, wb):
-    """Let a line of memory be wa * a + wb * b."""
-
-    def generate(context, builder, _, arguments):
-        out, a, wa, b, wb = arguments
-        total = builder.fadd(_product(builder, wa, a), _product(builder, wb, b))
-        _past_caches(builder, total, out)
-        return context.get_dummy_value()
-
-    return numba.types.void(out, a, wa, b, wb), generate
-
-
-@intrinsic
-def _fence(_):
-    """Let what was written past the caches be seen before what is written later."""
-
-    def generate(context, builder, _, __):
-        builder.fence("seq_cst")
-        return context.get_dummy_value()
-
-    return numba.types.void(), generate
-
-
 @_jit
 def add_up_past_caches(rows, at, weights, out, numel):
     """Add up one part or two, which are read here for the last time in a while."""
-    size, lanes = weights.itemsize, _LINE // weights.itemsize
+    size, lanes = weights.itemsize, LINE // weights.itemsize
     begin = 0
     while begin < numel:
         end = numel
@@ -108,23 +53,23 @@ def add_up_past_caches(rows, at, weights, out, numel):
             end = min(end, rows[at[k] + 2])
         a = rows[at[0]] + size * (begin - rows[at[0] + 1])
         b = rows[at[-1]] + size * (begin - rows[at[-1] + 1])
-        before = min(end, begin + (-(out + size * begin) % _LINE) // size)
+        before = min(end, begin + (-(out + size * begin) % LINE) // size)
         _add(rows, at, weights, out, begin, before)
         lines = (end - before) // lanes
         a, b, to = a + size * (before - begin), b + size * (before - begin), out + size * before
         if len(at) == 1:
             for line in range(lines):
-                _weigh_past_caches(to + _LINE * line, a + _LINE * line, weights[0])
+                weigh_past_caches(to + LINE * line, a + LINE * line, weights[0])
         else:
             for line in range(lines):
-                there = _LINE * line
-                _add_past_caches(to + there, a + there, weights[0], b + there, weights[1])
+                there = LINE * line
+                add_past_caches(to + there, a + there, weights[0], b + there, weights[1])
         _add(rows, at, weights, out, before + lines * lanes, end)
         for k in range(len(at)):
             if rows[at[k] + 2] == end:
                 at[k] += 3
         begin = end
-    _fence()
+    fence()
 
 
 @_jit
