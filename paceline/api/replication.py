@@ -58,7 +58,7 @@ def parallelize(
 
     Args:
         model: on `world.device`, the same on all ranks but for its values.
-        optimizer: any of `torch.optim` but LBFGS, of the model's parameters.
+        optimizer: any but LBFGS and SparseAdam, of the model's parameters.
         world: of which the processes are.
         sync: how gradients are exchanged: "allreduce", by collectives, "notified", by puts, or
             "auto", which tries both in the first steps and goes on with the faster one.

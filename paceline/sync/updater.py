@@ -4,7 +4,7 @@ For each bucket there is a *part*: an object of the optimizer's own class that k
 bucket's parameters and shares the optimizer's state. So the update is torch's own, the state is
 where `optimizer.state_dict()` looks for it, and a bucket can be updated as soon as its gradients
 are there. That is right for optimizers that treat every value by itself; any other optimizer
-updates all buckets at once.
+updates all buckets at once, from copies: it may write into gradients, or keep them.
 """
 
 from __future__ import annotations
@@ -44,15 +44,22 @@ class Updater:
         """Prepare one part a bucket, or one for all.
 
         Raises:
-            ConfigError: the optimizer evaluates the loss itself (LBFGS).
+            ConfigError: the optimizer evaluates the loss itself (LBFGS), or wants gradients that
+                aren't exchanged (SparseAdam).
         """
         if isinstance(optimizer, optim.LBFGS):
             raise ConfigError(
                 "LBFGS evaluates the loss several times a step, which can't be exchanged: "
                 "use an optimizer with one gradient a step."
             )
+        if isinstance(optimizer, optim.SparseAdam):
+            raise ConfigError(
+                "SparseAdam takes sparse gradients only, which can't be exchanged: use Adam, and "
+                "layers with sparse=False."
+            )
         self._optimizer = optimizer
-        if type(optimizer) in ELEMENTWISE:
+        self._borrows = type(optimizer) in ELEMENTWISE  # neither writes gradients nor keeps them
+        if self._borrows:
             self._units: list[tuple[Bucket, ...]] = [(bucket,) for bucket in buckets]
         else:
             self._units = [tuple(buckets)] * len(buckets)
@@ -101,7 +108,10 @@ class Updater:
             return
         kept = [p.grad for p in parameters]
         for p, gradient in zip(parameters, gradients, strict=True):
-            p.grad = gradient
+            if gradient is None or self._borrows or gradient is p.grad:
+                p.grad = gradient
+            else:
+                p.grad = gradient.clone()  # other ranks read it, and the next sum is written there
         part.step()
         for p, grad in zip(parameters, kept, strict=True):
             p.grad = grad

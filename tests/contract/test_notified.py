@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from paceline.sync import adder, sources
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.notified import Notified
 from paceline.sync.sharded import Sharded
-from tests.harness.cases import CASES
-from tests.harness.equivalence import largest_difference
+from tests.harness.cases import CASES, training
+from tests.harness.equivalence import convnet, largest_difference
 from tests.harness.notified import notified, notified_on_machines
 
 
@@ -129,6 +135,36 @@ def test_every_case_updated_by_the_owners_of_shards(
     kind = notified(faults, machines, kind=Sharded)
     first, *others = training.on_threads(sum(machines), bucket_bytes, kind)
     assert largest_difference(first, alone) < 1e-10
+    for other in others:
+        assert largest_difference(first, other) == 0
+
+
+class Grasping(Optimizer):
+    """Writes into gradients, and keeps them for its next step, as people's own optimizers do."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        (group,) = self.param_groups
+        for p in group["params"]:
+            p.grad.add_(p, alpha=0.1)
+            p.sub_(p.grad + 0.5 * self.state[p].get("last", 0), alpha=group["lr"])
+            self.state[p]["last"] = p.grad
+
+
+@pytest.mark.parametrize(
+    "make_kind",
+    [lambda: AllReduce, lambda: notified(False), lambda: notified(False, (3,))],
+    ids=["collectives", "three machines", "one machine"],
+)
+def test_an_optimizer_that_writes_and_keeps_gradients_has_some_of_its_own(
+    make_kind: Callable[[], Any],
+) -> None:
+    grasping = training(convnet, make_optimizer=Grasping)
+    first, *others = grasping.on_threads(3, 2_000, make_kind())
+    assert largest_difference(first, grasping.alone()) < 1e-10
     for other in others:
         assert largest_difference(first, other) == 0
 

@@ -163,9 +163,18 @@ def test_a_parameter_without_a_shape_is_refused() -> None:
         Bench.of(ThreadGroup(1).communicator(0), model)
 
 
-def test_lbfgs_is_refused(model: nn.Module) -> None:
-    optimizer = torch.optim.LBFGS(model.parameters())
-    with pytest.raises(ConfigError, match="LBFGS evaluates the loss several times"):
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("LBFGS", "LBFGS evaluates the loss several times"),
+        ("SparseAdam", "SparseAdam takes sparse gradients only.* use Adam"),
+    ],
+)
+def test_an_optimizer_that_cant_be_exchanged_is_refused(
+    model: nn.Module, name: str, said: str
+) -> None:
+    optimizer = getattr(torch.optim, name)(list(model.parameters()))
+    with pytest.raises(ConfigError, match=said):
         replicate(model, optimizer, ThreadGroup(1).communicator(0), 2_000)
 
 
