@@ -149,19 +149,23 @@ def _answer(
     missing: list[int],
     deadline: float,
 ) -> tuple[int, socket.socket]:
-    """Wait for one of the ranks that aren't there yet."""
-    while True:
-        server.settimeout(max(0.1, deadline - time.monotonic()))
+    """Wait for one of the ranks that aren't there yet, however many strangers call meanwhile."""
+    left = max(0.1, deadline - time.monotonic())
+    while left > 0:
+        server.settimeout(left)
         try:
             end, _ = server.accept()
-        except TimeoutError as error:
-            raise _missing(meeting, missing) from error
+        except TimeoutError:
+            break
+        left = deadline - time.monotonic()
         with suppress(OSError):
-            peer = meeting.rank_in(_received(end, _PATIENCE_S))
+            peer = meeting.rank_in(_received(end, min(_PATIENCE_S, max(0.1, left))))
             if peer in missing:
                 end.sendall(meeting.greeting)
                 return peer, end
         end.close()
+        left = deadline - time.monotonic()
+    raise _missing(meeting, missing)
 
 
 def _received(end: socket.socket, limit: float) -> bytes:

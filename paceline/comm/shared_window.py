@@ -11,8 +11,8 @@ import mmap
 import os
 import secrets
 import socket
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
@@ -65,8 +65,10 @@ def share_memory(
     try:
         os.ftruncate(own, max(size, 1))
         memory = _mapped(own, size)
-        for end in filter(None, ends):
-            socket.send_fds(end, [b"\0"], [own])
+        for peer, end in enumerate(ends):
+            if end is not None:
+                with _named(meeting, peer):
+                    socket.send_fds(end, [b"\0"], [own])
         return memory, [_reach(meeting, peer, end, size) for peer, end in enumerate(ends)]
     finally:
         os.close(own)
@@ -77,18 +79,29 @@ def _reach(meeting: Meeting, peer: int, end: socket.socket | None, size: int) ->
     if end is None:
         return None
     end.settimeout(meeting.limit)
-    try:
+    with _named(meeting, peer):
         _, descriptors, _, _ = socket.recv_fds(end, 1, 1)
-    except TimeoutError as error:
-        raise CommTimeout(
-            f"rank {meeting.rank} waited {meeting.limit:g} s for the memory of rank {peer}."
-        ) from error
-    if not descriptors:
-        raise PeerLost(f"rank {meeting.rank} lost rank {peer} before it sent its memory.")
+        if not descriptors:
+            raise ConnectionError("it sent none")
     try:
         return _mapped(descriptors[0], size)
     finally:
         os.close(descriptors[0])
+
+
+@contextmanager
+def _named(meeting: Meeting, peer: int) -> Iterator[None]:
+    """Name the peer whose connection fails."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise CommTimeout(
+            f"rank {meeting.rank} waited {meeting.limit:g} s for the memory of rank {peer}."
+        ) from error
+    except OSError as error:
+        raise PeerLost(
+            f"rank {meeting.rank} lost rank {peer} before they shared memory: {error}."
+        ) from error
 
 
 def _mapped(descriptor: int, size: int) -> Tensor:

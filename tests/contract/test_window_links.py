@@ -10,8 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from paceline.comm import mesh
 from paceline.comm.linked_window import LinkedWindow
 from paceline.comm.mesh import Meeting
+from paceline.comm.shared_window import connect_locally, share_memory
 from paceline.comm.tcp_window import connect_by_tcp, tcp_window
 from paceline.comm.window import Window
 from paceline.errors import CommTimeout, PeerLost
@@ -191,3 +193,33 @@ def test_a_rank_that_doesnt_come_is_named() -> None:
     at = meetings(3, limit=0.3)
     with pytest.raises(CommTimeout, match=r"^rank 0 waited .* for the connection of ranks 1, 2"):
         tcp_window(at[0], "127.0.0.1", 64, 1)
+
+
+def test_a_stranger_that_says_nothing_keeps_nobody_beyond_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mesh, "_PATIENCE_S", 1000.0)
+    ours, theirs = meetings(2, limit=0.3)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(tcp_window, ours, "127.0.0.1", 64, 1)
+        host, port = theirs.store.get("window/1/0").decode().split()
+        said = r"^rank 0 waited .* for the connection of rank 1"
+        with (
+            socket.create_connection((host, int(port)), LIMIT),
+            pytest.raises(CommTimeout, match=said),
+        ):
+            waiting.result()
+
+
+@pytest.mark.parametrize("end", ["is gone", "sends something else"])
+def test_a_rank_that_doesnt_share_its_memory_is_named(end: str) -> None:
+    at = meetings(2)
+    with ThreadPoolExecutor() as pool:
+        theirs = pool.submit(connect_locally, at[1])
+        ends = connect_locally(at[0])
+        (other,) = filter(None, theirs.result())
+    (other.close if end == "is gone" else lambda: other.sendall(b"GET /"))()
+    with pytest.raises(PeerLost, match="rank 0 lost rank 1 before they shared memory: "):
+        share_memory(at[0], ends, 64)
+    for one in filter(None, (other, *ends)):
+        one.close()
