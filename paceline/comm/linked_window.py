@@ -8,7 +8,9 @@ Both are one loop and one notification, so a rank has peers of either kind at on
 
 from __future__ import annotations
 
+import os
 import socket
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
@@ -50,6 +52,8 @@ class LinkedWindow:
         self._others = [peer for peer in range(self.world_size) if peer != rank]
         self._mover = Mover(sockets, memory.numpy(), notifications, marks)
         self.values = self._mover.values
+        self._ends = [end for ends in sockets for end in ends]
+        _keep_from_children(weakref.ref(self))
         self._resources = ExitStack()
         self._resources.callback(release)
         self._resources.callback(self._mover.close)
@@ -135,3 +139,16 @@ class LinkedWindow:
 
     def _lost(self) -> int | None:
         return next((peer for peer in self._others if self._mover.error(peer)), None)
+
+
+def _keep_from_children(window: weakref.ref[LinkedWindow]) -> None:
+    """Close connections in processes forked from now on (a DataLoader's workers).
+
+    Otherwise a connection stands for the peers as long as one of these lives.
+    """
+
+    def close() -> None:
+        for end in () if (this := window()) is None else this._ends:
+            end.close()
+
+    os.register_at_fork(after_in_child=close)

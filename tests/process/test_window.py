@@ -23,6 +23,7 @@ TRAIN = (
     "--num_epochs 1 --num_workers 2 --sync notified --bucket_mb 0.001"
 )
 PROGRAM = """
+import os
 import sys
 from datetime import timedelta
 import torch
@@ -49,6 +50,10 @@ for peer in range(3):
     if peer != rank:
         window.wait(peer, 0, 1, limit=60, operation="the first put")
         assert (window.memory[1_000_000 * peer :][:1_000_000].view(torch.float32) == peer).all()
+if kind != "nixl" and os.fork() == 0:  # as a DataLoader's worker, which lives on for a while
+    os.close(1)
+    sys.stdin.read()
+    os._exit(0)
 print("ready", flush=True)
 try:
     window.wait((rank + 1) % 3, 0, 2, limit=60, operation="the next put")
@@ -62,6 +67,7 @@ def ranks(folder: Path, kind: str = "shared") -> Iterator[list[subprocess.Popen[
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(rank), str(folder / "store"), kind],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
