@@ -142,13 +142,15 @@ class Replicated:
         self._reduced = True
 
     def end(self, step: int) -> None:
-        """Send what backward didn't reach, and let the results be installed."""
+        """Send what backward didn't reach, and let the results be installed.
+
+        Without a forward the last step's may be yet to come, with the hyperparameters of then.
+        """
+        self._complete()
         self._updater.freeze()
         if self._reduced:
             for unit in dict.fromkeys(self._updater.unit(bucket) for bucket in self.buckets):
                 self._update(unit, [p.grad for bucket in unit for p in bucket.parameters])
-        else:
-            self._complete()
         self._kept = self._ended = True
 
     def abandon(self, step: int) -> None:

@@ -46,6 +46,7 @@ class Sharded(Notified):
 
     def end(self, step: int) -> None:
         """Let the owners update; what they update may be installed."""
+        self._complete()
         self._shards.freeze()
         if self._reduced:
             for bucket in self.buckets:
@@ -55,7 +56,6 @@ class Sharded(Notified):
                 lambda bucket: partial(self._update_shard, bucket, self._shards.cut(bucket.index))
             )
         else:
-            self._complete()
             self._give_back(lambda bucket: partial(self._update_shard, bucket, None))
         self._kept = self._ended = True
 
