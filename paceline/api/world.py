@@ -91,7 +91,8 @@ class World:
 
         Args:
             samples: how many samples this rank's loss is the mean of; on all ranks or on none.
-                With 0 a rank needs no forward and backward.
+                With 0 a rank needs no forward and backward; with `sync_bn` it makes both, of any
+                samples, as its layers exchange within them.
 
         Raises:
             ConfigError: a rule of the exchange is broken; names the remedy.

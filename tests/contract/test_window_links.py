@@ -12,6 +12,7 @@ import torch
 
 from paceline.comm import mesh
 from paceline.comm.linked_window import LinkedWindow
+from paceline.comm.loop import HEAD
 from paceline.comm.mesh import Meeting
 from paceline.comm.shared_window import connect_locally, share_memory
 from paceline.comm.tcp_window import connect_by_tcp, tcp_window
@@ -82,6 +83,21 @@ def test_a_notification_counts_when_all_connections_have_brought_it() -> None:
     window.close()
 
 
+def test_small_puts_of_a_notification_all_go_by_its_own_connection() -> None:
+    window, ends = window_and_sockets(8, 3)
+    for value in range(1, 20):
+        window.put(1, 0, torch.full((8,), value, dtype=torch.uint8), 1, value)
+    window.flush(1, limit=LIMIT, operation="a flush")
+    window.close()
+    assert [len(said_by(end)) for end in ends] == [19 * HEAD, 19 * (HEAD + 8), 19 * HEAD]
+
+
+def said_by(end: socket.socket) -> bytes:
+    """Receive all that is said, and close."""
+    with end, end.makefile("rb") as stream:
+        return stream.read()
+
+
 @pytest.mark.parametrize("mistake", ["a cut", "nonsense"])
 def test_one_broken_connection_loses_the_peer(mistake: str) -> None:
     window, ends = window_and_sockets(1024, 3)
@@ -106,6 +122,7 @@ def test_one_broken_connection_loses_the_peer(mistake: str) -> None:
         [0x50616365, -8, 8, 0, 1],
         [0x50616365, 0, -1, 0, 1],
         [0x50616365, 0, 8, 2, 1],  # a notification that isn't there
+        [0x50616365, 0, 8, -2, 1],
         [0x50616365, 0, 2**40, 0, 1],
         [0x50616365, 2**63 - 8, 16, 0, 1],  # whose end is a negative number
     ],
