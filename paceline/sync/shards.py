@@ -73,6 +73,7 @@ class Shards:
         self._pieces: dict[int, list[_Piece]] = {}
         self._parts: dict[int, Part] = {}
         self._memory: dict[int, Tensor] = {}
+        self._strides = [[p.stride() for p in bucket.parameters] for bucket in buckets]
         self._writes = Writes([(bucket,) for bucket in buckets])
         self._gathering = False
         self._undo = [
@@ -134,9 +135,10 @@ class Shards:
         """Copy updated parameters.
 
         Raises:
-            ConfigError: a parameter was written since `freeze`.
+            ConfigError: a parameter was written since `freeze`, or lies otherwise in memory now.
         """
         self._writes.refuse((bucket,))
+        self._refuse_other_strides(bucket)
         with torch.inference_mode(False), torch.no_grad():
             for p, value in zip(bucket.parameters, values, strict=True):
                 assert value is not None
@@ -189,7 +191,10 @@ class Shards:
 
         Raises:
             CommError: a peer was lost, or silent.
+            ConfigError: a parameter lies otherwise in memory now.
         """
+        for bucket in self._buckets:
+            self._refuse_other_strides(bucket)
         data = io.BytesIO()
         mine = [
             (piece.bucket, piece.place, piece.start, piece.stop, dict(self._state[piece.values]))
@@ -229,6 +234,17 @@ class Shards:
                     whole[name].copy_(like(parameter, flat))
             else:
                 whole[name] = value
+
+    def _refuse_other_strides(self, bucket: Bucket) -> None:
+        """Look whether pieces, which are parts of a memory's order, are still where they were."""
+        known = zip(bucket.parameters, bucket.names, self._strides[bucket.index], strict=True)
+        for p, name, stride in known:
+            if p.stride() != stride:
+                raise ConfigError(
+                    f"{name} got another memory format, and its shards were dealt out in the one "
+                    "before: call model.to(memory_format=…) before "
+                    "parallelize(), or give --update replicated."
+                )
 
     def _clear(self) -> None:
         """Leave the optimizer the state of what isn't exchanged: frozen parameters."""

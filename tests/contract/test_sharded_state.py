@@ -126,6 +126,19 @@ def test_a_parameter_that_is_written_before_its_update_is_refused() -> None:
     with_ranks(work, kind=Sharded)
 
 
+@pytest.mark.parametrize("then", ["the next forward", "a checkpoint"])
+def test_another_memory_format_is_refused(then: str) -> None:
+    def work(rank: Rank) -> None:
+        rank.train(0)
+        rank.replica.settle()
+        weight = next(p for p in rank.model.parameters() if p.ndim == 2)
+        weight.data = weight.data.t().contiguous().t()  # as `model.to(memory_format=…)` does
+        with pytest.raises(ConfigError, match=r"6\.weight got another memory format"):
+            rank.train(1) or rank.replica.settle() if "forward" in then else rank.state()
+
+    with_ranks(work, kind=Sharded)
+
+
 def test_an_optimizer_whose_update_cannot_be_divided_is_refused() -> None:
     def work(c: Communicator) -> None:
         kind = notified(False, (1,), kind=Sharded)
