@@ -12,7 +12,6 @@ import os
 import socket
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 
 from torch import Tensor
 
@@ -32,7 +31,6 @@ class LinkedWindow:
         sockets: connected streams, of each rank; none of this one.
         reaches: the peers' memory where it is mapped here, else None.
         notifications: how many each peer has.
-        release: called in the end, when nobody writes any more.
         marks: how many moments of puts to remember, the newest.
     """
 
@@ -43,7 +41,6 @@ class LinkedWindow:
         sockets: Sequence[Sequence[socket.socket]],
         reaches: Sequence[Tensor | None],
         notifications: int,
-        release: Callable[[], object] = lambda: None,
         marks: int = 0,
     ) -> None:
         self.rank, self.world_size = rank, len(sockets)
@@ -54,9 +51,6 @@ class LinkedWindow:
         self.values = self._mover.values
         self._ends = [end for ends in sockets for end in ends]
         _keep_from_children(weakref.ref(self))
-        self._resources = ExitStack()
-        self._resources.callback(release)
-        self._resources.callback(self._mover.close)
 
     @property
     def moments(self) -> list[Moment]:
@@ -120,8 +114,8 @@ class LinkedWindow:
         self._sleep(peer, lambda: not self._mover.sending(peer), limit, operation)
 
     def close(self) -> None:
-        """End the loop, close the connections, let go of shared memory."""
-        self._resources.close()
+        """End the loop and close the connections; shared memory goes with this object."""
+        self._mover.close()
 
     def _sleep(self, peer: int, ready: Callable[[], bool], limit: float, operation: str) -> None:
         self._mover.sleep(peer, lambda: ready() or bool(self._mover.error(peer)), limit)
