@@ -17,6 +17,7 @@ from tests.harness.exchange_state import (
     Rank,
     State,
     adam,
+    missed,
     same,
     sgd,
     totals,
@@ -91,6 +92,26 @@ def test_what_owners_had_yet_to_send_back_goes_into_their_update() -> None:
         assert torch.allclose(difference, 0.1 * total, atol=1e-6)  # the rate's part
         assert total.abs().max() > 1e-4
     assert same(with_it["exchange"], without["exchange"])  # it is sent
+
+
+def test_what_was_missed_of_reduced_gradients_is_as_with_replicas() -> None:
+    def train(kind: Any) -> list[dict[str, Tensor]]:
+        def work(c: Communicator) -> State:
+            rank = Rank(c, make, None)
+            with rank.replica.step(0, 0.5):
+                rank.backward(0)
+                rank.replica.reduce()
+                rank.optimizer.step()
+            state = rank.state()
+            rank.replica.close()
+            return state
+
+        make = notified(False, (1, 1), "int8", kind)
+        return missed(run_ranks(2, work)[0])
+
+    sharded, replicated = train(Sharded), train(Notified)
+    assert same(sharded, replicated)
+    assert all(value.any() for value in sharded[0].values())
 
 
 def test_what_a_rank_has_of_a_divided_state_is_not_shown_as_the_whole() -> None:
