@@ -53,6 +53,9 @@ class Communicator(Protocol):
     def broadcast(self, tensor: Tensor) -> Ticket:
         """Start to replace `tensor` by rank 0's."""
 
+    def reduce(self, tensor: Tensor) -> Ticket:
+        """Start to replace rank 0's `tensor` by its sum over the ranks; the others' is spoilt."""
+
     def gather(self, tensor: Tensor, into: Sequence[Tensor]) -> Ticket:
         """Start to copy all ranks' `tensor`, of one shape, to rank 0.
 

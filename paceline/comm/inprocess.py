@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from paceline.comm.communicator import Ticket
 from paceline.errors import CommTimeout, PeerLost
+
+_ResultOf = Callable[[Sequence[Tensor]], Tensor]
 
 
 @dataclass(eq=False)
@@ -88,11 +91,15 @@ class ThreadCommunicator:
 
     def all_reduce(self, tensor: Tensor) -> Ticket:
         """Start a sum over all ranks, in rank order."""
-        return self._start(tensor, summed=True)
+        return self._start(tensor, _total)
 
     def broadcast(self, tensor: Tensor) -> Ticket:
         """Start a broadcast from rank 0."""
-        return self._start(tensor, summed=False)
+        return self._start(tensor, _first)
+
+    def reduce(self, tensor: Tensor) -> Ticket:
+        """Start a sum over all ranks, in rank order, for rank 0."""
+        return self._start(tensor, _spoilt if self.rank else _total)
 
     def gather(self, tensor: Tensor, into: Sequence[Tensor]) -> Ticket:
         """Start to copy all ranks' tensors to rank 0."""
@@ -108,11 +115,11 @@ class ThreadCommunicator:
         """End all waits of the group."""
         self._group.close()
 
-    def _start(self, tensor: Tensor, *, summed: bool) -> Ticket:
+    def _start(self, tensor: Tensor, result_of: _ResultOf) -> Ticket:
         collective = self._bring(tensor)
         if tensor.is_floating_point():
             tensor.detach().fill_(float("nan"))  # who reads or writes it before `wait` is found out
-        return _ThreadTicket(collective, tensor, summed)
+        return _ThreadTicket(collective, tensor, result_of)
 
     def _bring(self, tensor: Tensor) -> _Begun:
         number, self._next = self._next, self._next + 1
@@ -151,14 +158,26 @@ class _Gathering:
 class _ThreadTicket:
     begun: _Begun
     tensor: Tensor
-    summed: bool
+    result_of: _ResultOf
 
     def done(self) -> bool:
         return self.begun.done()
 
     def wait(self, operation: str) -> None:
-        tensors = self.begun.tensors(operation)
-        result = tensors[0].clone()
-        for other in tensors[1:] if self.summed else ():
-            result += other
-        self.tensor.detach().copy_(result)
+        self.tensor.detach().copy_(self.result_of(self.begun.tensors(operation)))
+
+
+def _total(tensors: Sequence[Tensor]) -> Tensor:
+    result = tensors[0].clone()
+    for other in tensors[1:]:
+        result += other
+    return result
+
+
+def _first(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0]
+
+
+def _spoilt(tensors: Sequence[Tensor]) -> Tensor:
+    """Return what nobody takes for a sum."""
+    return torch.full_like(tensors[0], float("nan") if tensors[0].is_floating_point() else -1)

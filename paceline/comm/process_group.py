@@ -77,6 +77,13 @@ class ProcessGroupCommunicator:
         options.timeout = self._limit
         return self._start(self._group.broadcast, [tensor], options)
 
+    def reduce(self, tensor: Tensor) -> Ticket:
+        """Start a sum over all ranks, for rank 0."""
+        options = dist.ReduceOptions()
+        options.rootRank = 0
+        options.timeout = self._limit
+        return self._start(self._group.reduce, [tensor], options)
+
     def gather(self, tensor: Tensor, into: Sequence[Tensor]) -> Ticket:
         """Start to copy all ranks' tensors to rank 0."""
         options = dist.GatherOptions()

@@ -50,15 +50,7 @@ class Bucket:
 
     def allocate(self) -> Memory:
         """Make the bucket's staging memory."""
-        first = self.parameters[0]
-        flat = torch.zeros(
-            self.numel + len(self.parameters), dtype=first.dtype, device=first.device
-        )
-        views, offset = [], 0
-        for p in self.parameters:
-            views.append(like(p, flat[offset : offset + p.numel()]))
-            offset += p.numel()
-        return Memory(flat=flat, gradients=tuple(views), used=flat[offset:])
+        return allocate(self.parameters)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -102,6 +94,27 @@ class Memory:
             return list(self.gradients)
         counts = self.used.tolist()
         return [g if n else None for g, n in zip(self.gradients, counts, strict=True)]
+
+    @torch.no_grad()
+    def mark_used(self, values: Sequence[Tensor | None]) -> None:
+        """Count each parameter as used by one rank, or by none where its value is None."""
+        flags = [value is not None for value in values]
+        if all(flags):
+            self.used.fill_(1)
+        else:
+            self.used.copy_(torch.tensor(flags))
+
+
+def allocate(templates: Sequence[Tensor]) -> Memory:
+    """Make memory for what is laid out as tensors of one dtype and device."""
+    first = templates[0]
+    numel = sum(template.numel() for template in templates)
+    flat = torch.zeros(numel + len(templates), dtype=first.dtype, device=first.device)
+    views, offset = [], 0
+    for template in templates:
+        views.append(like(template, flat[offset : offset + template.numel()]))
+        offset += template.numel()
+    return Memory(flat=flat, gradients=tuple(views), used=flat[offset:])
 
 
 def like(parameter: Tensor, flat: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ class Topology:
     """Who shares memory with whom.
 
     Attributes:
-        groups: ranks in rank order, each in one group.
+        groups: ranks in rank order, each in one group at most; who is in none takes no part.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -58,6 +58,16 @@ class Topology:
         ends = [sum(machines[: number + 1]) for number in range(len(machines))]
         spans = zip([0, *ends], ends, strict=False)
         return cls(groups=tuple(tuple(range(a, b)) for a, b in spans))
+
+    @property
+    def leaders(self) -> Topology:
+        """The first rank of each group, alone; the others are in no group."""
+        return Topology(groups=tuple((group[0],) for group in self.groups))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Who is in a group, in rank order."""
+        return tuple(rank for group in self.groups for rank in group)
 
     @property
     def channels(self) -> int:

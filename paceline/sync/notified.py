@@ -16,12 +16,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from paceline.comm.communicator import Communicator
 from paceline.comm.window import Window
 from paceline.recorder import Recorder
 from paceline.sync.bucket import Bucket
 from paceline.sync.layout import Spec, Topology, lay_out
+from paceline.sync.machine_sums import MachineSums
 from paceline.sync.owner import Owner
-from paceline.sync.replicated import Replicated
+from paceline.sync.replicated import Exchange, Replicated
 from paceline.sync.residuals import Coded, RankState, Residuals
 from paceline.sync.staged import Staged, pinned_like
 from paceline.sync.statistics import RunningStatistics
@@ -49,6 +51,8 @@ class Notified(Replicated):
         wire: how gradients in float32 travel between groups; others travel as they are.
         recorder: measures, as `Replicated` says.
         staged: parameters are in a device's memory, and their gradients go through the CPU's.
+        near: connects the ranks of this group, which add up by its collectives, on their devices;
+            the first of them alone stages the sums and exchanges them by its window.
     """
 
     returns_parameters = False
@@ -65,6 +69,7 @@ class Notified(Replicated):
         wire: Wire = WIRES["fp32"],
         recorder: Recorder | None = None,
         staged: bool = False,
+        near: Communicator | None = None,
     ) -> None:
         templates: list[list[Tensor]] = [list(bucket.parameters) for bucket in buckets]
         names = [bucket.names for bucket in buckets]
@@ -73,22 +78,39 @@ class Notified(Replicated):
             specs.append(_spec([statistics.flat], WIRES["fp32"]))
             templates.append([statistics.flat])
             names.append(("the running statistics",))
-        layout = lay_out(specs, topology)
+        among = topology if near is None else topology.leaders
+        layout = lay_out(specs, among)
         window = open_window(layout.size, layout.notifications)
         if recorder is not None:
             recorder.event("notifications", texts=layout.tells)
-        sent = [[pinned_like(t) for t in tensors] for tensors in templates] if staged else templates
-        self._owner = owner = Owner(window, layout, sent, names, limits, steady)
-        exchange = Staged(owner, templates, sent, names, limits) if staged else owner
+
+        def own(sent: Sequence[Sequence[Tensor]]) -> Owner:
+            self._owner = Owner(window, layout, sent, names, limits, steady)
+            return self._owner
+
+        leads = window.rank in among.ranks
+        exchange: Exchange
+        if near is not None:
+            ranks = topology.groups[topology.group_of(window.rank)]
+            how = (len(buckets), limits, steady)
+            exchange = MachineSums(ranks, near, own, templates, names, *how)
+            if not leads:
+                window.close()  # it has no peers
+        elif staged:
+            sent = [[pinned_like(tensor) for tensor in tensors] for tensors in templates]
+            exchange = Staged(own(sent), templates, sent, names, limits)
+        else:
+            exchange = own(templates)
         super().__init__(buckets, exchange, updater, statistics, window.world_size, recorder)
+        codings = self._owner.codings if leads else [None] * len(specs)
         self._coded = [
             Coded(run=run, templates=tensors, names=words, coding=coding)
             for run, tensors, words, coding in zip(
-                layout.runs, templates, names, owner.codings, strict=True
+                layout.runs, templates, names, codings, strict=True
             )
-            if run.spec.wire is not None and len(topology.groups) > 1
+            if run.spec.wire is not None and len(among.groups) > 1
         ]
-        self._residuals = Residuals(self._coded, topology, window.rank, lambda: self._kept)
+        self._residuals = Residuals(self._coded, among, window.rank, lambda: self._kept)
 
     @property
     def state(self) -> RankState | None:

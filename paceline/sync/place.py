@@ -27,6 +27,7 @@ class Place:
         owners: its group's ranks that own channels.
         across: of the other groups, by number, the owner of its channel.
         leaders: the first rank of each group; the first of them tells flags.
+        peers: all other ranks.
     """
 
     def __init__(self, layout: Layout, window: Window) -> None:
@@ -43,6 +44,7 @@ class Place:
             if self.channel is not None and number != self.group
         }
         self.leaders = tuple(group[0] for group in topology.groups)
+        self.peers = [rank for rank in topology.ranks if rank != self.rank]
         self._memory = {peer: _memory(window, peer) for peer in self.members}
         self._groups = len(topology.groups)
 

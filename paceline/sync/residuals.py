@@ -84,8 +84,7 @@ class Residuals:
         self, coded: Sequence[Coded], topology: Topology, rank: int, kept: Callable[[], bool]
     ) -> None:
         self._coded, self._topology = coded, topology
-        self._group = topology.group_of(rank)
-        self._kept = kept
+        self._rank, self._kept = rank, kept
 
     def gather(self, communicator: Communicator) -> Mapping[str, Any] | None:
         """Return what all ranks have missed, by parameter and group, on rank 0."""
@@ -109,12 +108,13 @@ class Residuals:
         for coded in self._coded:
             if coded.coding is None:
                 continue
+            own = self._topology.group_of(self._rank)
             flat = torch.zeros(coded.run.numel, dtype=torch.float32)
             for name, view in coded.views(flat).items():
-                for missed in [groups[self._group]] if same else groups:
+                for missed in [groups[own]] if same else groups:
                     if name in missed and missed[name].shape == view.shape:
                         view.add_(missed[name])
-            coded.coding.restore(flat, state["scale"], owned_by=None if same else self._group)
+            coded.coding.restore(flat, state["scale"], owned_by=None if same else own)
         return True
 
     def _assembled(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +23,7 @@ from torch import Tensor
 from paceline.errors import CommTimeout
 from paceline.sync.replicated import Exchange
 from paceline.sync.sources import refuse_writes
+from paceline.sync.streams import SideStream
 
 _CLOSE_S = 5.0
 
@@ -64,6 +64,7 @@ class Staged:
         pinned: made by `pinned_like` of them; what the exchange gets.
         names: of each run, the parameters' names.
         limits: seconds that a copy may take, in the first step and later.
+        sums: of each run, where they come back to; by default to memory of this object's own.
     """
 
     lends = True
@@ -75,16 +76,15 @@ class Staged:
         pinned: Sequence[Sequence[Tensor]],
         names: Sequence[Sequence[str]],
         limits: tuple[float, float],
+        sums: Sequence[Sequence[Tensor]] | None = None,
     ) -> None:
         self._exchange = exchange
-        self._streams = _Streams([tensor.device for tensors in templates for tensor in tensors])
+        if sums is None:
+            sums = [[torch.empty_like(t.detach()) for t in tensors] for tensors in templates]
+        self._streams = SideStream([tensor.device for tensors in templates for tensor in tensors])
         self._stages = [
-            _Stage(
-                names=words,
-                pinned=copies,
-                sums=[torch.empty_like(tensor.detach()) for tensor in tensors],
-            )
-            for tensors, copies, words in zip(templates, pinned, names, strict=True)
+            _Stage(names=words, pinned=copies, sums=places)
+            for places, copies, words in zip(sums, pinned, names, strict=True)
         ]
         self._limit, self._later = limits
         self._changed = threading.Condition()
@@ -197,36 +197,3 @@ class Staged:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
-
-
-class _Streams:
-    """A device's side stream; on a CPU there is none.
-
-    Args:
-        devices: of all that is copied.
-    """
-
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._device = next((d for d in devices if d.type == "cuda"), devices[0])
-        self._side = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-
-    @contextmanager
-    def beside(self) -> Iterator[None]:
-        """Let a block's copies run beside what the caller's stream is told from here on."""
-        if self._side is None:
-            yield
-            return
-        self._side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._side):
-            yield
-
-    def mark(self) -> Any:
-        """Return an event that tells when the copies so far are done; None: they are."""
-        if self._side is None:
-            return None
-        return self._side.record_event()
-
-    def join(self) -> None:
-        """Let the caller's stream wait for the copies so far."""
-        if self._side is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._side)

@@ -72,7 +72,7 @@ class Waits:
             CommError: a peer has gone.
         """
         window, last = self._window, 3 * self._count
-        peers = [peer for peer in range(window.world_size) if peer != self._place.rank]
+        peers = self._place.peers
         window.hear(last + 1)
         for peer in peers:
             window.put(peer, 0, None, last, 1)

@@ -16,7 +16,12 @@ from paceline.sync.notified import Notified
 from paceline.sync.sharded import Sharded
 from tests.harness.cases import CASES, training
 from tests.harness.equivalence import convnet, largest_difference
-from tests.harness.notified import notified, notified_on_machines
+from tests.harness.notified import (
+    in_threads,
+    notified,
+    notified_by_gloo,
+    notified_on_machines,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +81,19 @@ def test_every_case_by_copies_as_of_a_gpus_memory(name: str) -> None:
     training = CASES[name]()
     alone = training.alone()
     first, *others = training.on_threads(3, 2_000, notified(False, (2, 1), staged=True))
+    assert largest_difference(first, alone) < 1e-10
+    for other in others:
+        assert largest_difference(first, other) == 0
+
+
+@pytest.mark.usefixtures("all_lent")
+@pytest.mark.parametrize("machines", [(2,), (2, 1), (2, 2), (3, 2), (1, 2, 1)], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_every_case_by_sums_as_of_a_machines_gpus(name: str, machines: tuple[int, ...]) -> None:
+    training = CASES[name]()
+    alone = training.alone()
+    kind = notified(False, machines, near=in_threads)
+    first, *others = training.on_threads(sum(machines), 2_000, kind)
     assert largest_difference(first, alone) < 1e-10
     for other in others:
         assert largest_difference(first, other) == 0

@@ -12,6 +12,7 @@ from torch.distributed import HashStore
 
 from paceline.comm.communicator import Communicator
 from paceline.comm.faulty_window import Faults, FaultyWindow
+from paceline.comm.inprocess import ThreadGroup
 from paceline.comm.inprocess_window import WindowGroup
 from paceline.comm.machines_window import machines_window
 from paceline.comm.mesh import Meeting
@@ -24,6 +25,18 @@ from paceline.sync.shards import Shards
 from paceline.sync.updater import Updater
 from paceline.sync.wires import WIRES
 
+Inside = Callable[[int], Communicator]  # connects a rank with those of its machine
+MakeNear = Callable[[Sequence[int]], Inside]  # of machines with so many ranks
+
+
+def in_threads(machines: Sequence[int]) -> Inside:
+    """Connect the ranks of each machine, which are threads, with each other."""
+    near: dict[int, Communicator] = {}
+    for ranks in Topology.of(machines).groups:
+        group = ThreadGroup(len(ranks))
+        near |= {rank: group.communicator(number) for number, rank in enumerate(ranks)}
+    return near.__getitem__
+
 
 def notified(
     faults: bool,
@@ -32,6 +45,7 @@ def notified(
     kind: Any = Notified,
     limit: float = 30.0,
     staged: bool = False,
+    near: MakeNear | None = None,
 ) -> Callable[..., Any]:
     """Return what makes the synchronizer of each rank, with windows of one group a binding.
 
@@ -42,30 +56,33 @@ def notified(
         kind: `Notified` or `Sharded`.
         limit: seconds that waits may take.
         staged: gradients go as those of a GPU do.
+        near: connects the ranks of a machine, which add up as its GPUs do.
     """
     groups: dict[int, WindowGroup] = {}
     made: Counter[int] = Counter()
     lock = threading.Lock()
+    inside = None if near is None else near(machines)
 
     def make(buckets: Sequence[Bucket], communicator: Communicator, *parts: Any) -> Any:
+        rank, world_size = communicator.rank, communicator.world_size
+        topology = Topology.of(machines) if machines else Topology.flat(world_size)
+
         def open_window(size: int, notifications: int) -> Window:
-            rank = communicator.rank
+            if inside is not None and rank not in topology.leaders.ranks:
+                return WindowGroup(world_size, size, notifications).window(rank)
             with lock:
                 number = made[rank]
                 made[rank] += 1
                 if number not in groups:
-                    groups[number] = WindowGroup(
-                        communicator.world_size, size, notifications, machines
-                    )
+                    groups[number] = WindowGroup(world_size, size, notifications, machines)
             window = groups[number].window(rank)
             if not faults:
                 return window
             flags = 2 * (notifications - 1) // 3  # who used all parameters waits for none of them
             return FaultyWindow(window, Faults(seed=rank, ordered=flags))
 
-        topology = Topology.of(machines) if machines else Topology.flat(communicator.world_size)
         limits = (limit, limit)
-        how = (topology, limits, lambda: None, WIRES[wire], None, staged)
+        how = (topology, limits, lambda: None, WIRES[wire], None, staged, inside and inside(rank))
         return kind(buckets, open_window, *parts, *how)
 
     make.updater = Shards if kind is Sharded else Updater  # type: ignore[attr-defined]
