@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -107,7 +108,8 @@ def parallelize(
         if session.run is not None:
             for name, part in parts.items():
                 refuse_foreign(f"{name}.state_dict()", part.state_dict())
-        replica = replicate(model, optimizer, session.peers, config, share, session.occasion)
+        peers = replace(session.peers, near=link.connect_machine(sync, session.resources))
+        replica = replicate(model, optimizer, peers, config, share, session.occasion)
         for note in training.start.restore_exchange(replica):
             if world.rank == 0:
                 say(note)

@@ -15,6 +15,7 @@ from paceline.api.last_word import LastWord
 from paceline.api.words import as_arguments
 from paceline.build.choice import Occasion
 from paceline.build.exchange import Peers
+from paceline.build.machine import connect_machine
 from paceline.cluster.join import Joined
 from paceline.cluster.preflight import compare
 from paceline.cluster.signals import StopSignals
@@ -59,6 +60,22 @@ class Link:
         communicator = self._connected(purpose)
         resources.enter_context(until_end(communicator))
         return communicator
+
+    def connect_machine(self, sync: str, resources: ExitStack) -> Communicator | None:
+        """Connect with the ranks of this machine, if its GPUs add up first; collective.
+
+        Args:
+            sync: the method that asks for it.
+            resources: closes the connections in the end, well or not.
+
+        Raises:
+            CommError: a rank didn't come in time.
+        """
+        members, limits = self.joined.members, (self.first_timeout, self.timeout)
+        near = connect_machine(members, self.joined.store, self.device, limits, sync)
+        if near is not None:
+            resources.enter_context(until_end(near))
+        return near
 
     def agree(self, subject: str, facts: Mapping[str, object]) -> None:
         """Require the same facts of all ranks; collective, once a subject.

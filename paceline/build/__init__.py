@@ -5,6 +5,7 @@ Each table of classes is one literal: `SOURCES` in `sources`, `SYNCHRONIZERS` in
 
 from paceline.build.checks import check
 from paceline.build.exchange import Peers, connect, connect_layers, device_of, replicate
+from paceline.build.machine import connect_machine
 from paceline.build.model import make_model, make_optimizer
 from paceline.build.recorders import build_recorder, build_trace
 from paceline.build.resume import Start, find_start
@@ -21,6 +22,7 @@ __all__ = [
     "check",
     "connect",
     "connect_layers",
+    "connect_machine",
     "cores_per_worker",
     "device_of",
     "find_start",

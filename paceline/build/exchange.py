@@ -54,6 +54,7 @@ class Peers:
         device: where the communicator's tensors live.
         recorder: measures the exchange.
         trace: traces it, if it is to be traced.
+        near: connects the workers of this machine, where their GPUs add up first.
     """
 
     members: Members
@@ -63,6 +64,7 @@ class Peers:
     device: torch.device = field(default_factory=partial(torch.device, "cpu"))
     recorder: Recorder = field(default_factory=NullRecorder)
     trace: Trace | None = None
+    near: Communicator | None = None
     _windows: Iterator[int] = field(default_factory=count)
 
     def open_window(
@@ -70,11 +72,15 @@ class Peers:
     ) -> Window:
         """Open a window, shared with the workers of this machine but by NIXL; collective.
 
+        Where GPUs add up first, one worker a machine has peers there.
+
         Raises:
             ConfigError: NIXL isn't installed.
             CommError: a rank didn't come in time, or can't be reached.
         """
         members, number = self.members, next(self._windows)
+        among = self.topology if self.near is None else self.topology.leaders
+        alone = members.rank not in among.ranks
         meeting = Meeting(
             share=self._share,
             rank=members.rank,
@@ -82,12 +88,13 @@ class Peers:
             token=self.token,
             purpose=f"generation/{members.generation}/window/{number}",
             limit=self.limits[0],
+            only=(members.rank,) if alone else among.ranks,
         )
         where = (members.address, size, notifications)
         if transport == "nixl":  # which doesn't tell when puts leave and arrive
             window: Window = nixl_window(meeting, *where)
         else:
-            neighbours = self.topology.groups[members.machine]
+            neighbours = (members.rank,) if alone else among.groups[members.machine]
             marks = MARKS if self.trace else 0
             window = linked = machines_window(meeting, neighbours, *where, marks, connections)
             if self.trace is not None:
@@ -127,7 +134,7 @@ def _notified(
     sharded = config.update == "sharded"
     kind: Callable[..., Synchronizer] = Sharded if sharded else Notified
     staged = any(p.device.type != "cpu" for bucket in buckets for p in bucket.parameters)
-    alone = config.transport == "nixl"  # which shares no memory
+    alone = config.transport == "nixl" and peers.near is None  # it shares no memory
     return kind(
         buckets,
         partial(peers.open_window, transport=config.transport, connections=config.connections or 1),
@@ -139,6 +146,7 @@ def _notified(
         WIRES[config.wire],
         peers.recorder,
         staged,
+        peers.near,
     )
 
 

@@ -43,6 +43,10 @@ def train(config: TrainConfig, members: Members, store: Store, token: str) -> No
         layers = build.connect_layers(config, members, store, device)
         if layers is not None:
             stack.enter_context(until_end(layers))
+        limits = (config.world.first_iter_timeout, config.world.timeout)
+        near = build.connect_machine(members, store, device, limits, config.sync.sync)
+        if near is not None:
+            stack.enter_context(until_end(near))
         start = build.find_start(config.output, folder, config.identity(), communicator, device)
         trace = build.build_trace(config.output, members, folder, communicator, device)
         recorder, log = build.build_recorder(config, members, folder, start, trace)
@@ -50,11 +54,12 @@ def train(config: TrainConfig, members: Members, store: Store, token: str) -> No
         peers = build.Peers(
             members=members,
             token=token,
-            limits=(config.world.first_iter_timeout, config.world.timeout),
+            limits=limits,
             communicator=communicator,
             device=device,
             recorder=recorder,
             trace=trace,
+            near=near,
         )
         trainer = build.build_trainer(
             config,

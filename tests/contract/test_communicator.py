@@ -31,6 +31,12 @@ def sums(c: Communicator) -> list[float]:
     return total(c, torch.arange(4.0, dtype=torch.float64) + c.rank, "a sum").tolist()
 
 
+def sum_for_rank_0(c: Communicator) -> list[float]:
+    tensor = torch.arange(4.0) + c.rank
+    c.reduce(tensor).wait("a sum")
+    return tensor.tolist()
+
+
 def first_of_rank_0(c: Communicator) -> list[torch.Tensor]:
     mixed = [
         torch.full((2, 3), float(c.rank)),
@@ -74,6 +80,13 @@ def test_all_ranks_get_the_sum(run: Run, world_size: int) -> None:
     offset = sum(range(world_size))
     expected = [world_size * i + offset for i in range(4)]
     assert run(world_size, sums) == [expected] * world_size
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_rank_0_gets_the_sum(run: Run, world_size: int) -> None:
+    offset = sum(range(world_size))
+    first, *_ = run(world_size, sum_for_rank_0)
+    assert first == [world_size * i + offset for i in range(4)]
 
 
 def test_all_ranks_get_rank_0s_tensors_of_any_dtype_and_layout(run: Run) -> None:

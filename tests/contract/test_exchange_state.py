@@ -25,21 +25,25 @@ from tests.harness.exchange_state import (
     train,
     with_ranks,
 )
-from tests.harness.notified import notified
+from tests.harness.notified import MakeNear, in_threads, notified
 from tests.harness.threads import run_ranks
 
 MACHINES = [(1, 1), (1, 1, 1), (2, 1), (2, 2)]
 
 
-@pytest.mark.parametrize("machines", MACHINES, ids=str)
+@pytest.mark.parametrize(
+    ("machines", "near"),
+    [*((machines, None) for machines in MACHINES), ((2, 1), in_threads), ((1, 2), in_threads)],
+    ids=str,
+)
 @pytest.mark.parametrize("wire", ["bf16", "int8"])
 def test_a_run_goes_on_with_the_bits_of_one_that_never_stopped(
-    machines: tuple[int, ...], wire: str
+    machines: tuple[int, ...], near: MakeNear | None, wire: str
 ) -> None:
-    whole = train(machines, wire, range(6))
-    half = train(machines, wire, range(3))
+    whole = train(machines, wire, range(6), near=near)
+    half = train(machines, wire, range(3), near=near)
     assert all(bool(value.any()) for value in totals(half).values()), "nothing was missed"
-    assert same(train(machines, wire, range(3, 6), half), whole)
+    assert same(train(machines, wire, range(3, 6), half, near=near), whole)
 
 
 def test_what_was_missed_has_the_parameters_names_and_shapes() -> None:
@@ -51,12 +55,16 @@ def test_what_was_missed_has_the_parameters_names_and_shapes() -> None:
         }
 
 
-@pytest.mark.parametrize(("machines", "bucket_bytes"), [((1, 1), 10**9), ((2, 2), 2_000)], ids=str)
+@pytest.mark.parametrize(
+    ("machines", "bucket_bytes", "near"),
+    [((1, 1), 10**9, None), ((2, 2), 2_000, None), ((2, 3), 2_000, in_threads)],
+    ids=str,
+)
 def test_other_buckets_and_more_ranks_a_machine_keep_each_machines_part(
-    machines: tuple[int, ...], bucket_bytes: int
+    machines: tuple[int, ...], bucket_bytes: int, near: MakeNear | None
 ) -> None:
     state = train((1, 1), "int8", range(3))
-    again = train(machines, "int8", range(0), state, bucket_bytes=bucket_bytes)
+    again = train(machines, "int8", range(0), state, bucket_bytes=bucket_bytes, near=near)
     assert same(again["exchange"], state["exchange"])
 
 

@@ -22,6 +22,12 @@ from tests.harness.notified import (
     notified_by_gloo,
     notified_on_machines,
 )
+from tests.harness.notified import (
+    in_threads,
+    notified,
+    notified_by_gloo,
+    notified_on_machines,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -115,6 +121,19 @@ def test_telling_cases_over_shared_memory_and_tcp_at_once(
     alone = training.alone()
     kind = notified_on_machines(machines)
     first, *others = training.on_threads(sum(machines), 2_000, kind)
+    assert largest_difference(first, alone) < 1e-10
+    for other in others:
+        assert largest_difference(first, other) == 0
+
+
+@pytest.mark.parametrize("machines", [(2, 1), (1, 3), (2, 2)], ids=str)
+@pytest.mark.parametrize("name", TELLING)
+def test_telling_cases_by_sums_as_of_a_machines_gpus_over_gloo_and_tcp(
+    name: str, machines: tuple[int, ...]
+) -> None:
+    training = CASES[name]()
+    alone = training.alone()
+    first, *others = training.on_threads(sum(machines), 2_000, notified_by_gloo(machines))
     assert largest_difference(first, alone) < 1e-10
     for other in others:
         assert largest_difference(first, other) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from threading import Barrier
 
 import pytest
@@ -16,13 +17,16 @@ from paceline.sync.layout import Spec, Topology, lay_out
 from paceline.sync.owner import Owner
 from tests.harness.bench import Bench
 from tests.harness.equivalence import convnet, largest_difference
-from tests.harness.notified import notified, notified_on_machines
+from tests.harness.notified import in_threads, notified, notified_on_machines
 from tests.harness.threads import run_ranks
 
 LIMIT = 1000.0  # longer than a test's: who waits that long fails it
 KINDS = {
     "in process": lambda: notified(False, limit=LIMIT),
     "copies": lambda: notified(False, limit=LIMIT, staged=True),
+    "sums of GPUs": lambda: notified(
+        False, (2, 1), limit=LIMIT, near=partial(in_threads, limit=LIMIT)
+    ),
     "TCP": lambda: notified_on_machines((1, 1, 1), limit=LIMIT),
     "shared memory and TCP": lambda: notified_on_machines((2, 1), limit=LIMIT),
 }
@@ -70,16 +74,40 @@ def test_survivors_name_the_lost_rank_though_they_wait_for_each_other(
         bench = bench_of(communicator)
         if communicator.rank != LOST:
             return said_by(bench)
-        for number in range(STEP):
-            bench.step(number)
-        if moment == "in mid-step":
-            bench.model[2].weight.register_hook(throw)  # type: ignore[index]
-            with pytest.raises(KeyError):
-                bench.step(STEP)
-        bench.replica.close()
+        lose(bench, moment)
         return ""
 
     named(run_ranks(3, train))
+
+
+def lose(bench: Bench, moment: str) -> None:
+    """Train for some steps, and go without a word."""
+    for number in range(STEP):
+        bench.step(number)
+    if moment == "in mid-step":
+        bench.model[2].weight.register_hook(throw)  # type: ignore[index]
+        with pytest.raises(KeyError):
+            bench.step(STEP)
+    bench.replica.close()
+
+
+@pytest.mark.parametrize("moment", ["between steps", "in mid-step"])
+def test_who_adds_up_with_a_lost_rank_names_it_and_the_other_machines_hear_of_it(
+    model: nn.Module, moment: str
+) -> None:
+    kind = notified(False, (1, 2), limit=LIMIT, near=partial(in_threads, limit=LIMIT))
+
+    def train(communicator: Communicator) -> str:
+        bench = Bench.of(communicator, model, kind=kind)
+        if communicator.rank != LOST:
+            return said_by(bench)
+        lose(bench, moment)
+        return ""
+
+    other, leader, _ = run_ranks(3, train)
+    assert leader.startswith(f"rank 1 lost rank {LOST} in bucket ")
+    assert leader.endswith("the connection inside their machine ended.")
+    assert other.startswith("rank 0 lost rank 1 in ")
 
 
 def named(said: list[str]) -> None:

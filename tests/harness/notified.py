@@ -8,8 +8,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from torch.distributed import HashStore
+import torch
+from torch.distributed import HashStore, Store
 
+from paceline.build.exchange import Peers
+from paceline.build.machine import connect_neighbours
+from paceline.cluster.members import Members
 from paceline.comm.communicator import Communicator
 from paceline.comm.faulty_window import Faults, FaultyWindow
 from paceline.comm.inprocess import ThreadGroup
@@ -29,11 +33,11 @@ Inside = Callable[[int], Communicator]  # connects a rank with those of its mach
 MakeNear = Callable[[Sequence[int]], Inside]  # of machines with so many ranks
 
 
-def in_threads(machines: Sequence[int]) -> Inside:
+def in_threads(machines: Sequence[int], limit: float = 30.0) -> Inside:
     """Connect the ranks of each machine, which are threads, with each other."""
     near: dict[int, Communicator] = {}
     for ranks in Topology.of(machines).groups:
-        group = ThreadGroup(len(ranks))
+        group = ThreadGroup(len(ranks), limit)
         near |= {rank: group.communicator(number) for number, rank in enumerate(ranks)}
     return near.__getitem__
 
@@ -110,3 +114,39 @@ def notified_on_machines(machines: Sequence[int], limit: float = 30.0) -> Callab
         return Notified(buckets, open_window, *parts, topology, (limit, limit))
 
     return make
+
+
+def notified_by_gloo(machines: Sequence[int], limit: float = 30.0) -> Callable[..., Any]:
+    """Return what makes it as workers with GPUs do: Gloo in NCCL's place, TCP between machines."""
+    store, peers = HashStore(), {}
+
+    def make(buckets: Sequence[Bucket], communicator: Communicator, *parts: Any) -> Notified:
+        rank = communicator.rank
+        if rank not in peers:
+            peers[rank] = peers_on_gloo(machines, communicator, store, limit)
+        mine = peers[rank]
+        how = (mine.limits, lambda: None, WIRES["fp32"], None, True, mine.near)
+        return Notified(buckets, mine.open_window, *parts, mine.topology, *how)
+
+    return make
+
+
+def peers_on_gloo(
+    machines: Sequence[int], communicator: Communicator, store: Store, limit: float
+) -> Peers:
+    """Connect a rank with those of its machine by Gloo, as if they had GPUs."""
+    topology, rank = Topology.of(machines), communicator.rank
+    number = topology.group_of(rank)
+    ranks = topology.groups[number]
+    members = Members.on(
+        number,
+        ranks.index(rank),
+        machines=tuple(machines),
+        addresses=("127.0.0.1",) * len(machines),
+        hosts=("localhost",) * len(machines),
+    )
+    limits = (limit, limit)
+    near = connect_neighbours(members, store, torch.device("cpu"), limits)
+    return Peers(
+        members=members, token="token", limits=limits, communicator=communicator, near=near
+    )
