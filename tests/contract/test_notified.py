@@ -219,3 +219,11 @@ def test_two_runs_give_the_same_bits_however_late_puts_are(
     ]
     assert largest_difference(runs[0], runs[1]) == 0
     assert largest_difference(runs[0], runs[2]) == 0
+
+
+def test_late_puts_change_no_bit_of_sums_as_of_a_machines_gpus() -> None:
+    punctual, late = (
+        CASES["usual"]().on_threads(4, 2_000, notified(late, (2, 2), near=in_threads))[0]
+        for late in (False, True)
+    )
+    assert largest_difference(punctual, late) == 0

@@ -10,6 +10,7 @@ import torch
 from torch.distributed import HashStore
 
 from paceline import build
+from paceline.build.machine import adds_up_on_gpus
 from paceline.cli.flags import parse
 from paceline.cluster.members import Members
 from paceline.comm.inprocess import ThreadGroup
@@ -181,6 +182,26 @@ def test_what_gpus_cannot_do_is_refused_to_them_alone() -> None:
         build.check(config_of(*words, "--use_cpu"), gpus=1)
     for words in ((), ("--sync", "notified", "--wire", "bf16")):
         build.check(config_of(*words, "--num_gpus", "1"), gpus=1)
+
+
+@pytest.mark.parametrize(
+    ("machines", "device", "sync", "adds_up"),
+    [
+        ((2, 1), "cuda", "notified", True),
+        ((1, 3), "cuda", "notified", True),
+        ((1, 1), "cuda", "notified", False),
+        ((4,), "cuda", "notified", False),
+        ((2, 1), "cpu", "notified", False),
+        ((2, 1), "cuda", "auto", False),
+    ],
+)
+def test_gpus_add_up_first_where_some_machine_of_several_has_more_than_one(
+    machines: tuple[int, ...], device: str, sync: str, adds_up: bool
+) -> None:
+    places = ("127.0.0.1",) * len(machines)
+    for machine in range(len(machines)):
+        members = Members.on(machine, 0, machines=machines, addresses=places, hosts=places)
+        assert adds_up_on_gpus(members, torch.device(device), sync) == adds_up
 
 
 def test_timeouts_reach_the_connections() -> None:
