@@ -22,12 +22,6 @@ from tests.harness.notified import (
     notified_by_gloo,
     notified_on_machines,
 )
-from tests.harness.notified import (
-    in_threads,
-    notified,
-    notified_by_gloo,
-    notified_on_machines,
-)
 
 
 @pytest.fixture(autouse=True)
