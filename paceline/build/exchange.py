@@ -87,7 +87,7 @@ class Peers:
             world_size=members.world_size,
             token=self.token,
             purpose=f"generation/{members.generation}/window/{number}",
-            limit=self.limits[0],
+            limit=self.limits[1 if number else 0],  # later all have just spoken
             only=(members.rank,) if alone else among.ranks,
         )
         where = (members.address, size, notifications)

@@ -19,12 +19,14 @@ from numpy.typing import NDArray
 from paceline.comm import loop
 from paceline.comm.calls import Lock, write_word
 from paceline.comm.moment import Moment
+from paceline.errors import CommError
 
 CHUNK = 2**18  # bytes of a frame at most
 _SHARED = 2**17  # bytes of a put that several connections share, at least
-_PUTS = 4096  # that can be under way
+_PUTS = 2**16  # pieces that can be under way
 _SEATS = 16  # threads that can sleep at once
 _CLOSE_S = 5.0
+_TOGETHER_S = 2.0  # in which a peer that ends closes all its connections
 _CLOSED = (-1, -1)
 
 _Words = NDArray[np.int64]
@@ -81,14 +83,16 @@ class Mover:
         self._marks = _words(marks, loop.MARK)
         self._free = list(range(_PUTS))
         self._sources: dict[int, object] = {}
-        self._order = 0
+        self._order = self._top = 0
         self._gone = 0
         self._putting = threading.Lock()
         self._seats: queue.SimpleQueue[tuple[int, _Event]] = queue.SimpleQueue()
         for seat in range(_SEATS):
             self._seats.put((seat, _Event()))
+        self._failure = ""
+        self._ends: dict[int, float] = {}  # when a peer was first seen to have closed some
         self._thread = threading.Thread(
-            target=loop.run,
+            target=self._run,
             args=(
                 self._state,
                 self._links,
@@ -134,19 +138,25 @@ class Mover:
     def error(self, peer: int) -> str:
         """Say why a peer's connections ended; "" as long as they stand.
 
-        As long as one stands after the others have only ended, the peer's last words may be in it.
+        For a moment after some have only ended, the peer's last words may be in the others.
         """
         links = self._links[self._of[peer]]
         ended = links[:, loop.ALIVE] == 0
         broken = ended & (links[:, loop.ERROR] != loop.ENDED)
-        if not len(links) or not (ended.all() or broken.any()):
+        if not ended.any():
             return ""
+        if self._failure:
+            return self._failure
+        if not (ended.all() or broken.any()):
+            since = self._ends.setdefault(peer, time.monotonic())
+            if time.monotonic() < since + _TOGETHER_S:
+                return ""
         known = {
             0: "this process closed it",
             loop.ENDED: "the peer closed it",
             loop.NONSENSE: "the peer sent something that is no put",
         }
-        error = int(links[broken.argmax(), loop.ERROR])
+        error = int(links[(broken if broken.any() else ended).argmax(), loop.ERROR])
         return known.get(error) or os.strerror(error)
 
     def hear(self, below: int) -> None:
@@ -169,6 +179,9 @@ class Mover:
             target: offset in the peer's memory, notification, value.
             priority: smaller goes first.
             keep: what keeps the sources' memory alive.
+
+        Raises:
+            CommError: too many are under way.
         """
         only = loop.ANY
         if sum(size for _, size in pieces) < _SHARED:
@@ -188,9 +201,10 @@ class Mover:
 
     def sending(self, peer: int) -> bool:
         """Tell whether a put to a peer is under way."""
-        status = self._puts[:, loop.STATUS]
+        puts = self._puts[: self._top]
+        status = puts[:, loop.STATUS]
         mine = (status == loop.NEW) | (status == loop.QUEUED) | (status == loop.WAITING)
-        return bool((mine & (self._puts[:, loop.TO] == peer)).any())
+        return bool((mine & (puts[:, loop.TO] == peer)).any())
 
     def sleep(self, peer: int, ready: Callable[[], bool], limit: float) -> bool:
         """Sleep until something is true, for `limit` seconds at most; return whether it is.
@@ -239,12 +253,7 @@ class Mover:
             return
         write_word(self._control[1], loop.STOP)
         self._thread.join(_CLOSE_S)
-        with self._lock:
-            self._links[:, loop.ALIVE] = 0
-            asleep = [int(row[loop.EVENT]) for row in self._waits if row[loop.ASLEEP]]
-            self._waits[:, loop.ASLEEP] = 0  # each is woken once
-        for event in asleep:
-            os.eventfd_write(event, 1)
+        self._end_all()
         for end in self._sockets:
             end.close()
         with self._putting:
@@ -252,12 +261,35 @@ class Mover:
                 os.close(end_of_pipe)
             self._control = _CLOSED
 
+    def _run(self, *arrays: object) -> None:
+        """Run the loop; whoever waits for it learns if it fails."""
+        try:
+            loop.run(*arrays)
+        except BaseException as error:
+            what = f"{type(error).__name__}: {error}"
+            self._failure = f"this process moves no bytes any more ({what})"
+            self._end_all()
+
+    def _end_all(self) -> None:
+        """End all connections here, and wake whoever sleeps."""
+        with self._lock:
+            self._links[:, loop.ALIVE] = 0
+            asleep = [int(row[loop.EVENT]) for row in self._waits if row[loop.ASLEEP]]
+            self._waits[:, loop.ASLEEP] = 0  # each is woken once
+        for event in asleep:
+            os.eventfd_write(event, 1)
+
     def _take(self, count: int) -> list[int]:
         """Take free rows, the lowest first."""
         self._reap()
         if len(self._free) < count:
-            raise RuntimeError(f"{_PUTS} pieces of puts are under way, and more can't be")
-        return [heapq.heappop(self._free) for _ in range(count)]
+            raise CommError(
+                f"{_PUTS:,} pieces of puts are under way, and more can't be: a peer takes none, or "
+                "there are too many; give a larger --bucket_mb."
+            )
+        slots = [heapq.heappop(self._free) for _ in range(count)]
+        self._top = max(self._top, slots[-1] + 1)
+        return slots
 
     def reap(self) -> None:
         """Let go of what has been sent."""

@@ -70,6 +70,7 @@ class Window(Protocol):
 
         Raises:
             PeerLost: the peer's connection ended.
+            CommError: more is under way than can be.
         """
 
     def wait(

@@ -6,11 +6,12 @@ import socket
 import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 import torch
 
-from paceline.comm import mesh
+from paceline.comm import loop, mesh
 from paceline.comm.linked_window import LinkedWindow
 from paceline.comm.loop import HEAD
 from paceline.comm.mesh import Meeting
@@ -96,6 +97,33 @@ def said_by(end: socket.socket) -> bytes:
     """Receive all that is said, and close."""
     with end, end.makefile("rb") as stream:
         return stream.read()
+
+
+def test_a_peer_that_closes_one_of_its_connections_only_is_lost_soon() -> None:
+    window, ends = window_and_sockets(1024, 2)
+    ends[1].close()
+
+    def wait() -> None:
+        for _ in range(100):
+            with suppress(CommTimeout):
+                window.wait(1, 0, 1, limit=0.5, operation="a put")
+
+    with pytest.raises(PeerLost, match="the peer closed it"):
+        wait()
+    ends[0].close()
+    window.close()
+
+
+def test_a_loop_that_fails_loses_all_peers_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_: object) -> None:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(loop, "run", run)
+    window, (end,) = window_and_sockets(1024, 1)
+    with pytest.raises(PeerLost, match=r"lost rank 1 in a put: .* \(RuntimeError: no compiler\)"):
+        window.wait(1, 0, 1, limit=LIMIT, operation="a put")
+    end.close()
+    window.close()
 
 
 @pytest.mark.parametrize("mistake", ["a cut", "nonsense"])
