@@ -31,10 +31,15 @@ from tests.harness.threads import run_ranks
 MACHINES = [(1, 1), (1, 1, 1), (2, 1), (2, 2)]
 
 
+def named(value: object) -> str:
+    """Name a case, the same in every process."""
+    return "near" if value is in_threads else str(value)
+
+
 @pytest.mark.parametrize(
     ("machines", "near"),
     [*((machines, None) for machines in MACHINES), ((2, 1), in_threads), ((1, 2), in_threads)],
-    ids=str,
+    ids=named,
 )
 @pytest.mark.parametrize("wire", ["bf16", "int8"])
 def test_a_run_goes_on_with_the_bits_of_one_that_never_stopped(
@@ -58,7 +63,7 @@ def test_what_was_missed_has_the_parameters_names_and_shapes() -> None:
 @pytest.mark.parametrize(
     ("machines", "bucket_bytes", "near"),
     [((1, 1), 10**9, None), ((2, 2), 2_000, None), ((2, 3), 2_000, in_threads)],
-    ids=str,
+    ids=named,
 )
 def test_other_buckets_and_more_ranks_a_machine_keep_each_machines_part(
     machines: tuple[int, ...], bucket_bytes: int, near: MakeNear | None
