@@ -76,7 +76,7 @@ def test_a_machine_killed_before_its_mark_learns_that_the_run_is_finished(
     assert machines[0].status() == 0
     assert [mark.exists() for mark in marks] == [True, False]
     back = stage.start(plan(meeting, 1, begun=True), finish=marks[1])
-    answer(plan(meeting, 0))
+    answer(plan(meeting, 0), limit=60)  # until it has come, and no longer
     assert back.status() == 0
     assert back.text.splitlines()[-1] == (
         "paceline: run r is finished; give another --run_id to train again."

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.build.choice import CANDIDATES
+from paceline.build.choice import CANDIDATES, CONNECTIONS
 from paceline.comm.communicator import Communicator
 from paceline.sync.wires import WIRES
 from tests.harness.benchmarks import (
@@ -112,6 +112,7 @@ def test_ctrl_c_in_the_middle_leaves_no_process() -> None:
             "'horovod' is none of none, floor, floor-bf16, floor-int8, line, ddp, ddp-bf16",
         ),
         ("ddp:0", "0 MiB is no size of a bucket"),
+        ("ddp:8x2", "ddp:8x2: a number of connections is for notified only"),
     ],
 )
 def test_a_row_that_is_none_is_refused(row: str, sentence: str) -> None:
@@ -127,7 +128,8 @@ def test_what_auto_chooses_is_said_and_stands_beside_each_fixed_choice() -> None
     assert process.returncode == 0, err
     assert err.count("fix it by --sync ") == 1  # by rank 0
     cells = table(out)
-    assert list(cells) == ["auto", *(f"{sync}:{size:g}" for sync, size in CANDIDATES["cpu"])]
+    fixed = [f"{sync}:{size:g}" for sync, size in CANDIDATES["cpu"]]
+    assert list(cells) == ["auto", *fixed, f"{fixed[0]}x{CONNECTIONS}"]
     assert all(INTERVAL.fullmatch(ratio) for _, ratio, _ in cells.values())
     assert [mark for *_, mark in cells.values()].count("fastest") == 1
 
