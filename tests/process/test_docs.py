@@ -34,6 +34,7 @@ SHOWN_ONLY = {
     "installs from an index",
     "takes minutes on an idle machine",
     "needs CIFAR-10 and about half an hour",
+    "needs CIFAR-10 and an hour and a half",
     "needs Slurm",
 }
 HIDDEN = re.compile(r"^(\$ |(paceline \w+|resnet50_trainer) --)", re.MULTILINE)
