@@ -25,8 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
-        print(_usage())
-        return 0 if words else 2
+        return _guarded(lambda: _tell(_usage(), 0 if words else 2))
     if words[0] in ("-V", "--version", "version"):
         return _guarded(_version)
     return _guarded(lambda: _command(words[0])(words[1:]))
@@ -48,11 +47,20 @@ def _guarded(run: Callable[[], int]) -> int:
         return error.status
     except KeyboardInterrupt:
         return 130
-    except OSError as error:  # nobody below has a better word for it: a full disk, a closed pipe
+    except BrokenPipeError:  # whoever read the output has seen enough: `paceline db show … | head`
+        _give_output_up()
+        return 128 + signal.SIGPIPE
+    except OSError as error:  # nobody below has a better word for it: a full disk
         with suppress(OSError):
             print(f"paceline: {error}", file=sys.stderr)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _give_output_up()
         return 1
+
+
+def _give_output_up() -> None:
+    """Let what is still in the buffer be no error once more when the process exits."""
+    with suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _command(name: str) -> Callable[..., int]:
@@ -87,8 +95,12 @@ def _ended_by_ctrl_c() -> Iterator[None]:
 def _version() -> int:
     from importlib import metadata
 
-    print(f"paceline {metadata.version('paceline')}")
-    return 0
+    return _tell(f"paceline {metadata.version('paceline')}", 0)
+
+
+def _tell(text: str, status: int) -> int:
+    print(text)
+    return status
 
 
 def _usage() -> str:
