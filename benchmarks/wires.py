@@ -44,16 +44,16 @@ def main() -> None:
     times = run(large, rounds, calls=1, unit=1e-3) | run(small, rounds, calls=CALLS, unit=1e-6)
     print(f"{numel} values, one thread, medians of {rounds} rounds\n")
     heads = ("kernel, ms", "plain, ms", "torch, ms", "call, µs", "torch's call, µs")
-    print(f"{'':12}" + "".join(f"{head:>18}" for head in heads))
+    print(f"{'':22}" + "".join(f"{head:>18}" for head in heads))
     for name in large["kernel"]:
         row = [times.get((column, name)) for column in (*large, *small)]
-        print(f"{name:12}" + "".join(f"{'' if t is None else f'{t:.2f}':>18}" for t in row))
+        print(f"{name:22}" + "".join(f"{'' if t is None else f'{t:.2f}':>18}" for t in row))
 
 
 def kernels_work(kernels: Kernels, values: Sequence[Tensor]) -> Work:
     """Name what the kernels do, with five tensors of values."""
     *parts, out = values
-    numel, error = len(out), parts[-1]
+    numel, error, sums = len(out), parts[-1], torch.empty_like(out)
     work: Work = {}
     for name, kind in WIRES.items():
         wire = kind(kernels)
@@ -63,9 +63,19 @@ def kernels_work(kernels: Kernels, values: Sequence[Tensor]) -> Work:
         )
         work[f"{name} decode"] = partial(wire.decode, data, out)
         work[f"{name} add"] = partial(wire.add, data, out)
+        if wire.lossy:  # otherwise parts are added up as they are
+            coded, ours = torch.zeros_like(data), [(0, numel, parts[0])]
+            work[f"{name} reduce"] = partial(
+                wire.reduce, [coded, None], ours, 0.5, error, data, error, sums
+            )
     for count in (1, 2, 4):
         added = [[(0, numel, part)] for part in parts[:count]]
-        work[f"sum of {count}"] = partial(kernels.add_up, added, [0.5, 0.25, 1.0, 0.1][:count], out)
+        weights = [0.5, 0.25, 1.0, 0.1][:count]
+        work[f"sum of {count}"] = partial(kernels.add_up, added, weights, out)
+        if count < 4:
+            work[f"sum of {count} past caches"] = partial(
+                kernels.add_up, added, weights, out, past_caches=True
+            )
     return work
 
 

@@ -137,11 +137,15 @@ def test_what_auto_chooses_is_said_and_stands_beside_each_fixed_choice() -> None
 def test_the_wires_table_has_a_line_for_each_of_their_methods() -> None:
     title, _, _, *lines = printed("wires.py", "--quick").splitlines()
     assert title.startswith("256000 values, one thread")
-    found = {line[:12].strip(): len(re.findall(r" \d+\.\d\d", line)) for line in lines}
+    found = {line[:22].strip(): len(re.findall(r" \d+\.\d\d", line)) for line in lines}
     methods = {f"{wire} {method}" for wire in WIRES for method in ("encode", "decode", "add")}
-    assert set(found) == methods | {"sum of 1", "sum of 2", "sum of 4"}
+    sums = {"sum of 1", "sum of 2", "sum of 4"}
+    past_caches = {"sum of 1 past caches", "sum of 2 past caches"}
+    reductions = {"bf16 reduce", "int8 reduce"}
+    assert set(found) == methods | reductions | sums | past_caches
     alone = {name for name, columns in found.items() if columns == 3}  # torch has nothing like it
-    assert alone == {"int8 encode", "int8 decode", "int8 add", "sum of 4"}
+    int8 = {name for name in methods if name.startswith("int8")}
+    assert alone == {*int8, *reductions, "sum of 4", *past_caches}
     assert set(found.values()) == {3, 5}
 
 
