@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.comm.loop import EVERYBODY
 from paceline.comm.moment import Moment
 from paceline.comm.mover import Mover
-from paceline.comm.window import Source, bytes_of
+from paceline.comm.window import Source, bytes_of, tensors_of
 from paceline.errors import CommTimeout, PeerLost
 
 
@@ -72,14 +72,13 @@ class LinkedWindow:
     ) -> None:
         """Queue a put, or copy at once where the memory is shared."""
         self._require(peer, f"a put to rank {peer}")
-        data, at = bytes_of(source), offset
-        shared = self._reaches[peer]
-        if shared is not None:
-            for piece in data:
+        data, at, shared = tensors_of(source), offset, self._reaches[peer]
+        if data and shared is not None:
+            for piece in bytes_of(source):
                 shared[at : at + piece.numel()].copy_(piece)
                 at += piece.numel()
             data = []
-        pieces = [(piece.data_ptr(), piece.numel()) for piece in data if piece.numel()]
+        pieces = [(piece.data_ptr(), piece.nbytes) for piece in data if piece.numel()]
         self._mover.put(peer, pieces, (offset, notification, value), priority, data)
 
     def wait(
@@ -132,6 +131,8 @@ class LinkedWindow:
             raise PeerLost(f"rank {self.rank} lost rank {peer} in {operation}: {error}.")
 
     def _lost(self) -> int | None:
+        if self._mover.whole:
+            return None
         return next((peer for peer in self._others if self._mover.error(peer)), None)
 
 

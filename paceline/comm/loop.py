@@ -45,7 +45,7 @@ FD, ALIVE, ERROR, FULL, PUT, OUT_HAVE, OUT_LEFT, OUT_AT = range(8)
 IN_HAVE, IN_LEFT, IN_AT, IN_WAKE, OF_PEER, FIRST, BEHIND, LINK = range(8, 16)
 STATUS, TO, PRIORITY, ORDER, AT, LEFT, OFFSET, NOTE, VALUE, REST, ONLY, TOLD, BUSY, PUTS = range(14)
 ASLEEP, PEER, EVENT, WAIT = range(4)
-CONTROL, MEMORY, SIZE, CHUNK, TOP, NEWS, LOCK, GONE, HEARD, MARKED, STATE = range(11)
+CONTROL, MEMORY, SIZE, CHUNK, TOP, NEWS, LOCK, GONE, HEARD, MARKED, ENDS, STATE = range(12)
 WHAT, OF, NOTIFICATION, REACHED, SECONDS, NANOSECONDS, MARK = range(7)
 
 LEFT_HERE, ARRIVED = range(2)  # what a mark tells of
@@ -291,6 +291,7 @@ def give_up(i, error, state, links, waits, one):  # type: ignore[no-untyped-def]
     for other in range(first, behind):
         if links[other, ALIVE]:
             links[other, ERROR], links[other, ALIVE] = error, 0
+            state[ENDS] += 1
     wake(EVERYBODY, True, waits, one)
     unlock(state[LOCK])
 

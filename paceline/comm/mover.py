@@ -7,6 +7,7 @@ import os
 import queue
 import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +29,9 @@ _SEATS = 16  # threads that can sleep at once
 _CLOSE_S = 5.0
 _TOGETHER_S = 2.0  # in which a peer that ends closes all its connections
 _CLOSED = (-1, -1)
+_FEW = 16  # puts that have left, whose rows and sources may wait for the next look
+_ROW = struct.Struct(f"{loop.PUTS}q")  # numpy takes five times as long to write one
+_SEAT = struct.Struct(f"{loop.WAIT}q")
 
 _Words = NDArray[np.int64]
 
@@ -80,7 +84,10 @@ class Mover:
         self._puts = _words(_PUTS, loop.PUTS)
         self.values = _words(len(sockets), notifications)
         self._waits = _words(_SEATS, loop.WAIT)
+        self._asleep = self._waits.data.cast("B")
         self._marks = _words(marks, loop.MARK)
+        self._rows = self._puts.data.cast("B")
+        self._words = self._state.data
         self._free = list(range(_PUTS))
         self._sources: dict[int, object] = {}
         self._order = self._top = 0
@@ -116,7 +123,13 @@ class Mover:
     @property
     def news(self) -> int:
         """How many notifications have come."""
-        return int(self._state[loop.NEWS])
+        news: int = self._words[loop.NEWS]
+        return news
+
+    @property
+    def whole(self) -> bool:
+        """Whether no connection has ended yet."""
+        return not self._words[loop.ENDS]
 
     @property
     def moments(self) -> list[Moment]:
@@ -140,6 +153,8 @@ class Mover:
 
         For a moment after some have only ended, the peer's last words may be in the others.
         """
+        if self.whole:
+            return ""
         links = self._links[self._of[peer]]
         ended = links[:, loop.ALIVE] == 0
         broken = ended & (links[:, loop.ERROR] != loop.ENDED)
@@ -191,12 +206,14 @@ class Mover:
                 return
             slots = self._take(max(1, len(pieces)))
             self._order += 1
-            status, rest = loop.WAITING, loop.NONE
+            if pieces:
+                self._sources[slots[-1]] = keep
+            rest = loop.NONE
             for slot, piece in zip(reversed(slots), reversed(pieces or [(0, 0)]), strict=True):
+                status = loop.NEW if slot == slots[0] else loop.WAITING
                 row = (status, peer, priority, self._order, *piece, *target, rest, only, 0, 0)
-                self._puts[slot], rest = row, slot
-            self._sources[slots[-1]] = keep
-            self._puts[slots[0], loop.STATUS] = loop.NEW
+                _ROW.pack_into(self._rows, slot * _ROW.size, *row)
+                rest = slot
             write_word(self._control[1], slots[0])
 
     def sending(self, peer: int) -> bool:
@@ -215,7 +232,8 @@ class Mover:
             ready: quick; called under the loop's lock.
             limit: seconds.
         """
-        self.reap()
+        if self._sources:
+            self.reap()
         if ready():
             return True
         deadline = time.monotonic() + limit
@@ -226,7 +244,7 @@ class Mover:
                 with self._lock:
                     if ready():
                         return True
-                    self._waits[seat] = 1, peer, event.number
+                    _SEAT.pack_into(self._asleep, seat * _SEAT.size, 1, peer, event.number)
                 woken = False
                 woken = event.sleep(deadline - time.monotonic())
                 if not woken:
@@ -274,6 +292,7 @@ class Mover:
         """End all connections here, and wake whoever sleeps."""
         with self._lock:
             self._links[:, loop.ALIVE] = 0
+            self._words[loop.ENDS] += 1
             asleep = [int(row[loop.EVENT]) for row in self._waits if row[loop.ASLEEP]]
             self._waits[:, loop.ASLEEP] = 0  # each is woken once
         for event in asleep:
@@ -281,7 +300,8 @@ class Mover:
 
     def _take(self, count: int) -> list[int]:
         """Take free rows, the lowest first."""
-        self._reap()
+        if self._words[loop.GONE] - self._gone > _FEW or len(self._free) < count:
+            self._reap()
         if len(self._free) < count:
             raise CommError(
                 f"{_PUTS:,} pieces of puts are under way, and more can't be: a peer takes none, or "
@@ -293,12 +313,12 @@ class Mover:
 
     def reap(self) -> None:
         """Let go of what has been sent."""
-        if self._state[loop.GONE] != self._gone:
+        if self._words[loop.GONE] != self._gone:
             with self._putting:
                 self._reap()
 
     def _reap(self) -> None:
-        gone = int(self._state[loop.GONE])
+        gone = self._words[loop.GONE]
         if gone == self._gone:
             return
         self._gone = gone

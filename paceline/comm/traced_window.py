@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from paceline.comm.window import Source, Window, bytes_of
+from paceline.comm.window import Source, Window, tensors_of
 from paceline.recorder import Recorder
 
 
@@ -37,7 +37,7 @@ class TracedWindow:
         priority: int = 0,
     ) -> None:
         """Start a put."""
-        size = sum(part.numel() for part in bytes_of(source))
+        size = sum(part.nbytes for part in tensors_of(source))
         told = {"peer": peer, "notification": notification, "value": value, "bytes": size}
         with self._recorder.span("put", window=self._number, priority=priority, **told):
             self._window.put(peer, offset, source, notification, value, priority)

@@ -107,9 +107,14 @@ class Window(Protocol):
         """Give up connections and memory; whoever waits gets `PeerLost`. Nothing is sent later."""
 
 
+def tensors_of(source: Source) -> Sequence[Tensor]:
+    """Return what a put copies, one tensor behind another."""
+    return [] if source is None else [source] if isinstance(source, Tensor) else source
+
+
 def bytes_of(source: Source) -> list[Tensor]:
     """View dense tensors' memory, in whatever order their values are, as (bytes,) of uint8 each."""
-    tensors = [] if source is None else [source] if isinstance(source, Tensor) else source
     return [
-        tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8) for tensor in tensors
+        tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        for tensor in tensors_of(source)
     ]

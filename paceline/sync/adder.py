@@ -60,7 +60,7 @@ class Adder:
         self.error: BaseException | None = None
         self._changed = threading.Condition()
         self._closed = False
-        if len(place.members) == 1 and self._all_land:
+        if self._all_land and not self._relays:
             window.hear(self._count)  # sums and flags are for who waits for them
         self._thread = threading.Thread(target=self._work, name="owner", daemon=True)
         self._thread.start()
