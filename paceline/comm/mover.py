@@ -5,13 +5,11 @@ from __future__ import annotations
 import heapq
 import os
 import queue
-import select
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from itertools import accumulate
 
 import numpy as np
@@ -19,6 +17,7 @@ from numpy.typing import NDArray
 
 from paceline.comm import loop
 from paceline.comm.calls import Lock, write_word
+from paceline.comm.event import Event
 from paceline.comm.moment import Moment
 from paceline.errors import CommError
 
@@ -93,9 +92,9 @@ class Mover:
         self._order = self._top = 0
         self._gone = 0
         self._putting = threading.Lock()
-        self._seats: queue.SimpleQueue[tuple[int, _Event]] = queue.SimpleQueue()
+        self._seats: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
         for seat in range(_SEATS):
-            self._seats.put((seat, _Event()))
+            self._seats.put((seat, Event()))
         self._failure = ""
         self._ends: dict[int, float] = {}  # when a peer was first seen to have closed some
         self._thread = threading.Thread(
@@ -327,30 +326,6 @@ class Mover:
             self._puts[slot, loop.STATUS] = loop.FREE
             self._sources.pop(slot, None)
             heapq.heappush(self._free, slot)
-
-
-class _Event:
-    """What a thread sleeps on."""
-
-    def __init__(self) -> None:
-        self.number = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poll = select.poll()
-        self._poll.register(self.number, select.POLLIN)
-
-    def sleep(self, limit: float) -> bool:
-        """Sleep; return False at the limit."""
-        if limit <= 0 or not self._poll.poll(limit * 1000):
-            return False
-        self.clear()
-        return True
-
-    def clear(self) -> None:
-        """Forget that it was written to."""
-        with suppress(BlockingIOError):
-            os.eventfd_read(self.number)
-
-    def __del__(self) -> None:
-        os.close(self.number)
 
 
 def _words(*shape: int) -> _Words:
