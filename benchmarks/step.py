@@ -28,7 +28,7 @@ DDP, LINE = "ddp", "line"
 ROWS = [
     *("none", "floor", "floor-bf16", "floor-int8"),
     *("ddp:1", "ddp:4", "ddp:25", "ddp-bf16:1", "ddp-bf16:4", "ddp-bf16:25"),
-    *("allreduce", "notified", "notified-bf16", "notified-int8"),
+    *("allreduce", "notified", "notified-sharded", "notified-bf16", "notified-int8"),
 ]
 LINKS = [LOOPBACK, "2.5gbit", "1gbit"]
 TITLES = ["", "ms a step", "speed / DDP's best", "/ DDP bf16's best", "/ its floor", "/ none"]

@@ -8,7 +8,8 @@
     ddp-bf16:MB    the same with a hook that adds gradients up in bfloat16
     allreduce      Paceline's, with the trainer's bucket size; allreduce:MB with another
     notified       Paceline's on windows: shared memory on one machine, TCP between two
-    notified-bf16  the same with that wire between machines; notified-int8 with the other
+    notified-bf16  the same with that wire between machines; notified-int8 with the other;
+                   notified-sharded: each rank updates its part of the model for all
     auto           the exchange that `--sync auto` chooses, after its trials
     line           no training: the floor's stream alone
 
@@ -76,7 +77,8 @@ def make(setting: Setting, row: str) -> Variant:
 
 def wire_of(row: str) -> str:
     """Return what a row's gradients are on their way: `bf16` for `ddp-bf16:25`."""
-    return row.partition(":")[0].partition("-")[2] or "fp32"
+    manner = method_of(row).partition("-")[2]
+    return manner if manner in WIRES else "fp32"
 
 
 class Training:
@@ -160,7 +162,7 @@ def ddp_bf16(setting: Setting, store: Store, bucket_mb: float) -> Variant:
     return Variant(step=training.step, finish=nothing, result=training.weights)
 
 
-def paceline(sync: str, wire: str = "fp32") -> Callable[..., Variant]:
+def paceline(sync: str, wire: str = "fp32", update: str = "replicated") -> Callable[..., Variant]:
     """Return what makes a variant of one of Paceline's methods."""
 
     def make_variant(
@@ -170,6 +172,7 @@ def paceline(sync: str, wire: str = "fp32") -> Callable[..., Variant]:
         config = SyncConfig(
             sync=sync,  # type: ignore[arg-type]
             wire=wire,  # type: ignore[arg-type]
+            update=update,  # type: ignore[arg-type]
             bucket_mb=bucket_mb,
             connections=connections,
         )
@@ -211,6 +214,7 @@ MAKERS: dict[str, Callable[..., Variant]] = {
     "ddp-bf16": ddp_bf16,
     **{sync: paceline(sync) for sync in SYNCHRONIZERS},
     **{f"notified-{wire}": paceline("notified", wire) for wire in ("bf16", "int8")},
+    "notified-sharded": paceline("notified", update="sharded"),
     "auto": auto,
 }
 

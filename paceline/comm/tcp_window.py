@@ -7,6 +7,7 @@ left it can still be overtaken by something more urgent.
 from __future__ import annotations
 
 import socket
+import struct
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,8 +19,10 @@ from paceline.comm.linked_window import LinkedWindow
 from paceline.comm.mesh import Meeting, connect_all
 
 _UNSENT = 2**18  # bytes that wait in the kernel at most
-_IN_FLIGHT = 2**17  # bytes that have left for each of several peers
-_NOTSENT_LOWAT = 25  # https://man7.org/linux/man-pages/man7/tcp.7.html; not in Python's socket
+_IN_FLIGHT_ALONE, _IN_FLIGHT_OF_SEVERAL = 2**18, 2**17  # bytes; the kernel grants twice as many
+_FAST = 1.25e9  # bytes/s: 10 Gbit/s
+# https://man7.org/linux/man-pages/man7/tcp.7.html and linux/tcp.h; not in Python's socket.
+_NOTSENT_LOWAT, _MIN_RTT = 25, struct.Struct("=148xI")
 
 
 def tcp_window(
@@ -74,17 +77,35 @@ def _connect(meeting: Meeting, address: str, number: int) -> list[socket.socket 
 
 
 def tune(streams: Iterable[Sequence[socket.socket]]) -> None:
-    """Set the TCP connections to each peer up for puts.
-
-    Several peers share a link by what each has in flight: with equal and short buffers none falls
-    behind, and what is urgent isn't stuck behind what was sent before.
-    """
-    connected = [ends for ends in streams if ends]
-    for end in chain.from_iterable(connected):
+    """Set the TCP connections to all peers up for puts."""
+    ends = list(chain.from_iterable(streams))
+    for end in ends:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if len(connected) > 1:
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _IN_FLIGHT)
         end.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, _UNSENT)
+        if few := in_flight(_round_trip(end), len(ends)):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, few)
+
+
+def in_flight(round_trip: float, connections: int) -> int | None:
+    """Return how many bytes may have left by each of some connections; None: as many as TCP likes.
+
+    TCP sends until a queue on the way is full, and what is urgent stands behind all that was sent
+    before. Between near machines a link is busy with a fraction of that. Connections that share a
+    link share it by what each has in flight: with equal and short buffers none falls behind.
+
+    Args:
+        round_trip: seconds, with empty queues.
+        connections: of this rank.
+    """
+    few = _IN_FLIGHT_ALONE if connections == 1 else _IN_FLIGHT_OF_SEVERAL
+    return few if round_trip * _FAST <= 2 * few * connections else None
+
+
+def _round_trip(end: socket.socket) -> float:
+    """Return the shortest time that TCP has seen a byte take to the peer and back, seconds."""
+    info = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT.size)
+    (microseconds,) = _MIN_RTT.unpack(info)
+    return float(microseconds) / 1e6
 
 
 def _call(where: str, limit: float) -> socket.socket:

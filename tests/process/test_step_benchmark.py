@@ -78,7 +78,7 @@ def test_a_table_has_a_line_a_row_and_each_row_s_speed_against_the_others() -> N
     cells = table(printed("step.py", *SMALL, "--rounds", "2", "--steps", "1", "--markdown"))
     ddp, ddp_bf16 = [[f"{method}:{mb}" for mb in (1, 4, 25)] for method in ("ddp", "ddp-bf16")]
     floors = ["floor", "floor-bf16", "floor-int8"]
-    ours = ["allreduce", "notified", "notified-bf16", "notified-int8"]
+    ours = ["allreduce", "notified", "notified-sharded", "notified-bf16", "notified-int8"]
     assert list(cells) == ["none", *floors, *ddp, *ddp_bf16, *ours]
     for milliseconds, *speeds in cells.values():
         assert milliseconds.isdecimal()

@@ -1,0 +1,45 @@
+"""How TCP connections are set up for puts."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from paceline.comm.tcp_window import in_flight, tune
+
+KB = 2**10
+
+
+@pytest.mark.parametrize(
+    ("microseconds", "connections", "few"),
+    [
+        (50, 1, 256 * KB),  # a cable
+        (400, 1, 256 * KB),  # some switches
+        (500, 1, None),  # 10 Gbit/s need more
+        (400, 2, 128 * KB),
+        (500, 2, None),
+        (1400, 7, 128 * KB),
+        (50_000, 7, None),  # another continent
+    ],
+)
+def test_little_is_in_flight_where_a_round_trip_needs_no_more(
+    microseconds: int, connections: int, few: int | None
+) -> None:
+    assert in_flight(microseconds / 1e6, connections) == few
+
+
+@pytest.mark.parametrize("connections", [1, 3])
+def test_connections_to_a_near_machine_are_kept_short(connections: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ends = [socket.create_connection(server.getsockname()) for _ in range(connections)]
+        near = in_flight(0.0, connections)
+        assert near is not None
+        granted = 2 * min(near, int(Path("/proc/sys/net/core/wmem_max").read_text()))
+        before = [end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) for end in ends]
+        tune([[], ends])
+        for end, had in zip(ends, before, strict=True):
+            assert end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == granted != had
+            assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            end.close()
