@@ -7,6 +7,9 @@ so buckets are filled in that order, and numbered by when they can be complete:
     parameters   a1 a2 │ b1 │ c1 c2 c3          (forward order)
     buckets       2  1 │  1 │  1  0  0          (sizes permitting)
 
+The next forward reads the first layers first, and their bucket is complete last: nothing is left to
+hide its exchange under. So buckets get smaller towards the first layers.
+
 A bucket's flat memory holds the gradients and behind them, for each parameter, the number of
 ranks that used it: what nobody used keeps `grad = None`.
 
@@ -17,9 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
+
+_SMALLEST = 2**19  # bytes; smaller ones cost more work than they save waiting
+_OF_WHAT_IS_BEFORE = 3  # times the bytes before a bucket, in forward order, that it has at most
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -137,17 +144,21 @@ def partition(
         names: the model's parameters, in forward order, with their names; one in no group is left
             out.
         groups: the index of each parameter's group in the optimizer.
-        bucket_bytes: a bucket is closed before it would exceed this; a larger parameter has a
-            bucket of its own.
+        bucket_bytes: a bucket is closed before it would exceed this, or, near the first layers,
+            less; a larger parameter has a bucket of its own.
     """
+    trained = _trained(names, groups)
+    ends = accumulate(_bytes([p]) for p in trained)
+    before = {p: end - _bytes([p]) for p, end in zip(trained, ends, strict=True)}
     closed: list[tuple[int, int, list[nn.Parameter]]] = []  # (place of the last one, group, run)
     open_runs: dict[tuple[int, torch.dtype, torch.device], list[nn.Parameter]] = {}
     places = {}
-    for place, p in enumerate(reversed(_trained(names, groups))):
+    for place, p in enumerate(reversed(trained)):
         places[p] = place
         key = (groups[p], p.dtype, p.device)
         run = open_runs.setdefault(key, [])
-        if run and _bytes([*run, p]) > bucket_bytes:
+        most = min(bucket_bytes, max(_SMALLEST, _OF_WHAT_IS_BEFORE * before[p]))
+        if run and _bytes([*run, p]) > most:
             closed.append((places[run[-1]], groups[p], run))
             run = open_runs[key] = []
         run.append(p)

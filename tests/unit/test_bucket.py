@@ -41,6 +41,16 @@ def test_buckets_are_filled_up_to_their_size(bucket_bytes: int, expected: list[l
     assert [bucket.index for bucket in buckets] == list(range(len(expected)))
 
 
+def test_buckets_get_smaller_towards_the_first_layers() -> None:
+    kb = 2**10 // 4  # values
+    model = parameters(*[200 * kb] * 24, dtype=torch.float32)
+    buckets = partition(named(model), dict.fromkeys(model, 0), 2**21)  # 2 MB
+    sizes = [len(bucket.parameters) for bucket in buckets]
+    # 2 MB as long as there are 700 KB before, then three times what is, and at last half a MB.
+    assert sizes == [10, 10, 3, 1]
+    assert [p for bucket in buckets for p in bucket.parameters] == model[::-1]
+
+
 def test_groups_and_dtypes_are_never_mixed_and_numbers_follow_the_last_parameter() -> None:
     model = [*parameters(1, 1), *parameters(1, 1, dtype=torch.float64), *parameters(1, 1)]
     groups = {p: place % 2 for place, p in enumerate(model)}

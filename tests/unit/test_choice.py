@@ -51,7 +51,7 @@ def test_a_large_model_has_all_methods_and_sizes_to_choose_from() -> None:
 
 def test_sizes_that_make_the_same_buckets_are_one() -> None:
     assert names(SyncConfig(), roster(3, 0.1)) == ["notified:16:fp32", "allreduce:8:fp32"]
-    assert names(SyncConfig(), roster(3, 1.5)) == [
+    assert names(SyncConfig(), roster(4, 1.5)) == [
         *("notified:16:fp32", "allreduce:8:fp32", "notified:4:fp32")
     ]
 
