@@ -72,7 +72,7 @@ class LinkedWindow:
     ) -> None:
         """Queue a put, or copy at once where the memory is shared."""
         self._require(peer, f"a put to rank {peer}")
-        data, at, shared = tensors_of(source), offset, self._reaches[peer]
+        data, at, shared = list(tensors_of(source)), offset, self._reaches[peer]
         if data and shared is not None:
             for piece in bytes_of(source):
                 shared[at : at + piece.numel()].copy_(piece)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
+from math import inf
 
 import torch
 
@@ -104,6 +105,8 @@ def in_flight(round_trip: float, connections: int) -> int | None:
 def _round_trip(end: socket.socket) -> float:
     """Return the shortest time that TCP has seen a byte take to the peer and back, seconds."""
     info = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT.size)
+    if len(info) < _MIN_RTT.size:  # a kernel that doesn't tell
+        return inf
     (microseconds,) = _MIN_RTT.unpack(info)
     return float(microseconds) / 1e6
 
