@@ -47,14 +47,25 @@ def _guarded(run: Callable[[], int]) -> int:
         return error.status
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # whoever read the output has seen enough: `paceline db show … | head`
-        _give_output_up()
-        return 128 + signal.SIGPIPE
     except OSError as error:  # nobody below has a better word for it: a full disk
+        if _nobody_reads():
+            _give_output_up()
+            return 128 + signal.SIGPIPE
         with suppress(OSError):
             print(f"paceline: {error}", file=sys.stderr)
         _give_output_up()
         return 1
+
+
+def _nobody_reads() -> bool:
+    """Tell whether the output's reader has seen enough, as in `paceline db info … | head`."""
+    try:
+        sys.stdout.flush()  # what couldn't be written is still there
+    except BrokenPipeError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _give_output_up() -> None:
