@@ -4,6 +4,7 @@ from __future__ import annotations
 
 # Whatever is imported here is imported before Ctrl-C is heard: the least that there can be.
 import os
+import select
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -59,13 +60,9 @@ def _guarded(run: Callable[[], int]) -> int:
 
 def _nobody_reads() -> bool:
     """Tell whether the output's reader has seen enough, as in `paceline db info … | head`."""
-    try:
-        sys.stdout.flush()  # what couldn't be written is still there
-    except BrokenPipeError:
-        return True
-    except OSError:
-        return False
-    return False
+    poll = select.poll()
+    poll.register(sys.stdout, 0)
+    return bool(poll.poll(0))
 
 
 def _give_output_up() -> None:
