@@ -24,54 +24,84 @@ class Ended:
     text: str
 
 
-class Command:
-    """A `paceline` command that runs; `wait` for it."""
+class Running:
+    """A process that runs, and what it started; `wait` for it.
+
+    Args:
+        command: its words.
+        folder: where.
+        variables: of its environment, besides this one's.
+    """
 
     def __init__(
-        self, *words: str, folder: Path, environment: Mapping[str, str] | None = None
+        self, command: Sequence[str], *, folder: Path, variables: Mapping[str, str]
     ) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "paceline.cli.main", *words],
+            list(command),
             cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+            bufsize=0,  # a line that was read ahead would be missing from what is read by `wait`
+            env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
         )
-
-    def wait(self, limit: float = LIMIT) -> Ended:
-        """Wait for the end; a command over the limit is killed with its workers, and fails."""
-        try:
-            text, _ = self._process.communicate(timeout=limit)
-        except subprocess.TimeoutExpired:
-            self.send(9)
-            text, _ = self._process.communicate()
-            raise AssertionError(f"still running after {limit} s:\n{text}") from None
-        return Ended(self._process.returncode, text)
 
     @property
     def pid(self) -> int:
-        """The command's process, not those that it started."""
+        """The process itself, not those that it started."""
         return self._process.pid
 
     def send(self, number: int) -> None:
-        """Send a signal to the command itself, not to what it started."""
+        """Send a signal to the process itself, not to what it started."""
         self._process.send_signal(number)
 
     def family(self) -> list[psutil.Process]:
         """The processes that it started, theirs included."""
         return psutil.Process(self._process.pid).children(recursive=True)
 
+    def kill_all(self) -> None:
+        """Kill the process and all that it started, at once."""
+        for process in [psutil.Process(self._process.pid), *self.family()]:
+            process.kill()
+
     def line_with(self, words: str) -> str:
         """Read until a line with `words` comes; return it."""
         assert self._process.stdout is not None
         seen = []
-        for line in self._process.stdout:
+        for line in map(_text, self._process.stdout):
             if words in line:
                 return line
             seen.append(line)
         raise AssertionError(f"ended without {words!r}:\n{''.join(seen)}")
+
+    def wait(self, limit: float = LIMIT) -> Ended:
+        """Wait for the end, and read what `line_with` left; over the limit all are killed."""
+        try:
+            text, _ = self._process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            self.kill_all()
+            text, _ = self._process.communicate()
+            raise AssertionError(f"still running after {limit} s:\n{_text(text)}") from None
+        return Ended(self._process.returncode, _text(text))
+
+    def end(self) -> None:
+        """Kill the process, where it still runs."""
+        self._process.kill()
+        self._process.wait()
+
+
+def _text(read: bytes) -> str:
+    return read.decode().replace("\r\n", "\n").replace("\r", "\n")
+
+
+class Command(Running):
+    """A `paceline` command that runs."""
+
+    def __init__(
+        self, *words: str, folder: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
+        command = [sys.executable, "-m", "paceline.cli.main", *words]
+        super().__init__(command, folder=folder, variables=environment or {})
 
 
 def run(*words: str, folder: Path, limit: float = LIMIT) -> Ended:
