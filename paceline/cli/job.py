@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import Store
 
 from paceline import build
 from paceline.cli.agree import agree_on_inputs, agree_on_model
+from paceline.cli.kept import kept
 from paceline.cluster.members import Members
 from paceline.cluster.signals import StopSignals
 from paceline.comm.communicator import until_end
@@ -61,18 +62,19 @@ def train(config: TrainConfig, members: Members, store: Store, token: str) -> No
             trace=trace,
             near=near,
         )
-        trainer = build.build_trainer(
-            config,
-            peers,
-            sources,
-            device,
-            recorder,
-            folder,
-            start,
-            stopping=lambda: signals.status != 0,
-            agree=partial(agree_on_model, config, members, store),
-            layers=layers,
-        )
+        with kept():  # torch's optimizers import as much again
+            trainer = build.build_trainer(
+                config,
+                peers,
+                sources,
+                device,
+                recorder,
+                folder,
+                start,
+                stopping=lambda: signals.status != 0,
+                agree=partial(agree_on_model, config, members, store),
+                layers=layers,
+            )
         stack.callback(trainer.replica.close)
         for loader in (trainer.train, trainer.test):
             if loader is not None:

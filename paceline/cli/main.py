@@ -8,9 +8,10 @@ import select
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 
+from paceline.cli.kept import kept
 from paceline.errors import ConfigError, PacelineError
 
 # A command's module is imported when it is called: `paceline db` needn't wait for torch.
@@ -81,8 +82,9 @@ def _command(name: str) -> Callable[..., int]:
     # Read as torch is loaded, see `cluster.environment`: threads wait asleep, and no warnings.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    with _ended_by_ctrl_c():
-        command: Callable[..., int] = import_module(COMMANDS[name][0]).main
+    module = COMMANDS[name][0]
+    with _ended_by_ctrl_c(), nullcontext() if module in sys.modules else kept():
+        command: Callable[..., int] = import_module(module).main
     return command
 
 
