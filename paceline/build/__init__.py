@@ -6,7 +6,7 @@ Each table of classes is one literal: `SOURCES` in `sources`, `SYNCHRONIZERS` in
 from paceline.build.checks import check
 from paceline.build.exchange import Peers, connect, connect_layers, device_of, replicate
 from paceline.build.machine import connect_machine
-from paceline.build.model import make_model, make_optimizer
+from paceline.build.model import import_optimizers, make_model, make_optimizer
 from paceline.build.recorders import build_recorder, build_trace
 from paceline.build.resume import Start, find_start
 from paceline.build.sources import Sources, cores_per_worker, make_loader, open_sources
@@ -26,6 +26,7 @@ __all__ = [
     "cores_per_worker",
     "device_of",
     "find_start",
+    "import_optimizers",
     "make_loader",
     "make_model",
     "make_optimizer",

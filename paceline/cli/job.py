@@ -31,6 +31,8 @@ def train(config: TrainConfig, members: Members, store: Store, token: str) -> No
         PacelineError: something that the run can't go on without failed.
         SystemExit: a worker of the run was asked to stop; the run's state is saved.
     """
+    with kept():
+        build.import_optimizers()
     folder = Path(config.output.output_dir, config.world.run_id)
     device = build.device_of(config, members.local_rank)
     torch.set_num_threads(build.cores_per_worker(members.local_world_size))
@@ -62,19 +64,18 @@ def train(config: TrainConfig, members: Members, store: Store, token: str) -> No
             trace=trace,
             near=near,
         )
-        with kept():  # torch's optimizers import as much again
-            trainer = build.build_trainer(
-                config,
-                peers,
-                sources,
-                device,
-                recorder,
-                folder,
-                start,
-                stopping=lambda: signals.status != 0,
-                agree=partial(agree_on_model, config, members, store),
-                layers=layers,
-            )
+        trainer = build.build_trainer(
+            config,
+            peers,
+            sources,
+            device,
+            recorder,
+            folder,
+            start,
+            stopping=lambda: signals.status != 0,
+            agree=partial(agree_on_model, config, members, store),
+            layers=layers,
+        )
         stack.callback(trainer.replica.close)
         for loader in (trainer.train, trainer.test):
             if loader is not None:
