@@ -60,7 +60,7 @@ class Adder:
         self.error: BaseException | None = None
         self._changed = threading.Condition()
         self._closed = False
-        if self._all_land and not self._relays:
+        if self._all_land:
             window.hear(self._count)  # sums and flags are for who waits for them
         self._thread = threading.Thread(target=self._work, name="owner", daemon=True)
         self._thread.start()
@@ -96,6 +96,7 @@ class Adder:
     def join(self) -> None:
         """Return once the thread has ended."""
         self._thread.join()
+        self.error = None  # its traceback keeps what the thread knew
 
     def put_shards(
         self, course: Course, pieces: Sequence[Piece], weight: float, flags: Flags, version: int

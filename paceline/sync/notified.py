@@ -110,12 +110,14 @@ class Notified(Replicated):
             )
             if run.spec.wire is not None and len(among.groups) > 1
         ]
-        self._residuals = Residuals(self._coded, among, window.rank, lambda: self._kept)
+        self._among, self._rank = among, window.rank
 
     @property
     def state(self) -> RankState | None:
         """What a lossy wire has yet to send."""
-        return self._residuals if self._coded else None
+        if not self._coded:
+            return None
+        return Residuals(self._coded, self._among, self._rank, kept=self._kept)
 
 
 def _spec(tensors: Sequence[Tensor], wire: Wire, updated: bool = False) -> Spec:

@@ -172,6 +172,8 @@ class Owner:
         self._adder.close()
         self._window.close()
         self._adder.join()
+        for course in self._courses:
+            course.update = None  # which keeps whoever gave it
 
     def _put(self, course: Course, part: Part) -> None:
         place, run = self._place, course.run

@@ -9,7 +9,7 @@ of another number of groups goes on with the total, which the owners add to thei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
@@ -77,11 +77,11 @@ class Residuals:
         coded: all runs of lossy wires.
         topology: of the ranks.
         rank: this one.
-        kept: tells whether the last step took effect.
+        kept: whether the last step took effect.
     """
 
     def __init__(
-        self, coded: Sequence[Coded], topology: Topology, rank: int, kept: Callable[[], bool]
+        self, coded: Sequence[Coded], topology: Topology, rank: int, *, kept: bool
     ) -> None:
         self._coded, self._topology = coded, topology
         self._rank, self._kept = rank, kept
@@ -89,7 +89,7 @@ class Residuals:
     def gather(self, communicator: Communicator) -> Mapping[str, Any] | None:
         """Return what all ranks have missed, by parameter and group, on rank 0."""
         codings = [coded.coding for coded in self._coded if coded.coding is not None]
-        held = [coding.held(kept=self._kept()) for coding in codings]
+        held = [coding.held(kept=self._kept) for coding in codings]
         flat = torch.cat(held) if held else torch.empty(0, dtype=torch.float32)
         what = "the gathering of what lossy wires missed, for which all ranks must come"
         device = self._coded[0].templates[0].device

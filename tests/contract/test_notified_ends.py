@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from functools import partial
 from threading import Barrier
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +16,14 @@ from torch import Tensor, nn
 
 from paceline.comm.communicator import Communicator
 from paceline.comm.inprocess_window import WindowGroup
+from paceline.comm.window import Window
 from paceline.errors import CommTimeout, PeerLost
 from paceline.sync.layout import Spec, Topology, lay_out
+from paceline.sync.notified import Notified
 from paceline.sync.owner import Owner
+from paceline.sync.sharded import Sharded
+from paceline.sync.shards import Shards
+from paceline.sync.updater import Updater
 from tests.harness.bench import Bench
 from tests.harness.equivalence import convnet, largest_difference
 from tests.harness.notified import in_threads, notified, notified_on_machines
@@ -183,3 +192,55 @@ def train_plainly(communicator: Communicator, model: nn.Module) -> dict[str, Ten
     for number in range(4):
         bench.step(number)
     return bench.model.state_dict()
+
+
+def watched(kind: type[Notified], made: dict[int, list[weakref.ref[Any]]]) -> Callable[..., Any]:
+    """Make synchronizers, and note each rank's, with its window."""
+
+    def make(buckets: Any, open_window: Callable[..., Window], *parts: Any) -> Notified:
+        windows: list[Window] = []
+
+        def opened(size: int, notifications: int) -> Window:
+            windows.append(open_window(size, notifications))
+            return windows[0]
+
+        synchronizer = kind(buckets, opened, *parts)
+        made[windows[0].rank] += [weakref.ref(synchronizer), weakref.ref(windows[0])]
+        return synchronizer
+
+    return make
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """Look for no garbage, as if all that there is were kept for good (`cli.kept`)."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("uncollected")
+@pytest.mark.parametrize("how", ["plain", "sharded", "int8", "staged", "sums of GPUs"])
+def test_an_exchange_that_another_replaces_gives_its_memory_back(
+    model: nn.Module, how: str
+) -> None:
+    made: dict[int, list[weakref.ref[Any]]] = defaultdict(list)
+    kind: type[Notified] = Sharded if how == "sharded" else Notified
+    machines, near = ((2, 1), in_threads) if how == "sums of GPUs" else ((1, 1, 1), None)
+    wire = "int8" if how == "int8" else "fp32"
+    watching: Any = watched(kind, made)
+    make: Any = notified(False, machines, wire, watching, staged=how == "staged", near=near)
+    make.updater = Shards if kind is Sharded else Updater
+
+    def train(communicator: Communicator) -> list[object]:
+        bench = Bench.of(communicator, model, kind=make)
+        bench.step(0)
+        bench.step(1)
+        bench.model[6].requires_grad_(False)  # type: ignore[index]
+        bench.step(2)
+        left = [one() for one in made[communicator.rank][:2]]
+        end(bench)
+        return left
+
+    model.float()
+    assert run_ranks(3, train) == [[None, None]] * 3
