@@ -4,7 +4,6 @@ from __future__ import annotations
 
 # Whatever is imported here is imported before Ctrl-C is heard: the least that there can be.
 import os
-import select
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +11,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 
 from paceline.cli.kept import kept
+from paceline.cli.streams import give_up, nobody_reads, open_closed
 from paceline.errors import ConfigError, PacelineError
 
 # A command's module is imported when it is called: `paceline db` needn't wait for torch.
@@ -40,36 +40,28 @@ def resnet50_trainer() -> int:
 
 def _guarded(run: Callable[[], int]) -> int:
     """Turn errors into a sentence and a status."""
+    open_closed()
     try:
         status = run()
         sys.stdout.flush()
         return status
     except PacelineError as error:
-        print(f"paceline: {error}", file=sys.stderr)
-        return error.status
+        return _fail(error, error.status)
     except KeyboardInterrupt:
+        give_up()
         return 130
     except OSError as error:  # nobody below has a better word for it: a full disk
-        if _nobody_reads():
-            _give_output_up()
+        if isinstance(error, BrokenPipeError) and nobody_reads():
+            give_up()
             return 128 + signal.SIGPIPE
-        with suppress(OSError):
-            print(f"paceline: {error}", file=sys.stderr)
-        _give_output_up()
-        return 1
+        return _fail(error, 1)
 
 
-def _nobody_reads() -> bool:
-    """Tell whether the output's reader has seen enough, as in `paceline db info … | head`."""
-    poll = select.poll()
-    poll.register(sys.stdout, 0)
-    return bool(poll.poll(0))
-
-
-def _give_output_up() -> None:
-    """Let what is still in the buffer be no error once more when the process exits."""
-    with suppress(OSError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _fail(error: Exception, status: int) -> int:
+    with suppress(OSError):  # nobody reads it
+        print(f"paceline: {error}", file=sys.stderr)
+    give_up()
+    return status
 
 
 def _command(name: str) -> Callable[..., int]:

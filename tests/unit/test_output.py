@@ -1,23 +1,86 @@
-"""Whoever reads a command's output may stop reading."""
+"""Whoever reads what a command says may stop reading, or never begin."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 
 import pytest
 
+COMMAND = [sys.executable, "-m", "paceline.cli.main"]
+FAILING = """
+import sys
+from paceline.cli import main
 
-@pytest.mark.parametrize("words", ["--help", "--version", "db --help"])
-def test_a_reader_who_has_seen_enough_ends_the_command_without_a_word(words: str) -> None:
+def fail():
+    print("so far")
+    raise %s
+
+sys.exit(main._guarded(fail))
+"""
+
+
+@pytest.fixture
+def unread() -> Iterator[int]:
+    """Return a pipe's end that nobody reads from."""
     reader, writer = os.pipe()
     os.close(reader)
-    try:
-        command = [sys.executable, "-m", "paceline.cli.main", *words.split()]
-        ended = subprocess.run(
-            command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False
-        )
-    finally:
-        os.close(writer)
+    yield writer
+    os.close(writer)
+
+
+@pytest.mark.parametrize("words", ["--help", "--version", "db --help"])
+def test_a_reader_who_has_seen_enough_ends_the_command_without_a_word(
+    words: str, unread: int
+) -> None:
+    ended = run([*COMMAND, *words.split()], stdout=unread)
     assert (ended.returncode, ended.stderr) == (141, "")
+
+
+def test_an_error_that_nobody_reads_ends_with_its_status(unread: int) -> None:
+    assert run([*COMMAND, "no-command"], stderr=unread).returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        ('OSError(28, "No space left on device")', 1, "[Errno 28] No space left on device"),
+        ("KeyboardInterrupt", 130, None),
+    ],
+)
+def test_other_ends_are_as_ever_where_nobody_reads_the_output(
+    error: str, status: int, said: str | None, unread: int
+) -> None:
+    ended = run([sys.executable, "-c", FAILING % error], stdout=unread)
+    assert (ended.returncode, ended.stderr) == (status, f"paceline: {said}\n" if said else "")
+
+
+@pytest.mark.parametrize(
+    ("words", "closed", "status"),
+    [("--help", ">&-", 0), ("db --help", ">&-", 0), ("no-command", "<&- >&- 2>&-", 2)],
+)
+def test_closed_streams_are_none_of_a_commands_business(
+    words: str, closed: str, status: int
+) -> None:
+    ended = run(["sh", "-c", f'exec "$@" {closed}', "sh", *COMMAND, *words.split()])
+    assert (ended.returncode, ended.stderr) == (status, "")
+
+
+def test_what_is_opened_next_takes_no_closed_streams_number() -> None:
+    script = """
+import os, sys
+from paceline.cli.streams import open_closed
+open_closed()
+assert os.open(os.devnull, os.O_RDONLY) > 2
+assert all(map(os.get_inheritable, range(3)))
+"""
+    ended = run(["sh", "-c", 'exec "$@" <&- >&-', "sh", sys.executable, "-c", script])
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def run(command: Sequence[str], **streams: int) -> subprocess.CompletedProcess[str]:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams}
+    environment = {**os.environ, "PYTHONUNBUFFERED": ""}  # what is printed waits to be written
+    return subprocess.run(command, **pipes, text=True, timeout=60, check=False, env=environment)
