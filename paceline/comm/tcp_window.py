@@ -83,7 +83,8 @@ def tune(streams: Iterable[Sequence[socket.socket]]) -> None:
     for end in ends:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         end.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, _UNSENT)
-        if few := in_flight(_round_trip(end), len(ends)):
+        info = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT.size)
+        if few := in_flight(round_trip(info), len(ends)):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, few)
 
 
@@ -102,13 +103,14 @@ def in_flight(round_trip: float, connections: int) -> int | None:
     return few if round_trip * _FAST <= 2 * few * connections else None
 
 
-def _round_trip(end: socket.socket) -> float:
-    """Return the shortest time that TCP has seen a byte take to the peer and back, seconds."""
-    info = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT.size)
-    if len(info) < _MIN_RTT.size:  # a kernel that doesn't tell
-        return inf
-    (microseconds,) = _MIN_RTT.unpack(info)
-    return float(microseconds) / 1e6
+def round_trip(info: bytes) -> float:
+    """Return the shortest time that TCP has seen a byte take to the peer and back, seconds.
+
+    Args:
+        info: a `tcp_info`; one that is too short, or has 0 there, is of a kernel that doesn't tell.
+    """
+    told = _MIN_RTT.unpack(info)[0] if len(info) == _MIN_RTT.size else 0
+    return float(told) / 1e6 if told else inf
 
 
 def _call(where: str, limit: float) -> socket.socket:

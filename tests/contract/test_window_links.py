@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -91,6 +92,39 @@ def test_small_puts_of_a_notification_all_go_by_its_own_connection() -> None:
     window.flush(1, limit=LIMIT, operation="a flush")
     window.close()
     assert [len(said_by(end)) for end in ends] == [19 * HEAD, 19 * (HEAD + 8), 19 * HEAD]
+
+
+def test_a_put_keeps_its_sources_until_all_of_them_have_left() -> None:
+    window, (end,) = window_and_sockets(8, 1)
+    sources = [torch.ones(8), torch.ones(LARGE // 4)]
+    kept = [weakref.ref(source) for source in sources]
+    window.put(1, 0, sources, 0, 1)
+    del sources
+    assert len(end.recv(HEAD + 32, socket.MSG_WAITALL)) == HEAD + 32  # all of the first
+    for _ in range(2):
+        window.wait_for_news(0, 0.1)
+    assert all(one() is not None for one in kept)
+    with ThreadPoolExecutor() as pool:
+        said = pool.submit(said_by, end)
+        window.flush(1, limit=LIMIT, operation="a flush")
+        window.wait_for_news(0, 0.0)
+        left = [one() for one in kept]
+        window.close()
+    assert left == [None, None]
+    assert len(said.result()) > LARGE
+
+
+def test_who_puts_and_never_waits_lets_go_of_sources_as_well() -> None:
+    window, (end,) = window_and_sockets(8, 1)
+    kept: list[weakref.ref[torch.Tensor]] = []
+    for value in range(1, 200):
+        source = torch.ones(8)
+        kept.append(weakref.ref(source))
+        window.put(1, 0, source, 0, value)
+        assert len(end.recv(HEAD + 32, socket.MSG_WAITALL)) == HEAD + 32
+    assert sum(one() is not None for one in kept) < 50
+    window.close()
+    end.close()
 
 
 def said_by(end: socket.socket) -> bytes:

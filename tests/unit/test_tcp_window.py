@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import socket
+import sys
+from math import inf
 from pathlib import Path
 
 import pytest
 
-from paceline.comm.tcp_window import in_flight, tune
+from paceline.comm.tcp_window import in_flight, round_trip, tune
 
 KB = 2**10
 
@@ -28,6 +30,14 @@ def test_little_is_in_flight_where_a_round_trip_needs_no_more(
     microseconds: int, connections: int, few: int | None
 ) -> None:
     assert in_flight(microseconds / 1e6, connections) == few
+
+
+def test_a_kernel_that_tells_no_round_trip_is_left_alone() -> None:
+    told = (250).to_bytes(4, sys.byteorder)
+    assert round_trip(bytes(148) + told) == 250e-6
+    for untold in (b"", told * 36, bytes(152)):
+        assert round_trip(untold) == inf
+    assert in_flight(inf, 7) is None
 
 
 @pytest.mark.parametrize("connections", [1, 3])
