@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -49,6 +50,28 @@ def test_buckets_get_smaller_towards_the_first_layers() -> None:
     # 2 MB as long as there are 700 KB before, then three times what is, and at last half a MB.
     assert sizes == [10, 10, 3, 1]
     assert [p for bucket in buckets for p in bucket.parameters] == model[::-1]
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, 2**18, 2**21, 2**30])
+def test_each_parameter_is_in_one_bucket_that_is_as_large_as_it_may_be(bucket_bytes: int) -> None:
+    generator = random.Random(bucket_bytes)
+    for _ in range(50):
+        most = generator.choice([100, 10_000, 1_000_000])
+        sizes = [generator.randrange(most) for _ in range(generator.randrange(40))]
+        model = [nn.Parameter(torch.empty(size, device="meta")) for size in sizes]
+        groups = {p: generator.choice([0, 0, 1]) for p in model}
+        buckets = partition(named(model), groups, bucket_bytes)
+        assert {p for bucket in buckets for p in bucket.parameters} == set(model)
+        assert sum(len(bucket.parameters) for bucket in buckets) == len(model)
+        places = {p: place for place, p in enumerate(model)}
+        for bucket in buckets:
+            first, *rest = (places[p] for p in reversed(bucket.parameters))
+            limit = min(bucket_bytes, max(2**19, 3 * 4 * sum(sizes[:first])))
+            assert not rest or 4 * bucket.numel <= limit
+            earlier = [n for n in range(first) if groups[model[n]] == bucket.group]
+            if earlier:  # which didn't fit
+                limit = min(bucket_bytes, max(2**19, 3 * 4 * sum(sizes[: earlier[-1]])))
+                assert 4 * (bucket.numel + sizes[earlier[-1]]) > limit
 
 
 def test_groups_and_dtypes_are_never_mixed_and_numbers_follow_the_last_parameter() -> None:
