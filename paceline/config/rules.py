@@ -31,7 +31,9 @@ def within(flag: str, value: float, low: float, high: float, remedy: str = "") -
         ConfigError: it is outside.
     """
     if not low <= value < high:
-        raise ConfigError(_sentence(flag, value, f"must be in [{low}, {high})", remedy))
+        whole = all(isinstance(number, int) for number in (value, low, high))
+        rule = f"from {low} to {high - 1}" if whole else f"at least {low} and less than {high}"
+        raise ConfigError(_sentence(flag, value, f"must be {rule}", remedy))
 
 
 def positive(flag: str, value: float, remedy: str = "") -> None:

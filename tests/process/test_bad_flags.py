@@ -62,7 +62,8 @@ FLAGS = {
         said="Error parsing --weight_decay: 'much' must be a number, such as 0.1.",
     ),
     "out of range": Bad(
-        words="--momentum 1.5", said=r"Error parsing optim: --momentum 1.5: must be in \[0, 1\)."
+        words="--momentum 1.5",
+        said=r"Error parsing optim: --momentum 1.5: must be at least 0 and less than 1\.",
     ),
     "negative": Bad(
         words="--batch_size -4", said="Error parsing optim: --batch_size -4: must be at least 1."
@@ -99,7 +100,7 @@ FLAGS = {
     ),
     "a port out of range": Bad(
         words="--redis_host h --redis_port 99999",
-        said=r"Error parsing world: --redis_port 99999: must be in \[1, 65536\).",
+        said=r"Error parsing world: --redis_port 99999: must be from 1 to 65535\.",
     ),
     "a run's name that is a path": Bad(
         words="--run_id ../r",
