@@ -24,7 +24,7 @@ from paceline.cluster.join import Joined, join_world_of
 from paceline.cluster.members import Members
 from paceline.cluster.preflight import version_facts
 from paceline.cluster.signals import StopSignals
-from paceline.cluster.supervise import say
+from paceline.cluster.supervise import saved_sentence, say
 from paceline.comm.communicator import Communicator
 from paceline.config.rules import positive
 from paceline.config.run import OutputConfig
@@ -174,9 +174,8 @@ def _join(
 
 def _say_stopped(joined: Joined, run: Path | None, number: signal.Signals) -> None:
     """Say that the run stops, once, where no supervisor of ours does."""
-    if joined.members.rank == 0 and joined.launcher != "paceline":
-        state = f"the state is saved in {run}, and the same command goes on."
-        say(f"stopped by {number.name}: {state}")
+    if run is not None and joined.members.rank == 0 and joined.launcher != "paceline":
+        say(f"stopped by {number.name}: {saved_sentence(run)}")
 
 
 def _begun(

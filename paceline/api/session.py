@@ -19,7 +19,7 @@ from paceline.build.machine import connect_machine
 from paceline.cluster.join import Joined
 from paceline.cluster.preflight import compare
 from paceline.cluster.signals import StopSignals
-from paceline.cluster.supervise import say
+from paceline.cluster.supervise import saved_sentence, say
 from paceline.comm.alone import AloneCommunicator
 from paceline.comm.communicator import Communicator, until_end
 from paceline.comm.process_group import ProcessGroupCommunicator
@@ -163,6 +163,12 @@ class Session:
             return None
         checkpoints = Checkpoints(self.run, self.output.keep_checkpoints)
         return Keeper(parts, checkpoints, constant={"config": dict(self.identity)})
+
+    def tell_saved(self) -> None:
+        """Say where a stopped run goes on, where our supervisor says that it stops."""
+        supervised = self.link.joined.launcher == "paceline"
+        if supervised and self.run is not None and self.communicator.rank == 0:
+            say(saved_sentence(self.run))
 
     def _tell(self, note: str) -> None:
         note = as_arguments(note)

@@ -250,6 +250,7 @@ class Training:
                 yield
         except Stop:
             self._broken = True  # what is to be saved is
+            self.session.tell_saved()
             raise SystemExit(self.session.signals.status or _TERMINATED) from None
 
     def _begin(self) -> None:

@@ -15,6 +15,7 @@ from paceline.cli.agree import agree_on_inputs, agree_on_model
 from paceline.cli.kept import kept
 from paceline.cluster.members import Members
 from paceline.cluster.signals import StopSignals
+from paceline.cluster.supervise import saved_sentence, say
 from paceline.comm.communicator import until_end
 from paceline.config.train import TrainConfig
 from paceline.recorder import Recorder
@@ -82,6 +83,8 @@ def train(config: TrainConfig, members: Members, store: Store, token: str) -> No
                 stack.callback(loader.close)
         _announce(config, members, trainer, start, recorder, log)
         if not _run(trainer, signals):
+            if members.rank == 0:
+                say(saved_sentence(folder))
             sys.exit(signals.status or _TERMINATED)
         recorder.event("end", generation=start.generation)
 

@@ -59,6 +59,11 @@ def finished_sentence(run_id: str) -> str:
     return f"run {run_id} is finished; give another --run_id to train again."
 
 
+def saved_sentence(run: Path) -> str:
+    """Say where a run that was stopped goes on."""
+    return f"the state is saved in {run}, and the same command goes on."
+
+
 def supervise(
     plan: RunPlan,
     argv: Sequence[str],

@@ -219,6 +219,7 @@ def test_a_signal_ends_all_in_5_seconds_and_leaves_the_last_step_behind(
     command.send(number)
     ended = command.wait(5)
     assert ended.status == status, ended.text
+    assert ended.text.count("the state is saved in runs/r, and the same command goes on.\n") == 1
     assert gone(family, limit=0)
     assert "Traceback" not in ended.text
     done = max(line["step"] for line in events(here / "runs" / "r") if line["event"] == "step")
