@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from paceline.api.tracking import refuse_foreign
-from paceline.api.words import in_python
+from paceline.api.words import as_arguments, in_python
 from paceline.api.world import World
 from paceline.build.exchange import (
     SYNCHRONIZERS,
@@ -110,9 +110,11 @@ def parallelize(
                 refuse_foreign(f"{name}.state_dict()", part.state_dict())
         peers = replace(session.peers, near=link.connect_machine(sync, session.resources))
         replica = replicate(model, optimizer, peers, config, share, session.occasion)
-        for note in training.start.restore_exchange(replica):
-            if world.rank == 0:
-                say(note)
+        told = list(training.start.restore_exchange(replica))
+        if len(link.joined.members.machines) == 1:
+            told += config.idle_on_one_machine
+        for note in told if world.rank == 0 else ():
+            say(as_arguments(note))
         session.resources.callback(replica.close)
         session.resources.callback(_refuse_outside(optimizer, replica))
         training.bind(replica, model, optimizer, parts)

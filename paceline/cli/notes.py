@@ -25,13 +25,10 @@ def notes(config: TrainConfig, gpus: int, launcher: str = "") -> Iterator[str]:
         small, more = divmod(batch, workers)
         yield (
             f"--batch_size {batch} doesn't divide by {workers} workers: {more} of them take "
-            f"{small + 1} images a step and the others {small}."
+            f"{small + 1} image{'s' if small else ''} a step and the others {small}."
         )
-    if config.sync.wire != "fp32" and world.num_shards == 1 and not launcher:
-        yield (
-            f"--wire {config.sync.wire} changes nothing on one machine, whose workers share "
-            "memory: it is for what travels between machines."
-        )
+    if world.num_shards == 1 and not launcher:
+        yield from config.sync.idle_on_one_machine
     if launcher == "torchrun":
         for flag in ("file_store_path", "redis_host", "redis_url"):
             if getattr(world, flag):

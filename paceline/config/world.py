@@ -189,6 +189,18 @@ class SyncConfig:
         return not plain or self.connections > 1
 
     @property
+    def idle_on_one_machine(self) -> list[str]:
+        """A sentence for each flag that changes nothing where all workers share memory."""
+        flags = {f"wire {self.wire}": self.wire != "fp32"}
+        flags[f"connections {self.connections}"] = self.connections > 1
+        return [
+            f"--{flag} changes nothing on one machine, whose workers share memory: it is for what "
+            "travels between machines."
+            for flag, given in flags.items()
+            if given and self.transport != "nixl"  # which shares none
+        ]
+
+    @property
     def bucket_bytes(self) -> int:
         """Size of a bucket of the method, which is none to be chosen yet."""
         return round((self.bucket_mb or _BUCKET_MB[self.sync]) * 2**20)

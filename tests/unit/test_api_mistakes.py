@@ -118,6 +118,16 @@ def test_an_unknown_way_to_exchange(world: World, model: nn.Module) -> None:
         paceline.parallelize(model, sgd(model), world, bucket_mb=-1)
 
 
+def test_what_changes_nothing_on_one_machine_is_told(
+    world: World, model: nn.Module, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paceline.parallelize(model, sgd(model), world, sync="notified", wire="int8", connections=4)
+    what = "changes nothing on one machine, whose workers share memory: it is for what travels"
+    assert capsys.readouterr().err.splitlines() == [
+        f"paceline: {flag} {what} between machines." for flag in ("wire int8", "connections 4")
+    ]
+
+
 def test_what_gpus_cannot_do(
     world: World, model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -105,7 +105,7 @@ def test_a_switch_that_is_on_can_be_switched_off() -> None:
         (["--transport", "nixl", "--sync", "allreduce"], "--transport nixl needs --sync notified"),
         (["--connections", "2", "--sync", "allreduce"], "--connections 2 needs --sync notified"),
         (["--connections", "2", "--transport", "nixl"], "--connections 2 needs --transport tcp"),
-        (["--connections", "33"], "--connections 33: must be in [0, 33)"),
+        (["--connections", "33"], "--connections 33: must be from 0 to 32"),
         (["--timeout", "inf"], "must be greater than 0 and finite"),
         (["--base_learning_rate", "nan"], "must be greater than 0"),
         (["--image_mean_per_channel", "nan"], "--image_mean_per_channel nan"),
@@ -158,10 +158,19 @@ def test_what_was_chosen_for_the_person_is_said() -> None:
         "--use_nccl has no meaning any more and changes nothing.",
     ]
     assert list(notes(config_of("--train_data", "null"), gpus=0)) == []
-    (told,) = notes(config_of("--train_data", "null", "--wire", "int8"), gpus=0)
-    assert told.startswith("--wire int8 changes nothing on one machine")
+    few = config_of("--train_data", "null", "--num_workers", "3", "--batch_size", "2")
+    (told,) = notes(few, gpus=0)
+    assert told.endswith("by 3 workers: 2 of them take 1 image a step and the others 0.")
+    fine = ["--wire", "int8", "--connections", "4"]
+    for told, flag in zip(
+        notes(config_of("--train_data", "null", *fine), gpus=0), fine[::2], strict=True
+    ):
+        assert told.startswith(f"{flag} ")
+        assert "changes nothing on one machine" in told
+    by_nixl = ["--transport", "nixl", "--wire", "int8"]
+    assert list(notes(config_of("--train_data", "null", *by_nixl), gpus=0)) == []
     apart = ["--num_shards", "2", "--run_id", "r", "--master", "node0:1"]
-    assert list(notes(config_of("--train_data", "null", "--wire", "int8", *apart), gpus=0)) == []
+    assert list(notes(config_of("--train_data", "null", *fine, *apart), gpus=0)) == []
 
 
 def test_the_identity_of_a_run_is_the_same_on_all_machines_and_has_no_password() -> None:
@@ -192,5 +201,5 @@ def test_steps_that_cannot_be_traced(steps: str) -> None:
 def test_a_configuration_is_checked_wherever_it_is_made() -> None:
     from paceline.config.optim import OptimConfig
 
-    with pytest.raises(ConfigError, match=r"--momentum 1\.0: must be in"):
+    with pytest.raises(ConfigError, match=r"--momentum 1\.0: must be at least 0 and less than 1"):
         OptimConfig(momentum=1.0)
