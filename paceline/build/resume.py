@@ -67,8 +67,8 @@ class Start:
                 reason = str(error).strip().splitlines()
                 raise ConfigError(
                     f"--resume {self.origin or 'auto'}: the checkpoint's {name} doesn't fit: "
-                    f"{' '.join(line.strip() for line in reason[:2])[:300]}; give the flags that "
-                    "it was trained with."
+                    f"{' '.join(line.strip() for line in reason[:2])[:300].rstrip('.')}; give the "
+                    f"{name} that it was trained with."
                 ) from error
 
     def restore_exchange(self, replica: Replica) -> tuple[str, ...]:

@@ -226,7 +226,7 @@ def test_a_checkpoint_of_another_model_is_no_start(
 ) -> None:
     said = (
         f"{WHO}--resume {NEWEST}: the checkpoint's model doesn't fit: .* size mismatch for "
-        "2.weight: .*; give the flags that it was trained with."
+        r"2.weight: .*\]\); give the model that it was trained with\."
     )
     words = WORDS + f" --run_id new --num_labels 4 --resume {NEWEST}"
     require_answer(Bad(words=words, said=said, writes=True), here, capfd)
