@@ -53,20 +53,20 @@ def main() -> None:
 def kernels_work(kernels: Kernels, values: Sequence[Tensor]) -> Work:
     """Name what the kernels do, with five tensors of values."""
     *parts, out = values
-    numel, error, sums = len(out), parts[-1], torch.empty_like(out)
+    numel, error, missed, sums = len(out), parts[-1], torch.empty_like(out), torch.empty_like(out)
     work: Work = {}
     for name, kind in WIRES.items():
         wire = kind(kernels)
         data = torch.zeros(wire.size(numel), dtype=torch.uint8)
         work[f"{name} encode"] = partial(
-            wire.encode, [(0, numel, parts[0])], 0.5, error, data, error
+            wire.encode, [(0, numel, parts[0])], 0.5, error, data, missed
         )
         work[f"{name} decode"] = partial(wire.decode, data, out)
         work[f"{name} add"] = partial(wire.add, data, out)
         if wire.lossy:  # otherwise parts are added up as they are
             coded, ours = torch.zeros_like(data), [(0, numel, parts[0])]
             work[f"{name} reduce"] = partial(
-                wire.reduce, [coded, None], ours, 0.5, error, data, error, sums
+                wire.reduce, [coded, None], ours, 0.5, error, data, missed, sums
             )
     for count in (1, 2, 4):
         added = [[(0, numel, part)] for part in parts[:count]]

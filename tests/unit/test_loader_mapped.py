@@ -206,6 +206,9 @@ def test_an_error_of_the_data_set_comes_through(
     assert set(multiprocessing.active_children()) == before
 
 
+# torch raises in a signal's handler, wherever that finds Python: also in a callback of the
+# collector's, where an error is a warning. It asks again after a while.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_worker_that_dies_is_an_error_of_data() -> None:
     with pytest.raises(DataError, match=r"a process that loads data died .* try num_workers=0"):
         real(loader_of(Failing("dies"), num_workers=1).epoch(0))
