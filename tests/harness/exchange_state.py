@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import suppress
+from threading import Barrier, BrokenBarrierError
 from typing import Any
 
 import torch
@@ -131,10 +133,17 @@ def same(one: Any, other: Any) -> bool:
 
 def with_ranks(work: Any, wire: str = "int8", kind: Any = Notified) -> None:
     make = notified(False, (1, 1), wire, kind)
+    over = Barrier(2)
 
     def run(c: Communicator) -> None:
         rank = Rank(c, make, None)
-        work(rank)
+        try:
+            work(rank)
+        except BaseException:
+            over.abort()
+            raise
+        with suppress(BrokenBarrierError):
+            over.wait(30)  # who ends first would be lost to the other
         rank.replica.close()
 
     run_ranks(2, run)
