@@ -31,8 +31,8 @@ from paceline.recorder import Recorder
 from paceline.state.checkpoint import EXCHANGE
 from paceline.state.keeper import Keeper
 from paceline.sync.agreement import Agreement
+from paceline.sync.rank_state import OPTIMIZER
 from paceline.sync.replica import Replica
-from paceline.sync.residuals import OPTIMIZER
 
 _RANDOM, _BEFORE = 3, 4  # purposes of the seed's, beside the data's
 

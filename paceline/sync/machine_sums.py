@@ -36,7 +36,7 @@ from torch import Tensor
 from paceline.comm.communicator import Communicator, Ticket
 from paceline.errors import CommError, CommTimeout, PeerLost
 from paceline.sync.bucket import Memory, allocate
-from paceline.sync.replicated import Exchange
+from paceline.sync.exchange import Exchange
 from paceline.sync.staged import Staged, pinned_like
 from paceline.sync.streams import SideStream
 

@@ -20,11 +20,13 @@ from paceline.comm.communicator import Communicator
 from paceline.comm.window import Window
 from paceline.recorder import Recorder
 from paceline.sync.bucket import Bucket
+from paceline.sync.exchange import Exchange
 from paceline.sync.layout import Spec, Topology, lay_out
 from paceline.sync.machine_sums import MachineSums
 from paceline.sync.owner import Owner
-from paceline.sync.replicated import Exchange, Replicated
-from paceline.sync.residuals import Coded, RankState, Residuals
+from paceline.sync.rank_state import RankState
+from paceline.sync.replicated import Replicated
+from paceline.sync.residuals import Coded, Residuals
 from paceline.sync.staged import Staged, pinned_like
 from paceline.sync.statistics import RunningStatistics
 from paceline.sync.updater import Updater

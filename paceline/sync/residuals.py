@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,30 +21,6 @@ from paceline.comm.communicator import Communicator, gather_all
 from paceline.sync.bucket import like
 from paceline.sync.coding import Coding
 from paceline.sync.layout import Run, Topology
-
-OPTIMIZER = "optimizer"  # in a state: the optimizer's, plain, where the ranks have shares of it
-
-
-class RankState(Protocol):
-    """State of which each rank has a part, besides model and optimizer."""
-
-    def gather(self, communicator: Communicator) -> Mapping[str, Any] | None:
-        """Return all ranks' on rank 0, None elsewhere; collective, when all have settled.
-
-        Raises:
-            CommError: a peer was lost, or silent.
-        """
-
-    @property
-    def scaled(self) -> bool:
-        """Whether it follows the loss's scale."""
-
-    def restore(self, state: Mapping[str, Any]) -> bool:
-        """Take this rank's part of what `gather` returned, in this world or another.
-
-        Returns:
-            False where something of it had to be dropped.
-        """
 
 
 @dataclass(frozen=True, kw_only=True)

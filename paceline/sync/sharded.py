@@ -18,7 +18,7 @@ from typing import Any
 from paceline.comm.communicator import Communicator
 from paceline.sync.bucket import Bucket
 from paceline.sync.notified import Notified
-from paceline.sync.residuals import OPTIMIZER, RankState
+from paceline.sync.rank_state import OPTIMIZER, RankState
 from paceline.sync.shards import Shards
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import CommTimeout
-from paceline.sync.replicated import Exchange
+from paceline.sync.exchange import Exchange
 from paceline.sync.sources import refuse_writes
 from paceline.sync.streams import SideStream
 

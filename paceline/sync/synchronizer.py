@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from paceline.sync.bucket import Bucket
-from paceline.sync.residuals import RankState
+from paceline.sync.rank_state import RankState
 
 
 class Synchronizer(Protocol):
