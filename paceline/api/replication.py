@@ -26,7 +26,7 @@ from paceline.build.exchange import (
 from paceline.cluster.preflight import model_facts
 from paceline.cluster.supervise import say
 from paceline.comm.communicator import broadcast_bytes
-from paceline.comm.nixl_agent import require_nixl
+from paceline.comm.nixl.agent import require_nixl
 from paceline.config.world import SyncConfig
 from paceline.errors import ConfigError
 from paceline.sync.batch_norm import convert_sync_batchnorm

@@ -20,9 +20,9 @@ from paceline.cluster.join import Joined
 from paceline.cluster.preflight import compare
 from paceline.cluster.signals import StopSignals
 from paceline.cluster.supervise import saved_sentence, say
-from paceline.comm.alone import AloneCommunicator
 from paceline.comm.communicator import Communicator, until_end
 from paceline.comm.process_group import ProcessGroupCommunicator
+from paceline.comm.single_rank import AloneCommunicator
 from paceline.config.run import OutputConfig
 from paceline.observe.trace import Trace
 from paceline.recorder import Recorder

@@ -11,7 +11,7 @@ from paceline.build.exchange import refuse_gpu
 from paceline.build.model import refuse_emulation
 from paceline.build.origin import check_order, check_origin
 from paceline.build.sources import Sources, labels_beyond, open_sources, order_of
-from paceline.comm.nixl_agent import require_nixl
+from paceline.comm.nixl.agent import require_nixl
 from paceline.config.train import TrainConfig
 from paceline.errors import ConfigError
 from paceline.models.zoo import model_factory

@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 from paceline.build.choice import Chooser, Occasion, candidates_of
 from paceline.cluster.members import Members
 from paceline.comm.communicator import Communicator, gather_bytes
-from paceline.comm.machines_window import machines_window
-from paceline.comm.mesh import Meeting
-from paceline.comm.nixl_window import nixl_window
+from paceline.comm.nixl.window import nixl_window
 from paceline.comm.process_group import ProcessGroupCommunicator
+from paceline.comm.shm_tcp_window import machines_window
 from paceline.comm.traced_window import TracedWindow
+from paceline.comm.transport.bootstrap import Meeting
 from paceline.comm.window import Window
 from paceline.config.train import TrainConfig
 from paceline.config.world import SyncConfig

@@ -6,9 +6,9 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from paceline.cluster.members import Members
-from paceline.comm.alone import AloneCommunicator
 from paceline.comm.communicator import Communicator
 from paceline.comm.process_group import ProcessGroupCommunicator
+from paceline.comm.single_rank import AloneCommunicator
 
 
 def adds_up_on_gpus(members: Members, device: torch.device, sync: str) -> bool:

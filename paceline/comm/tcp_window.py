@@ -16,8 +16,8 @@ from math import inf
 
 import torch
 
-from paceline.comm.linked_window import LinkedWindow
-from paceline.comm.mesh import Meeting, connect_all
+from paceline.comm.connection_window import LinkedWindow
+from paceline.comm.transport.bootstrap import Meeting, connect_all
 
 _UNSENT = 2**18  # bytes that wait in the kernel at most
 _IN_FLIGHT_ALONE, _IN_FLIGHT_OF_SEVERAL = 2**18, 2**17  # bytes; the kernel grants twice as many

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from paceline.comm.communicator import Communicator, gather_bytes
-from paceline.comm.moment import Moment as WindowMoment
+from paceline.comm.put_event import Moment as WindowMoment
 from paceline.observe.chrome import chrome_trace
 from paceline.observe.clocks import offsets, rounds, running_system
 from paceline.observe.lines import write_whole

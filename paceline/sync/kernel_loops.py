@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.comm.compiler import compiler
+from paceline.comm.numba_compiler import compiler
 from paceline.sync.kernels_plain import LARGE, TINY
 from paceline.sync.past_caches import LINE, add_past_caches, fence, weigh_past_caches
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import psutil
 import torch
 
-from paceline.comm.alone import AloneCommunicator
 from paceline.comm.communicator import Communicator, broadcast_all, total
+from paceline.comm.single_rank import AloneCommunicator
 from tests.harness.processes import spawn
 from tests.harness.threads import run_ranks
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._inductor import config as inductor_config
 from torch.nn import functional as F
 
-from paceline.comm.inprocess import ThreadGroup
+from paceline.comm.inprocess.communicator import ThreadGroup
 from paceline.errors import ConfigError
 from paceline.models.blocks import blocks
 from paceline.sync.batch_norm import convert_sync_batchnorm

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from paceline.comm.communicator import Communicator, Ticket
-from paceline.comm.inprocess import ThreadCommunicator, ThreadGroup
+from paceline.comm.inprocess.communicator import ThreadCommunicator, ThreadGroup
 from paceline.errors import ConfigError
 from tests.harness.bench import Bench
 from tests.harness.case_models import Tied

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.comm.nixl_agent import NixlAgent
+from paceline.comm.nixl.agent import NixlAgent
 from tests.harness.windows import LIMIT
 
 pytest.importorskip("nixl", reason="NIXL isn't installed: no windows by it", exc_type=ImportError)

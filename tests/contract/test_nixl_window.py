@@ -9,8 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from paceline.comm.nixl_agent import NixlAgent
-from paceline.comm.nixl_window import NixlWindow, nixl_window
+from paceline.comm.nixl.agent import NixlAgent
+from paceline.comm.nixl.window import NixlWindow, nixl_window
 from paceline.comm.tcp_window import connect_by_tcp
 from paceline.errors import ConfigError, PeerLost
 from tests.harness.windows import LIMIT, meetings
@@ -60,6 +60,6 @@ def test_nonsense_on_the_line_ends_it(half: Half) -> None:
 
 
 def test_a_machine_without_nixl_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.comm.nixl_agent.find_spec", lambda name: None)
+    monkeypatch.setattr("paceline.comm.nixl.agent.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"run pip install 'paceline\[nixl\]'"):
         NixlAgent("alone")

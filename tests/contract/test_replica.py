@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from paceline.comm.communicator import Communicator
-from paceline.comm.inprocess import ThreadCommunicator, ThreadGroup
+from paceline.comm.inprocess.communicator import ThreadCommunicator, ThreadGroup
 from paceline.errors import ConfigError
 from tests.harness.bench import Bench
 from tests.harness.equivalence import Training, convnet, largest_difference, replicate, sgd

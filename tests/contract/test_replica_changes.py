@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from paceline.comm.communicator import Communicator
-from paceline.comm.inprocess import ThreadCommunicator, ThreadGroup
+from paceline.comm.inprocess.communicator import ThreadCommunicator, ThreadGroup
 from paceline.errors import ConfigError
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.batch_norm import convert_sync_batchnorm

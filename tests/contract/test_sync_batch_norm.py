@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.communicator import Communicator
-from paceline.comm.inprocess import ThreadCommunicator, ThreadGroup
+from paceline.comm.inprocess.communicator import ThreadCommunicator, ThreadGroup
 from paceline.errors import CommTimeout, ConfigError
 from paceline.sync.batch_norm import SyncBatchNorm, convert_sync_batchnorm
 from paceline.sync.share import Share

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from paceline.comm.connection_window import LinkedWindow
 from paceline.comm.faulty_window import Faults, FaultyWindow
-from paceline.comm.linked_window import LinkedWindow
-from paceline.comm.loop import HEAD
-from paceline.comm.mesh import Meeting
-from paceline.comm.mover import CHUNK
 from paceline.comm.tcp_window import tcp_window
+from paceline.comm.transport.bootstrap import Meeting
+from paceline.comm.transport.event_loop import HEAD
+from paceline.comm.transport.transport import CHUNK
 from paceline.comm.window import Window
 from paceline.errors import PeerLost
 from tests.harness.relay import Relay

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from paceline.comm.mesh import Meeting
-from paceline.comm.nixl_window import nixl_window
-from paceline.comm.shared_window import shared_window
+from paceline.comm.nixl.window import nixl_window
+from paceline.comm.shm_window import shared_window
 from paceline.comm.tcp_window import tcp_window
+from paceline.comm.transport.bootstrap import Meeting
 from paceline.comm.window import Window
 from paceline.errors import PeerLost
 from tests.harness.traffic import Traffic

@@ -12,12 +12,13 @@ from contextlib import suppress
 import pytest
 import torch
 
-from paceline.comm import loop, mesh
-from paceline.comm.linked_window import LinkedWindow
-from paceline.comm.loop import HEAD
-from paceline.comm.mesh import Meeting
-from paceline.comm.shared_window import connect_locally, share_memory
+from paceline.comm.connection_window import LinkedWindow
+from paceline.comm.shm_window import connect_locally, share_memory
 from paceline.comm.tcp_window import connect_by_tcp, tcp_window
+from paceline.comm.transport import bootstrap as mesh
+from paceline.comm.transport import event_loop as loop
+from paceline.comm.transport.bootstrap import Meeting
+from paceline.comm.transport.event_loop import HEAD
 from paceline.comm.window import Window
 from paceline.errors import CommTimeout, PeerLost
 from tests.harness.windows import LIMIT, meetings, run_windows, tcp

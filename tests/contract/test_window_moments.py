@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.comm import linked_window
-from paceline.comm.moment import Moment
+from paceline.comm import connection_window as linked_window
+from paceline.comm.put_event import Moment
 from paceline.comm.traced_window import TracedWindow
 from paceline.recorder import NullRecorder
 from tests.harness.windows import LIMIT, without_numba

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from paceline.comm.communicator import Communicator
-from paceline.comm.inprocess import ThreadGroup
+from paceline.comm.inprocess.communicator import ThreadGroup
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.batch_norm import convert_sync_batchnorm
 from paceline.sync.bucket import Bucket

@@ -22,14 +22,14 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
+from paceline.comm.inprocess.communicator.window import WindowGroup
 from torch import nn
 
 from paceline.comm.communicator import Communicator
 from paceline.comm.faulty_window import Faults, FaultyWindow
-from paceline.comm.inprocess_window import WindowGroup
-from paceline.comm.machines_window import machines_window
-from paceline.comm.nixl_window import nixl_window
-from paceline.comm.shared_window import shared_window
+from paceline.comm.nixl.window import nixl_window
+from paceline.comm.shm_tcp_window import machines_window
+from paceline.comm.shm_window import shared_window
 from paceline.comm.tcp_window import tcp_window
 from paceline.comm.window import Window
 from paceline.sync.bucket import Bucket

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from paceline.comm.inprocess.communicator.window import WindowGroup
 from torch.distributed import HashStore, Store
 
 from paceline.build.exchange import Peers
@@ -16,10 +17,9 @@ from paceline.build.machine import connect_neighbours
 from paceline.cluster.members import Members
 from paceline.comm.communicator import Communicator
 from paceline.comm.faulty_window import Faults, FaultyWindow
-from paceline.comm.inprocess import ThreadGroup
-from paceline.comm.inprocess_window import WindowGroup
-from paceline.comm.machines_window import machines_window
-from paceline.comm.mesh import Meeting
+from paceline.comm.inprocess.communicator import ThreadGroup
+from paceline.comm.shm_tcp_window import machines_window
+from paceline.comm.transport.bootstrap import Meeting
 from paceline.comm.window import Window
 from paceline.sync.bucket import Bucket
 from paceline.sync.layout import Topology

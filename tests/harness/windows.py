@@ -14,21 +14,26 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from paceline.comm.inprocess.communicator.window import WindowGroup
 from torch.distributed import HashStore
 
 from paceline.comm.faulty_window import Faults, FaultyWindow
-from paceline.comm.inprocess_window import WindowGroup
-from paceline.comm.mesh import Meeting
-from paceline.comm.nixl_window import nixl_window
-from paceline.comm.shared_window import shared_window
+from paceline.comm.nixl.window import nixl_window
+from paceline.comm.shm_window import shared_window
 from paceline.comm.tcp_window import tcp_window
+from paceline.comm.transport.bootstrap import Meeting
 from paceline.comm.window import Window
 
 T = TypeVar("T")
 Make = Callable[[int], Window]  # of a rank
 
 LIMIT = 30.0
-_COMPILED_OR_NOT = ("calls", "loop", "mover", "linked_window")
+_COMPILED_OR_NOT = (
+    "transport.system_calls",
+    "transport.event_loop",
+    "transport.transport",
+    "connection_window",
+)
 
 
 def meetings(
@@ -98,13 +103,13 @@ def plain_tcp(world_size: int, size: int, notifications: int) -> Make:
 def plain_shared(world_size: int, size: int, notifications: int) -> Make:
     at = meetings(world_size)
     with without_numba() as make:
-        return lambda rank: make("shared_window").shared_window(at[rank], size, notifications)
+        return lambda rank: make("shm_window").shared_window(at[rank], size, notifications)
 
 
 @contextmanager
 def without_numba() -> Iterator[Callable[[str], Any]]:
     """Yield what imports a module of `comm` anew, as where numba isn't installed."""
-    names = [f"paceline.comm.{name}" for name in (*_COMPILED_OR_NOT, "tcp_window", "shared_window")]
+    names = [f"paceline.comm.{name}" for name in (*_COMPILED_OR_NOT, "tcp_window", "shm_window")]
     before = {name: sys.modules.pop(name, None) for name in names}
     find_spec = importlib.util.find_spec
     importlib.util.find_spec = lambda name, package=None: (  # type: ignore[assignment]
@@ -117,7 +122,10 @@ def without_numba() -> Iterator[Callable[[str], Any]]:
         for name, module in before.items():
             if module is not None:
                 sys.modules[name] = module
-    assert fresh["paceline.comm.calls"].jit is not sys.modules["paceline.comm.calls"].jit
+    assert (
+        fresh["paceline.comm.transport.system_calls"].jit
+        is not sys.modules["paceline.comm.transport.system_calls"].jit
+    )
     yield lambda name: fresh[f"paceline.comm.{name}"]
 
 

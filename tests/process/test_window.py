@@ -28,9 +28,9 @@ import sys
 from datetime import timedelta
 import torch
 from torch.distributed import FileStore
-from paceline.comm.mesh import Meeting
-from paceline.comm.nixl_window import nixl_window
-from paceline.comm.shared_window import shared_window
+from paceline.comm.transport.bootstrap import Meeting
+from paceline.comm.nixl.window import nixl_window
+from paceline.comm.shm_window import shared_window
 from paceline.comm.tcp_window import tcp_window
 from paceline.errors import PacelineError
 

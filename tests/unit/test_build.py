@@ -13,7 +13,7 @@ from paceline import build
 from paceline.build.machine import adds_up_on_gpus
 from paceline.cli.flags import parse
 from paceline.cluster.members import Members
-from paceline.comm.inprocess import ThreadGroup
+from paceline.comm.inprocess.communicator import ThreadGroup
 from paceline.config.train import TrainConfig
 from paceline.errors import ConfigError
 from paceline.recorder import NullRecorder

@@ -13,7 +13,7 @@ from paceline import build
 from paceline.build.model import refuse_emulation
 from paceline.cli.flags import parse
 from paceline.cluster.members import Members
-from paceline.comm.inprocess import ThreadGroup
+from paceline.comm.inprocess.communicator import ThreadGroup
 from paceline.config.model import ModelConfig
 from paceline.config.train import TrainConfig
 from paceline.config.world import SyncConfig

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from numba.core import config
 
-from paceline.comm.compiler import compiler
+from paceline.comm.numba_compiler import compiler
 from tests.harness.small_disk import small_disk
 
 SOURCE = "def twice(x):\n    return 2 * x\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from paceline.comm.event import Event
+from paceline.comm.transport.wake_event import Event
 
 
 def test_who_was_woken_sleeps_again() -> None:

@@ -1,6 +1,6 @@
 """Registrations of memory last as long as a user, or somebody who touches it, needs them."""
 
-from paceline.comm.registered import Registered
+from paceline.comm.nixl.memory_registration import Registered
 
 
 class Card:

@@ -14,7 +14,7 @@ from torch import nn
 
 import paceline
 from paceline.comm.communicator import Communicator
-from paceline.comm.moment import Moment
+from paceline.comm.put_event import Moment
 from paceline.observe import trace as module
 from paceline.observe.clocks import Round, offsets, rounds
 from paceline.observe.events import read_events

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.comm.registered import Registered
+from paceline.comm.nixl.memory_registration import Registered
 from paceline.errors import CommError, ConfigError
 
 # Not the ways between processes of one machine: by them a sender writes at an address, whatever is

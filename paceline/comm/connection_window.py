@@ -1,6 +1,6 @@
 """A window over connections: TCP between machines, shared memory and a local socket inside one.
 
-    put over TCP   frames of a head and the bytes themselves (`loop.py`)
+    put over TCP   frames of a head and the bytes themselves (`transport/event_loop.py`)
     put inside     a copy into the peer's memory, which is mapped here, and a head without bytes
 
 Both are one loop and one notification, so a rank has peers of either kind at once.
@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from paceline.comm.loop import EVERYBODY
-from paceline.comm.moment import Moment
-from paceline.comm.mover import Mover
+from paceline.comm.put_event import Moment
+from paceline.comm.transport.event_loop import EVERYBODY
+from paceline.comm.transport.transport import Mover
 from paceline.comm.window import Source, bytes_of, tensors_of
 from paceline.errors import CommTimeout, PeerLost
 

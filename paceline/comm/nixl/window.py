@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.comm.mesh import Meeting
-from paceline.comm.nixl_agent import NixlAgent
-from paceline.comm.nixl_engine import NixlEngine
-from paceline.comm.nixl_peer import Peer
+from paceline.comm.nixl.agent import NixlAgent
+from paceline.comm.nixl.engine import NixlEngine
+from paceline.comm.nixl.peer import Peer
 from paceline.comm.tcp_window import connect_by_tcp
+from paceline.comm.transport.bootstrap import Meeting
 from paceline.comm.window import Source, bytes_of
 from paceline.errors import CommError, CommTimeout, PeerLost
 

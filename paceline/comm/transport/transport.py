@@ -1,4 +1,4 @@
-"""Python's side of the loop that moves bytes (`loop.py`): its arrays, its thread, who sleeps."""
+"""Python's side of the loop that moves bytes (`event_loop.py`): its arrays, its thread, who sleeps."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.comm import loop
-from paceline.comm.calls import Lock, write_word
-from paceline.comm.event import Event
-from paceline.comm.moment import Moment
+from paceline.comm.put_event import Moment
+from paceline.comm.transport import event_loop as loop
+from paceline.comm.transport.system_calls import Lock, write_word
+from paceline.comm.transport.wake_event import Event
 from paceline.errors import CommError
 
 CHUNK = 2**18  # bytes of a frame at most

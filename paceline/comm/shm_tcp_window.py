@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
-from paceline.comm.linked_window import LinkedWindow
-from paceline.comm.mesh import Meeting
-from paceline.comm.shared_window import connect_locally, share_memory
+from paceline.comm.connection_window import LinkedWindow
+from paceline.comm.shm_window import connect_locally, share_memory
 from paceline.comm.tcp_window import connect_by_tcp
+from paceline.comm.transport.bootstrap import Meeting
 
 
 def machines_window(

@@ -1,4 +1,4 @@
-"""The system calls of `loop.py`: as numba compiles them, or plain where it isn't installed."""
+"""The system calls of `event_loop.py`: as numba compiles them, or plain where it isn't installed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 _KIND = "plain" if find_spec("numba") is None else "compiled"
-_CALLS: Any = import_module(f"paceline.comm.calls_{_KIND}")
+_CALLS: Any = import_module(f"paceline.comm.transport.system_calls_{_KIND}")
 
 Lock, write_word = _CALLS.Lock, _CALLS.write_word
 jit, address, errno = _CALLS.jit, _CALLS.address, _CALLS.errno

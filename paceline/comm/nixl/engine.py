@@ -26,8 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.comm.nixl_agent import NixlAgent
-from paceline.comm.nixl_peer import PATIENCE_S, Peer, Put
+from paceline.comm.nixl.agent import NixlAgent
+from paceline.comm.nixl.peer import PATIENCE_S, Peer, Put
 
 PIECE = 2**22  # bytes that go before something more urgent can
 PROMISE, ARRIVED = b"p", b"a"

@@ -2,7 +2,7 @@
 
 It is written in the part of Python that numba compiles, so that it runs in a thread without ever
 taking the interpreter's lock; where numba isn't installed, the same source runs as it stands
-(`calls.py` has the system calls of both). All that it knows is in arrays that Python made:
+(`system_calls.py` has the system calls of both). All that it knows is in arrays that Python made:
 
     links   a row a connection       what is being sent there, what is being received
     puts    a row a put's piece      whence, how much is left, how urgent; the most urgent is next
@@ -25,7 +25,7 @@ for a notification, so that such puts land in their order.
 
 from __future__ import annotations
 
-from paceline.comm.calls import (
+from paceline.comm.transport.system_calls import (
     address,
     clock_gettime,
     errno,

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.comm.compiler import compiler
+from paceline.comm.numba_compiler import compiler
 
 numba: Any = import_module("numba")  # its own types are for what it compiles, not for callers
 types = numba.types

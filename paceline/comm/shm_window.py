@@ -17,8 +17,8 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor
 
-from paceline.comm.linked_window import LinkedWindow
-from paceline.comm.mesh import Meeting, connect_all
+from paceline.comm.connection_window import LinkedWindow
+from paceline.comm.transport.bootstrap import Meeting, connect_all
 from paceline.errors import CommTimeout, PeerLost
 
 

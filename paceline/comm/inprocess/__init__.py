@@ -1,0 +1,1 @@
+"""In-process twins of the communicator and of the window: ranks are threads."""

@@ -1,0 +1,1 @@
+"""One-sided puts through NIXL: RDMA where the network has it, TCP elsewhere."""

@@ -1,0 +1,1 @@
+"""The transport: sockets, the event loop that moves bytes, and what a connection starts with."""
