@@ -34,10 +34,10 @@ from ranks import Ranks, start
 from rounds import Interval, median_of
 from variants import Setting, Training, bind
 
-from paceline.cluster.allocator import keep_freed_memory
+from paceline.cluster.supervision.allocator import keep_freed_memory
 from paceline.config.world import SyncConfig
-from paceline.state.checkpoint import Checkpoints
-from paceline.state.keeper import Keeper, Stateful
+from paceline.state.checkpoint_files import Checkpoints
+from paceline.state.checkpointer import Keeper, Stateful
 
 MINUTE = 60  # seconds
 

@@ -33,8 +33,8 @@ from rounds import interleaved, paired_ratio
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler
 
-from paceline.data.augment import Transform
-from paceline.data.lmdb_source import LmdbSource
+from paceline.data.db.lmdb_source import LmdbSource
+from paceline.data.image.augment import Transform
 from paceline.data.loader import Loader
 from paceline.data.order import Order
 

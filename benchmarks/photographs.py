@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from paceline.data.formats import encode_tensorprotos
+from paceline.data.db.formats.record_formats import encode_tensorprotos
+from paceline.data.db.write.writers import LmdbWriter
 from paceline.data.source import Pixels
-from paceline.data.writers import LmdbWriter
 
 WIDTH, HEIGHT, QUALITY = 500, 375, 90
 

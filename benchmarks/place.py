@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
 from paceline.build import Peers
-from paceline.cluster.members import Members
+from paceline.cluster.membership.members import Members
 from paceline.comm.process_group import ProcessGroupCommunicator
 
 

@@ -32,7 +32,7 @@ import torch
 from links import Machine
 from place import Variant
 
-from paceline.cluster.allocator import keep_freed_memory
+from paceline.cluster.supervision.allocator import keep_freed_memory
 
 WARM_UP = 1  # step after the first, in which DDP and Paceline learn the order
 

@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from paceline.data import splitmix
-from paceline.data.place import Place
+from paceline.data.batch_slice import Place
 from paceline.recorder import Recorder
-from paceline.state.checkpoint import EXCHANGE
-from paceline.state.keeper import Keeper
+from paceline.state.checkpoint_files import EXCHANGE
+from paceline.state.checkpointer import Keeper
 from paceline.sync.agreement import Agreement
 from paceline.sync.rank_state import OPTIMIZER
 from paceline.sync.replica import Replica

@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.comm.communicator import Communicator, total
 from paceline.data.loader import Batch, Loader
-from paceline.models.output import check_output, explained_errors, explained_memory
-from paceline.observe.tally import NO_TEST, TOLD, Scores, Tally, scores
+from paceline.models.output_check import check_output, explained_errors, explained_memory
+from paceline.observe.score_counter import NO_TEST, TOLD, Scores, Tally, scores
 from paceline.recorder import Recorder
 from paceline.steps import Steps
 from paceline.sync.precision import Precision

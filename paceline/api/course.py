@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from paceline.comm.communicator import Communicator
+from paceline.data.batch_slice import Place
 from paceline.data.order import Order
-from paceline.data.place import Place
 from paceline.errors import ConfigError
 from paceline.steps import Position
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from paceline.build import Start
-from paceline.cluster.members import Members
+from paceline.cluster.membership.members import Members
+from paceline.data.batch_slice import Place
 from paceline.data.order import Order
-from paceline.data.place import Place
 from paceline.recorder import Recorder
 
 

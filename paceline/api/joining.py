@@ -21,17 +21,17 @@ from paceline.api.world import World
 from paceline.build import Start, build_trace, cores_per_worker, find_start
 from paceline.cluster.environment import Environment, read_environment
 from paceline.cluster.join import Joined, join_world_of
-from paceline.cluster.members import Members
-from paceline.cluster.preflight import version_facts
-from paceline.cluster.signals import StopSignals
-from paceline.cluster.supervise import saved_sentence, say
+from paceline.cluster.membership.members import Members
+from paceline.cluster.rendezvous.preflight import version_facts
+from paceline.cluster.supervision.stop_signals import StopSignals
+from paceline.cluster.supervision.supervisor import saved_sentence, say
 from paceline.comm.communicator import Communicator
 from paceline.config.rules import positive
 from paceline.config.run import OutputConfig
 from paceline.errors import ConfigError
-from paceline.observe.account import Account
-from paceline.observe.events import EventFile
-from paceline.observe.trace import Trace
+from paceline.observe.event_file import EventFile
+from paceline.observe.step_account import Account
+from paceline.observe.trace.step_trace import Trace
 from paceline.recorder import NullRecorder, Recorder
 from paceline.state.run_folder import RunFolder
 

@@ -22,9 +22,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
-from paceline.cluster.ending import Private, Supervised
 from paceline.cluster.environment import Environment
 from paceline.cluster.join import Joined
+from paceline.cluster.supervision.process_end import Private, Supervised
 from paceline.errors import PacelineError
 
 _INTERRUPTED = 130

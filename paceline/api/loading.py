@@ -14,9 +14,9 @@ from typing import Any
 
 from paceline.api.words import in_python
 from paceline.api.world import World
-from paceline.data.mapped import MappedLoader
+from paceline.data.map_style_loader import MappedLoader
 from paceline.data.order import Order
-from paceline.data.seeded import MapStyle
+from paceline.data.seeded_dataset import MapStyle
 from paceline.errors import ConfigError
 
 

@@ -23,8 +23,8 @@ from paceline.build.exchange import (
     refuse_gpu,
     replicate,
 )
-from paceline.cluster.preflight import model_facts
-from paceline.cluster.supervise import say
+from paceline.cluster.rendezvous.preflight import model_facts
+from paceline.cluster.supervision.supervisor import say
 from paceline.comm.communicator import broadcast_bytes
 from paceline.comm.nixl.agent import require_nixl
 from paceline.config.world import SyncConfig

@@ -17,17 +17,17 @@ from paceline.build.choice import Occasion
 from paceline.build.exchange import Peers
 from paceline.build.machine import connect_machine
 from paceline.cluster.join import Joined
-from paceline.cluster.preflight import compare
-from paceline.cluster.signals import StopSignals
-from paceline.cluster.supervise import saved_sentence, say
+from paceline.cluster.rendezvous.preflight import compare
+from paceline.cluster.supervision.stop_signals import StopSignals
+from paceline.cluster.supervision.supervisor import saved_sentence, say
 from paceline.comm.communicator import Communicator, until_end
 from paceline.comm.process_group import ProcessGroupCommunicator
 from paceline.comm.single_rank import AloneCommunicator
 from paceline.config.run import OutputConfig
-from paceline.observe.trace import Trace
+from paceline.observe.trace.step_trace import Trace
 from paceline.recorder import Recorder
-from paceline.state.checkpoint import Checkpoints
-from paceline.state.keeper import Keeper, Stateful
+from paceline.state.checkpoint_files import Checkpoints
+from paceline.state.checkpointer import Keeper, Stateful
 from paceline.steps import SavePolicy
 
 

@@ -23,8 +23,8 @@ from paceline.api.session import Session
 from paceline.api.tracking import Trackable, Tracked
 from paceline.api.words import in_python
 from paceline.build import Start
+from paceline.data.batch_slice import Place
 from paceline.data.order import Order
-from paceline.data.place import Place
 from paceline.errors import ConfigError
 from paceline.steps import Steps, Stop
 from paceline.sync.agreement import Agreement

@@ -21,10 +21,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from paceline.cluster.members import Members
+from paceline.cluster.membership.members import Members
 from paceline.comm.communicator import Communicator, broadcast_bytes, total
 from paceline.config.world import SyncConfig
-from paceline.state.choice import CHOICE_NAME, Choice, read_choice, write_choice
+from paceline.state.exchange_choice import CHOICE_NAME, Choice, read_choice, write_choice
 from paceline.sync.bucket import partition
 from paceline.sync.roster import Roster
 from paceline.sync.trials import Outcome, Trials, steps_of_trials

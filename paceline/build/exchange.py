@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.optim import Optimizer
 
 from paceline.build.choice import Chooser, Occasion, candidates_of
-from paceline.cluster.members import Members
+from paceline.cluster.membership.members import Members
 from paceline.comm.communicator import Communicator, gather_bytes
 from paceline.comm.nixl.window import nixl_window
 from paceline.comm.process_group import ProcessGroupCommunicator
@@ -24,7 +24,7 @@ from paceline.comm.window import Window
 from paceline.config.train import TrainConfig
 from paceline.config.world import SyncConfig
 from paceline.errors import ConfigError
-from paceline.observe.trace import MARKS, Trace
+from paceline.observe.trace.step_trace import MARKS, Trace
 from paceline.recorder import NullRecorder, Recorder
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.bucket import Bucket

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from paceline.cluster.members import Members
+from paceline.cluster.membership.members import Members
 from paceline.comm.communicator import Communicator
 from paceline.comm.process_group import ProcessGroupCommunicator
 from paceline.comm.single_rank import AloneCommunicator

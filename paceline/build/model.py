@@ -14,8 +14,8 @@ from paceline.config.model import ModelConfig
 from paceline.config.optim import OptimConfig
 from paceline.config.train import TrainConfig
 from paceline.errors import ConfigError
-from paceline.models.blocks import blocks
-from paceline.models.decay import decay_groups
+from paceline.models.compiled_blocks import blocks
+from paceline.models.weight_decay import decay_groups
 from paceline.models.zoo import build_model
 from paceline.schedule import base_rate
 from paceline.state.weights import load_weights

@@ -14,7 +14,7 @@ from typing import Any
 from paceline.config.run import OutputConfig
 from paceline.data.order import Order
 from paceline.errors import CheckpointError, ConfigError
-from paceline.state.checkpoint import Checkpoints, read_checkpoint
+from paceline.state.checkpoint_files import Checkpoints, read_checkpoint
 
 
 def check_origin(output: OutputConfig, run: Path) -> None:

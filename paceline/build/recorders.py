@@ -9,17 +9,17 @@ from pathlib import Path
 import torch
 
 from paceline.build.resume import Start
-from paceline.cluster.members import Members
-from paceline.cluster.supervise import say
+from paceline.cluster.membership.members import Members
+from paceline.cluster.supervision.supervisor import say
 from paceline.comm.communicator import Communicator
 from paceline.config.run import OutputConfig
 from paceline.config.train import TrainConfig
-from paceline.observe.account import Account
 from paceline.observe.console import Console
 from paceline.observe.csv_log import CsvLog, log_name
-from paceline.observe.events import EventFile
+from paceline.observe.event_file import EventFile
 from paceline.observe.fanout import Fanout
-from paceline.observe.trace import Trace
+from paceline.observe.step_account import Account
+from paceline.observe.trace.step_trace import Trace
 from paceline.recorder import Recorder
 from paceline.schedule import base_rate
 

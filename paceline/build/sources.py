@@ -9,15 +9,15 @@ from pathlib import Path
 
 import torch
 
-from paceline.cluster.members import Members
+from paceline.cluster.membership.members import Members
 from paceline.config.data import NO_DATA, DataConfig
 from paceline.config.db import DbType
 from paceline.config.train import TrainConfig
-from paceline.data.augment import Transform
-from paceline.data.leveldb_source import LevelDbSource
-from paceline.data.lmdb_source import LmdbSource
+from paceline.data.db.leveldb.source import LevelDbSource
+from paceline.data.db.lmdb_source import LmdbSource
+from paceline.data.db.minidb_source import MiniDbSource
+from paceline.data.image.augment import Transform
 from paceline.data.loader import Loader
-from paceline.data.minidb_source import MiniDbSource
 from paceline.data.order import Order
 from paceline.data.source import Source
 from paceline.data.synthetic import SyntheticSource

@@ -19,12 +19,12 @@ from paceline.build.resume import Start
 from paceline.build.sources import Sources, make_loader, order_of
 from paceline.comm.communicator import Communicator
 from paceline.config.train import TrainConfig
-from paceline.observe.tally import TOLD
-from paceline.observe.watch import LossWatch
+from paceline.observe.loss_watch import LossWatch
+from paceline.observe.score_counter import TOLD
 from paceline.recorder import NullRecorder, Recorder
 from paceline.schedule import LearningRate
-from paceline.state.checkpoint import FOLDER, Checkpoints
-from paceline.state.keeper import Keeper, Stateful
+from paceline.state.checkpoint_files import FOLDER, Checkpoints
+from paceline.state.checkpointer import Keeper, Stateful
 from paceline.state.weights import save_weights
 from paceline.steps import SavePolicy, Steps
 from paceline.sync.agreement import Agreement

@@ -8,8 +8,8 @@ from torch import nn
 from torch._C._distributed_c10d import Store
 
 from paceline.build import Sources
-from paceline.cluster.members import Members
-from paceline.cluster.preflight import (
+from paceline.cluster.membership.members import Members
+from paceline.cluster.rendezvous.preflight import (
     compare,
     configuration_facts,
     data_facts,

@@ -11,9 +11,9 @@ from paceline.cli.db_table import print_report
 from paceline.cli.flags import parse
 from paceline.cli.progress import meter
 from paceline.config.db import DbConvertConfig, DbCreateConfig, DbInfoConfig
-from paceline.data.convert import Converted, convert_database
-from paceline.data.create import Created, create_database
-from paceline.data.inspect import inspect_database
+from paceline.data.db.convert import Converted, convert_database
+from paceline.data.db.create import Created, create_database
+from paceline.data.db.inspect import inspect_database
 from paceline.errors import ConfigError
 
 _USAGE = """\

@@ -8,7 +8,7 @@ from rich.console import Console, ConsoleRenderable
 from rich.table import Table
 from rich.text import Text
 
-from paceline.data.inspect import Report
+from paceline.data.db.inspect import Report
 
 _BAR = 24  # characters of the longest bar
 _ROWS = 40  # labels shown: all of CIFAR's, not all of ImageNet's

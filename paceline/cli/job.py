@@ -13,9 +13,9 @@ from torch._C._distributed_c10d import Store
 from paceline import build
 from paceline.cli.agree import agree_on_inputs, agree_on_model
 from paceline.cli.kept import kept
-from paceline.cluster.members import Members
-from paceline.cluster.signals import StopSignals
-from paceline.cluster.supervise import saved_sentence, say
+from paceline.cluster.membership.members import Members
+from paceline.cluster.supervision.stop_signals import StopSignals
+from paceline.cluster.supervision.supervisor import saved_sentence, say
 from paceline.comm.communicator import until_end
 from paceline.config.train import TrainConfig
 from paceline.recorder import Recorder

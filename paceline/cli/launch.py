@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 
 from paceline.cli.flags import parse, takes
-from paceline.cluster import lifeline
-from paceline.cluster.plan import RunPlan
-from paceline.cluster.supervise import supervise
+from paceline.cluster.rendezvous.run_plan import RunPlan
+from paceline.cluster.supervision import parent_death_watchdog as lifeline
+from paceline.cluster.supervision.supervisor import supervise
 from paceline.config.launch import LaunchConfig
 from paceline.config.world import WorldConfig
 from paceline.errors import ConfigError

@@ -28,9 +28,9 @@ from paceline.cli.job import train
 from paceline.cli.notes import notes
 from paceline.cluster.environment import Environment
 from paceline.cluster.join import Joined, join_world_of
-from paceline.cluster.launched import Launched
-from paceline.cluster.plan import RunPlan
-from paceline.cluster.supervise import finished_sentence, say
+from paceline.cluster.launchers.launched_process import Launched
+from paceline.cluster.rendezvous.run_plan import RunPlan
+from paceline.cluster.supervision.supervisor import finished_sentence, say
 from paceline.config.train import TrainConfig
 from paceline.config.world import WorldConfig
 from paceline.errors import ConfigError, PacelineError

@@ -18,7 +18,7 @@ from paceline.cli.flags import parse
 from paceline.cli.ledger_table import print_proof
 from paceline.config.ledger import LedgerConfig
 from paceline.errors import ConfigError, DataError
-from paceline.observe.events import read_events
+from paceline.observe.event_file import read_events
 from paceline.observe.ledger import Proof, prove
 from paceline.state.run_folder import CONFIG_NAME
 

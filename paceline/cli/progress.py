@@ -17,7 +17,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from paceline.data.ordered import Meter
+from paceline.data.ordered_map import Meter
 
 _REFRESH = 0.1  # seconds between two drawings of the bar
 _LINE = 10.0  # seconds between two lines

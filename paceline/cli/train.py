@@ -20,12 +20,12 @@ from paceline.cli.flags import parse
 from paceline.cli.job import train
 from paceline.cli.launched import train_launched
 from paceline.cli.notes import notes
-from paceline.cluster.answer import answer
 from paceline.cluster.environment import WorkerEnvironment, read_environment
-from paceline.cluster.members import Members
-from paceline.cluster.plan import RunPlan
-from paceline.cluster.supervise import finished_sentence, say, supervise
-from paceline.cluster.worker import run_worker
+from paceline.cluster.membership.members import Members
+from paceline.cluster.rendezvous.finished_answer import answer
+from paceline.cluster.rendezvous.run_plan import RunPlan
+from paceline.cluster.supervision.supervisor import finished_sentence, say, supervise
+from paceline.cluster.supervision.worker import run_worker
 from paceline.config.train import TrainConfig
 from paceline.state.run_folder import RunFolder, choose_run_id
 

@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from paceline.cluster.launched import Launched
-from paceline.cluster.mpirun import by_mpirun, read_mpirun
-from paceline.cluster.slurm import by_srun, read_srun
-from paceline.cluster.store import StoreSpec
-from paceline.cluster.torchrun import by_hand, by_torchrun, read_torchrun
+from paceline.cluster.launchers.launched_process import Launched
+from paceline.cluster.launchers.mpirun import by_mpirun, read_mpirun
+from paceline.cluster.launchers.slurm import by_srun, read_srun
+from paceline.cluster.launchers.torchrun import by_hand, by_torchrun, read_torchrun
+from paceline.cluster.stores.store_spec import StoreSpec
 
 WORKER_VARIABLE = "PACELINE_WORKER"
 

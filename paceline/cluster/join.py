@@ -18,18 +18,18 @@ from typing import Literal
 
 from torch._C._distributed_c10d import HashStore, Store
 
-from paceline.cluster.allocator import keep_freed_memory
-from paceline.cluster.ending import Ending, Foreign, Private, Supervised
 from paceline.cluster.environment import Environment
-from paceline.cluster.gather import gather
-from paceline.cluster.identity import Identity
-from paceline.cluster.launched import Launched
-from paceline.cluster.meeting import meet
-from paceline.cluster.members import Members
-from paceline.cluster.patience import Patience
-from paceline.cluster.store import StoreSpec
-from paceline.cluster.waiting import await_keys
-from paceline.cluster.worker import join_world
+from paceline.cluster.launchers.launched_process import Launched
+from paceline.cluster.membership.members import Members
+from paceline.cluster.membership.process_identity import Identity
+from paceline.cluster.rendezvous.deadline import Patience
+from paceline.cluster.rendezvous.launcher_store import meet
+from paceline.cluster.rendezvous.process_rendezvous import gather
+from paceline.cluster.stores.store_spec import StoreSpec
+from paceline.cluster.stores.waiting import await_keys
+from paceline.cluster.supervision.allocator import keep_freed_memory
+from paceline.cluster.supervision.process_end import Ending, Foreign, Private, Supervised
+from paceline.cluster.supervision.worker import join_world
 
 LauncherName = Literal["paceline", "torchrun", "mpirun", "slurm", "alone"]
 

@@ -23,11 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.data.augment import Transform
+from paceline.data.batch_slice import Place
+from paceline.data.image.augment import Transform
 from paceline.data.order import Indices, Order
-from paceline.data.place import Place
-from paceline.data.samples import BadRecord, SampleMaker
-from paceline.data.skipped import Skipped
+from paceline.data.sample_maker import BadRecord, SampleMaker
+from paceline.data.skipped_records import Skipped
 from paceline.data.source import Source
 from paceline.data.upload import Upload
 from paceline.errors import DataError

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.data import splitmix
-from paceline.data.place import Place
+from paceline.data.batch_slice import Place
 from paceline.errors import ConfigError
 
 Indices = npt.NDArray[np.int64]

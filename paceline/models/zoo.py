@@ -17,8 +17,8 @@ from typing import Any
 from torch import nn
 
 from paceline.errors import ConfigError
-from paceline.models.blame import described, is_ours
 from paceline.models.cifar import CifarResNet
+from paceline.models.error_origin import described, is_ours
 from paceline.models.resnet import BasicBlock, Bottleneck, ResNet
 
 MODELS: dict[str, Callable[..., nn.Module]] = {

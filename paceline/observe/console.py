@@ -17,9 +17,9 @@ from typing import Any, TextIO
 
 from rich.text import Text
 
-from paceline.observe.pace import Pace, duration
-from paceline.observe.screen import Screen
-from paceline.observe.tally import so_far
+from paceline.observe.progress_rate import Pace, duration
+from paceline.observe.score_counter import so_far
+from paceline.observe.terminal import Screen
 from paceline.recorder import NullRecorder
 
 LIVE_INTERVAL = 0.2  # seconds between looks, on a terminal

@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from paceline.observe.lines import LineFile, write_whole
+from paceline.observe.line_file import LineFile, write_whole
 from paceline.recorder import NullRecorder
 
 COLUMNS = (

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from paceline.errors import CheckpointError, ConfigError
-from paceline.state.fit import fit
-from paceline.state.whole import check_header, check_whole
-from paceline.state.whole_file import save_whole
+from paceline.state.atomic_write import save_whole
+from paceline.state.file_integrity import check_header, check_whole
+from paceline.state.weights_fit import fit
 
 _GLOBAL = re.compile(r"GLOBAL (\S+)")  # in torch's message: what a pickle wanted to call
 _LONGEST = 200  # characters of a reason in a message

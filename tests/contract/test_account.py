@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from paceline.comm.inprocess.communicator.window import InProcessWindow, WindowGroup
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.comm.communicator import Communicator
+from paceline.comm.inprocess.window import InProcessWindow, WindowGroup
 from paceline.comm.window import Source, Window, bytes_of
 from paceline.recorder import NullRecorder
 from paceline.sync.allreduce import AllReduce

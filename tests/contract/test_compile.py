@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from paceline.comm.inprocess.communicator import ThreadGroup
 from paceline.errors import ConfigError
-from paceline.models.blocks import blocks
+from paceline.models.compiled_blocks import blocks
 from paceline.sync.batch_norm import convert_sync_batchnorm
 from paceline.sync.compiled import check_compiler, compile_blocks, is_compiled, visible_modules
 from paceline.sync.replica import Replica

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from paceline.comm.inprocess.communicator.window import WindowGroup
 from torch import Tensor
 
+from paceline.comm.inprocess.window import WindowGroup
 from paceline.sync import adder
 from paceline.sync.layout import Spec, Topology, lay_out
 from paceline.sync.owner import Owner

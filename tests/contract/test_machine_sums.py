@@ -8,10 +8,10 @@ from threading import Barrier
 
 import pytest
 import torch
-from paceline.comm.inprocess.communicator.window import WindowGroup
 from torch import Tensor
 
 from paceline.comm.communicator import Communicator
+from paceline.comm.inprocess.window import WindowGroup
 from paceline.errors import CommTimeout
 from paceline.sync import machine_sums
 from paceline.sync.layout import Spec, Topology, lay_out

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from paceline.comm.inprocess.communicator.window import WindowGroup
 from torch import Tensor, nn
 
 from paceline.comm.communicator import Communicator
+from paceline.comm.inprocess.window import WindowGroup
 from paceline.comm.window import Window
 from paceline.errors import CommTimeout, PeerLost
 from paceline.sync.layout import Spec, Topology, lay_out

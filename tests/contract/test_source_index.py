@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.data.index import INDEX_NAME, LABELS_NAME, write_index
+from paceline.data.db.index.database_index import INDEX_NAME, LABELS_NAME, write_index
 from paceline.errors import ConfigError, DataError
 from tests.harness.databases import (
     RECORDS,

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from paceline.comm.communicator import Communicator
+from paceline.data.batch_slice import Place
 from paceline.data.order import Order
-from paceline.data.place import Place
 from paceline.recorder import NullRecorder
-from paceline.state.checkpoint import Checkpoints, read_checkpoint
-from paceline.state.keeper import Keeper
-from paceline.state.memory import copy_state
+from paceline.state.checkpoint_files import Checkpoints, read_checkpoint
+from paceline.state.checkpointer import Keeper
+from paceline.state.state_copy import copy_state
 from paceline.steps import Position, SavePolicy, Steps, Stop
 from paceline.sync.agreement import Agreement
 from paceline.sync.allreduce import AllReduce

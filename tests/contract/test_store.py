@@ -13,8 +13,8 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from paceline.cluster.members import Members
-from paceline.cluster.store import StoreSpec, erase, open_store, peek
+from paceline.cluster.membership.members import Members
+from paceline.cluster.stores.store_spec import StoreSpec, erase, open_store, peek
 from tests.harness.gloo import sum_of_ranks
 from tests.harness.stores import LIMIT, on_processes, store_of
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import redis
 
-from paceline.cluster import tcp_store
-from paceline.cluster.redis_store import RedisStore
-from paceline.cluster.store import StoreSpec, erase, open_store
-from paceline.cluster.tcp_store import connect_tcp, serve_tcp, split_address
+from paceline.cluster.stores import tcp_store
+from paceline.cluster.stores.redis_store import RedisStore
+from paceline.cluster.stores.store_spec import StoreSpec, erase, open_store
+from paceline.cluster.stores.tcp_store import connect_tcp, serve_tcp, split_address
 from paceline.errors import CommError, ConfigError
 from tests.harness.ports import free_port
 from tests.harness.redis import redis_server

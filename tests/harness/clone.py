@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from paceline.data.formats import decode_record, encode_tensorprotos
+from paceline.data.db.formats.record_formats import decode_record, encode_tensorprotos
 from tests.harness.databases import write_lmdb
 from tests.harness.image_folder import file_of, put, ramp, some_images
 

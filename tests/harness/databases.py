@@ -17,11 +17,11 @@ import numpy as np
 import plyvel
 import pytest
 
-from paceline.data.databases import DatabaseSource
-from paceline.data.indexed_source import IndexedSource
-from paceline.data.leveldb_source import LevelDbSource
-from paceline.data.lmdb_source import LmdbSource
-from paceline.data.minidb_source import MiniDbSource
+from paceline.data.db.indexed_source import IndexedSource
+from paceline.data.db.leveldb.source import LevelDbSource
+from paceline.data.db.lmdb_source import LmdbSource
+from paceline.data.db.minidb_source import MiniDbSource
+from paceline.data.db.open_database import DatabaseSource
 from tests.harness.wire import bgr_planes, raw_datum
 
 RECORDS = 40

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from paceline.comm.communicator import Communicator
-from paceline.state.memory import copy_state
+from paceline.state.state_copy import copy_state
 from paceline.sync.notified import Notified
 from tests.harness.equivalence import convnet, made_up_batches, replicate
 from tests.harness.notified import notified

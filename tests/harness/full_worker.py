@@ -12,8 +12,8 @@ from datetime import timedelta
 from torch._C._distributed_c10d import Store
 
 from paceline.cluster.environment import WORKER_VARIABLE, read_environment
-from paceline.cluster.members import Members
-from paceline.cluster.worker import run_worker
+from paceline.cluster.membership.members import Members
+from paceline.cluster.supervision.worker import run_worker
 from paceline.errors import DataError
 from tests.harness.gloo import sum_of_ranks
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from paceline.cluster.members import Members
+from paceline.cluster.membership.members import Members
 
 
 def sum_of_ranks(members: Members, store: Store) -> float:

@@ -22,11 +22,11 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
-from paceline.comm.inprocess.communicator.window import WindowGroup
 from torch import nn
 
 from paceline.comm.communicator import Communicator
 from paceline.comm.faulty_window import Faults, FaultyWindow
+from paceline.comm.inprocess.window import WindowGroup
 from paceline.comm.nixl.window import nixl_window
 from paceline.comm.shm_tcp_window import machines_window
 from paceline.comm.shm_window import shared_window

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from paceline.cluster.environment import Environment, read_environment
 from paceline.cluster.join import Joined, join_world_of
-from paceline.cluster.store import StoreSpec, run_space
+from paceline.cluster.stores.store_spec import StoreSpec, run_space
 from paceline.errors import ConfigError, DataError, PacelineError
 from tests.harness.gloo import sum_of_ranks
 

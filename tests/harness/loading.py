@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from PIL import Image
 
-from paceline.data.augment import Transform
+from paceline.data.image.augment import Transform
 from paceline.data.loader import Batch, Loader
 from paceline.data.order import Order
 from paceline.data.source import Record

@@ -10,11 +10,11 @@ import sys
 from torch._C._distributed_c10d import Store
 
 from paceline.cluster.environment import read_environment
-from paceline.cluster.members import Members
-from paceline.cluster.plan import RunPlan
-from paceline.cluster.store import StoreSpec, run_space
-from paceline.cluster.supervise import supervise
-from paceline.cluster.worker import run_worker
+from paceline.cluster.membership.members import Members
+from paceline.cluster.rendezvous.run_plan import RunPlan
+from paceline.cluster.stores.store_spec import StoreSpec, run_space
+from paceline.cluster.supervision.supervisor import supervise
+from paceline.cluster.supervision.worker import run_worker
 from tests.harness.gloo import sum_of_ranks
 
 

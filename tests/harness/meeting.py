@@ -9,8 +9,8 @@ from pathlib import Path
 
 import redis
 
-from paceline.cluster.plan import RunPlan
-from paceline.cluster.store import StoreSpec, run_space
+from paceline.cluster.rendezvous.run_plan import RunPlan
+from paceline.cluster.stores.store_spec import StoreSpec, run_space
 from tests.harness.ports import free_port
 from tests.harness.redis import redis_server
 

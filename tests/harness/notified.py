@@ -9,15 +9,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from paceline.comm.inprocess.communicator.window import WindowGroup
 from torch.distributed import HashStore, Store
 
 from paceline.build.exchange import Peers
 from paceline.build.machine import connect_neighbours
-from paceline.cluster.members import Members
+from paceline.cluster.membership.members import Members
 from paceline.comm.communicator import Communicator
 from paceline.comm.faulty_window import Faults, FaultyWindow
 from paceline.comm.inprocess.communicator import ThreadGroup
+from paceline.comm.inprocess.window import WindowGroup
 from paceline.comm.shm_tcp_window import machines_window
 from paceline.comm.transport.bootstrap import Meeting
 from paceline.comm.window import Window

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Self
 
 from paceline.cluster.environment import WorkerEnvironment
-from paceline.cluster.failure import Failure
-from paceline.cluster.plan import RunPlan
-from paceline.cluster.supervise import supervise
+from paceline.cluster.rendezvous.run_plan import RunPlan
+from paceline.cluster.supervision.failure_report import Failure
+from paceline.cluster.supervision.supervisor import supervise
 
 LIMIT = 30.0
 LIGHT = "tests.harness.light_worker"

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from paceline.cluster.store import StoreSpec, open_store
-from paceline.cluster.tcp_store import serve_tcp
+from paceline.cluster.stores.store_spec import StoreSpec, open_store
+from paceline.cluster.stores.tcp_store import serve_tcp
 from tests.harness.redis import redis_server
 
 LIMIT = timedelta(seconds=30)

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from paceline.comm.inprocess.communicator.window import WindowGroup
 from torch.distributed import HashStore
 
 from paceline.comm.faulty_window import Faults, FaultyWindow
+from paceline.comm.inprocess.window import WindowGroup
 from paceline.comm.nixl.window import nixl_window
 from paceline.comm.shm_window import shared_window
 from paceline.comm.tcp_window import tcp_window

@@ -11,7 +11,7 @@ import lmdb
 import pytest
 
 from paceline.cli.main import main
-from paceline.data.formats import decode_record, encode_datum, encode_tensorprotos
+from paceline.data.db.formats.record_formats import decode_record, encode_datum, encode_tensorprotos
 from tests.harness.bad_inputs import (
     TRAIN,
     WHO,

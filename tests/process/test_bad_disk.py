@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.main import main
-from paceline.state.checkpoint import read_checkpoint
+from paceline.state.checkpoint_files import read_checkpoint
 from tests.harness.bad_inputs import (
     NET,
     NULL,

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from paceline.state.checkpoint import read_checkpoint
+from paceline.state.checkpoint_files import read_checkpoint
 from tests.harness.bad_inputs import LIMIT, NET, NULL, nobody_left
 from tests.harness.command import Command, Ended
 from tests.harness.runs import until, until_step

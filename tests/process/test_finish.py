@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster.answer import answer
-from paceline.cluster.store import StoreSpec
+from paceline.cluster.rendezvous.finished_answer import answer
+from paceline.cluster.stores.store_spec import StoreSpec
 from tests.harness.meeting import KINDS, left_behind, meeting_of, plan
 from tests.harness.stage import Actor, Stage, Supervisor
 

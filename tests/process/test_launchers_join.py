@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from paceline.cluster.slurm import port_of
+from paceline.cluster.launchers.slurm import port_of
 from tests.harness.launched import (
     JOINER,
     Program,

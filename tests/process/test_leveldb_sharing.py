@@ -16,9 +16,9 @@ import numpy as np
 import plyvel
 import pytest
 
-from paceline.data.index import INDEX_NAME
-from paceline.data.leveldb_source import LevelDbSource
-from paceline.data.leveldb_view import LevelDbView
+from paceline.data.db.index.database_index import INDEX_NAME
+from paceline.data.db.leveldb.private_view import LevelDbView
+from paceline.data.db.leveldb.source import LevelDbSource
 from paceline.errors import ConfigError, DataError
 from tests.harness.wire import raw_datum
 

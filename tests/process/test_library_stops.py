@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from paceline.cli.main import main
-from paceline.observe.events import read_events
+from paceline.observe.event_file import read_events
 from tests.harness.command import Ended, gone
 from tests.harness.launchers import Script, run
 

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster.identity import Identity
-from paceline.cluster.lease import BEAT_S, LeaseOptions
-from paceline.cluster.records import Claim, RunRecord
-from paceline.cluster.store import StoreSpec, open_store
-from paceline.cluster.worker import join_world
+from paceline.cluster.membership.lease import BEAT_S, LeaseOptions
+from paceline.cluster.membership.process_identity import Identity
+from paceline.cluster.rendezvous.registration import Claim, RunRecord
+from paceline.cluster.stores.store_spec import StoreSpec, open_store
+from paceline.cluster.supervision.worker import join_world
 from tests.harness.meeting import KINDS, SPACE, left_behind, meeting_of, plan
 from tests.harness.redis import redis_server
 from tests.harness.stage import Actor, Stage, Supervisor, at_most

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.state.checkpoint import read_checkpoint
+from paceline.state.checkpoint_files import read_checkpoint
 from tests.harness.command import Command, gone, rows_of, run
 from tests.harness.ports import free_port
 from tests.harness.runs import events, losses, until, until_step, write_net

@@ -12,7 +12,7 @@ import pytest
 
 PROGRAM = """
 import os, signal, sys, threading
-from paceline.cluster.signals import StopSignals
+from paceline.cluster.supervision.stop_signals import StopSignals
 
 signals = StopSignals()
 with signals.heard(lambda: print("rescued", flush=True)):

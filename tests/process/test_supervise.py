@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster.failure import Failure
-from paceline.cluster.plan import RunPlan
-from paceline.cluster.store import StoreSpec, run_space
+from paceline.cluster.rendezvous.run_plan import RunPlan
+from paceline.cluster.stores.store_spec import StoreSpec, run_space
+from paceline.cluster.supervision.failure_report import Failure
 from paceline.errors import ConfigError, DataError, PeerLost
 from tests.harness.stage import FULL, Stage, at_most
 

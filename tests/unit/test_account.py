@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from paceline.observe.account import Account
-from paceline.observe.events import EventFile, read_events
+from paceline.observe.event_file import EventFile, read_events
+from paceline.observe.step_account import Account
 from paceline.recorder import NullRecorder
 
 PLACE = {"generation": 0, "step": 3, "epoch": 0, "first": 0, "last": 8, "skipped": 0}

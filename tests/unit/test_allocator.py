@@ -11,7 +11,7 @@ FRUGAL = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"
 PROGRAM = """
 import resource, sys
 import torch
-from paceline.cluster.allocator import keep_freed_memory
+from paceline.cluster.supervision.allocator import keep_freed_memory
 
 torch.set_num_threads(1)
 if sys.argv[1] == "keep":

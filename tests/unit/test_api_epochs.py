@@ -8,7 +8,7 @@ import pytest
 
 import paceline
 from paceline.cli.ledger import main as ledger
-from paceline.observe.events import read_events
+from paceline.observe.event_file import read_events
 from tests.harness.library import BATCH, loss_of, network, samples, sgd
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 import paceline
 from paceline import ConfigError
 from paceline.cli.ledger import main as ledger
-from paceline.observe.events import read_events
+from paceline.observe.event_file import read_events
 from tests.harness.library import BATCH, copied, loss_of, network, samples, sgd
 
 EPOCHS, STEPS = 3, 5  # of 50 samples

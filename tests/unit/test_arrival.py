@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.cluster.arrival import Arrival, Company
-from paceline.cluster.identity import Identity
+from paceline.cluster.membership.process_identity import Identity
+from paceline.cluster.rendezvous.process_registration import Arrival, Company
 from paceline.errors import ConfigError
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.data.augment import Augment, Transform, View
+from paceline.data.image.augment import Augment, Transform, View
 from paceline.data.order import uniforms
 
 SIDES = st.integers(1, 3000)

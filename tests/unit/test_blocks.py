@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from paceline.models.blocks import blocks
+from paceline.models.compiled_blocks import blocks
 from paceline.models.resnet import BasicBlock, Bottleneck
 from paceline.models.zoo import build_model
 

@@ -12,7 +12,7 @@ from torch.distributed import HashStore
 from paceline import build
 from paceline.build.machine import adds_up_on_gpus
 from paceline.cli.flags import parse
-from paceline.cluster.members import Members
+from paceline.cluster.membership.members import Members
 from paceline.comm.inprocess.communicator import ThreadGroup
 from paceline.config.train import TrainConfig
 from paceline.errors import ConfigError

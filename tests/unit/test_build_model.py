@@ -12,7 +12,7 @@ from torch.distributed import HashStore
 from paceline import build
 from paceline.build.model import refuse_emulation
 from paceline.cli.flags import parse
-from paceline.cluster.members import Members
+from paceline.cluster.membership.members import Members
 from paceline.comm.inprocess.communicator import ThreadGroup
 from paceline.config.model import ModelConfig
 from paceline.config.train import TrainConfig

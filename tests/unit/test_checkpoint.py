@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline.errors import CheckpointError
-from paceline.state.checkpoint import Checkpoints, read_checkpoint
+from paceline.state.checkpoint_files import Checkpoints, read_checkpoint
 
 
 def state(value: float) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageEnhance
 
-from paceline.data.color import Jitter, draw_jitter, jittered
+from paceline.data.image.color_jitter import Jitter, draw_jitter, jittered
 from paceline.data.source import Pixels
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from paceline.observe.console import Console
-from paceline.observe.pace import Pace, duration
+from paceline.observe.progress_rate import Pace, duration
 
 RUN: dict[str, Any] = {
     "model": "resnet20",

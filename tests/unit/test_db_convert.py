@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from paceline.config.db import DbConvertConfig, DbCreateConfig, DbType, Encoding, RecordFormat
-from paceline.data.convert import Converted, convert_database
-from paceline.data.create import create_database
-from paceline.data.databases import DATABASES, opened
-from paceline.data.image_file import check_image
-from paceline.data.indexed_source import IndexedSource
+from paceline.data.db.convert import Converted, convert_database
+from paceline.data.db.create import create_database
+from paceline.data.db.indexed_source import IndexedSource
+from paceline.data.db.open_database import DATABASES, opened
+from paceline.data.image.image_file import check_image
 from paceline.errors import ConfigError, DataError
 from tests.harness.databases import ENGINES, RECORDS, check_records, items, key, labels
 from tests.harness.image_folder import file_of, ramp, some_images

@@ -12,11 +12,11 @@ import pytest
 from PIL import Image
 
 from paceline.config.db import DbCreateConfig, DbInfoConfig, DbType, Encoding, RecordFormat
-from paceline.data.create import Created, create_database
-from paceline.data.databases import DATABASES
-from paceline.data.image_file import check_image
-from paceline.data.index import INDEX_NAME
-from paceline.data.inspect import Sides, inspect_database
+from paceline.data.db.create import Created, create_database
+from paceline.data.db.index.database_index import INDEX_NAME
+from paceline.data.db.inspect import Sides, inspect_database
+from paceline.data.db.open_database import DATABASES
+from paceline.data.image.image_file import check_image
 from paceline.data.source import Pixels, Record
 from paceline.errors import ConfigError, DataError
 from tests.harness.image_folder import file_of, put, ramp, some_images
@@ -240,7 +240,7 @@ def damage(db: Path, key: bytes, change: object) -> None:
 
 
 def cut_image(value: bytes) -> bytes:
-    from paceline.data.formats import decode_record, encode_datum
+    from paceline.data.db.formats.record_formats import decode_record, encode_datum
 
     record, _ = decode_record(value, b"")
     assert isinstance(record.image, bytes)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.data.folders import Candidate, scan, shuffled
+from paceline.data.db.class_folders import Candidate, scan, shuffled
 from paceline.errors import ConfigError
 from tests.harness.image_folder import put
 

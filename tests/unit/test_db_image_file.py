@@ -10,8 +10,14 @@ import simplejpeg
 from PIL import Image
 
 from paceline.config.db import Encoding
-from paceline.data.image_file import DamagedImage, ImageFacts, check_image, is_image, stored_form
-from paceline.data.jpeg import jpeg_pixels
+from paceline.data.image.image_file import (
+    DamagedImage,
+    ImageFacts,
+    check_image,
+    is_image,
+    stored_form,
+)
+from paceline.data.image.jpeg import jpeg_pixels
 from paceline.data.source import Pixels
 from tests.harness.image_folder import file_of, ramp
 

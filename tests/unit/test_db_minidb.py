@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.data.database_files import stamp
-from paceline.data.index_file import read_index
-from paceline.data.minidb_source import MiniDbSource
-from paceline.data.writers import MiniDbWriter
+from paceline.data.db.database_files import stamp
+from paceline.data.db.index.index_file import read_index
+from paceline.data.db.minidb_source import MiniDbSource
+from paceline.data.db.write.writers import MiniDbWriter
 from paceline.errors import DataError
 from tests.harness.databases import RECORDS, check_records, items, label, write_minidb
 from tests.harness.wire import raw_datum

@@ -7,7 +7,7 @@ from itertools import islice
 
 import pytest
 
-from paceline.data.ordered import ordered_map
+from paceline.data.ordered_map import ordered_map
 
 
 def silent(done: int, total: int) -> None:

@@ -11,7 +11,7 @@ import lmdb
 import plyvel
 import pytest
 
-from paceline.data.writers import LevelDbWriter, LmdbWriter, Writer
+from paceline.data.db.write.writers import LevelDbWriter, LmdbWriter, Writer
 
 
 def items(count: int, size: int) -> list[tuple[bytes, bytes]]:

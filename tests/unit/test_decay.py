@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from paceline.models.decay import decay_groups
+from paceline.models.weight_decay import decay_groups
 
 
 def names(model: nn.Module, group: dict[str, Any]) -> list[str]:

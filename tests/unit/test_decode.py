@@ -10,9 +10,9 @@ import pytest
 import simplejpeg
 from PIL import Image
 
-from paceline.data.augment import View
-from paceline.data.color import Jitter, jittered
-from paceline.data.decode import decode
+from paceline.data.image.augment import View
+from paceline.data.image.color_jitter import Jitter, jittered
+from paceline.data.image.decode import decode
 from paceline.data.source import Pixels
 from paceline.errors import DataError
 

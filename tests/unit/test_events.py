@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline.errors import DataError
-from paceline.observe.events import EventFile, read_events
+from paceline.observe.event_file import EventFile, read_events
 
 STEP: dict[str, Any] = {
     "generation": 0,

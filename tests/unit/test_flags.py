@@ -6,7 +6,7 @@ import pytest
 
 from paceline.cli.flags import parse
 from paceline.cli.notes import notes
-from paceline.cluster.preflight import configuration_facts
+from paceline.cluster.rendezvous.preflight import configuration_facts
 from paceline.config.run import OutputConfig
 from paceline.config.train import TrainConfig
 from paceline.errors import ConfigError

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from torch.distributed import DistStoreError
 
-from paceline.cluster.folder_store import FolderStore
-from paceline.cluster.store import StoreSpec, open_store, tidy
+from paceline.cluster.stores.folder_store import FolderStore
+from paceline.cluster.stores.store_spec import StoreSpec, open_store, tidy
 from paceline.errors import CommError, ConfigError
 
 LIMIT = timedelta(seconds=10)

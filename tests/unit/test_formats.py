@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from PIL import Image
 
-from paceline.data.formats import decode_record, encode_datum, encode_tensorprotos
+from paceline.data.db.formats.record_formats import decode_record, encode_datum, encode_tensorprotos
 from paceline.data.source import Record
 from paceline.errors import DataError
 from tests.harness.wire import (

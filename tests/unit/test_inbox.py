@@ -11,8 +11,15 @@ from contextlib import closing
 
 import pytest
 
-from paceline.cluster.failure import Failure
-from paceline.cluster.inbox import Exited, Inbox, Interrupted, Noticed, Signalled, Warned
+from paceline.cluster.supervision.event_queue import (
+    Exited,
+    Inbox,
+    Interrupted,
+    Noticed,
+    Signalled,
+    Warned,
+)
+from paceline.cluster.supervision.failure_report import Failure
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from paceline.errors import CheckpointError
-from paceline.state.checkpoint import Checkpoints, read_checkpoint
-from paceline.state.keeper import Keeper
+from paceline.state.checkpoint_files import Checkpoints, read_checkpoint
+from paceline.state.checkpointer import Keeper
 
 
 class Part:

@@ -10,11 +10,11 @@ from torch.distributed import HashStore
 from paceline.cli.launch import main, split
 from paceline.cli.launched import fitted, train_launched
 from paceline.cli.notes import notes
-from paceline.cluster.ending import Private
 from paceline.cluster.environment import Environment
 from paceline.cluster.join import Joined, LauncherName
-from paceline.cluster.launched import Launched
-from paceline.cluster.members import Members
+from paceline.cluster.launchers.launched_process import Launched
+from paceline.cluster.membership.members import Members
+from paceline.cluster.supervision.process_end import Private
 from paceline.config.data import DataConfig
 from paceline.config.train import TrainConfig
 from paceline.config.world import WorldConfig

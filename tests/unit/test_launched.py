@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import pytest
 
 from paceline.cluster.environment import read_environment
-from paceline.cluster.launched import Launched
-from paceline.cluster.slurm import expand_counts, expand_nodes, port_of
+from paceline.cluster.launchers.launched_process import Launched
+from paceline.cluster.launchers.slurm import expand_counts, expand_nodes, port_of
 from paceline.errors import ConfigError
 
 TORCHRUN = {

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster.identity import Identity, ask_kernel
-from paceline.cluster.lease import LeaseOptions, Observation, judge
+from paceline.cluster.membership.lease import LeaseOptions, Observation, judge
+from paceline.cluster.membership.process_identity import Identity, ask_kernel
 
 OPTIONS = LeaseOptions(limit=5.0)
 HERE = Identity.of_this_process()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import DataError
-from paceline.observe.events import read_events
+from paceline.observe.event_file import read_events
 from paceline.observe.ledger import Proof, prove
 from tests.harness.ledger_runs import RunHistory
 

@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from paceline.observe.events import read_events
+from paceline.observe.event_file import read_events
 from paceline.observe.ledger import Proof, prove
 from tests.harness.ledger_runs import Key, RunHistory
 

@@ -7,8 +7,8 @@ import re
 import plyvel
 import pytest
 
-from paceline.data.database_files import leveldb_manifest
-from paceline.data.leveldb_manifest import live_tables
+from paceline.data.db.database_files import leveldb_manifest
+from paceline.data.db.leveldb.manifest import live_tables
 
 BLOCK, HEADER = 32 << 10, 7  # LevelDB's doc/log_format.md: no piece begins in a block's last bytes
 

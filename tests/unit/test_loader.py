@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.data.augment import Transform
+from paceline.data.image.augment import Transform
 from paceline.data.loader import Batch
 from paceline.data.order import Order
 from paceline.data.source import Pixels, Record

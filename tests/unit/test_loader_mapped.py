@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from paceline.data.mapped import MappedLoader
+from paceline.data.batch_slice import Place
+from paceline.data.map_style_loader import MappedLoader
 from paceline.data.order import Order
-from paceline.data.place import Place
 from paceline.errors import ConfigError, DataError
 
 SIZE, BATCH = 23, 5

@@ -10,10 +10,10 @@ from paceline.cluster.environment import (
     environment_of,
     read_environment,
 )
-from paceline.cluster.failure import Failure, cause
-from paceline.cluster.members import Members
-from paceline.cluster.plan import RunPlan
-from paceline.cluster.store import StoreSpec
+from paceline.cluster.membership.members import Members
+from paceline.cluster.rendezvous.run_plan import RunPlan
+from paceline.cluster.stores.store_spec import StoreSpec
+from paceline.cluster.supervision.failure_report import Failure, cause
 from paceline.config.world import WorldConfig
 from paceline.errors import CommTimeout, ConfigError, DataError, PeerLost
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.state.memory import copy_state, finite
+from paceline.state.state_copy import copy_state, finite
 
 
 def test_a_copy_does_not_change_with_the_original() -> None:

@@ -8,7 +8,7 @@ from torch import nn
 
 from paceline.config.rules import at_least
 from paceline.errors import ConfigError, PacelineError, PeerLost
-from paceline.models.output import check_output, explained_errors, explained_memory
+from paceline.models.output_check import check_output, explained_errors, explained_memory
 
 IMAGES = torch.zeros(4, 3, 2, 2)
 

@@ -6,8 +6,8 @@ from importlib.machinery import BuiltinImporter
 
 import pytest
 
-from paceline.cluster.launched import Launched
-from paceline.cluster.mpi import share_address
+from paceline.cluster.launchers.launched_process import Launched
+from paceline.cluster.launchers.mpi_address import share_address
 from paceline.errors import CommError, ConfigError
 
 FIRST = Launched(launcher="mpirun", rank=0, world_size=2, local_rank=0, local_world_size=2)

@@ -8,7 +8,7 @@ from threading import Event
 
 import pytest
 
-from paceline.cluster.network import Doorbell, candidates, choose, interfaces, reach
+from paceline.cluster.rendezvous.reachability import Doorbell, candidates, choose, interfaces, reach
 from paceline.errors import CommError, ConfigError
 
 TOKEN = "0123456789abcdef"

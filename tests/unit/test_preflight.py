@@ -10,9 +10,8 @@ import torch
 from torch import nn
 from torch.distributed import HashStore
 
-from paceline.cluster.failure import Failure
-from paceline.cluster.members import Members
-from paceline.cluster.preflight import (
+from paceline.cluster.membership.members import Members
+from paceline.cluster.rendezvous.preflight import (
     compare,
     configuration_facts,
     data_facts,
@@ -20,7 +19,8 @@ from paceline.cluster.preflight import (
     token_facts,
     version_facts,
 )
-from paceline.cluster.waiting import FAILURE
+from paceline.cluster.stores.waiting import FAILURE
+from paceline.cluster.supervision.failure_report import Failure
 from paceline.config.data import DataConfig
 from paceline.config.optim import OptimConfig
 from paceline.config.train import TrainConfig

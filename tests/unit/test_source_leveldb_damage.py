@@ -8,7 +8,7 @@ from pathlib import Path
 import plyvel
 import pytest
 
-from paceline.data.leveldb_source import LevelDbSource
+from paceline.data.db.leveldb.source import LevelDbSource
 from paceline.errors import DataError
 from tests.harness.databases import RECORDS, check_records, items
 

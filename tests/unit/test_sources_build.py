@@ -12,9 +12,9 @@ import torch
 
 from paceline import build
 from paceline.cli.flags import parse
-from paceline.cluster.members import Members
+from paceline.cluster.membership.members import Members
 from paceline.config.train import TrainConfig
-from paceline.data.index import write_index
+from paceline.data.db.index.database_index import write_index
 from paceline.errors import ConfigError
 from paceline.recorder import NullRecorder
 from tests.harness.databases import ENGINES, RECORDS, items, key, labels

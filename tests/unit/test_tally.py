@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.observe.tally import TOLD, Tally, scores, so_far
+from paceline.observe.score_counter import TOLD, Tally, scores, so_far
 
 LOGITS = torch.tensor([[9.0, 1, 2, 3, 4, 5], [0, 9, 8, 7, 6, 5], [1, 2, 3, 4, 5, 0]])
 LABELS = torch.tensor([0, 2, 5])  # right at once, right among five, wrong

@@ -15,10 +15,10 @@ from torch import nn
 import paceline
 from paceline.comm.communicator import Communicator
 from paceline.comm.put_event import Moment
-from paceline.observe import trace as module
-from paceline.observe.clocks import Round, offsets, rounds
-from paceline.observe.events import read_events
-from paceline.observe.trace import Trace
+from paceline.observe.event_file import read_events
+from paceline.observe.trace import step_trace as module
+from paceline.observe.trace.clock_offsets import Round, offsets, rounds
+from paceline.observe.trace.step_trace import Trace
 from paceline.recorder import NullRecorder, Recorder
 from paceline.sync.passes import watch_passes
 from tests.harness.library import BATCH, network, plain_step, samples, sgd

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import Diverged
-from paceline.observe.watch import LossWatch
+from paceline.observe.loss_watch import LossWatch
 from paceline.recorder import NullRecorder
 
 

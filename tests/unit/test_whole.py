@@ -14,7 +14,7 @@ from paceline import build
 from paceline.cli.flags import parse
 from paceline.config.train import TrainConfig
 from paceline.errors import CheckpointError
-from paceline.state.whole import check_header, check_whole
+from paceline.state.file_integrity import check_header, check_whole
 
 STATE = {"model": {"weight": torch.arange(30.0), "bias": torch.ones(3)}, "epoch": 4}
 

@@ -1,4 +1,4 @@
-"""The system calls of `event_loop.py`: as numba compiles them, or plain where it isn't installed."""
+"""The system calls of the event loop: compiled by numba, or plain where it isn't installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Python's side of the loop that moves bytes (`event_loop.py`): its arrays, its thread, who sleeps."""
+"""Python's side of the event loop (`event_loop.py`): its arrays, its thread, who sleeps."""
 
 from __future__ import annotations
 

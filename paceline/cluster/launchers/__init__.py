@@ -1,0 +1,1 @@
+"""What other launchers tell their processes: torchrun, mpirun, Slurm's srun."""

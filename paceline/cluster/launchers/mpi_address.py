@@ -1,0 +1,68 @@
+"""Where the processes that mpirun started meet: rank 0's address, told to all through MPI.
+
+Only bytes are exchanged, JSON, by `mpi_broadcast.py`; nothing is unpickled. See the extra `mpi`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from paceline.cluster.launchers.launched_process import Launched
+from paceline.errors import CommError, ConfigError
+
+_PROGRAM = Path(__file__).with_name("mpi_broadcast.py")
+_OTHERS = "or give them a meeting place: --master, --file_store_path, --redis_host or --redis_url"
+
+
+def share_address(
+    launched: Launched, addresses: Sequence[str], port: int, timeout: float
+) -> tuple[tuple[str, ...], int]:
+    """Return rank 0's addresses and port; collective.
+
+    Args:
+        launched: this process's place.
+        addresses: at which the others may reach rank 0; what the others give isn't used.
+        port: its port.
+        timeout: seconds to wait for the others.
+
+    Raises:
+        ConfigError: mpi4py isn't there.
+        CommError: the exchange failed, or some processes didn't take part in time.
+    """
+    if find_spec("mpi4py") is None:
+        raise ConfigError(
+            "The processes that mpirun started find each other through mpi4py, which isn't "
+            f"installed: pip install 'paceline[mpi]', {_OTHERS}."
+        )
+    text = _broadcast(json.dumps([list(addresses), port]).encode(), launched, timeout)
+    shared, port = json.loads(text)
+    return tuple(shared), port
+
+
+def _broadcast(text: bytes, launched: Launched, timeout: float) -> bytes:
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", str(_PROGRAM)],
+            input=text,
+            capture_output=True,
+            close_fds=False,  # mpirun talks with its processes over one
+            timeout=timeout,
+            check=True,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise CommError(
+            f"Some of the {launched.world_size} processes that mpirun started didn't come within "
+            f"{timeout:g} s: see what they say, or give a longer --first_iter_timeout."
+        ) from error
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"]
+        raise CommError(
+            f"mpi4py couldn't connect the processes that mpirun started ({said[-1]}): install the "
+            f"MPI that this mpirun is of, {_OTHERS}."
+        ) from error
+    return done.stdout

@@ -1,0 +1,134 @@
+"""What Slurm's srun tells its tasks.
+
+A shell inside an allocation (`salloc`, a batch script, `srun --pty bash`) has most of the same
+variables and is no task of several: what counts is a step of one's own with more than one task.
+
+Slurm names no meeting place. The tasks derive it, all the same one: the first node of the step,
+where rank 0 runs, and a port that follows from the job's and the step's numbers. `MASTER_ADDR` and
+`MASTER_PORT` overrule either. See the section "OUTPUT ENVIRONMENT VARIABLES" of srun(1).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import product
+
+from paceline.cluster.launchers.launched_process import Launched, Names, port_in, require, whole
+from paceline.errors import ConfigError
+
+_OWN_STEPS = 0xFFFFFFF0  # from here on, Slurm numbers steps of its own: batch script, shell …
+_PORTS = range(16384, 32768)  # below those that Linux hands out to clients
+_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+_COMMA = re.compile(r",(?![^\[]*\])")  # outside of brackets
+_NODE = re.compile(r"(?=.)[^\[\]\s]*(?:\[\d[\d,-]*\][^\[\]\s]*)*")
+_BRACKET = re.compile(r"\[([\d,-]*)\]")
+
+
+def by_srun(variables: Mapping[str, str]) -> bool:
+    """Tell whether srun started this process as one of several."""
+    if "SLURM_PROCID" not in variables or "SLURM_STEP_ID" not in variables:
+        return False
+    tasks = variables.get(_size_name(variables), "")
+    return whole(variables, "SLURM_STEP_ID") < _OWN_STEPS and tasks != "1"
+
+
+def read_srun(variables: Mapping[str, str]) -> Launched:
+    """Return the process's place.
+
+    Raises:
+        ConfigError: the variables contradict each other, or some are missing; names them.
+    """
+    size, counts_name = _size_name(variables), _name(variables, "TASKS_PER_NODE")
+    nodes_name = _name(variables, "NODELIST")
+    needed = ("SLURM_JOB_ID", "SLURM_PROCID", size, "SLURM_LOCALID", "SLURM_NODEID")
+    require(variables, (*needed, counts_name, nodes_name), "slurm")
+    counts, node = expand_counts(variables[counts_name]), whole(variables, "SLURM_NODEID")
+    if sum(counts) != whole(variables, size) or node >= len(counts):
+        raise ConfigError(
+            f"{counts_name} {variables[counts_name]}, {size} {variables[size]} and SLURM_NODEID "
+            f"{node} contradict each other: see what set them."
+        )
+    names = Names(
+        launcher="slurm",
+        rank="SLURM_PROCID",
+        world_size=size,
+        local_rank="SLURM_LOCALID",
+        local_world_size="tasks of this node",
+    )
+    place = names.read({**variables, names.local_world_size: str(counts[node])})
+    job, step = variables["SLURM_JOB_ID"], variables["SLURM_STEP_ID"]
+    first = "127.0.0.1" if len(counts) == 1 else expand_nodes(variables[nodes_name])[0]
+    port = variables.get("MASTER_PORT") and port_in(variables, "MASTER_PORT")
+    return replace(
+        place,
+        node=node,
+        start=f"slurm-{job}.{step}.{variables.get('SLURM_RESTART_COUNT', '0')}",
+        master=f"{variables.get('MASTER_ADDR', first)}:{port or port_of(job, step)}",
+    )
+
+
+def expand_nodes(text: str) -> list[str]:
+    """Return the names in a node list: "a[01-02,7],b" is a01, a02, a7, b.
+
+    Raises:
+        ConfigError: it isn't such a list.
+    """
+    nodes = _COMMA.split(text)
+    if not all(_NODE.fullmatch(node) for node in nodes):
+        raise _not_nodes(text)
+    return [name for node in nodes for name in _names(node, text)]
+
+
+def expand_counts(text: str) -> tuple[int, ...]:
+    """Return the tasks of each node: "2(x3),1" is 2, 2, 2, 1.
+
+    Raises:
+        ConfigError: it isn't such a list.
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        match = _COUNT.fullmatch(part)
+        if match is None:
+            raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE {text!r}: it must be such as 2(x3),1.")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return tuple(counts)
+
+
+def port_of(job: str, step: str) -> int:
+    """Return the port at which the tasks of a step meet."""
+    digest = hashlib.sha256(f"{job}.{step}".encode()).digest()
+    return _PORTS[int.from_bytes(digest[:8], "big") % len(_PORTS)]
+
+
+def _name(variables: Mapping[str, str], what: str) -> str:
+    """Return the name of the step's variable, or of the job's where the step has none."""
+    step = f"SLURM_STEP_{what}"
+    return step if step in variables else f"SLURM_{what}"
+
+
+def _size_name(variables: Mapping[str, str]) -> str:
+    step = "SLURM_STEP_NUM_TASKS"
+    return step if step in variables else "SLURM_NTASKS"
+
+
+def _names(node: str, text: str) -> Iterator[str]:
+    """Write out one entry of a list: each bracket stands for any of its numbers."""
+    parts = _BRACKET.split(node)  # literal, bracket, literal, …
+    choices = [list(_numbers(part, text)) if i % 2 else [part] for i, part in enumerate(parts)]
+    yield from map("".join, product(*choices))
+
+
+def _numbers(bracket: str, text: str) -> Iterator[str]:
+    for part in bracket.split(","):
+        first, dash, last = part.partition("-")
+        last = last if dash else first
+        if not (first.isdecimal() and last.isdecimal()):
+            raise _not_nodes(text)
+        yield from (f"{n:0{len(first)}}" for n in range(int(first), int(last) + 1))
+
+
+def _not_nodes(text: str) -> ConfigError:
+    return ConfigError(f"SLURM_STEP_NODELIST {text!r}: it must be such as node[01-03,07],login.")

@@ -1,0 +1,1 @@
+"""Who is in the world: process identities, leases, heartbeats, and a worker's generation."""

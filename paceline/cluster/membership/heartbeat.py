@@ -1,0 +1,56 @@
+"""The thread that keeps a lease alive while the supervisor waits for other things."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from paceline.cluster.membership.lease import BEAT_S
+from paceline.cluster.stores.store_spec import STORE_ERRORS
+
+_CLOSE_S = 2.0
+
+
+class Heartbeat:
+    """Calls `beat(1)`, `beat(2)`, … each half a second until closed.
+
+    A beat that fails is tried again: losing the meeting place ends nobody's run. The first failure
+    of a row is told, once.
+
+    Args:
+        beat: advances the lease to a number; its first call is made here, by the caller's thread.
+        tell: receives a failure, from the heartbeat's thread.
+        every: seconds between beats.
+    """
+
+    def __init__(
+        self,
+        beat: Callable[[int], None],
+        tell: Callable[[Exception], None],
+        *,
+        every: float = BEAT_S,
+    ) -> None:
+        self._beat = beat
+        self._tell = tell
+        self._every = every
+        self._end = threading.Event()
+        beat(1)
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop; a beat that hangs in a dead folder is left behind."""
+        self._end.set()
+        self._thread.join(_CLOSE_S)
+
+    def _run(self) -> None:
+        count, failing = 1, False
+        while not self._end.wait(self._every):
+            count += 1
+            try:
+                self._beat(count)
+                failing = False
+            except STORE_ERRORS as error:
+                if not failing:
+                    self._tell(error)
+                failing = True

@@ -1,0 +1,112 @@
+"""Machine 0's part of a rendezvous: open an incarnation, wait for all machines, seal the world.
+
+1. The run's last incarnation, if there was one, must be over: none of its machines alive.
+2. The new one takes its place by compare-and-set, so that of two that come at once one wins.
+3. Every machine has a claim, and its lease advances: the world is written, and final.
+"""
+
+from __future__ import annotations
+
+import secrets
+import uuid
+from contextlib import suppress
+
+from torch._C._distributed_c10d import Store
+
+from paceline.cluster.membership.lease_watch import LeaseWatch
+from paceline.cluster.membership.process_identity import Identity
+from paceline.cluster.rendezvous.deadline import Patience, TooLate, name_machines
+from paceline.cluster.rendezvous.registered_machine import STORE_LIMIT, Seat, read_claims
+from paceline.cluster.rendezvous.registration import Claim, RunRecord, World
+from paceline.cluster.rendezvous.run_plan import RunPlan
+from paceline.cluster.stores.folder_store import FolderRemoved
+from paceline.cluster.stores.store_spec import StoreSpec, erase, open_store, peek
+from paceline.errors import ConfigError
+
+_ENDING_S = 15.0
+
+
+def take_over(plan: RunPlan, meeting: StoreSpec, claim: Claim, patience: Patience) -> str:
+    """Make a new incarnation the run's newest; return its name.
+
+    Nothing of it is in the store before, so that a process killed on the way leaves nothing that
+    the next one doesn't find by the run's record.
+
+    Raises:
+        ConfigError: the run is alive; names its machine.
+    """
+    record = RunRecord(incarnation=uuid.uuid4().hex, machines=plan.machines, leader=claim)
+    while True:
+        store = open_store(meeting, STORE_LIMIT, make=True)
+        found = peek(store, "run")
+        old = None if found is None else RunRecord.from_text(found)
+        if old is not None:
+            _wait_until_over(plan, meeting, old, claim.who, patience)
+        expected, wanted = "" if found is None else found.decode(), record.to_text()
+        with suppress(FolderRemoved):  # just now, by the last machine of the run before
+            if store.compare_set("run", expected, wanted) == wanted.encode():
+                if old is not None:
+                    erase(meeting.within(old.incarnation))
+                return record.incarnation
+
+
+def seal(seat: Seat, patience: Patience) -> World:
+    """Wait for all machines and write the world.
+
+    Raises:
+        TooLate: a machine didn't come; names it.
+    """
+    seat.store.set(seat.key("machine"), seat.claim.to_text())
+    watches: dict[int, LeaseWatch] = {}
+    while missing := _missing(seat, watches):
+        patience.wait(name_machines(missing, seat.plan.machines))
+    claims = tuple(watches[machine].claim for machine in range(seat.plan.machines))
+    world = World(token=secrets.token_hex(16), claims=claims)
+    seat.store.set("world", world.to_text())
+    return world
+
+
+def _missing(seat: Seat, watches: dict[int, LeaseWatch]) -> list[int]:
+    claims = read_claims(seat.store, seat.plan.machines)
+    for machine, claim in claims.items():
+        if machine not in watches or watches[machine].claim != claim:
+            watches[machine] = LeaseWatch(seat.store, claim, seat.claim.who)
+    return [
+        machine
+        for machine in range(seat.plan.machines)
+        if machine not in claims or watches[machine].verdict().state != "alive"
+    ]
+
+
+def _wait_until_over(
+    plan: RunPlan, meeting: StoreSpec, old: RunRecord, here: Identity, patience: Patience
+) -> None:
+    """Wait until no machine of an incarnation is alive; its machine 0 alive is an error at once."""
+    watches = _old_watches(meeting, old, here)
+    ending = patience.at_most(_ENDING_S, "")
+    while watches:
+        verdicts = {watch: watch.verdict() for watch in watches}
+        for watch, verdict in verdicts.items():
+            if verdict.state == "alive" and watch.claim.id == old.leader.id:
+                raise _in_use(plan, watch.claim, verdict.reason)
+        watches = [watch for watch in watches if verdicts[watch].state != "dead"]
+        if watches:
+            try:
+                ending.wait(f"the end of run {plan.run_id!r} on {watches[0].claim.who.host}")
+            except TooLate:
+                reason = verdicts[watches[0]].reason
+                raise _in_use(plan, watches[0].claim, reason) from None
+
+
+def _old_watches(meeting: StoreSpec, old: RunRecord, here: Identity) -> list[LeaseWatch]:
+    store: Store = open_store(meeting.within(old.incarnation), STORE_LIMIT)
+    claims = {claim.id: claim for claim in read_claims(store, old.machines).values()}
+    claims[old.leader.id] = old.leader
+    return [LeaseWatch(store, claim, here) for claim in claims.values()]
+
+
+def _in_use(plan: RunPlan, by: Claim, reason: str) -> ConfigError:
+    return ConfigError(
+        f"--run_id {plan.run_id} is in use by a live run on host {by.who.host} (process "
+        f"{by.who.pid}; {reason}): choose another, or stop that one."
+    )

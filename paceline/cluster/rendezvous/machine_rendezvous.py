@@ -1,0 +1,188 @@
+"""How machines form one run: machine 0 opens it, the others find it, all learn their addresses.
+
+    machine 0                                 machine i
+    make sure that the run isn't alive        wait for a live incarnation
+    open an incarnation                       claim machine/<i>
+    claim machine/0, wait for all claims      wait for the world
+    write the world (claims, job token)       read it
+    ------------- all: connect to each other's addresses, post which ones worked -------------
+    every machine's address is the first of its own at which all others reached it
+
+A machine alone goes the same way, with a store of its own on 127.0.0.1.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import DistError
+
+from paceline.cluster.membership.lease_watch import LeaseWatch
+from paceline.cluster.membership.process_identity import Identity
+from paceline.cluster.rendezvous.deadline import Patience, name_machines
+from paceline.cluster.rendezvous.follower import follow
+from paceline.cluster.rendezvous.leader import seal, take_over
+from paceline.cluster.rendezvous.reachability import Doorbell, candidates, choose, interfaces, reach
+from paceline.cluster.rendezvous.registered_machine import STORE_LIMIT, Seat
+from paceline.cluster.rendezvous.registration import Claim, Formation, World
+from paceline.cluster.rendezvous.run_plan import RunPlan
+from paceline.cluster.stores.store_spec import StoreSpec, peek, run_space
+from paceline.cluster.stores.tcp_store import serve_tcp, split_address
+from paceline.cluster.supervision.failure_report import Failure
+from paceline.cluster.supervision.formed_run import Run
+from paceline.errors import CommError
+
+_CONNECT_S = 60.0
+_JUDGE_S = 5.0
+
+
+def open_run(
+    plan: RunPlan,
+    *,
+    tell: Callable[[str], None],
+    notice: Callable[[Failure], None],
+    warn: Callable[[str], None],
+    pause: Callable[[float], None] = time.sleep,
+) -> Run:
+    """Form a run with the other machines.
+
+    Args:
+        plan: this machine's part.
+        tell: receives lines about whom the start waits for.
+        notice: receives, from another thread, the failure that a machine gives for the run's end.
+        warn: receives, from another thread, a line if the meeting place is lost.
+        pause: sleeps; may raise to end the wait.
+
+    Raises:
+        ConfigError: the run is alive already, the machine's number is taken, the numbers of
+            machines differ, or the meeting place is wrong.
+        CommError: a machine didn't come in time, or can't be reached.
+        Finished: the run came to its end before.
+    """
+    remedy = f"start {'them' if plan.machines > 2 else 'it'} with --run_id {plan.run_id} and the "
+    remedy += "same meeting place, or give a longer --first_iter_timeout"
+    patience = Patience(plan.first_iter_timeout, tell, pause, remedy)
+    with ExitStack() as undo:
+        bell = undo.enter_context(Doorbell())
+        claim = claim_of(plan, bell)
+        try:
+            server, seat, world = _take_seat(plan, claim, patience, notice, warn)
+            undo.callback(seat.abandon)
+            formation = _form(seat, world, bell, patience)
+        except DistError as error:
+            reason = str(error).splitlines()[0]
+            raise CommError(f"The meeting place was lost during the start: {reason}") from error
+        undo.pop_all()
+        bell.close()
+    return Run(seat, formation, server)
+
+
+def claim_of(plan: RunPlan, bell: Doorbell) -> Claim:
+    """Make this machine's entry, new at each call."""
+    addresses = candidates(interfaces(), plan.interfaces) if plan.machines > 1 else ("127.0.0.1",)
+    return Claim(
+        id=uuid.uuid4().hex,
+        who=Identity.of_this_process(),
+        workers=plan.workers,
+        addresses=addresses,
+        port=bell.port,
+    )
+
+
+def _take_seat(
+    plan: RunPlan,
+    claim: Claim,
+    patience: Patience,
+    notice: Callable[[Failure], None],
+    warn: Callable[[str], None],
+) -> tuple[TCPStore | None, Seat, World]:
+    def sit(meeting: StoreSpec, incarnation: str) -> Seat:
+        return Seat(plan, meeting, incarnation, claim, notice=notice, warn=warn)
+
+    if plan.machine > 0:
+        assert plan.meeting is not None
+        meeting = plan.meeting
+        return None, *follow(plan, claim, patience, lambda name: sit(meeting, name))
+    server, meeting = host(plan)
+    seat = sit(meeting, take_over(plan, meeting, claim, patience))
+    try:
+        return server, seat, seal(seat, patience)
+    except BaseException:
+        seat.abandon()
+        raise
+
+
+def host(plan: RunPlan) -> tuple[TCPStore | None, StoreSpec]:
+    """Serve the TCP store if that is where the run meets; return it and the way to it from here."""
+    if plan.meeting is not None and plan.meeting.kind != "tcp":
+        return None, plan.meeting
+    if plan.meeting is None:
+        server = serve_tcp("127.0.0.1", 0, STORE_LIMIT)
+        space = run_space(plan.run_id)
+    else:
+        server = serve_tcp("", split_address(plan.meeting.address)[1], STORE_LIMIT)
+        space = plan.meeting.space
+    return server, StoreSpec(kind="tcp", address=f"127.0.0.1:{server.port}", space=space)
+
+
+def _form(seat: Seat, world: World, bell: Doorbell, patience: Patience) -> Formation:
+    formation = Formation(
+        token=world.token,
+        machines=world.machines,
+        addresses=("127.0.0.1",) * len(world.claims),
+        hosts=world.hosts,
+    )
+    one_place = len({claim.who.network for claim in world.claims}) == 1
+    if not one_place or seat.plan.interfaces:
+        bell.answer(world.token, seat.plan.machine)
+        formation = replace(formation, addresses=_addresses(seat, world, patience))
+    seat.store.set(seat.key("formed"), formation.to_text())
+    return formation
+
+
+def _addresses(seat: Seat, world: World, patience: Patience) -> tuple[str, ...]:
+    numbers = range(len(world.claims))
+    others = {
+        machine: (world.claims[machine].addresses, world.claims[machine].port)
+        for machine in numbers
+        if machine != seat.plan.machine
+    }
+    found = reach(world.token, seat.plan.machine, others, patience.pause)
+    seat.store.set(seat.key("reach"), json.dumps(found))
+    _await_reports(seat, world, patience.at_most(_CONNECT_S, "start the run again"))
+    reports = [json.loads(seat.store.get(seat.key("reach", machine))) for machine in numbers]
+    reached = [{int(peer): tries for peer, tries in report.items()} for report in reports]
+    seat.store.set(seat.key("judged"), "1")
+    try:
+        return choose([claim.addresses for claim in world.claims], reached)
+    except CommError:
+        # All machines judge the same reports, and machine 0 takes them away when it leaves.
+        deadline = time.monotonic() + _JUDGE_S
+        judged = [seat.key("judged", machine) for machine in numbers]
+        while not seat.store.check(judged) and time.monotonic() < deadline:
+            patience.pause()
+        raise
+
+
+def _await_reports(seat: Seat, world: World, patience: Patience) -> None:
+    watches = [LeaseWatch(seat.store, claim, seat.claim.who) for claim in world.claims]
+    while missing := [
+        machine
+        for machine in range(len(watches))
+        if peek(seat.store, seat.key("reach", machine)) is None
+    ]:
+        for machine in missing:
+            verdict = watches[machine].verdict()
+            if verdict.state == "dead":
+                host = world.claims[machine].who.host
+                raise CommError(
+                    f"Machine {machine} ({host}) ended during the start ({verdict.reason}): see "
+                    "what it says, and start the run again."
+                )
+        patience.wait(f"the connections of {name_machines(missing, len(watches))}")

@@ -1,0 +1,132 @@
+"""What all ranks must agree on before the first step; where they don't, both values are named.
+
+    every rank posts its facts, which are names and short texts, and a digest of them
+    every rank waits for all digests
+    the lowest rank that differs from rank 0 is the one that all speak of
+
+All read the same entries and so come to the same verdict: none goes on alone. What only one of the
+two ranks has is named before what both have with different values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Iterable, Mapping
+from importlib import metadata
+
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from paceline.cluster.membership.members import Members
+from paceline.cluster.stores.waiting import await_keys
+from paceline.config.train import TrainConfig
+from paceline.errors import ConfigError
+
+_MISSING = "missing"
+_REMEDIES = {
+    "configuration": "give all machines the same",
+    "versions": "install the same on all machines",
+    "data": "give all machines the same data set",
+    "model": "build the same model on all ranks",
+    "job token": "start all processes as one run",
+}
+
+
+def compare(
+    store: Store, members: Members, subject: str, facts: Mapping[str, str], *, timeout: float
+) -> None:
+    """Require the same facts of all ranks; collective, once a subject.
+
+    Args:
+        store: the run's store.
+        members: the world.
+        subject: what the facts are about.
+        facts: names and short texts; a name that a rank doesn't have counts as "missing".
+        timeout: seconds to wait for the others.
+
+    Raises:
+        ConfigError: two ranks differ; names the fact and both values.
+        CommTimeout: a rank didn't post its facts in time; names it.
+        PeerLost: another process gave a reason for the run's end.
+    """
+    text = json.dumps(dict(facts))  # in their order: the first name that differs is the first here
+    mine = f"preflight/{subject}/{members.generation}"
+    store.set(f"{mine}/facts/{members.rank}", text)
+    store.set(f"{mine}/digest/{members.rank}", hashlib.sha256(text.encode()).hexdigest())
+    keys = [f"{mine}/digest/{rank}" for rank in range(members.world_size)]
+
+    def late(missing: list[str]) -> str:
+        ranks = ", ".join(members.describe(int(key.rpartition("/")[2])) for key in missing)
+        return f"{ranks} said nothing of its {subject} within {timeout:g} s: {_advice(subject)}."
+
+    await_keys(store, keys, timeout, late)
+    digests = store.multi_get(keys)
+    for rank, digest in enumerate(digests):
+        if digest != digests[0]:
+            entries = store.multi_get([f"{mine}/facts/{i}" for i in (0, rank)])
+            first, other = (json.loads(entry) for entry in entries)
+            raise ConfigError(_difference(members, subject, first, other, rank))
+
+
+def configuration_facts(config: TrainConfig) -> dict[str, str]:
+    """Return the flags that make a run this run, and what all ranks do together besides."""
+    told = config.identity() | {"trace_steps": config.output.trace_steps}
+    return {f"--{name}": str(value) or "not given" for name, value in sorted(told.items())}
+
+
+def version_facts() -> dict[str, str]:
+    """Return the versions of what computes."""
+    python = ".".join(platform.python_version_tuple()[:2])
+    names = ("paceline", "torch")
+    return {"Python": python, **{name: metadata.version(name) for name in names}}
+
+
+def data_facts(flag: str, records: int, fingerprint: str) -> dict[str, str]:
+    """Return what tells one data set from another.
+
+    Args:
+        flag: the flag that names the data set.
+        records: its number of records.
+        fingerprint: equal for equal data sets.
+    """
+    return {f"--{flag}'s number of records": str(records), f"--{flag}'s fingerprint": fingerprint}
+
+
+def model_facts(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """Return the shape and type of a model's parameters and buffers, by their names.
+
+    Their order is a fact of its own: gradients travel in it, without their names.
+    """
+    facts = {
+        f"the model's {name}": f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        for name, tensor in tensors
+    }
+    order = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
+    return {**facts, "the order of the model's parameters (digest)": order}
+
+
+def token_facts(token: str) -> dict[str, str]:
+    """Return what tells one job token from another, not the token."""
+    digest = hashlib.sha256(f"paceline preflight {token}".encode()).hexdigest()
+    return {"the job token's digest": digest[:16]}
+
+
+def _advice(subject: str) -> str:
+    """Say what to do about a silent rank; to a script's loader it may not have come at all."""
+    calls = "; all ranks must call paceline.loader(), not rank 0 alone"
+    return "see what it says" + (calls if subject.startswith("loader ") else "")
+
+
+def _difference(
+    members: Members, subject: str, first: dict[str, str], other: dict[str, str], rank: int
+) -> str:
+    names = [*first, *(name for name in other if name not in first)]
+    missing = (n for n in names if n not in first or n not in other)
+    name = next(missing, None) or next(n for n in names if first[n] != other[n])
+    hosts = [f"rank {r} ({members.hosts[members.machine_of(r)]})" for r in (0, rank)]
+    return (
+        f"{name} is {first.get(name, _MISSING)} on {hosts[0]} and {other.get(name, _MISSING)} on "
+        f"{hosts[1]}: {_REMEDIES.get(subject, 'they must be the same')}."
+    )

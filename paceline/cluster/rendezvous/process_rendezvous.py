@@ -1,0 +1,231 @@
+"""How the processes that a launcher started find each other and agree on who is where.
+
+    rank 0                                    rank i
+    make a start: a space of a random name
+    write its name to `start`                 wait for `start`; in its space, write here/<i>
+    wait for all here/<i>
+    write `company`: all that came, a token   wait for a company that it is in
+    -- local rank 0 of each machine: connect to each other's addresses, post which ones worked --
+    every machine's address is the first of its own at which all others reached it
+
+A `start` that an earlier, killed one has left in a folder or in Redis misleads nobody: each entry
+has a random id, so a rank that waits there never finds itself in its company, and goes on to the
+newer start as soon as rank 0 has written that.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from torch._C._distributed_c10d import Store
+from torch.distributed import DistError
+
+from paceline.cluster.launchers.launched_process import Launched
+from paceline.cluster.membership.members import Members
+from paceline.cluster.membership.process_identity import Identity
+from paceline.cluster.rendezvous.deadline import Patience, TooLate, name_machines
+from paceline.cluster.rendezvous.process_registration import Arrival, Company
+from paceline.cluster.rendezvous.reachability import Doorbell, candidates, choose, interfaces, reach
+from paceline.cluster.rendezvous.registered_machine import STORE_LIMIT
+from paceline.cluster.stores.folder_store import FolderRemoved
+from paceline.cluster.stores.store_spec import StoreSpec, erase, open_store, peek
+from paceline.errors import CommError
+
+START = "start"
+_READ_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gathering:
+    """A world that stands, as one of its processes sees it.
+
+    Attributes:
+        members: the world.
+        token: the job token.
+        space: this start's space in the store.
+        store: the same, open.
+    """
+
+    members: Members
+    token: str
+    space: StoreSpec
+    store: Store
+
+
+def gather(
+    meeting: StoreSpec, launched: Launched, wanted: Sequence[str], patience: Patience
+) -> Gathering:
+    """Find the others; collective.
+
+    Args:
+        meeting: the job's space in a store that all processes reach.
+        launched: this process's place by its launcher.
+        wanted: the network interfaces to use; none: all.
+        patience: the limit.
+
+    Raises:
+        CommError: processes didn't come in time (names them), or can't reach each other.
+        ConfigError: the launcher's numbers contradict each other, or there is no such interface.
+    """
+    with Doorbell() as bell:
+        own = _arrival(launched, wanted, bell.port)
+        try:
+            meet = _open if launched.rank == 0 else _find
+            space, company = meet(meeting, own, launched.world_size, patience)
+            store = open_store(space, STORE_LIMIT)
+            members = _members(company, own, store, bell, wanted, patience)
+        except DistError as error:
+            reason = str(error).splitlines()[0]
+            raise CommError(f"The meeting place was lost during the start: {reason}") from error
+    return Gathering(members=members, token=company.token, space=space, store=store)
+
+
+def name_ranks(missing: Sequence[int], world_size: int) -> str:
+    """Name ranks by their numbers: "ranks 1, 2 of 4"."""
+    plural = "s" if len(missing) > 1 else ""
+    return f"rank{plural} {', '.join(map(str, missing))} of {world_size}"
+
+
+def _arrival(launched: Launched, wanted: Sequence[str], port: int) -> Arrival:
+    apart = bool(wanted) or not launched.one_machine
+    return Arrival(
+        id=uuid.uuid4().hex,
+        rank=launched.rank,
+        node=launched.node,
+        local_rank=launched.local_rank,
+        who=Identity.of_this_process(),
+        addresses=candidates(interfaces(), wanted) if apart else ("127.0.0.1",),
+        port=port,
+    )
+
+
+def _open(
+    meeting: StoreSpec, own: Arrival, world_size: int, patience: Patience
+) -> tuple[StoreSpec, Company]:
+    """Make a start, and wait for all."""
+    outer = open_store(meeting, STORE_LIMIT, make=True)
+    old, name = peek(outer, START), uuid.uuid4().hex
+    space = meeting.within(name)
+    store = open_store(space, STORE_LIMIT, make=True)
+    store.set(f"here/{own.rank}", own.to_text())
+    outer.set(START, name)
+    if old is not None:
+        erase(meeting.within(old.decode()))
+    try:
+        while missing := _missing(store, world_size):
+            patience.wait(name_ranks(missing, world_size))
+    except TooLate as error:
+        _give_up(store, world_size, str(error), patience)
+        raise
+    company = Company(token=secrets.token_hex(16), arrivals=_arrivals(store, world_size))
+    store.set("company", company.to_text())
+    return space, company
+
+
+def _give_up(store: Store, world_size: int, why: str, patience: Patience) -> None:
+    """Tell those who came, and keep the store until they have read it."""
+    arrivals = _arrivals(store, world_size)
+    store.set("company", Company(token="", arrivals=arrivals, lost=why).to_text())
+    readers = [f"read/{arrival.rank}" for arrival in arrivals[1:]]
+    deadline = time.monotonic() + _READ_S
+    while not store.check(readers) and time.monotonic() < deadline:
+        patience.pause()
+
+
+def _find(
+    meeting: StoreSpec, own: Arrival, world_size: int, patience: Patience
+) -> tuple[StoreSpec, Company]:
+    """Wait for a start, and for a company in it that this process is in."""
+    outer = _reached(meeting, world_size, patience)
+    found: bytes | None = None
+    missing = [0]
+    while True:
+        name = peek(outer, START)
+        with suppress(FolderRemoved):  # an earlier start's space, just now
+            if name is not None and name != found:
+                space = meeting.within(name.decode())
+                store = open_store(space, STORE_LIMIT)
+                store.set(f"here/{own.rank}", own.to_text())
+                found = name
+            if found is not None:
+                text = peek(store, "company")
+                company = None if text is None else Company.from_text(text)
+                if company is not None and own in company.arrivals:
+                    store.set(f"read/{own.rank}", "")
+                    if company.lost:
+                        raise CommError(company.lost)
+                    return space, company
+                missing = _missing(store, world_size) or [0]
+        patience.wait(name_ranks(missing, world_size))
+
+
+def _reached(meeting: StoreSpec, world_size: int, patience: Patience) -> Store:
+    """Open the store once it is there: rank 0 may be yet to serve it."""
+    while True:
+        try:
+            return open_store(meeting, STORE_LIMIT)
+        except CommError as error:
+            patience.wait(f"{name_ranks([0], world_size)} ({str(error).rstrip('.')})")
+
+
+def _arrivals(store: Store, world_size: int) -> tuple[Arrival, ...]:
+    missing = _missing(store, world_size)
+    texts = [store.get(f"here/{rank}") for rank in range(world_size) if rank not in missing]
+    return tuple(map(Arrival.from_text, texts))
+
+
+def _missing(store: Store, world_size: int) -> list[int]:
+    return [rank for rank in range(world_size) if not store.check([f"here/{rank}"])]
+
+
+def _members(
+    company: Company,
+    own: Arrival,
+    store: Store,
+    bell: Doorbell,
+    wanted: Sequence[str],
+    patience: Patience,
+) -> Members:
+    machines = company.machines()
+    machine = next(i for i, group in enumerate(machines) if own in group)
+    addresses: tuple[str, ...] = ("127.0.0.1",) * len(machines)
+    if wanted or len({arrival.who.network for arrival in company.arrivals}) > 1:
+        leaders = [group[0] for group in machines]
+        if own in leaders:
+            bell.answer(company.token, machine)
+            _post_reached(leaders, machine, company.token, store, patience)
+        addresses = _chosen(leaders, store, patience)
+    return Members.on(
+        machine,
+        machines[machine].index(own),
+        machines=tuple(map(len, machines)),
+        addresses=addresses,
+        hosts=tuple(group[0].who.host for group in machines),
+    )
+
+
+def _post_reached(
+    leaders: Sequence[Arrival], machine: int, token: str, store: Store, patience: Patience
+) -> None:
+    others = {
+        peer: (leader.addresses, leader.port)
+        for peer, leader in enumerate(leaders)
+        if peer != machine
+    }
+    store.set(f"reach/{machine}", json.dumps(reach(token, machine, others, patience.pause)))
+
+
+def _chosen(leaders: Sequence[Arrival], store: Store, patience: Patience) -> tuple[str, ...]:
+    """Return each machine's address; every process comes to the same."""
+    numbers = range(len(leaders))
+    while missing := [i for i in numbers if not store.check([f"reach/{i}"])]:
+        patience.wait(name_machines(missing, len(leaders)))
+    reports = [json.loads(store.get(f"reach/{machine}")) for machine in numbers]
+    reached = [{int(peer): tries for peer, tries in report.items()} for report in reports]
+    return choose([leader.addresses for leader in leaders], reached)

@@ -1,0 +1,77 @@
+"""Waiting for what other processes write into the store, as long as none of them has failed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+from typing import TypeVar
+
+from torch._C._distributed_c10d import Store
+
+from paceline.cluster.stores.store_spec import STORE_ERRORS, peek
+from paceline.cluster.supervision.failure_report import Failure
+from paceline.errors import CommTimeout, PeerLost
+
+_T = TypeVar("_T")
+
+FAILURE = "failure"
+"""The key of the first word on why a run ended."""
+
+
+def await_keys(
+    store: Store, keys: Sequence[str], timeout: float, late: Callable[[list[str]], str]
+) -> None:
+    """Wait until all keys are there.
+
+    Args:
+        store: the run's store.
+        keys: what to wait for.
+        timeout: seconds to wait.
+        late: makes the sentence of a wait that was too long, of the keys that are missing.
+
+    Raises:
+        CommTimeout: some didn't come in time.
+        PeerLost: another process gave a reason for the run's end.
+    """
+    deadline = time.monotonic() + timeout
+    pause = 0.002
+    missing = list(keys)
+    while missing := [key for key in missing if not store.check([key])]:
+        check_failure(store)
+        if time.monotonic() > deadline:
+            raise CommTimeout(late(missing))
+        time.sleep(pause)
+        pause = min(1.5 * pause, 0.1)
+
+
+def check_failure(store: Store) -> None:
+    """Look whether the run goes on.
+
+    Raises:
+        PeerLost: another process gave a reason for its end.
+    """
+    text = peek(store, FAILURE)
+    if text is not None:
+        raise PeerLost(f"the run has ended: {Failure.from_text(text).text}")
+
+
+def within(limit: float, work: Callable[[], _T]) -> _T | None:
+    """Return what `work` returns, or None if the store fails it or keeps it waiting too long.
+
+    In the middle of ending there is nobody to help: the heartbeat has told that the store is lost.
+    """
+    results: SimpleQueue[_T | None] = SimpleQueue()
+
+    def do() -> None:
+        try:
+            results.put(work())
+        except STORE_ERRORS:
+            results.put(None)
+
+    threading.Thread(target=do, name="store", daemon=True).start()
+    try:
+        return results.get(timeout=limit)
+    except Empty:
+        return None

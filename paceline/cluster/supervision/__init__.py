@@ -1,0 +1,1 @@
+"""Starting, watching and ending a machine's workers; failure reports, signals, watchdogs."""

@@ -1,0 +1,123 @@
+"""What a supervisor waits for, in one queue: workers' ends, signals, other machines' failures.
+
+Threads and signal handlers put events in; the main thread alone takes them out and acts.
+"""
+
+from __future__ import annotations
+
+import select
+import signal
+import socket
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import FrameType
+
+from paceline.cluster.supervision.failure_report import Failure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exited:
+    """A worker of this machine ended."""
+
+    local_rank: int
+    returncode: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signalled:
+    """The supervisor got a signal that asks it to end."""
+
+    number: signal.Signals
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noticed:
+    """Another machine gave the reason for the run's end."""
+
+    failure: Failure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Warned:
+    """Something that the person should know, and that ends nothing."""
+
+    text: str
+
+
+Event = Exited | Signalled | Noticed | Warned
+
+
+class Interrupted(Exception):
+    """An event ended a pause."""
+
+    def __init__(self, event: Signalled | Noticed) -> None:
+        super().__init__(event)
+        self.event = event
+
+
+class Inbox:
+    """A queue that threads and signal handlers put events into.
+
+    The reader sleeps in `select` on a socket, not in a lock: the kernel may hand a signal to any
+    thread, and only a byte in the socket wakes the main one then.
+    """
+
+    def __init__(self) -> None:
+        self._events: deque[Event] = deque()
+        self._bell, self._ring = socket.socketpair()
+        for end in (self._bell, self._ring):
+            end.setblocking(False)
+
+    def put(self, event: Event) -> None:
+        """Add an event."""
+        self._events.append(event)
+        with suppress(OSError):  # full: the reader is awake already; closed: it is gone
+            self._ring.send(b"!")
+
+    def get(self, timeout: float | None = None) -> Event | None:
+        """Return the next event, or None if none comes within `timeout` seconds."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self._events:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                return None
+            if select.select([self._bell], [], [], left)[0]:
+                self._bell.recv(1024)
+        return self._events.popleft()
+
+    def pause(self, seconds: float) -> None:
+        """Sleep.
+
+        Raises:
+            Interrupted: a signal or a failure came.
+        """
+        event = self.get(seconds)
+        if isinstance(event, (Signalled, Noticed)):
+            raise Interrupted(event)
+
+    def close(self) -> None:
+        """Release the socket; nobody gets any more."""
+        self._bell.close()
+        self._ring.close()
+
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """Receive SIGINT, SIGTERM and SIGHUP inside the block; main thread only."""
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            self.put(Signalled(number=signal.Signals(number)))
+
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup wants it to stay so
+            numbers.append(signal.SIGHUP)
+        before = [(number, signal.signal(number, handle)) for number in numbers]
+        wakeup = signal.set_wakeup_fd(self._ring.fileno(), warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(wakeup)
+            for number, handler in before:
+                signal.signal(number, handler)

@@ -1,0 +1,100 @@
+"""A run that stands: what a supervisor does with it until it leaves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from torch._C._distributed_c10d import TCPStore
+
+from paceline.cluster.environment import WorkerEnvironment
+from paceline.cluster.membership.members import Members
+from paceline.cluster.rendezvous.finished import FINISHED, await_finished
+from paceline.cluster.rendezvous.registered_machine import Seat
+from paceline.cluster.rendezvous.registration import Formation
+from paceline.cluster.stores.store_spec import STORE_ERRORS
+from paceline.cluster.supervision.failure_report import Failure
+
+
+class Run:
+    """This machine's part in a formed run.
+
+    Args:
+        seat: its place in the incarnation.
+        formation: the world.
+        server: the TCP store, where this machine serves it.
+    """
+
+    def __init__(self, seat: Seat, formation: Formation, server: TCPStore | None) -> None:
+        self._seat = seat
+        self.formation = formation
+        self._server = server
+
+    def members(self, local_rank: int) -> Members:
+        """Return the world as one of this machine's workers sees it."""
+        return Members.on(
+            self._seat.plan.machine,
+            local_rank,
+            machines=self.formation.machines,
+            addresses=self.formation.addresses,
+            hosts=self.formation.hosts,
+        )
+
+    def worker(self, local_rank: int, error_file: Path) -> WorkerEnvironment:
+        """Return what a worker is told of its place."""
+        plan = self._seat.plan
+        return WorkerEnvironment(
+            run_id=plan.run_id,
+            incarnation=self._seat.incarnation,
+            machine=plan.machine,
+            machines=plan.machines,
+            local_rank=local_rank,
+            local_world_size=plan.workers,
+            store=self._seat.space,
+            first_iter_timeout=plan.first_iter_timeout,
+            timeout=plan.timeout,
+            error_file=str(error_file),
+            command=plan.command,
+        )
+
+    def post(self, failure: Failure) -> Failure:
+        """Give this machine's reason for the run's end; returns the run's, which came first."""
+        return self._seat.post(failure)
+
+    def finish(
+        self, write: Callable[[], None], pause: Callable[[float], None], limit: float
+    ) -> None:
+        """Write down that the run is finished: machine 0 first, the others when it says so.
+
+        Args:
+            write: writes it down on this machine.
+            pause: sleeps; may raise to end the wait.
+            limit: seconds to wait for machine 0.
+
+        Raises:
+            PacelineError: it can't be written, or machine 0 was killed or says nothing.
+        """
+        if not self._seat.leads:
+            await_finished(self._seat, self.formation.hosts[0], pause, limit)
+        write()
+        if self._seat.leads:
+            with suppress(*STORE_ERRORS):  # the run doesn't need its meeting place any more
+                self._seat.store.set(FINISHED, "1")
+
+    def leave(self, pause: Callable[[float], None], linger: float) -> None:
+        """Leave the run; whoever serves the store stays until all have left, within a limit.
+
+        Args:
+            pause: sleeps; may raise to end the wait.
+            linger: seconds that the store's server waits for the other machines.
+        """
+        self._seat.leave()
+        deadline = time.monotonic() + linger
+        while (
+            self._server is not None
+            and not self._seat.others_left()
+            and time.monotonic() < deadline
+        ):
+            pause(0.05)

@@ -1,0 +1,182 @@
+"""How a process leaves its world, well or not, and who tells the person why.
+
+A supervised worker leaves a word for its supervisor. A process of another launcher has nobody but
+itself: it prints its sentence, and writes it into the store as the first word on why the run ended.
+One that fails only because a peer has gone looks there for the cause, for two seconds:
+
+    paceline: rank 1 on machine 0 (a): record 7 is damaged.
+    paceline: rank 0 on machine 0 (a): ended because rank 1 on machine 0 (a) failed: record 7 is …
+
+Whoever serves the store leaves last, within a limit, so that the others can read it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+from torch._C._distributed_c10d import TCPStore
+
+from paceline.cluster.environment import WorkerEnvironment
+from paceline.cluster.rendezvous.process_rendezvous import START, Gathering
+from paceline.cluster.rendezvous.registered_machine import STORE_LIMIT
+from paceline.cluster.stores.store_spec import (
+    STORE_ERRORS,
+    StoreSpec,
+    erase,
+    open_store,
+    peek,
+    tidy,
+)
+from paceline.cluster.stores.waiting import FAILURE, within
+from paceline.cluster.supervision.failure_report import Failure
+from paceline.cluster.supervision.supervisor import say
+from paceline.cluster.supervision.worker import report_error
+from paceline.errors import CommTimeout
+
+_CAUSE_S = 2.0
+_PAUSE_S = 0.05
+
+
+class Ending(Protocol):
+    """A process's leave-taking."""
+
+    def fail(self, error: BaseException) -> int:
+        """Say why the process fails and leave; return the exit status."""
+
+    def warn(self, status: int) -> None:
+        """Say that the process is about to end with a status other than 0."""
+
+    def close(self) -> None:
+        """Leave well."""
+
+
+class Supervised:
+    """A worker of ours: its supervisor tells, and keeps the store."""
+
+    def __init__(self, environment: WorkerEnvironment) -> None:
+        self._environment = environment
+
+    def fail(self, error: BaseException) -> int:
+        return report_error(self._environment, error)
+
+    def warn(self, status: int) -> None:
+        Failure.of_status(status).write(Path(self._environment.error_file))
+
+    def close(self) -> None:
+        """Leave: the supervisor sees it."""
+
+
+class Private:
+    """A process alone: nobody else wants to know."""
+
+    def fail(self, error: BaseException) -> int:
+        failure = Failure.of(error)
+        say(failure.text)
+        return failure.status
+
+    def warn(self, status: int) -> None:
+        """Say nothing."""
+
+    def close(self) -> None:
+        """Leave."""
+
+
+class Foreign:
+    """A process of another launcher.
+
+    Args:
+        world: the world that it leaves.
+        meeting: the job's space in the store, which the world's is inside of.
+        server: the store's server, where this process serves it.
+        keeps: whether this process stays until the others have left, and tidies up.
+        timeout: seconds that it stays for them after a good end.
+    """
+
+    def __init__(
+        self,
+        world: Gathering,
+        meeting: StoreSpec,
+        server: TCPStore | None,
+        *,
+        keeps: bool,
+        timeout: float,
+    ) -> None:
+        self._world, self._meeting, self._server = world, meeting, server
+        self._keeps, self._timeout = keeps, timeout
+        members = world.members
+        self._whom = members.describe(members.rank)
+
+    def fail(self, error: BaseException) -> int:
+        failure = Failure.of(error)
+        # Who saw a peer lost waits longer than who saw one hang, and left because of that.
+        limit = _CAUSE_S / 2 if isinstance(error, CommTimeout) else _CAUSE_S
+        status = within(2 * _CAUSE_S, lambda: self._tell(failure, limit))
+        if status is None:  # the store has gone with the process that served it
+            say(f"{self._whom}: {failure.text}")
+            return failure.status
+        within(2 * _CAUSE_S, lambda: self._leave(_CAUSE_S))
+        return status
+
+    def warn(self, status: int) -> None:
+        within(_CAUSE_S, lambda: self._post(Failure.of_status(status)))
+
+    def close(self) -> None:
+        with suppress(*STORE_ERRORS):  # nobody is left who needs it
+            self._leave(self._timeout)
+
+    def _tell(self, failure: Failure, limit: float) -> int:
+        first = self._cause(limit) if failure.consequence else None
+        if first is None:
+            self._post(failure)
+            self._say_once(failure.text)
+            return failure.status
+        whom, _, why = first.text.partition(": ")
+        say(f"{self._whom}: ended because {whom} failed: {why.splitlines()[-1]}")
+        return first.status
+
+    def _post(self, failure: Failure) -> None:
+        self._world.store.compare_set(FAILURE, "", failure.by(self._whom).to_text())
+
+    def _say_once(self, text: str) -> None:
+        """Print what all processes of a machine may find at once, such as a wrong flag, once."""
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        key = f"told/{self._world.members.machine}/{digest}"
+        if self._world.store.compare_set(key, "", self._whom) == self._whom.encode():
+            say(f"{self._whom}: {text}")
+
+    def _cause(self, limit: float) -> Failure | None:
+        """Wait for another process's word on why the run ended."""
+        deadline = time.monotonic() + limit
+        while (text := peek(self._world.store, FAILURE)) is None:
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(_PAUSE_S)
+        return Failure.from_text(text)
+
+    def _leave(self, limit: float) -> None:
+        members, store = self._world.members, self._world.store
+        store.set(f"left/{members.rank}", "")
+        if not self._keeps:
+            return
+        others = [f"left/{rank}" for rank in range(members.world_size)]
+        deadline = time.monotonic() + limit
+        while not store.check(others) and time.monotonic() < deadline:
+            if peek(store, FAILURE) is not None:
+                deadline = min(deadline, time.monotonic() + _CAUSE_S)
+            time.sleep(_PAUSE_S)
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Remove what a folder or Redis has of this start."""
+        name = self._world.space.space.rpartition("/")[2]
+        if self._meeting.kind == "tcp":
+            return  # goes with its server
+        outer = open_store(self._meeting, STORE_LIMIT)
+        if peek(outer, START) == name.encode():
+            outer.delete_key(START)
+        erase(self._world.space)
+        tidy(self._meeting)

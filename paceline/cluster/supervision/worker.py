@@ -1,0 +1,95 @@
+"""A worker's side of its supervisor: finding the world, ending with it, saying why it failed.
+
+The worker's standard input is a pipe that only its supervisor holds open. A thread reads it; at its
+end the supervisor is gone, however it went, and the worker kills its own process group: nothing is
+orphaned, whatever the main thread waits for.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+from torch._C._distributed_c10d import Store
+
+from paceline.cluster.environment import WorkerEnvironment
+from paceline.cluster.membership.members import Members
+from paceline.cluster.rendezvous.registration import Formation
+from paceline.cluster.stores.store_spec import open_store
+from paceline.cluster.supervision.allocator import keep_freed_memory
+from paceline.cluster.supervision.failure_report import Failure
+
+
+def run_worker(environment: WorkerEnvironment, work: Callable[[Members, Store, str], None]) -> None:
+    """Do a worker's work, and end the process with a report to the supervisor if it fails.
+
+    A worker that fails or was stopped leaves at once, without the interpreter's farewell: threads
+    and process groups that wait for lost peers must not keep its supervisor waiting.
+
+    Args:
+        environment: the worker's place.
+        work: called with the world, the store and the job token.
+    """
+    end_with_supervisor()
+    keep_freed_memory()
+    try:
+        work(*join_world(environment))
+    except SystemExit as stop:  # by a signal; the run's state is saved
+        _leave(int(stop.code or 0))
+    except BaseException as error:
+        _leave(report_error(environment, error))
+
+
+def join_world(environment: WorkerEnvironment) -> tuple[Members, Store, str]:
+    """Return the world as this worker sees it, the run's store, and the job token.
+
+    Keep the store for as long as a process group uses it: C++ doesn't keep a store written in
+    Python alive.
+
+    Raises:
+        CommError: the store can't be reached.
+    """
+    store = open_store(environment.store, timedelta(seconds=environment.first_iter_timeout))
+    formation = Formation.from_text(store.get(f"formed/{environment.machine}"))
+    members = Members.on(
+        environment.machine,
+        environment.local_rank,
+        machines=formation.machines,
+        addresses=formation.addresses,
+        hosts=formation.hosts,
+    )
+    return members, store, formation.token
+
+
+def report_error(environment: WorkerEnvironment, error: BaseException) -> int:
+    """Write down for the supervisor why this worker fails; return the exit status to end with."""
+    failure = Failure.of(error)
+    failure.write(Path(environment.error_file))
+    return failure.status
+
+
+def end_with_supervisor() -> None:
+    """Kill this worker and its children as soon as its supervisor is gone."""
+    lifeline = os.dup(0)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    threading.Thread(target=_watch, args=(lifeline,), name="lifeline", daemon=True).start()
+
+
+def _leave(status: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _watch(lifeline: int) -> None:
+    while os.read(lifeline, 1):
+        pass
+    os.killpg(0, signal.SIGKILL)

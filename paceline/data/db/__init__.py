@@ -1,0 +1,1 @@
+"""Image databases: LMDB, LevelDB and minidb, their record formats; create, convert, inspect."""

@@ -1,0 +1,1 @@
+"""The record formats: TensorProtos (Caffe2) and Datum (Caffe)."""

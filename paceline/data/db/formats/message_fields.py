@@ -1,0 +1,160 @@
+"""The fields of the messages in `messages.py`: where image and label are, and in which order.
+
+Both formats keep colours as OpenCV does, **BGR**; above this file everything is RGB.
+
+    TensorProtos   protos[0] the image: STRING, an encoded file in string_data[0]; BYTE or UINT8 in
+                   byte_data (or int32_data), or FLOAT: height × width × channels, grey with two
+                   dims. protos[1] the label: INT32, INT64 or FLOAT. What follows is not read.
+    Datum          an encoded file in data, or channels × height × width in data or float_data.
+                   An absent label is 0, as caffe.proto has it.
+
+Pixels kept as floating point must lie in 0 to 255: others (features, or images scaled to 0…1)
+would turn black in uint8 without a word.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.data.db.formats.messages import (
+    BYTE,
+    FLOAT,
+    INT32,
+    INT64,
+    STRING,
+    UINT8,
+    Datum,
+    TensorProtos,
+)
+from paceline.data.source import Pixels, Record
+
+Values = npt.NDArray[Any]
+
+_JPEG_OR_PNG = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")
+_IMAGE_FILES = (*_JPEG_OR_PNG, b"BM", b"GIF8", b"RIFF", b"II*\0", b"MM\0*")  # BMP, GIF, WebP, TIFF
+
+
+class UnfitRecord(ValueError):
+    """A record's message has no usable image or label; the text says why."""
+
+
+def record_of_tensorprotos(message: Any) -> Record:
+    """Take image and label from a TensorProtos message, or raise `UnfitRecord`."""
+    if len(message.protos) < 2:
+        raise UnfitRecord("it has an image but no label; write the database again with labels.")
+    image, label = message.protos[0], message.protos[1]
+    if image.data_type == STRING:
+        return Record(_encoded(b"".join(image.string_data[:1])), _tensor_label(label))
+    dims = tuple(image.dims)
+    shape = (*dims, 1) if len(dims) == 2 else dims  # grey may leave its one channel out
+    if len(shape) != 3:
+        raise UnfitRecord(f"its image has dims {dims}; write height, width and channels.")
+    pixels = _shaped(_tensor_values(image), shape, channels=shape[2])
+    return Record(_swapped(pixels), _tensor_label(label))
+
+
+def record_of_datum(message: Any) -> Record:
+    """Take image and label from a Datum message, or raise `UnfitRecord`."""
+    label = _class_number([message.label])
+    data, floats = message.data, message.float_data
+    size = message.channels * message.height * message.width
+    # Some writers forget the flag: data that don't fit the dims but begin like one are a file.
+    if message.encoded or (data and len(data) != size and data.startswith(_JPEG_OR_PNG)):
+        return Record(_encoded(data), label)
+    values = np.frombuffer(data, np.uint8) if data else _bytes_of(floats)
+    planes = (message.channels, message.height, message.width)
+    pixels = _shaped(values, planes, channels=message.channels)
+    return Record(_swapped(pixels.transpose(1, 2, 0)), label)
+
+
+def tensorprotos_message(image: bytes | Pixels, label: int) -> Any:
+    """Make a TensorProtos message of an encoded file or of RGB or grey pixels."""
+    message = TensorProtos()
+    first = message.protos.add()
+    if isinstance(image, bytes):
+        first.data_type = STRING
+        first.string_data.append(image)
+    else:
+        stored = _swapped(image)
+        first.data_type = BYTE
+        first.dims.extend(stored.shape if stored.shape[2] == 3 else stored.shape[:2])
+        first.byte_data = stored.tobytes()
+    message.protos.add(data_type=INT32, dims=[1], int32_data=[label])
+    return message
+
+
+def datum_message(image: bytes | Pixels, label: int) -> Any:
+    """Make a Datum message of an encoded file or of RGB or grey pixels."""
+    if isinstance(image, bytes):
+        return Datum(data=image, label=label, encoded=True)
+    planes = _swapped(image).transpose(2, 0, 1)
+    channels, height, width = planes.shape
+    return Datum(channels=channels, height=height, width=width, data=planes.tobytes(), label=label)
+
+
+def _encoded(data: bytes) -> bytes:
+    if not data.startswith(_IMAGE_FILES):
+        raise UnfitRecord(
+            f"it is marked as an encoded image but begins with {data[:8].hex(' ') or 'nothing'}, "
+            "which is no JPEG or PNG; write it again."
+        )
+    return data
+
+
+def _tensor_values(tensor: Any) -> Values:
+    if tensor.data_type == FLOAT:
+        return _bytes_of(tensor.float_data)
+    if tensor.data_type not in (BYTE, UINT8):
+        raise UnfitRecord(
+            f"its image has data type {tensor.data_type}; write STRING ({STRING}, an encoded "
+            f"file), BYTE ({BYTE}), UINT8 ({UINT8}) or FLOAT ({FLOAT})."
+        )
+    if tensor.byte_data:
+        return np.frombuffer(tensor.byte_data, np.uint8)
+    return _bytes_of(tensor.int32_data)
+
+
+def _bytes_of(numbers: Any) -> Values:
+    """Turn pixels kept as wider numbers into bytes."""
+    values = np.asarray(numbers, dtype=np.float64)
+    if values.size and not (values.min() >= 0 and values.max() <= 255):
+        raise UnfitRecord("its pixels are not all within 0 to 255; write them in that range.")
+    if values.size and values.max() <= 1 and np.any(values % 1):
+        raise UnfitRecord("its pixels are scaled to 0 to 1; write them as 0 to 255.")
+    return np.rint(values).astype(np.uint8)
+
+
+def _shaped(values: Values, shape: tuple[int, ...], *, channels: int) -> Pixels:
+    """Give `values` the record's own `shape`, once that makes sense."""
+    if min(shape) < 1 or channels not in (1, 3) or values.size != math.prod(shape):
+        raise UnfitRecord(
+            f"it has {values.size} values for the shape {shape} with {channels} channels; it needs "
+            "one for each, in 1 (grey) or 3 (colour) channels: it is damaged, or holds no image."
+        )
+    return values.reshape(shape)
+
+
+def _swapped(pixels: Pixels) -> Pixels:
+    """Turn BGR into RGB or RGB into BGR; grey has one channel and stays. (h, w, c) both ways."""
+    return pixels[:, :, ::-1].copy()  # writable, too: what torch takes without a warning
+
+
+def _tensor_label(tensor: Any) -> int:
+    kinds = {INT32: tensor.int32_data, INT64: tensor.int64_data, FLOAT: tensor.float_data}
+    if tensor.data_type not in kinds:
+        raise UnfitRecord(
+            f"its label has data type {tensor.data_type}; write INT32 ({INT32}), "
+            f"INT64 ({INT64}) or FLOAT ({FLOAT})."
+        )
+    return _class_number(kinds[tensor.data_type])
+
+
+def _class_number(values: Any) -> int:
+    if len(values) != 1 or not np.isfinite(values[0]) or values[0] < 0 or values[0] % 1:
+        shown = ", ".join(f"{value:g}" for value in values[:4]) or "empty"
+        raise UnfitRecord(f"its label is {shown}; it must be one whole number from 0 on.")
+    return int(values[0])

@@ -1,0 +1,1 @@
+"""The index file beside a database, which makes opening it quick."""

@@ -1,0 +1,233 @@
+"""Records by number over any database of keys and values: what the databases have in common.
+
+    open    an index that fits?  yes → its keys      no → list all keys, save the index
+    read    number → key → value → record            whatever disagrees with the index is an error
+
+An index is believed only as far as it was checked: at open its stamp and some sampled records; and
+every record when it is read, for its label. So the worst that an index of another database can do
+is an error that names it.
+
+One damaged record, even the first, is no reason not to open: who reads it is told. A database opens
+unless all of the sampled records are damaged, and most of them decide the format of all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.config.db import RecordFormat
+from paceline.data.db.database_files import beside
+from paceline.data.db.formats.message_fields import UnfitRecord
+from paceline.data.db.formats.record_formats import parse_record, printable
+from paceline.data.db.index.database_index import (
+    INDEX_NAME,
+    load_index,
+    read_label_names,
+    save_index,
+)
+from paceline.data.db.index.index_file import Index
+from paceline.data.source import Record
+from paceline.errors import DataError
+
+_SAMPLED = 16  # records that are read at open: a few milliseconds, also from a disk that turns
+
+
+class Database(Protocol):
+    """What a source needs of a database. `read` may be called by several threads at once."""
+
+    def read(self, key: bytes, offset: int | None) -> bytes | None:
+        """Read a value; None where there is no such key.
+
+        Args:
+            key: the record's.
+            offset: where the record begins, from a listing with offsets.
+
+        Raises:
+            DataError: the database is damaged there.
+        """
+
+    def listing(self) -> Index:
+        """List all keys in the order of their bytes, with offsets if reading needs them.
+
+        Raises:
+            DataError: the database is damaged.
+        """
+
+    def close(self) -> None:
+        """Release the database."""
+
+
+class IndexedSource:
+    """A `Source` over a database; see there. Owns the database and closes it."""
+
+    def __init__(self, database: Database, folder: Path, cache_dir: Path | None) -> None:
+        """Find or make the index, and look at some records.
+
+        Args:
+            database: an open database, closed if this fails.
+            folder: where it is, with its index and label names; of a minidb perhaps a file.
+            cache_dir: where its index goes if the folder can't be written.
+
+        Raises:
+            DataError: the database is damaged or empty, or its records are of no known format.
+        """
+        self._database = database
+        self._folder = folder
+        self._index_note: str | None = None
+        try:
+            self._index = self._saved_index(cache_dir) or self._new_index(cache_dir)
+            self._names = read_label_names(folder) or self._index.label_names
+            self._format = self._index.format or self._common_format(self._index)
+            self._fingerprint = self._digest()
+        except BaseException:
+            database.close()
+            raise
+
+    @property
+    def labels(self) -> npt.NDArray[np.int64] | None:
+        """The label of every record, of shape (records,), where the index knows them."""
+        return self._index.labels
+
+    @property
+    def label_names(self) -> tuple[str, ...] | None:
+        """The classes' names: those of labels.txt, else the index's."""
+        return self._names
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of the number of records and of some of them: equal for equal data sets."""
+        return self._fingerprint
+
+    @property
+    def format(self) -> RecordFormat:
+        """The format of the records."""
+        return self._format
+
+    @property
+    def index_note(self) -> str | None:
+        """Why the index couldn't be saved, as a sentence; None if it could."""
+        return self._index_note
+
+    def __len__(self) -> int:
+        return len(self._index.keys)
+
+    def __getitem__(self, index: int) -> Record:
+        record, _ = self._parsed(self._index, index, self._format)
+        labels = self._index.labels
+        if labels is not None and record.label != labels[index]:
+            raise DataError(
+                f"{self.name(index)} has label {record.label}, and {labels[index]} in the index: "
+                f"that is another database's, {self._remedy()}."
+            )
+        return record
+
+    def stored(self, index: int) -> tuple[bytes, bytes]:
+        """Read a record's key and value as they are in the database.
+
+        Raises:
+            DataError: the database is damaged there.
+        """
+        return self._index.keys[index], self._value(self._index, index)
+
+    def name(self, index: int) -> str:
+        """Name a record by its key and the database's folder."""
+        return self._name(self._index.keys[index])
+
+    def close(self) -> None:
+        """Release the database; no record may be read any more."""
+        self._database.close()
+
+    def _saved_index(self, cache_dir: Path | None) -> Index | None:
+        """Load the saved index, if the sampled records agree with it."""
+        index = load_index(self._folder, cache_dir=cache_dir)
+        if index is not None and all(self._agrees(i, index) for i in _sample(len(index.keys))):
+            return index
+        return None
+
+    def _agrees(self, i: int, index: Index) -> bool:
+        try:
+            value = self._read(index, i)
+            if value is None:
+                return False
+            record, found = parse_record(value)
+        except (DataError, UnfitRecord):
+            return True  # damage says nothing about the index; who reads the record is told
+        known_label = record.label if index.labels is None else index.labels[i]
+        return index.format in (None, found) and record.label == known_label
+
+    def _new_index(self, cache_dir: Path | None) -> Index:
+        """List the keys, and save them for the next open."""
+        index = self._database.listing()
+        if not index.keys:
+            raise DataError(f"{self._folder} holds no records; write it again.")
+        index = replace(
+            index,
+            label_names=read_label_names(self._folder),
+            format=self._common_format(index),
+        )
+        self._index_note = save_index(self._folder, index, cache_dir=cache_dir)
+        return index
+
+    def _common_format(self, index: Index) -> RecordFormat:
+        """Find the format that most of the sampled records have."""
+        found: Counter[RecordFormat] = Counter()
+        damage = []
+        for i in _sample(len(index.keys)):
+            try:
+                found[self._parsed(index, i, None)[1]] += 1
+            except DataError as error:
+                damage.append(error)
+        if not found:
+            raise damage[0]
+        return found.most_common(1)[0][0]
+
+    def _parsed(
+        self, index: Index, i: int, expected: RecordFormat | None
+    ) -> tuple[Record, RecordFormat]:
+        value = self._value(index, i)
+        try:
+            return parse_record(value, expected)
+        except UnfitRecord as error:
+            raise DataError(f"{self._name(index.keys[i])}: {error}") from error
+
+    def _value(self, index: Index, i: int) -> bytes:
+        value = self._read(index, i)
+        if value is None:
+            raise DataError(
+                f"{self._name(index.keys[i])} is in the index but not in the database: the index "
+                f"is another database's, {self._remedy()}."
+            )
+        return value
+
+    def _read(self, index: Index, i: int) -> bytes | None:
+        offset = None if index.offsets is None else int(index.offsets[i])
+        return self._database.read(index.keys[i], offset)
+
+    def _name(self, key: bytes) -> str:
+        return f"record {printable(key)} of {self._folder}"
+
+    def _remedy(self) -> str:
+        return f"delete {beside(self._folder, INDEX_NAME)} (and what --cache_dir has of it)"
+
+    def _digest(self) -> str:
+        keys = self._index.keys
+        digest = hashlib.sha256(str(len(keys)).encode())
+        for i in _sample(len(keys)):
+            digest.update(hashlib.sha256(keys[i]).digest())
+            try:
+                digest.update(hashlib.sha256(self._value(self._index, i)).digest())
+            except DataError:  # a damaged record has no content; who reads it is told
+                continue
+        return digest.hexdigest()
+
+
+def _sample(count: int) -> list[int]:
+    """Choose up to `_SAMPLED` numbers below `count`, evenly, first and last among them."""
+    return sorted({int(i) for i in np.linspace(0, count - 1, min(count, _SAMPLED))})

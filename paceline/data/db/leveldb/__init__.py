@@ -1,0 +1,1 @@
+"""LevelDB, read by any number of processes at once."""

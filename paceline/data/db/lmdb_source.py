@@ -1,0 +1,132 @@
+"""Records from an LMDB: a folder with one memory-mapped file, keys in the order of their bytes.
+
+LMDB refuses a second open of one file in one process, so its environments are shared here:
+
+    open a ─┐                              every read is a short transaction of its own,
+    open a ─┼─ one environment a file      from any number of threads at once
+    open b ─┘  closed with the last user
+
+Nothing is written, not even a lock file: read-only media and network folders work, any number of
+processes may read, and no lock of a killed one is left behind. The price: nobody may write to the
+database meanwhile. Kernel readahead is off, for records are read in random order. An environment
+without locks survives a fork, but open after it where you can: LevelDB's doesn't.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import lmdb
+
+from paceline.data.db.database_files import LMDB_DATA, require_database
+from paceline.data.db.formats.record_formats import printable
+from paceline.data.db.index.index_file import Index
+from paceline.data.db.index.key_list import KeyList
+from paceline.data.db.indexed_source import IndexedSource
+from paceline.errors import DataError
+
+
+class LmdbSource(IndexedSource):
+    """The records of an LMDB, numbered in the order of their keys."""
+
+    def __init__(self, path: Path, *, cache_dir: Path | None = None) -> None:
+        """Open the database and look at some of its records.
+
+        Args:
+            path: the database's folder.
+            cache_dir: where its index goes if the folder can't be written.
+
+        Raises:
+            ConfigError: there is no LMDB, or it may not be read.
+            DataError: it is damaged or empty, or its records are of no known format.
+        """
+        super().__init__(_Lmdb(path), path, cache_dir)
+
+
+class _Lmdb:
+    """A shared environment as `paceline.data.db.indexed_source.Database`."""
+
+    def __init__(self, folder: Path) -> None:
+        require_database(folder, "lmdb")
+        self._folder = folder
+        self._environment = _ENVIRONMENTS.acquire(folder)
+
+    def read(self, key: bytes, offset: int | None) -> bytes | None:
+        try:
+            with self._environment.begin() as transaction:
+                return transaction.get(key)
+        except lmdb.Error as error:
+            raise DataError(
+                f"record {printable(key)} of {self._folder}: LMDB can't read it ({error}); it is "
+                "damaged, copy the database again."
+            ) from error
+
+    def listing(self) -> Index:
+        try:
+            with self._environment.begin() as transaction:
+                return Index(keys=KeyList.of(transaction.cursor().iternext(values=False)))
+        except lmdb.Error as error:
+            raise DataError(
+                f"{self._folder}: its keys can't be listed ({error}); it is damaged, copy it again."
+            ) from error
+
+    def close(self) -> None:
+        _ENVIRONMENTS.release(self._environment)
+
+
+class _Environments:
+    """The open environments of this process and their numbers of users, by file."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[tuple[int, int], lmdb.Environment] = {}
+        self._users: dict[lmdb.Environment, int] = {}
+
+    def acquire(self, folder: Path) -> lmdb.Environment:
+        """Open the database in `folder`, or use it where it is open already."""
+        file = (folder / LMDB_DATA).stat()
+        identity = (file.st_dev, file.st_ino)
+        with self._lock:
+            if identity not in self._open:
+                self._open[identity] = _open(folder, file.st_size)
+            environment = self._open[identity]
+            self._users[environment] = self._users.get(environment, 0) + 1
+            return environment
+
+    def release(self, environment: lmdb.Environment) -> None:
+        """Close an environment with its last user."""
+        with self._lock:
+            self._users[environment] -= 1
+            if self._users[environment]:
+                return
+            del self._users[environment]
+            self._open = {i: e for i, e in self._open.items() if e is not environment}
+            environment.close()
+
+
+# The one piece of state that belongs to the process: LMDB's rule is one of processes.
+_ENVIRONMENTS = _Environments()
+
+
+def _open(folder: Path, size: int) -> lmdb.Environment:
+    try:
+        environment = lmdb.open(
+            str(folder),
+            readonly=True,
+            lock=False,
+            readahead=False,
+            create=False,
+            max_spare_txns=64,  # threads that read at once without making new transactions
+        )
+    except lmdb.Error as error:
+        raise DataError(
+            f"{folder}: LMDB can't open it ({error}); it is damaged or no LMDB, copy it again."
+        ) from error
+    needed = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
+    if size < needed:  # reading behind the end of a mapped file would kill the process
+        environment.close()
+        raise DataError(
+            f"{folder / LMDB_DATA} has {size} bytes of {needed}: the copy is incomplete, repeat it."
+        )
+    return environment

@@ -1,0 +1,1 @@
+"""Writing a new database: it appears under its final name whole or not at all."""

@@ -1,0 +1,86 @@
+"""A new database, whole and with its index under its final name, or not there at all.
+
+with new_database(dest, …) as database:      dest is free? a workshop beside it
+    database.put(key, value, label) …        a full disk is told as a sentence
+                                             index, to the disk, renamed to dest
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from paceline.config.db import DbType, RecordFormat
+from paceline.data.db.index.database_index import write_index
+from paceline.data.db.write.staged_folder import check_destination, staged
+from paceline.data.db.write.writers import WRITE_ERRORS, WRITERS, Writer
+from paceline.errors import DataError
+
+
+class NewDatabase:
+    """A database that is being written.
+
+    Attributes:
+        keys: of the records so far.
+        labels: of the records so far.
+    """
+
+    def __init__(self, writer: Writer, keys: list[bytes]) -> None:
+        self.keys = keys
+        self.labels: list[int] = []
+        self._writer = writer
+
+    def put(self, key: bytes, value: bytes, label: int) -> None:
+        """Append a record; its key must sort after all that came before."""
+        self._writer.put(key, value)
+        self.keys.append(key)
+        self.labels.append(label)
+
+
+@contextmanager
+def new_database(
+    dest: Path,
+    db_type: DbType,
+    *,
+    record_format: RecordFormat,
+    label_names: Sequence[str] | None,
+) -> Iterator[NewDatabase]:
+    """Give a database to fill; it stands at `dest` once the block has ended well.
+
+    Raises:
+        ConfigError: there is something at `dest` already, or somebody is writing it.
+        DataError: the disk is full, or the place can't be written.
+    """
+    check_destination(dest)
+    keys: list[bytes] = []
+    with _told_as_sentences(dest, keys), staged(dest) as folder:
+        with closing(WRITERS[db_type](folder)) as writer:
+            database = NewDatabase(writer, keys)
+            yield database
+            writer.finish()
+        write_index(
+            folder,
+            keys=keys,
+            labels=database.labels,
+            label_names=label_names,
+            record_format=record_format,
+            offsets=writer.offsets,
+        )
+
+
+@contextmanager
+def _told_as_sentences(dest: Path, keys: Sequence[bytes]) -> Iterator[None]:
+    """Turn what the disk and the databases raise into an error that a person can act on."""
+    try:
+        yield
+    except WRITE_ERRORS as error:
+        reason = f"stopped after {len(keys):,} records and nothing was left there"
+        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+        if full or os.strerror(errno.ENOSPC) in str(error):  # LMDB and LevelDB only say it
+            raise DataError(
+                f"{dest}: the disk is full; {reason}. Free space or choose another disk."
+            ) from error
+        raise DataError(f"{dest} can't be written ({error}); {reason}.") from error

@@ -1,0 +1,1 @@
+"""From an encoded image to the pixels of a sample: decode, crop, resize, mirror, colour."""

@@ -1,0 +1,188 @@
+"""Batches of anybody's map-style data set, in the order that `Order` says.
+
+    Order --> this rank's share of each global batch --> torch's DataLoader, its workers and
+                                                         collation --> (Place, batch)
+
+The batch of a place depends on the data set, the seed, the epoch and the place, never on the number
+of workers, on the world's size or on where an epoch was begun. Samples are seeded one by one
+(`paceline.data.seeded_dataset`).
+
+Worker processes are forked, as torch's are on Linux: any data set does, and no script needs a
+`__main__` guard. Python 3.12 warns of forks beside threads; these children touch neither the
+threads' locks nor the exchange. `multiprocessing_context="forkserver"` starts them from a clean
+process instead, for a data set that can be pickled.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from paceline.data import splitmix
+from paceline.data.batch_slice import Place
+from paceline.data.order import Order
+from paceline.data.seeded_dataset import MapStyle, SeededDataset
+from paceline.errors import ConfigError, DataError
+
+_WORKERS = 5  # a purpose: the seeds of worker processes, from which only collation may draw
+
+
+class MappedLoader:
+    """Loads one rank's shares of a data set's epochs.
+
+    Args:
+        dataset: samples by number, from 0 to its length.
+        order: which samples stand where; of as many samples as the data set has.
+        rank: this rank.
+        world_size: the number of ranks that share a global batch.
+        num_workers: processes that load; 0 loads in this one.
+        collate: makes a batch of a list of samples; None takes torch's.
+        pin_memory: leave batches in memory from which copies to a GPU are fast; without a GPU it
+            has no effect.
+        prefetch_factor: batches that each worker process makes ahead.
+        multiprocessing_context: how worker processes start: "fork", "forkserver" or "spawn".
+        timeout: seconds that a batch from worker processes is waited for at most.
+
+    Raises:
+        ConfigError: the data set has no length or no numbered samples, or another length than the
+            order; a number below 0.
+    """
+
+    def __init__(
+        self,
+        dataset: MapStyle,
+        order: Order,
+        *,
+        rank: int,
+        world_size: int,
+        num_workers: int = 0,
+        collate: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        prefetch_factor: int = 2,
+        multiprocessing_context: str = "fork",
+        timeout: float = 600.0,
+    ) -> None:
+        _check(dataset, order, num_workers)
+        self._dataset = SeededDataset(dataset, order.seed)
+        self._order = order
+        self._rank, self._world_size = rank, world_size
+        self._options: dict[str, Any] = {
+            "collate_fn": collate,
+            "pin_memory": pin_memory and torch.cuda.is_available(),
+            "num_workers": num_workers,
+        }
+        if num_workers:
+            self._options |= {
+                "prefetch_factor": prefetch_factor,
+                "multiprocessing_context": multiprocessing_context,
+                "timeout": timeout,
+            }
+
+    @property
+    def steps(self) -> int:
+        """Count the steps of an epoch."""
+        return self._order.steps
+
+    @property
+    def samples(self) -> int:
+        """Count the samples of an epoch, over all ranks."""
+        return self._order.samples
+
+    def reconfigure(self, rank: int, world_size: int) -> None:
+        """Take another place in another world from the next `epoch` on."""
+        self._rank, self._world_size = rank, world_size
+
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[tuple[Place, Any]]:
+        """Yield this rank's batch of each step of an epoch from a step on, and its place.
+
+        Where a share is empty the batch is one borrowed sample, and `Place.count` is 0. Closing the
+        iterator, or leaving the loop that owns it, ends the worker processes.
+
+        Raises:
+            DataError: a worker process ended, or took too long. What the data set itself raises
+                comes through as it is.
+        """
+        places = [
+            self._order.place(epoch, step, self._rank, self._world_size)
+            for step in range(first_step, self.steps)
+        ]
+        workers = self._options["num_workers"]
+        batches = self._started(epoch, places)
+        try:
+            for place in places:
+                with _told_as_data_errors(workers):
+                    batch = next(batches)
+                yield place, batch
+        finally:
+            if workers:
+                # What torch itself calls, but only once nothing refers to `batches` any more, and
+                # an error's traceback does.
+                with _told_as_data_errors(workers):
+                    batches._shutdown_workers()
+
+    def _started(self, epoch: int, places: Sequence[Place]) -> Any:
+        """Start loading the batches of places."""
+        indices = self._order.epoch_indices(epoch)
+        # The caller's own random stream isn't touched: torch draws the workers' seeds from this.
+        seeds = torch.Generator().manual_seed(splitmix.base(self._order.seed, _WORKERS, epoch))
+        loader = DataLoader(
+            self._dataset,
+            batch_sampler=[
+                [(epoch, index) for index in indices[place.computed].tolist()] for place in places
+            ],
+            generator=seeds,
+            **self._options,
+        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", "This process .* is multi-threaded", DeprecationWarning
+            )
+            return iter(loader)
+
+
+def _check(dataset: MapStyle, order: Order, num_workers: int) -> None:
+    name = type(dataset).__name__
+    if isinstance(dataset, DataLoader):
+        raise ConfigError(
+            f"{name} makes batches of its own, and every rank would get them all: give its data "
+            "set, loader.dataset; paceline cuts the batches."
+        )
+    numbered = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if isinstance(dataset, IterableDataset) or not numbered:
+        raise ConfigError(
+            f"{name} is no map-style data set: without a length and numbered samples (`__len__` "
+            "and `__getitem__`) nobody can say which samples are whose, or that none is lost; give "
+            "one that has both."
+        )
+    if len(dataset) != order.size:
+        raise ConfigError(
+            f"{name} has {len(dataset)} samples and the order {order.size}: make the order with "
+            "the data set's length."
+        )
+    if num_workers < 0:
+        raise ConfigError(f"num_workers is {num_workers}; it must be at least 0.")
+
+
+@contextmanager
+def _told_as_data_errors(workers: int) -> Iterator[None]:
+    """Turn what torch itself says of its processes into an error of data.
+
+    A process that dies is told by torch, or by a connection to it that ends. Errors of the data set
+    name the process that they come from, and stay what they are.
+    """
+    try:
+        yield
+    except (RuntimeError, OSError, EOFError) as error:
+        said, *_ = str(error).split(". ")
+        ended = isinstance(error, OSError | EOFError) and "in DataLoader worker" not in said
+        if not workers or not (said.startswith("DataLoader ") or ended):
+            raise
+        raise DataError(
+            f"{said or 'A connection ended'}: a process that loads data died (out of memory?) or "
+            "hangs; try num_workers=0 to see why."
+        ) from error

@@ -1,0 +1,88 @@
+"""From a record's number to its sample: read, check the label, augment, decode.
+
+What the decode threads run. A sample depends on the seed, the epoch and its record's number, never
+on the thread that makes it or on its place in a batch. A record that gives no sample leaves its
+slot as it is and is reported; what is to be done about it, the loader decides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from paceline.data.image.augment import Transform
+from paceline.data.image.decode import decode
+from paceline.data.order import Indices, uniforms
+from paceline.data.source import Pixels, Record, Source
+from paceline.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadRecord:
+    """A record that gives no sample.
+
+    Attributes:
+        index: its number.
+        error: what is wrong with it.
+    """
+
+    index: int
+    error: DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleMaker:
+    """Makes the samples of a source.
+
+    Attributes:
+        source: the records.
+        transform: what is made of an image.
+        fill: the colour of what an image leaves empty, uint8 of shape (channels,).
+        num_labels: labels are 0 to num_labels - 1; None checks nothing.
+    """
+
+    source: Source
+    transform: Transform
+    fill: Pixels
+    num_labels: int | None
+
+    def write(
+        self, epoch: int, records: Indices, images: Pixels, labels: Indices
+    ) -> list[BadRecord]:
+        """Make samples of records.
+
+        Args:
+            epoch: decides with the records' numbers what is random.
+            records: their numbers, shape (n,).
+            images: receives the pixels, shape (n, image_size, image_size, channels).
+            labels: receives the labels, shape (n,).
+
+        Returns:
+            The records that are damaged, or whose label is out of range, in their order.
+        """
+        transform = self.transform
+        numbers = uniforms(transform.seed, epoch, records, transform.draws).tolist()
+        bad = []
+        for at, index in enumerate(records.tolist()):
+            try:
+                labels[at] = self._write_one(index, numbers[at], images[at])
+            except DataError as error:
+                bad.append(BadRecord(index=index, error=error))
+        return bad
+
+    def _write_one(self, index: int, numbers: list[float], out: Pixels) -> int:
+        """Make the sample of a record with its random numbers; return its label."""
+        record = self.source[index]
+        label = self._checked_label(record, index)
+        plan = partial(self.transform.view, numbers=numbers)
+        decode(record.image, plan, out, fill=self.fill, name=partial(self.source.name, index))
+        return label
+
+    def _checked_label(self, record: Record, index: int) -> int:
+        if self.num_labels is not None and not 0 <= record.label < self.num_labels:
+            raise DataError(
+                f"{self.source.name(index)} has the label {record.label}; with --num_labels "
+                f"{self.num_labels} labels are 0 to {self.num_labels - 1}: change --num_labels, or "
+                "write the database anew."
+            )
+        return record.label

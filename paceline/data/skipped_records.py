@@ -1,0 +1,70 @@
+"""Tells of the records that a rank leaves out: the first few by name, then their number an epoch.
+
+A run that leaves out more than it trains has no bad records but bad data, a disk that fails or a
+wrong --num_labels, and ends with an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from paceline.data.batch_slice import Place
+from paceline.data.sample_maker import BadRecord
+from paceline.errors import DataError
+
+_NAMED = 5  # records that are told each by a line of its own
+_ENOUGH = 64  # records after which their kind can be judged
+
+
+class Skipped:
+    """What one rank has left out so far.
+
+    Args:
+        warn: is told of it in sentences.
+    """
+
+    def __init__(self, warn: Callable[[str], object]) -> None:
+        self._warn = warn
+        self._named: set[int] = set()
+        self._epoch = -1
+        self._in_epoch: dict[int, BadRecord] = {}  # by number: a batch may be taken twice
+        self._read = self._bad = 0
+        self._last: BadRecord | None = None
+
+    def take(self, rank: int, place: Place, bad: Sequence[BadRecord]) -> None:
+        """Tell what of a share is left out, and with an epoch's last share how much it was.
+
+        Raises:
+            DataError: most of the records so far can't be used.
+        """
+        self._read += place.count
+        self._bad += len(bad)
+        for record in bad:
+            self._name(rank, record)
+            self._last = record
+        if self._last and self._read >= _ENOUGH and 2 * self._bad > self._read:
+            raise DataError(
+                f"{self._bad} of the {self._read} records that rank {rank} has read so far can't "
+                f"be used, which is too many to skip; the last of them: {self._last.error}"
+            )
+        self._count(rank, place, bad)
+
+    def _name(self, rank: int, record: BadRecord) -> None:
+        if record.index in self._named or len(self._named) > _NAMED:
+            return
+        self._named.add(record.index)
+        if len(self._named) <= _NAMED:
+            self._warn(f"rank {rank} leaves out a bad record: {record.error}")
+        else:
+            self._warn(f"rank {rank} leaves out more bad records; from now on they are counted.")
+
+    def _count(self, rank: int, place: Place, bad: Sequence[BadRecord]) -> None:
+        if place.epoch != self._epoch:
+            self._epoch, self._in_epoch = place.epoch, {}
+        self._in_epoch |= {record.index: record for record in bad}
+        if self._in_epoch and place.step == place.steps - 1:
+            first = next(iter(self._in_epoch.values()))
+            self._warn(
+                f"rank {rank} left out {len(self._in_epoch)} bad records of epoch {place.epoch}, "
+                f"the first of them: {first.error}"
+            )

@@ -1,0 +1,112 @@
+"""What a model must give, and what it fails with in training, as sentences.
+
+A model of somebody's own may return anything; the loss and the accuracy need logits, a Tensor of
+(n, num_labels) for n images.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from paceline.errors import ConfigError, PacelineError
+from paceline.models.error_origin import described, is_ours, lacks_memory
+
+_ASKED = re.compile(r"allocate ([\d.]+ \w+)")  # in torch's words
+
+
+def check_output(output: object, num_labels: int, count: int) -> Tensor:
+    """Return a model's output if it is logits.
+
+    Args:
+        output: what the model returned.
+        num_labels: classes.
+        count: images that it was given.
+
+    Raises:
+        ConfigError: it is no floating-point Tensor of (count, num_labels).
+    """
+    rule = f"a model must return logits, a Tensor of ({count}, {num_labels}) for {count} images"
+    if not isinstance(output, Tensor):
+        raise ConfigError(
+            f"The model returned {_described(output)}: {rule}; let --model name a function whose "
+            "model returns its logits alone."
+        )
+    if not output.is_floating_point():
+        raise ConfigError(
+            f"The model returned {output.dtype}: {rule}, before any argmax; return them as floats."
+        )
+    if output.ndim == 2 and output.shape[0] == count and output.shape[1] != num_labels:
+        raise ConfigError(
+            f"The model returned {output.shape[1]} outputs an image and --num_labels is "
+            f"{num_labels}: they must be equal; build the last layer with num_labels, or give "
+            f"--num_labels {output.shape[1]}."
+        )
+    if tuple(output.shape) != (count, num_labels):
+        raise ConfigError(
+            f"The model returned a Tensor of {tuple(output.shape)}: {rule}; flatten or average "
+            "what is left over."
+        )
+    return output
+
+
+@contextmanager
+def explained_errors(images: Tensor) -> Iterator[None]:
+    """Put what a model's forward fails with into a sentence; what isn't its fault passes.
+
+    Args:
+        images: what the model is given.
+
+    Raises:
+        ConfigError: the model failed, or a BatchNorm got one value a channel, which has no
+            variance.
+    """
+    try:
+        yield
+    except Exception as error:  # somebody's code may raise anything
+        if isinstance(error, PacelineError) or lacks_memory(error) or is_ours(error):
+            raise
+        raise ConfigError(_of_forward(error, images)) from error
+
+
+@contextmanager
+def explained_memory() -> Iterator[None]:
+    """Put a lack of memory into a sentence.
+
+    Raises:
+        PacelineError: there is too little memory.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not lacks_memory(error):
+            raise
+        asked = _ASKED.search(str(error))
+        raise PacelineError(
+            f"The memory is too small for a step{f', which asked for {asked[1]}' if asked else ''}:"
+            " give a smaller --batch_size or --image_size, or spread the batch over more GPUs or "
+            "machines."
+        ) from error
+
+
+def _of_forward(error: Exception, images: Tensor) -> str:
+    if "more than 1 value per channel" in str(error):
+        return (
+            f"A BatchNorm got one value a channel in training ({error}), and its variance needs "
+            "more: give a larger --batch_size, fewer workers, or --sync_bn, which takes the "
+            "values of all workers together."
+        )
+    given = f"torch.zeros{tuple(images.shape)}"
+    return f"The model failed with {described(error)}: mend it; call it on {given} to look into it."
+
+
+def _described(output: object) -> str:
+    kind = type(output).__name__
+    if isinstance(output, dict):
+        return f"a {kind} of {', '.join(map(str, list(output)[:5])) or 'nothing'}"
+    if isinstance(output, tuple | list):
+        return f"a {kind} of {len(output)}"
+    return f"a {kind}"

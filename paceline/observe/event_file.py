@@ -1,0 +1,114 @@
+"""The event file: what a rank did, one JSON object a line, so that a run can be accounted for.
+
+`events.rank<r>.jsonl` is appended to, a line a step, and proves which part of the data order was
+trained in which step of which generation. A line is handed to the system whole and at once: a
+killed process loses none. A machine that loses power can tear the last line, and it only; readers
+ignore a torn last line and the next writer removes it.
+
+    run         a start of the run, generation g, by each of its ranks
+    restore     generation g goes on before step s: lines of earlier generations from s on are void
+    step        this rank trained positions [first, last) of the epoch's order; what it took
+    buckets     the parameters of each bucket, as they are exchanged from here on
+    loss        the global batch's mean loss, by rank 0
+    checkpoint  published: it holds all steps below s
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import DataError
+from paceline.observe.line_file import LineFile
+from paceline.recorder import NullRecorder
+
+# The fields that are written; others, such as a loss that is still being computed, are for others.
+FIELDS = {
+    "run": (
+        *("generation", "rank", "world_size", "machines", "samples", "steps", "epochs", "batch"),
+        *("model", "device"),
+    ),
+    "restore": ("generation", "step", "origin"),
+    "step": ("generation", "step", "epoch", "first", "last", "skipped"),
+    "loss": ("generation", "step", "loss"),
+    "checkpoint": ("generation", "step", "path"),
+    "epoch": (
+        *("epoch", "seconds", "samples", "batches", "loss", "accuracy", "learning_rate"),
+        *("test_accuracy", "top5"),
+    ),
+    "note": ("text",),
+    "buckets": ("parameters",),
+    "end": ("generation",),
+}
+# What a step is told to have taken, where it was measured; the names of what was waited for are in
+# `buckets`.
+_IF_TOLD = (*("compute_ms", "exposed_ms", "send_ms", "update_ms", "waits_ms", "sent", "received"),)
+
+
+class EventFile(NullRecorder):
+    """Append the events of `FIELDS` to a rank's file.
+
+    Args:
+        folder: the run's folder, which exists.
+        rank: whose events they are.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.path = folder / f"events.rank{rank}.jsonl"
+        _remove_torn_line(self.path)
+        self._file = LineFile(self.path)
+
+    def event(self, name: str, **fields: Any) -> None:
+        """Write a line, if events of that name are kept.
+
+        Raises:
+            KeyError: a field to be written is missing.
+            TypeError: a field to be written isn't JSON's.
+        """
+        if name in FIELDS:
+            told = (key for key in _IF_TOLD if key in fields) if name == "step" else ()
+            kept = {key: _json(fields[key]) for key in (*FIELDS[name], *told)}
+            self._file.write(json.dumps({"event": name, **kept}, allow_nan=False))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_events(path: Path) -> Iterator[dict[str, Any]]:
+    """Read an event file line by line, without a torn last line.
+
+    Raises:
+        DataError: a line is not an event; names the file and the line.
+    """
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.endswith(b"\n"):
+                yield _parse(line, f"{path}, line {number}")
+
+
+def _parse(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        event = json.loads(line)
+    except ValueError as error:
+        raise DataError(
+            f"{where}: not an event ({error}); the file was damaged, put it back."
+        ) from error
+    if not isinstance(event, dict):
+        raise DataError(f"{where}: not an event but {type(event).__name__}; not our file.")
+    return event
+
+
+def _json(value: Any) -> Any:
+    """JSON knows no infinity and no NaN."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _remove_torn_line(path: Path) -> None:
+    """Cut what follows the last line's end: appended to, it would damage the next line."""
+    if path.exists():
+        with path.open("r+b") as file:
+            file.truncate(file.read().rfind(b"\n") + 1)

@@ -1,0 +1,156 @@
+"""The ranks' tapes as one trace in Chrome's format, as PyTorch's profiler writes it.
+
+A rank is a process, its threads are `main`, `owner` (who adds up) and `network`. A put is a slice
+in the thread that queues it, another where it has left and one on the peer where it has arrived;
+a flow (an arrow) joins the three. https://ui.perfetto.dev and chrome://tracing open the file.
+
+Format: "Trace Event Format", Google; times are microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from paceline.observe.trace.recorder_buffer import Moment, Span, Tape
+
+_THREADS = {"MainThread": "main", "owner": "owner", "network": "network"}
+_INSTANT = 0.001  # µs; a flow begins and ends at slices
+_Event = dict[str, Any]
+_Put = tuple[int, int, int, int, int]  # window, from, to, notification, value
+
+
+def chrome_trace(tapes: Sequence[Tape], offsets: Sequence[int]) -> dict[str, Any]:
+    """Join tapes, in rank order, on rank 0's clock.
+
+    Args:
+        tapes: of all ranks.
+        offsets: what to add to each one's times, in nanoseconds.
+    """
+    begins = [
+        span.start + offset
+        for tape, offset in zip(tapes, offsets, strict=True)
+        for span in tape.spans
+    ]
+    base = min(begins, default=0)
+    puts = {
+        put: number
+        for number, put in enumerate(
+            _put(tape, span) for tape in tapes for span in tape.spans if span.name == "put"
+        )
+    }
+    events: list[_Event] = []
+    for tape, offset in zip(tapes, offsets, strict=True):
+        events += _Rank(tape, offset - base, puts).events()
+    return {
+        "schemaVersion": 1,
+        "displayTimeUnit": "ms",
+        "baseTimeNanoseconds": base,
+        "distributedInfo": {"world_size": len(tapes)},
+        "traceEvents": events,
+    }
+
+
+class _Rank:
+    """Writes the events of one rank.
+
+    Args:
+        tape: its.
+        shift: what to add to its times, in nanoseconds.
+        puts: the number of each put of all ranks.
+    """
+
+    def __init__(self, tape: Tape, shift: int, puts: dict[_Put, int]) -> None:
+        self._tape, self._shift, self._puts = tape, shift, puts
+        threads = dict.fromkeys([*_THREADS, *(span.thread for span in tape.spans)])
+        self._tids = {thread: number for number, thread in enumerate(threads)}
+
+    def events(self) -> Iterator[_Event]:
+        """Yield the names of process and threads, spans, moments, and the flows between them."""
+        yield from self._names()
+        for span in self._tape.spans:
+            yield self._slice(span)
+            if span.name == "put":
+                yield self._flow("s", self._puts[_put(self._tape, span)], span.start, span.thread)
+        for moment in self._tape.moments:
+            yield from self._moment(moment)
+
+    def _names(self) -> Iterator[_Event]:
+        rank = self._tape.rank
+        text = f"rank {rank} (machine {self._tape.machine})"
+        yield self._meta("process_name", 0, name=text)
+        yield self._meta("process_sort_index", 0, sort_index=rank)
+        for thread, tid in self._tids.items():
+            yield self._meta("thread_name", tid, name=_THREADS.get(thread, thread))
+            yield self._meta("thread_sort_index", tid, sort_index=tid)
+
+    def _meta(self, kind: str, tid: int, **args: object) -> _Event:
+        return {"ph": "M", "name": kind, "pid": self._tape.rank, "tid": tid, "args": args}
+
+    def _slice(self, span: Span) -> _Event:
+        return {
+            "ph": "X",
+            "cat": span.name,
+            "name": self._title(span),
+            **self._at(span.start, span.thread),
+            "dur": (span.stop - span.start) / 1e3,
+            "args": {**span.fields, **self._parameters(span)},
+        }
+
+    def _parameters(self, span: Span) -> dict[str, object]:
+        """Name what a span's bucket holds."""
+        bucket, known = span.fields.get("bucket"), self._tape.buckets
+        return {"parameters": known[bucket]} if bucket is not None and bucket < len(known) else {}
+
+    def _moment(self, moment: Moment) -> Iterator[_Event]:
+        """Yield a moment of a traced put."""
+        rank, peer = self._tape.rank, moment.peer
+        ends = (peer, rank) if moment.arrived else (rank, peer)
+        number = self._puts.get((moment.window, *ends, moment.notification, moment.value))
+        if number is None:
+            return
+        cat, way = ("arrived", "from") if moment.arrived else ("sent", "to")
+        yield {
+            "ph": "X",
+            "cat": cat,
+            "name": f"{cat}: {self._what(moment.window, moment.notification)} {way} rank {peer}",
+            **self._at(moment.at, "network"),
+            "dur": _INSTANT,
+            "args": moment._asdict(),
+        }
+        yield self._flow("f" if moment.arrived else "t", number, moment.at, "network")
+
+    def _flow(self, phase: str, number: int, at: int, thread: str) -> _Event:
+        end = {"bp": "e"} if phase == "f" else {}
+        return {
+            "ph": phase,
+            "cat": "put",
+            "name": "put",
+            "id": number,
+            **self._at(at, thread),
+        } | end
+
+    def _at(self, time: int, thread: str) -> _Event:
+        ts = (time + self._shift) / 1e3
+        return {"ts": ts, "pid": self._tape.rank, "tid": self._tids[thread]}
+
+    def _title(self, span: Span) -> str:
+        told = span.fields
+        if span.name == "put":
+            return f"put {self._what(told['window'], told['notification'])} to rank {told['peer']}"
+        if span.name == "wait for rank":
+            what = self._what(told["window"], told["notification"])
+            return f"wait for {what} from rank {told['peer']}"
+        if span.name == "step":
+            return f"step {told['step']}"
+        return f"{span.name}: bucket {told['bucket']}" if "bucket" in told else span.name
+
+    def _what(self, window: int, notification: int) -> str:
+        names = self._tape.names.get(window, ())
+        known = notification < len(names)
+        return names[notification] if known else f"notification {notification}"
+
+
+def _put(tape: Tape, span: Span) -> _Put:
+    told = span.fields
+    return (told["window"], tape.rank, told["peer"], told["notification"], told["value"])

@@ -1,0 +1,153 @@
+"""Traces a few steps of all ranks on one clock, into a file of the run's folder.
+
+    step   first … last   last + 1        the spans of these steps; what they have put arrives
+                              └ all ranks: compare clocks, send the tapes to rank 0, which writes
+
+A step's puts have all arrived before anybody ends the next one, which reads their sums.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.comm.communicator import Communicator, gather_bytes
+from paceline.comm.put_event import Moment as WindowMoment
+from paceline.observe.line_file import write_whole
+from paceline.observe.trace.chrome_trace import chrome_trace
+from paceline.observe.trace.clock_offsets import offsets, rounds, running_system
+from paceline.observe.trace.recorder_buffer import Moment, Span, Tape
+from paceline.recorder import NullRecorder
+
+MARKS = 2**16  # moments of puts that a window remembers
+_NOTHING = nullcontext()
+
+
+class Trace(NullRecorder):
+    """Keeps the spans of some steps; with the step after them, or the run's end, they are written.
+
+    Args:
+        path: of the file.
+        steps: which; of the run, from 0.
+        communicator: of the ranks, all of which trace the same steps.
+        device: where its tensors live.
+        machine: this rank's.
+        clock: nanoseconds of the system's monotonic clock.
+        tell: receives where the trace is, or why there is none; of rank 0.
+
+    Attributes:
+        resources: let go of in `close`.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        steps: range,
+        communicator: Communicator,
+        device: torch.device,
+        machine: int,
+        clock: Callable[[], int] = time.monotonic_ns,
+        tell: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.path = path
+        self.resources = ExitStack()
+        self._steps, self._machine = steps, machine
+        self._communicator, self._device = communicator, device
+        self._clock = clock
+        self._tell = tell if communicator.rank == 0 else lambda text: None
+        self._on = self._written = False
+        self._spans: list[Span] = []
+        self._windows: dict[int, Callable[[], Iterable[WindowMoment]]] = {}
+        self._names: dict[int, list[str]] = {}
+        self._buckets: list[tuple[str, ...]] = []
+
+    def follow(self, window: int, moments: Callable[[], Iterable[WindowMoment]]) -> None:
+        """Ask a window, in the end, for the moments of its puts."""
+        self._windows[window] = moments
+
+    def span(self, name: str, **fields: object) -> AbstractContextManager[None]:
+        """Keep the block, in a traced step."""
+        if name == "step":
+            self._on = fields["step"] in self._steps
+        return _Kept(self, name, fields) if self._on else _NOTHING
+
+    def event(self, name: str, **fields: Any) -> None:
+        """Hear what buckets hold and notifications tell of, and that a step or the run has ended.
+
+        Raises:
+            CommError: a peer was lost, or silent, when the trace was written.
+            PacelineError: it can't be written.
+        """
+        if name == "notifications":
+            self._names[max(self._windows)] = fields["texts"]
+        elif name == "buckets":
+            self._buckets = fields["parameters"]
+        elif name == "step" and fields["step"] >= self._steps[-1]:
+            self._on = False
+            if fields["step"] > self._steps[-1]:
+                self._write()
+        elif name == "finish":
+            self._write()
+            if not self._written:
+                steps = f"{self._steps[0]}:{self._steps[-1]}"
+                self._tell(f"--trace_steps {steps}: no such step was made, so there is no trace.")
+
+    def keep(self, name: str, start: int, fields: dict[str, object]) -> None:
+        """Keep a span that ends now, in this thread."""
+        self._spans.append(
+            Span(name, threading.current_thread().name, start, self._clock(), fields)
+        )
+
+    def close(self) -> None:
+        """Let go of what traces."""
+        self.resources.close()
+
+    def _write(self) -> None:
+        """Write the trace, once, if there is one; collective."""
+        if self._written or not self._spans:
+            return
+        self._on, self._written = False, True
+        made = rounds(self._communicator, self._device, self._clock)
+        data = gather_bytes(self._communicator, self._tape().to_bytes(), self._device, "the trace")
+        if self._communicator.rank == 0:
+            tapes = [Tape.from_bytes(part) for part in data]
+            apart = offsets(made, [tape.system for tape in tapes])
+            write_whole(self.path, json.dumps(chrome_trace(tapes, apart)))
+            self._tell(f"the trace is {self.path}.")
+        self._spans.clear()
+
+    def _tape(self) -> Tape:
+        moments = [
+            Moment(number, *moment)
+            for number, window in self._windows.items()
+            for moment in window()
+        ]
+        return Tape(
+            rank=self._communicator.rank,
+            machine=self._machine,
+            system=running_system(),
+            spans=list(self._spans),
+            moments=moments,
+            names=self._names,
+            buckets=self._buckets,
+        )
+
+
+class _Kept:
+    __slots__ = ("_fields", "_name", "_start", "_trace")
+
+    def __init__(self, trace: Trace, name: str, fields: dict[str, object]) -> None:
+        self._trace, self._name, self._fields = trace, name, fields
+
+    def __enter__(self) -> None:
+        self._start = self._trace._clock()
+
+    def __exit__(self, *_: object) -> None:
+        self._trace.keep(self._name, self._start, self._fields)

@@ -1,0 +1,142 @@
+"""Checkpoints on disk: plain PyTorch files, written at once or not at all, the last few kept.
+
+    <run>/checkpoints/step-00000128.pt     what a run that has done 128 steps goes on from
+    <run>/checkpoints/best.pt              the one with the best test accuracy at an epoch's end
+
+A file is a dict that `torch.load(path, weights_only=True)` reads; its "model" and "optimizer" are
+ordinary state dicts. It is written at once, and then the folder is synced: a reader, after a power
+cut too, finds it whole or not at all.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.errors import CheckpointError
+from paceline.state.atomic_write import save_whole
+from paceline.state.file_integrity import check_header, check_whole
+
+FORMAT = 1
+FOLDER = "checkpoints"
+BEST = "best.pt"
+EXCHANGE = "exchange"  # what ranks had besides, where the exchange has state of its own
+_NAME = re.compile(r"step-(\d+)\.pt")
+_NEEDED = ("paceline", "model", "optimizer", "position")
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+        run: the run's folder.
+        keep: how many of the newest to keep.
+    """
+
+    def __init__(self, run: Path, keep: int) -> None:
+        self.folder = run / FOLDER
+        self._keep = keep
+
+    def newest_first(self) -> Iterator[Path]:
+        """Yield the files, the one with the most steps first."""
+        yield from sorted(self._files(), key=_steps, reverse=True)
+
+    def write(self, step: int, state: Mapping[str, Any], *, best: bool = False) -> Path:
+        """Publish the state before step `step`, and remove files that are too old.
+
+        Raises:
+            CheckpointError: the disk is full, or the folder can't be written.
+        """
+        path = self.folder / f"step-{step:08}.pt"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            # The best first: killed in between, a run repeats the epoch's end.
+            first = self.folder / BEST if best else path
+            save_whole(first, {"paceline": FORMAT, **state})
+            if best:
+                _link(first, path)
+            _sync(self.folder)
+            for old in list(self.newest_first())[self._keep :]:
+                old.unlink(missing_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path}: the checkpoint can't be written ({_reason(error)}); make room, or give "
+                "another --output_dir. Earlier checkpoints are as they were."
+            ) from error
+        return path
+
+    def clean(self) -> None:
+        """Remove what a killed writer left half done."""
+        for part in self.folder.glob(".*.part"):
+            part.unlink(missing_ok=True)
+
+    def _files(self) -> list[Path]:
+        return [path for path in self.folder.glob("step-*.pt") if _NAME.fullmatch(path.name)]
+
+
+def read_checkpoint(path: Path, *, peek: bool = False) -> dict[str, Any]:
+    """Read a checkpoint into this machine's memory.
+
+    Args:
+        path: the file.
+        peek: only look: tensors stay on the disk, and aren't compared with their checksums.
+
+    Raises:
+        CheckpointError: the file is torn, damaged, or something else; names it and the reason.
+    """
+    (check_header if peek else check_whole)(path)
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=peek)
+    except Exception as error:  # torch's unpickler stumbles over foreign files in many ways
+        raise CheckpointError(
+            f"{path}: not a checkpoint ({_reason(error)}); give one that a run wrote."
+        ) from error
+    missing = [name for name in _NEEDED if not isinstance(state, dict) or name not in state]
+    if missing:
+        raise CheckpointError(
+            f"{path}: not a run's checkpoint: it has no {missing[0]!r}; give one that a run wrote, "
+            "or weights by --load_model_path."
+        )
+    if state["paceline"] > FORMAT:
+        raise CheckpointError(
+            f"{path}: written by a newer Paceline (format {state['paceline']}, this one reads "
+            f"{FORMAT}); update Paceline."
+        )
+    assert isinstance(state, dict)
+    return state
+
+
+def _link(path: Path, name: Path) -> None:
+    """Give the file a second name, which outlives the first; a copy where that can't be."""
+    part = name.with_name(f".{name.name}.part")
+    part.unlink(missing_ok=True)
+    try:
+        os.link(path, part)
+    except OSError:
+        shutil.copyfile(path, part)
+    part.replace(name)
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _steps(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match.group(1))
+
+
+def _reason(error: Exception) -> str:
+    lines = str(getattr(error, "strerror", None) or error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__

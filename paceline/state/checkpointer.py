@@ -1,0 +1,185 @@
+"""Keeps a run's state: in memory every few steps, on disk now and then, in the background.
+
+    step boundary ── capture ── snapshot in memory ── publish ──▶ writer thread ── file
+                     (a copy)                  └──── rescue, on a signal ─────────┘
+
+The steps wait for the copy in memory only. A snapshot is taken as often as it costs under one per
+cent of the time, so that a signal in the middle of a long step loses little.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+from torch import nn
+
+from paceline.errors import PacelineError
+from paceline.state.checkpoint_files import Checkpoints
+from paceline.state.state_copy import copy_state, finite
+
+_COST = 0.01  # of the time, for snapshots
+
+
+class Stateful(Protocol):
+    """Something with a state dict of tensors and plain values."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the state."""
+
+
+@dataclass(kw_only=True)
+class _Snapshot:
+    """The state before a step.
+
+    Attributes:
+        step: the step.
+        state: copies of the parts' state dicts and the position.
+        best: it is the best so far; publishing it says so.
+        written: it is on the disk.
+        wanted: it is to be written, whatever is captured after it.
+    """
+
+    step: int
+    state: Any
+    best: bool
+    written: bool = False
+    wanted: bool = False
+
+
+class Keeper:
+    """Captures and publishes the state of some parts. Rank 0 has one.
+
+    Args:
+        parts: what is kept, by its name in the file.
+        checkpoints: where files go.
+        constant: what each file holds besides.
+        clock: seconds since any moment.
+
+    Attributes:
+        published: (step, file) of each file that was written, for somebody to take.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[str, Stateful],
+        checkpoints: Checkpoints,
+        *,
+        constant: Mapping[str, Any],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._parts, self._checkpoints = dict(parts), checkpoints
+        self._constant = constant
+        self.published: SimpleQueue[tuple[int, Path]] = SimpleQueue()
+        self._clock = clock
+        self._asked_at, self._cost = clock(), 0.0
+        self._snapshot: _Snapshot | None = None
+        self._spare: Any = None  # memory of a snapshot that nobody needs
+        self._writing = threading.Lock()  # held by whoever writes a file
+        self._writer: threading.Thread | None = None
+        self._failure: PacelineError | None = None
+
+    def add(self, name: str, part: Stateful) -> None:
+        """Keep one more part from now on."""
+        self._parts[name] = part
+
+    def ask(self) -> bool:
+        """Ask for a snapshot; tell whether it will cost under one per cent of the time.
+
+        The time is that since the last one was taken, or was to be.
+        """
+        now = self._clock()
+        due = self._cost <= _COST * (now - self._asked_at)
+        self._asked_at = now if due else self._asked_at
+        return due
+
+    def capture(
+        self,
+        step: int,
+        position: Mapping[str, Any],
+        gathered: Mapping[str, Any] | None = None,
+        *,
+        spent: float = 0.0,
+        best: bool = False,
+    ) -> None:
+        """Copy the state before step `step`, which must be settled.
+
+        Args:
+            step: which.
+            position: where the run stands.
+            gathered: what else the file holds, by name.
+            spent: seconds that went into that.
+            best: it is the best so far.
+
+        Raises:
+            CheckpointError: an earlier checkpoint couldn't be written.
+        """
+        self._raise_failure()
+        started = self._clock()
+        state = dict(gathered or {})
+        state |= {name: p.state_dict() for name, p in self._parts.items() if name not in state}
+        copy = copy_state({**self._constant, **state, "position": dict(position)}, self._spare)
+        old, self._snapshot = self._snapshot, _Snapshot(step=step, state=copy, best=best)
+        # Whoever holds the lock may be reading the old one; whoever takes it later reads the new.
+        free = old is not None and not old.wanted and not self._writing.locked()
+        self._spare = old.state if old is not None and free else None
+        self._asked_at = self._clock()
+        self._cost = self._asked_at - started + spent
+
+    def publish(self) -> None:
+        """Begin to write the last snapshot; an earlier one that is being written comes first."""
+        self.wait()
+        if self._snapshot is not None:
+            self._snapshot.wanted = True
+            self._writer = threading.Thread(
+                target=self._write, args=(self._snapshot,), name="checkpoint", daemon=True
+            )
+            self._writer.start()
+
+    def rescue(self) -> None:
+        """Write the last snapshot, unless it is written or broken; from any thread."""
+        if self._snapshot is not None:
+            self._write(None)
+
+    def wait(self) -> None:
+        """Return once the file is written.
+
+        Raises:
+            CheckpointError: it couldn't be.
+        """
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+        self._raise_failure()
+
+    def _write(self, wanted: _Snapshot | None) -> None:
+        """Write a snapshot, by default the newest, which nobody overwrites under the lock."""
+        with self._writing:
+            snapshot = wanted or self._snapshot
+            assert snapshot is not None
+            if snapshot.written or not self._sound(snapshot):
+                return
+            try:
+                path = self._checkpoints.write(snapshot.step, snapshot.state, best=snapshot.best)
+            except PacelineError as error:
+                self._failure = error
+                return
+            snapshot.written, snapshot.wanted = True, False
+            self.published.put((snapshot.step, path))
+
+    def _sound(self, snapshot: _Snapshot) -> bool:
+        """Tell whether what the model has learned is finite; a buffer may hold infinities."""
+        model, state = self._parts["model"], snapshot.state["model"]
+        if not isinstance(model, nn.Module):
+            return finite(state)
+        return finite([state[name] for name, _ in model.named_parameters() if name in state])
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
