@@ -19,7 +19,7 @@ from statistics import mean
 
 from table import print_table
 
-from paceline.sync.wires import WIRES
+from paceline.codecs.codecs import WIRES
 
 MACHINES = 2
 MODEL = [

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from paceline.config.world import SyncConfig
-from paceline.sync.layout import Spec, lay_out
-from paceline.sync.owner import Owner
+from paceline.reduce.put_engine.layout import Spec, lay_out
+from paceline.reduce.put_engine.put_exchange import Owner
 
 ITEM = 4  # bytes of a value
 

@@ -47,13 +47,13 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.build import make_optimizer, replicate
 from paceline.build.choice import CANDIDATES, Occasion
 from paceline.build.exchange import SYNCHRONIZERS
+from paceline.codecs.codecs import WIRES
 from paceline.config.optim import OptimConfig
 from paceline.config.world import SyncConfig
 from paceline.models.zoo import build_model
+from paceline.replica.replica import Replica
 from paceline.sync.precision import DTYPES
-from paceline.sync.replica import Replica
 from paceline.sync.trials import steps_of_trials
-from paceline.sync.wires import WIRES
 
 CLASSES = 1000
 

@@ -19,9 +19,9 @@ import torch
 from rounds import interleaved
 from torch import Tensor
 
-from paceline.sync import kernels_plain
-from paceline.sync.kernels import KERNELS, Kernels
-from paceline.sync.wires import Bf16, Fp32, Int8, Wire
+from paceline.codecs.codecs import Bf16, Fp32, Int8, Wire
+from paceline.codecs.kernels import plain as kernels_plain
+from paceline.codecs.kernels.kernels import KERNELS, Kernels
 
 NUMEL, SMALL, CALLS = 25_600_000, 64, 500
 WIRES: dict[str, Callable[[Kernels], Wire]] = {"fp32": Fp32, "bf16": Bf16, "int8": Int8}

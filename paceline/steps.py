@@ -28,11 +28,11 @@ from torch import Tensor
 from paceline.data import splitmix
 from paceline.data.batch_slice import Place
 from paceline.recorder import Recorder
+from paceline.reduce.rank_state import OPTIMIZER
+from paceline.replica.replica import Replica
 from paceline.state.checkpoint_files import EXCHANGE
 from paceline.state.checkpointer import Keeper
 from paceline.sync.agreement import Agreement
-from paceline.sync.rank_state import OPTIMIZER
-from paceline.sync.replica import Replica
 
 _RANDOM, _BEFORE = 3, 4  # purposes of the seed's, beside the data's
 

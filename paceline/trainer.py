@@ -16,9 +16,9 @@ from paceline.data.loader import Batch, Loader
 from paceline.models.output_check import check_output, explained_errors, explained_memory
 from paceline.observe.score_counter import NO_TEST, TOLD, Scores, Tally, scores
 from paceline.recorder import Recorder
+from paceline.replica.replica import Replica
 from paceline.steps import Steps
 from paceline.sync.precision import Precision
-from paceline.sync.replica import Replica
 
 
 @dataclass(frozen=True, kw_only=True)

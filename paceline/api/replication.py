@@ -25,15 +25,15 @@ from paceline.build.exchange import (
 )
 from paceline.cluster.rendezvous.preflight import model_facts
 from paceline.cluster.supervision.supervisor import say
+from paceline.codecs.codecs import WIRES
 from paceline.comm.communicator import broadcast_bytes
 from paceline.comm.nixl.agent import require_nixl
 from paceline.config.world import SyncConfig
 from paceline.errors import ConfigError
-from paceline.sync.batch_norm import convert_sync_batchnorm
-from paceline.sync.patch import patch
-from paceline.sync.replica import Replica
-from paceline.sync.share import Share
-from paceline.sync.wires import WIRES
+from paceline.replica.patch import patch
+from paceline.replica.replica import Replica
+from paceline.update.layer_exchange import Share
+from paceline.update.sync_batch_norm import convert_sync_batchnorm
 
 Model = TypeVar("Model", bound=nn.Module)
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)

@@ -26,9 +26,9 @@ from paceline.build import Start
 from paceline.data.batch_slice import Place
 from paceline.data.order import Order
 from paceline.errors import ConfigError
+from paceline.replica.replica import Replica
 from paceline.steps import Steps, Stop
 from paceline.sync.agreement import Agreement
-from paceline.sync.replica import Replica
 
 _TERMINATED = 143  # another process was
 

@@ -15,9 +15,9 @@ from paceline.comm.nixl.agent import require_nixl
 from paceline.config.train import TrainConfig
 from paceline.errors import ConfigError
 from paceline.models.zoo import model_factory
+from paceline.replica.compiled_modules import check_compiler
 from paceline.state.weights import check_weights
 from paceline.sync.bfloat16 import capabilities_of
-from paceline.sync.compiled import check_compiler
 
 
 def check(config: TrainConfig, gpus: int) -> list[str]:

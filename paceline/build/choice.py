@@ -24,9 +24,9 @@ from torch import Tensor
 from paceline.cluster.membership.members import Members
 from paceline.comm.communicator import Communicator, broadcast_bytes, total
 from paceline.config.world import SyncConfig
+from paceline.reduce.buckets import partition
+from paceline.replica.trained_parameters import Roster
 from paceline.state.exchange_choice import CHOICE_NAME, Choice, read_choice, write_choice
-from paceline.sync.bucket import partition
-from paceline.sync.roster import Roster
 from paceline.sync.trials import Outcome, Trials, steps_of_trials
 
 # Of those that are equally fast the first is taken.

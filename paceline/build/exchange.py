@@ -12,8 +12,13 @@ from torch import nn
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.optim import Optimizer
 
+from paceline.algorithms.allreduce import AllReduce
+from paceline.algorithms.notified import Notified
+from paceline.algorithms.sharded import Sharded
+from paceline.algorithms.synchronizer import Synchronizer
 from paceline.build.choice import Chooser, Occasion, candidates_of
 from paceline.cluster.membership.members import Members
+from paceline.codecs.codecs import WIRES
 from paceline.comm.communicator import Communicator, gather_bytes
 from paceline.comm.nixl.window import nixl_window
 from paceline.comm.process_group import ProcessGroupCommunicator
@@ -26,20 +31,15 @@ from paceline.config.world import SyncConfig
 from paceline.errors import ConfigError
 from paceline.observe.trace.step_trace import MARKS, Trace
 from paceline.recorder import NullRecorder, Recorder
-from paceline.sync.allreduce import AllReduce
-from paceline.sync.bucket import Bucket
-from paceline.sync.layout import Topology
-from paceline.sync.notified import Notified
-from paceline.sync.passes import watch_passes
-from paceline.sync.replica import Plan, Replica
-from paceline.sync.roster import Roster
-from paceline.sync.sharded import Sharded
-from paceline.sync.shards import Shards
-from paceline.sync.share import Share
-from paceline.sync.statistics import RunningStatistics
-from paceline.sync.synchronizer import Synchronizer
-from paceline.sync.updater import Updater
-from paceline.sync.wires import WIRES
+from paceline.reduce.buckets import Bucket
+from paceline.reduce.put_engine.layout import Topology
+from paceline.replica.pass_spans import watch_passes
+from paceline.replica.replica import Plan, Replica
+from paceline.replica.trained_parameters import Roster
+from paceline.update.layer_exchange import Share
+from paceline.update.running_statistics import RunningStatistics
+from paceline.update.shard_optimizer import Shards
+from paceline.update.updater import Updater
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,8 +29,8 @@ from paceline.state.weights import save_weights
 from paceline.steps import SavePolicy, Steps
 from paceline.sync.agreement import Agreement
 from paceline.sync.precision import Precision
-from paceline.sync.share import Share
 from paceline.trainer import Trainer
+from paceline.update.layer_exchange import Share
 
 
 def build_trainer(

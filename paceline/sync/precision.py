@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
 
-from paceline.sync.replica import Replica
+from paceline.replica.replica import Replica
 
 DTYPES = {"float": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 

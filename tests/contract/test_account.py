@@ -12,16 +12,16 @@ import pytest
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from paceline.algorithms.allreduce import AllReduce
+from paceline.algorithms.data_parallel import Replicated
+from paceline.algorithms.notified import Notified
+from paceline.codecs.codecs import WIRES
 from paceline.comm.communicator import Communicator
 from paceline.comm.inprocess.window import InProcessWindow, WindowGroup
 from paceline.comm.window import Source, Window, bytes_of
 from paceline.recorder import NullRecorder
-from paceline.sync.allreduce import AllReduce
-from paceline.sync.bucket import Bucket
-from paceline.sync.layout import Topology
-from paceline.sync.notified import Notified
-from paceline.sync.replicated import Replicated
-from paceline.sync.wires import WIRES
+from paceline.reduce.buckets import Bucket
+from paceline.reduce.put_engine.layout import Topology
 from tests.harness.equivalence import Training, World, convnet, usual_step
 
 STEPS = 3

@@ -16,10 +16,15 @@ from torch.nn import functional as F
 from paceline.comm.inprocess.communicator import ThreadGroup
 from paceline.errors import ConfigError
 from paceline.models.compiled_blocks import blocks
-from paceline.sync.batch_norm import convert_sync_batchnorm
-from paceline.sync.compiled import check_compiler, compile_blocks, is_compiled, visible_modules
-from paceline.sync.replica import Replica
-from paceline.sync.share import Share
+from paceline.replica.compiled_modules import (
+    check_compiler,
+    compile_blocks,
+    is_compiled,
+    visible_modules,
+)
+from paceline.replica.replica import Replica
+from paceline.update.layer_exchange import Share
+from paceline.update.sync_batch_norm import convert_sync_batchnorm
 from tests.harness.equivalence import (
     Training,
     largest_difference,

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.sync.allreduce import AllReduce
+from paceline.algorithms.allreduce import AllReduce
 from tests.harness.cases import CASES
 from tests.harness.equivalence import State, Training, convnet, largest_difference
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.algorithms.allreduce import AllReduce
 from paceline.build.resume import Start
 from paceline.comm.communicator import Communicator
 from paceline.errors import ConfigError
-from paceline.sync.allreduce import AllReduce
-from paceline.sync.replica import Replica
+from paceline.replica.replica import Replica
 from tests.harness.equivalence import replicate
 from tests.harness.exchange_state import (
     MODEL,

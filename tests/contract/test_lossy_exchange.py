@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.codecs.codecs import WIRES
 from paceline.comm.inprocess.window import WindowGroup
-from paceline.sync import adder
-from paceline.sync.layout import Spec, Topology, lay_out
-from paceline.sync.owner import Owner
-from paceline.sync.wires import WIRES
+from paceline.reduce.put_engine import shard_reducer as adder
+from paceline.reduce.put_engine.layout import Spec, Topology, lay_out
+from paceline.reduce.put_engine.put_exchange import Owner
 from tests.harness.threads import run_ranks
 
 LENGTHS = (700, 3, 1, 5000)

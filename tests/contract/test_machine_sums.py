@@ -13,10 +13,10 @@ from torch import Tensor
 from paceline.comm.communicator import Communicator
 from paceline.comm.inprocess.window import WindowGroup
 from paceline.errors import CommTimeout
-from paceline.sync import machine_sums
-from paceline.sync.layout import Spec, Topology, lay_out
-from paceline.sync.machine_sums import MachineSums
-from paceline.sync.owner import Owner
+from paceline.reduce import machine_sums
+from paceline.reduce.machine_sums import MachineSums
+from paceline.reduce.put_engine.layout import Spec, Topology, lay_out
+from paceline.reduce.put_engine.put_exchange import Owner
 from tests.harness.notified import in_threads
 from tests.harness.threads import run_ranks
 

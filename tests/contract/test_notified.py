@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.sync import adder, sources
-from paceline.sync.allreduce import AllReduce
-from paceline.sync.notified import Notified
-from paceline.sync.sharded import Sharded
+from paceline.algorithms.allreduce import AllReduce
+from paceline.algorithms.notified import Notified
+from paceline.algorithms.sharded import Sharded
+from paceline.reduce.put_engine import gradient_views as sources
+from paceline.reduce.put_engine import shard_reducer as adder
 from tests.harness.cases import CASES, training
 from tests.harness.equivalence import convnet, largest_difference
 from tests.harness.notified import (

@@ -14,16 +14,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from paceline.algorithms.notified import Notified
+from paceline.algorithms.sharded import Sharded
 from paceline.comm.communicator import Communicator
 from paceline.comm.inprocess.window import WindowGroup
 from paceline.comm.window import Window
 from paceline.errors import CommTimeout, PeerLost
-from paceline.sync.layout import Spec, Topology, lay_out
-from paceline.sync.notified import Notified
-from paceline.sync.owner import Owner
-from paceline.sync.sharded import Sharded
-from paceline.sync.shards import Shards
-from paceline.sync.updater import Updater
+from paceline.reduce.put_engine.layout import Spec, Topology, lay_out
+from paceline.reduce.put_engine.put_exchange import Owner
+from paceline.update.shard_optimizer import Shards
+from paceline.update.updater import Updater
 from tests.harness.bench import Bench
 from tests.harness.equivalence import convnet, largest_difference
 from tests.harness.notified import in_threads, notified, notified_on_machines

@@ -39,4 +39,4 @@ def test_a_run_that_hangs_is_shown_with_its_stacks() -> None:
     )
     assert ended.returncode == 1
     assert ended.stderr.startswith("after 5 s this hasn't ended: Draw(seed=1, kind='inprocess'")
-    assert 'paceline/sync/owner.py"' in ended.stderr
+    assert 'paceline/reduce/put_engine/put_exchange.py"' in ended.stderr

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Optimizer
 from torch.optim import sgd as torchs_sgd
 
-from paceline.sync.bucket import Bucket, partition
-from paceline.sync.part import Part
-from paceline.sync.updater import Updater
+from paceline.reduce.buckets import Bucket, partition
+from paceline.update.sub_optimizer import Part
+from paceline.update.updater import Updater
 
 SHAPES = [(4, 3, 3, 3), (8, 4, 1, 1), (5,), (6, 5)]
 

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from paceline.algorithms.allreduce import AllReduce
 from paceline.comm.communicator import Communicator
 from paceline.comm.inprocess.communicator import ThreadCommunicator, ThreadGroup
 from paceline.errors import ConfigError
-from paceline.sync.allreduce import AllReduce
-from paceline.sync.batch_norm import convert_sync_batchnorm
-from paceline.sync.replica import Replica
-from paceline.sync.share import Share
+from paceline.replica.replica import Replica
+from paceline.update.layer_exchange import Share
+from paceline.update.sync_batch_norm import convert_sync_batchnorm
 from tests.harness.bench import Bench
 from tests.harness.equivalence import Training, convnet, largest_difference, replicate, sgd
 from tests.harness.threads import run_ranks

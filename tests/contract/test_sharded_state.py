@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.algorithms.notified import Notified
+from paceline.algorithms.sharded import Sharded
 from paceline.comm.communicator import Communicator
 from paceline.errors import ConfigError
-from paceline.sync.notified import Notified
-from paceline.sync.sharded import Sharded
 from tests.harness.exchange_state import (
     Rank,
     State,

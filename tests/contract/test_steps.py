@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.algorithms.allreduce import AllReduce
+from paceline.algorithms.notified import Notified
+from paceline.algorithms.sharded import Sharded
 from paceline.comm.communicator import Communicator
 from paceline.data.batch_slice import Place
 from paceline.data.order import Order
@@ -18,9 +21,6 @@ from paceline.state.checkpointer import Keeper
 from paceline.state.state_copy import copy_state
 from paceline.steps import Position, SavePolicy, Steps, Stop
 from paceline.sync.agreement import Agreement
-from paceline.sync.allreduce import AllReduce
-from paceline.sync.notified import Notified
-from paceline.sync.sharded import Sharded
 from tests.harness.bench import Bench
 from tests.harness.equivalence import convnet
 from tests.harness.notified import notified

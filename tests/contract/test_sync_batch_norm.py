@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from paceline.comm.communicator import Communicator
 from paceline.comm.inprocess.communicator import ThreadCommunicator, ThreadGroup
 from paceline.errors import CommTimeout, ConfigError
-from paceline.sync.batch_norm import SyncBatchNorm, convert_sync_batchnorm
-from paceline.sync.share import Share
-from paceline.sync.statistics import RunningStatistics
+from paceline.update.layer_exchange import Share
+from paceline.update.running_statistics import RunningStatistics
+from paceline.update.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 from tests.harness.threads import run_ranks
 
 SHAPE = (9, 4, 5, 6)

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from paceline.algorithms.allreduce import AllReduce
 from paceline.comm.communicator import Communicator
-from paceline.sync.allreduce import AllReduce
-from paceline.sync.replica import Replica
+from paceline.replica.replica import Replica
 from tests.harness.equivalence import Training, replicate
 
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.sync.pieces import Source
-from paceline.sync.wires import Wire
+from paceline.codecs.codecs import Wire
+from paceline.codecs.pieces import Source
 
 _GUARD = 64  # bytes around each memory
 

@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from paceline.algorithms.allreduce import AllReduce
+from paceline.algorithms.synchronizer import Synchronizer
 from paceline.comm.communicator import Communicator
 from paceline.comm.inprocess.communicator import ThreadGroup
-from paceline.sync.allreduce import AllReduce
-from paceline.sync.batch_norm import convert_sync_batchnorm
-from paceline.sync.bucket import Bucket
-from paceline.sync.replica import Plan, Replica
-from paceline.sync.share import Share
-from paceline.sync.statistics import RunningStatistics
-from paceline.sync.synchronizer import Synchronizer
-from paceline.sync.updater import Updater
+from paceline.reduce.buckets import Bucket
+from paceline.replica.replica import Plan, Replica
+from paceline.update.layer_exchange import Share
+from paceline.update.running_statistics import RunningStatistics
+from paceline.update.sync_batch_norm import convert_sync_batchnorm
+from paceline.update.updater import Updater
 from tests.harness.threads import run_ranks
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]

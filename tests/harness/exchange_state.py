@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from paceline.algorithms.notified import Notified
 from paceline.comm.communicator import Communicator
 from paceline.state.state_copy import copy_state
-from paceline.sync.notified import Notified
 from tests.harness.equivalence import convnet, made_up_batches, replicate
 from tests.harness.notified import notified
 from tests.harness.threads import run_ranks

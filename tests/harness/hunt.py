@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from paceline.algorithms.notified import Notified
 from paceline.comm.communicator import Communicator
 from paceline.comm.faulty_window import Faults, FaultyWindow
 from paceline.comm.inprocess.window import WindowGroup
@@ -32,9 +33,8 @@ from paceline.comm.shm_tcp_window import machines_window
 from paceline.comm.shm_window import shared_window
 from paceline.comm.tcp_window import tcp_window
 from paceline.comm.window import Window
-from paceline.sync.bucket import Bucket
-from paceline.sync.layout import Topology
-from paceline.sync.notified import Notified
+from paceline.reduce.buckets import Bucket
+from paceline.reduce.put_engine.layout import Topology
 from tests.harness.equivalence import Training, largest_difference, made_up_batches
 from tests.harness.windows import Make, meetings
 

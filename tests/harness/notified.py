@@ -11,9 +11,12 @@ from typing import Any
 import torch
 from torch.distributed import HashStore, Store
 
+from paceline.algorithms.notified import Notified
+from paceline.algorithms.sharded import Sharded
 from paceline.build.exchange import Peers
 from paceline.build.machine import connect_neighbours
 from paceline.cluster.membership.members import Members
+from paceline.codecs.codecs import WIRES
 from paceline.comm.communicator import Communicator
 from paceline.comm.faulty_window import Faults, FaultyWindow
 from paceline.comm.inprocess.communicator import ThreadGroup
@@ -21,13 +24,10 @@ from paceline.comm.inprocess.window import WindowGroup
 from paceline.comm.shm_tcp_window import machines_window
 from paceline.comm.transport.bootstrap import Meeting
 from paceline.comm.window import Window
-from paceline.sync.bucket import Bucket
-from paceline.sync.layout import Topology
-from paceline.sync.notified import Notified
-from paceline.sync.sharded import Sharded
-from paceline.sync.shards import Shards
-from paceline.sync.updater import Updater
-from paceline.sync.wires import WIRES
+from paceline.reduce.buckets import Bucket
+from paceline.reduce.put_engine.layout import Topology
+from paceline.update.shard_optimizer import Shards
+from paceline.update.updater import Updater
 
 Inside = Callable[[int], Communicator]  # connects a rank with those of its machine
 MakeNear = Callable[[Sequence[int]], Inside]  # of machines with so many ranks

@@ -24,7 +24,7 @@ MACHINES = (2, 2)
 AS_ON_GPUS = """
 import runpy, sys
 from paceline.build import machine
-from paceline.sync import notified
+from paceline.algorithms import notified
 
 
 class Told(notified.MachineSums):

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from paceline.build.choice import CANDIDATES, CONNECTIONS
+from paceline.codecs.codecs import WIRES
 from paceline.comm.communicator import Communicator
-from paceline.sync.wires import WIRES
 from tests.harness.benchmarks import (
     BENCHMARKS,
     INTERVAL,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.sync.bucket import Bucket, partition
+from paceline.reduce.buckets import Bucket, partition
 
 
 def parameters(*sizes: int, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:

@@ -19,9 +19,9 @@ from paceline.config.train import TrainConfig
 from paceline.config.world import SyncConfig
 from paceline.errors import ConfigError
 from paceline.models.resnet import BasicBlock
-from paceline.sync.batch_norm import SyncBatchNorm
-from paceline.sync.compiled import is_compiled
-from paceline.sync.share import Share
+from paceline.replica.compiled_modules import is_compiled
+from paceline.update.layer_exchange import Share
+from paceline.update.sync_batch_norm import SyncBatchNorm
 
 CPU = torch.device("cpu")
 

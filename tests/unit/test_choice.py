@@ -16,8 +16,8 @@ from paceline.build.choice import A_WHILE, Chooser, Occasion, candidates_of
 from paceline.cluster.membership.members import Members
 from paceline.comm.communicator import Communicator
 from paceline.config.world import SyncConfig
+from paceline.replica.trained_parameters import Roster
 from paceline.state.exchange_choice import CHOICE_NAME, read_choice
-from paceline.sync.roster import Roster
 from paceline.sync.trials import steps_of_trials
 from tests.harness.threads import run_ranks
 

@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.sync import kernels_compiled, kernels_plain
-from paceline.sync.kernels import Kernels
-from paceline.sync.pieces import Piece
-from paceline.sync.wires import Bf16, Int8
+from paceline.codecs.codecs import Bf16, Int8
+from paceline.codecs.kernels import compiled as kernels_compiled
+from paceline.codecs.kernels import plain as kernels_plain
+from paceline.codecs.kernels.kernels import Kernels
+from paceline.codecs.pieces import Piece
 
 every_twin = pytest.mark.parametrize(
     "kernels", [kernels_compiled, kernels_plain], ids=["compiled", "plain"]

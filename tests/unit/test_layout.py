@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.sync.layout import Layout, Rooms, Run, Spec, Topology, lay_out
-from paceline.sync.wires import WIRES
+from paceline.codecs.codecs import WIRES
+from paceline.reduce.put_engine.layout import Layout, Rooms, Run, Spec, Topology, lay_out
 
 SPECS = st.builds(
     Spec,

@@ -20,7 +20,7 @@ from paceline.observe.trace import step_trace as module
 from paceline.observe.trace.clock_offsets import Round, offsets, rounds
 from paceline.observe.trace.step_trace import Trace
 from paceline.recorder import NullRecorder, Recorder
-from paceline.sync.passes import watch_passes
+from paceline.replica.pass_spans import watch_passes
 from tests.harness.library import BATCH, network, plain_step, samples, sgd
 from tests.harness.threads import run_ranks
 

@@ -15,8 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.sync import kernels, kernels_compiled, kernels_plain
-from paceline.sync.wires import WIRES, Bf16, Fp32, Int8, Wire
+from paceline.codecs.codecs import WIRES, Bf16, Fp32, Int8, Wire
+from paceline.codecs.kernels import compiled as kernels_compiled
+from paceline.codecs.kernels import kernels
+from paceline.codecs.kernels import plain as kernels_plain
 from tests.harness.coding import code, example, same, same_bits, wild
 
 TWINS = {"compiled": kernels_compiled, "plain": kernels_plain}

@@ -1,0 +1,1 @@
+"""The synchronization methods: one composition of exchange and updater each."""

@@ -1,0 +1,77 @@
+"""The one contract of all synchronisation methods: four instants in a step.
+
+    begin ── forward ─────────────── backward ─────────────────── end ── next forward ──▶
+             before_read(bucket)     gradient_ready(bucket)              before_read(bucket)
+
+A result lands in staging memory and enters the parameters in `before_read` (or `settle`), after
+this rank's own `end`. Nothing else in a step waits: there is no barrier. A synchronizer lives for
+one generation of the world.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from paceline.reduce.buckets import Bucket
+from paceline.reduce.rank_state import RankState
+
+
+class Synchronizer(Protocol):
+    """Makes the steps of all ranks one step of large-batch training."""
+
+    buckets: tuple[Bucket, ...]
+
+    def begin(self, step: int, weight: float, scale: float) -> None:
+        """Start a step in which this rank's gradient counts with `weight`.
+
+        Args:
+            step: number of the step, the same on all ranks.
+            weight: local samples / global samples, so that means over local slices add up to the
+                mean over the global batch; 0 for a rank whose share is empty.
+            scale: what the loss is multiplied by, the same on all ranks (loss scaling).
+        """
+
+    def before_read(self, bucket: Bucket) -> None:
+        """Return once the bucket's parameters may be read; install what has arrived for them.
+
+        Raises:
+            PeerLost: a peer ended; CommTimeout: a peer was silent for too long.
+        """
+
+    def gradient_ready(self, bucket: Bucket) -> None:
+        """Start to send the bucket's gradients, which backward has completed; never block."""
+
+    def reduce(self) -> None:
+        """Wait, and make every parameter's `.grad` the mean over the global batch.
+
+        The caller may look at it, clip or unscale it; the update then uses it as it stands.
+        """
+
+    def end(self, step: int) -> None:
+        """Freeze the step's hyperparameters; from now on its result may be installed."""
+
+    def abandon(self, step: int) -> None:
+        """End a step without an update (loss scaling skips one); all ranks do so or none."""
+
+    def settle(self) -> None:
+        """Make every parameter and BatchNorm's running statistics final and equal everywhere."""
+
+    def release(self) -> None:
+        """Return once the gradients of the last ended step may be written.
+
+        Raises:
+            PeerLost, CommTimeout: as `before_read`.
+        """
+
+    @property
+    def state(self) -> RankState | None:
+        """What a checkpoint must keep besides model and optimizer; None on all ranks or on none."""
+
+    def leave(self) -> None:
+        """Return once the peers have all that they need of this rank, or within a limit."""
+
+    def close(self) -> None:
+        """Release what the synchronizer holds, and wait for nobody; it writes nowhere afterwards.
+
+        Before a good end comes `leave`; otherwise the peers lose this rank.
+        """

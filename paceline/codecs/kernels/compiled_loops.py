@@ -1,0 +1,338 @@
+"""What numba compiles of the kernels: loops over memory at addresses.
+
+A piece is done chunk by chunk: what the later loops over a chunk read is still in the core's
+nearest cache. Nothing is contracted: a product is rounded before it is added, so that the bits are
+those of `kernels_plain.py`.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from paceline.codecs.kernels.nontemporal import LINE, add_past_caches, fence, weigh_past_caches
+from paceline.codecs.kernels.plain import LARGE, TINY
+from paceline.comm.numba_compiler import compiler
+
+numba: Any = import_module("numba")  # its own types are for what it compiles, not for callers
+cgutils: Any = import_module("numba.core.cgutils")
+intrinsic: Any = import_module("numba.extending").intrinsic
+
+_CHUNK = 2048  # values, 8 kB of float32; whole blocks of int8's
+
+_jit = compiler(error_model="numpy")
+
+
+@intrinsic
+def _pointer(context, address):
+    """Take a number for the address that it is."""
+
+    def generate(_, builder, __, arguments):
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+    return numba.types.voidptr(address), generate
+
+
+@_jit
+def _floats(address, at, numel):
+    return numba.carray(_pointer(address + 4 * at), numel, np.float32)
+
+
+@_jit
+def add_up_past_caches(rows, at, weights, out, numel):
+    """Add up one part or two, which are read here for the last time in a while."""
+    size, lanes = weights.itemsize, LINE // weights.itemsize
+    begin = 0
+    while begin < numel:
+        end = numel
+        for k in range(len(at)):
+            end = min(end, rows[at[k] + 2])
+        a = rows[at[0]] + size * (begin - rows[at[0] + 1])
+        b = rows[at[-1]] + size * (begin - rows[at[-1] + 1])
+        before = min(end, begin + (-(out + size * begin) % LINE) // size)
+        _add(rows, at, weights, out, begin, before)
+        lines = (end - before) // lanes
+        a, b, to = a + size * (before - begin), b + size * (before - begin), out + size * before
+        if len(at) == 1:
+            for line in range(lines):
+                weigh_past_caches(to + LINE * line, a + LINE * line, weights[0])
+        else:
+            for line in range(lines):
+                there = LINE * line
+                add_past_caches(to + there, a + there, weights[0], b + there, weights[1])
+        _add(rows, at, weights, out, before + lines * lanes, end)
+        for k in range(len(at)):
+            if rows[at[k] + 2] == end:
+                at[k] += 3
+        begin = end
+    fence()
+
+
+@_jit
+def add_up(rows, at, weights, out, numel):
+    """Add up a chunk, or less where a piece ends; `at` says which piece of each part is next."""
+    begin = 0
+    while begin < numel:
+        end = min(begin + _CHUNK, numel)
+        for k in range(len(at)):
+            end = min(end, rows[at[k] + 2])
+        _add(rows, at, weights, out, begin, end)
+        for k in range(len(at)):
+            if rows[at[k] + 2] == end:
+                at[k] += 3
+        begin = end
+
+
+@_jit
+def _add(rows, at, weights, out, begin, end):
+    """Add the first part, or the first two, and then two at a time: that often out is gone over."""
+    n, kind = end - begin, weights.dtype
+    total = numba.carray(_pointer(out + weights.itemsize * begin), n, kind)
+    single = len(at) % 2
+    if len(at) == 0:
+        total[:] = 0
+    elif single:
+        a, wa = _piece(rows, at[0], begin, n, weights), weights[0]
+        for i in range(n):
+            total[i] = wa * a[i]
+    for k in range(single, len(at), 2):
+        a, wa = _piece(rows, at[k], begin, n, weights), weights[k]
+        b, wb = _piece(rows, at[k + 1], begin, n, weights), weights[k + 1]
+        if k == 0:
+            for i in range(n):
+                total[i] = wa * a[i] + wb * b[i]
+        else:
+            for i in range(n):
+                total[i] = (total[i] + wa * a[i]) + wb * b[i]
+
+
+@_jit
+def _piece(rows, row, begin, n, weights):
+    where = rows[row] + weights.itemsize * (begin - rows[row + 1])
+    return numba.carray(_pointer(where), n, weights.dtype)
+
+
+@_jit
+def _weigh(sources, at, weight, before, out, begin, end):
+    """Let out[begin:end] be weight * source + before; return which source comes next."""
+    weight = np.float32(weight)
+    while begin < end:
+        source, first, last = sources[3 * at], sources[3 * at + 1], sources[3 * at + 2]
+        stop = min(end, last)
+        n = stop - begin
+        old, new = _floats(before, begin, n), _floats(out, begin, n)
+        if source != 0 and weight != 0:
+            values = _floats(source, begin - first, n)
+            if before == out:  # what LLVM can't know, and wouldn't vectorise
+                for i in range(n):
+                    new[i] = weight * values[i] + new[i]
+            else:
+                for i in range(n):
+                    new[i] = weight * values[i] + old[i]
+        elif before != out:
+            new[:] = old
+        begin = stop
+        if stop == last:
+            at += 1
+    return at
+
+
+@_jit
+def encode_fp32(sources, weight, before, data, after, numel):
+    """Weigh into data; nothing is missed."""
+    at = 0
+    for begin in range(0, numel, _CHUNK):
+        end = min(begin + _CHUNK, numel)
+        at = _weigh(sources, at, weight, before, data, begin, end)
+        _floats(after, begin, end - begin)[:] = 0
+
+
+@_jit
+def encode_bf16(sources, weight, before, data, after, numel):
+    """Weigh a chunk into `after`, and code it there."""
+    at = 0
+    for begin in range(0, numel, _CHUNK):
+        end = min(begin + _CHUNK, numel)
+        at = _weigh(sources, at, weight, before, after, begin, end)
+        n = end - begin
+        values = _floats(after, begin, n)
+        codes = numba.carray(_pointer(data + 2 * begin), n, np.uint16)
+        for i in range(n):
+            code = _rounded(values[i])
+            codes[i] = code
+            error = values[i] - _widened(code)
+            values[i] = error if abs(error) < np.inf else np.float32(0)
+
+
+@_jit
+def reduce_bf16(parts, sources, weight, before, data, after, out, numel):
+    """Add a chunk up in `out`, code it, and leave there what is decoded of it."""
+    at = 0
+    for begin in range(0, numel, _CHUNK):
+        end = min(begin + _CHUNK, numel)
+        for k in range(len(parts)):
+            if parts[k] == 0:
+                at = _take(sources, at, weight, out, begin, end, k > 0)
+            else:
+                decode_bf16(parts[k] + 2 * begin, out + 4 * begin, end - begin, k > 0)
+        n = end - begin
+        values, old, new = (
+            _floats(out, begin, n),
+            _floats(before, begin, n),
+            _floats(after, begin, n),
+        )
+        codes = numba.carray(_pointer(data + 2 * begin), n, np.uint16)
+        for i in range(n):
+            value = values[i] + old[i]
+            code = _rounded(value)
+            codes[i] = code
+            values[i] = _widened(code)
+            error = value - values[i]
+            new[i] = error if abs(error) < np.inf else np.float32(0)
+
+
+@_jit
+def _take(sources, at, weight, out, begin, end, add):
+    """Write or add weight * source to out[begin:end]; return which source comes next."""
+    weight = np.float32(weight)
+    while begin < end:
+        source, first, last = sources[3 * at], sources[3 * at + 1], sources[3 * at + 2]
+        stop = min(end, last)
+        n = stop - begin
+        total = _floats(out, begin, n)
+        if source != 0 and weight != 0:
+            values = _floats(source, begin - first, n)
+            if add:
+                for i in range(n):
+                    total[i] = total[i] + weight * values[i]
+            else:
+                for i in range(n):
+                    total[i] = weight * values[i]
+        elif not add:
+            total[:] = 0
+        begin = stop
+        if stop == last:
+            at += 1
+    return at
+
+
+@_jit
+def _rounded(value):
+    """Return a float32's nearest bfloat16; numba would make 64 bits of each result of 32."""
+    bits = np.float32(value).view(np.uint32)
+    even = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
+    up = np.uint32(bits + np.uint32(np.uint32(0x7FFF) + even))
+    nan = np.uint32(bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    return np.uint16(0x7FC0) if nan else np.uint16(up >> np.uint32(16))
+
+
+@_jit
+def _widened(code):
+    return np.uint32(np.uint32(code) << np.uint32(16)).view(np.float32)
+
+
+@_jit
+def decode_bf16(data, out, numel, add):
+    """Write or add the codes' values."""
+    codes = numba.carray(_pointer(data), numel, np.uint16)
+    values = _floats(out, 0, numel)
+    if add:
+        for i in range(numel):
+            values[i] += _widened(codes[i])
+    else:
+        for i in range(numel):
+            values[i] = _widened(codes[i])
+
+
+@_jit
+def encode_int8(sources, weight, before, data, after, numel, codes, block):
+    """Weigh a chunk into `after`, and code its blocks there."""
+    at = 0
+    for begin in range(0, numel, _CHUNK):
+        end = min(begin + _CHUNK, numel)
+        at = _weigh(sources, at, weight, before, after, begin, end)
+        for a in range(begin, end, block):
+            n = min(block, end - a)
+            scale = _quantise(after + 4 * a, data + codes + a, n)
+            _floats(data, a // block, 1)[0] = scale
+
+
+@_jit
+def reduce_int8(parts, sources, weight, before, data, after, out, numel, codes, block):
+    """Add a chunk up in `out`, code its blocks, and leave there what is decoded of them."""
+    at = 0
+    for begin in range(0, numel, _CHUNK):
+        end = min(begin + _CHUNK, numel)
+        n, blocks = end - begin, begin // block
+        for k in range(len(parts)):
+            if parts[k] == 0:
+                at = _take(sources, at, weight, out, begin, end, k > 0)
+            else:
+                scales, coded = parts[k] + 4 * blocks, parts[k] + codes + begin
+                _decode_int8(scales, coded, out + 4 * begin, n, block, k > 0)
+        total, old, new = (
+            _floats(out, begin, n),
+            _floats(before, begin, n),
+            _floats(after, begin, n),
+        )
+        for i in range(n):
+            new[i] = total[i] + old[i]
+        for a in range(begin, end, block):
+            scale = _quantise(after + 4 * a, data + codes + a, min(block, end - a))
+            _floats(data, a // block, 1)[0] = scale
+        _decode_int8(data + 4 * blocks, data + codes + begin, out + 4 * begin, n, block, False)
+
+
+@_jit
+def _quantise(values_at, codes_at, n):
+    """Code a block's values, leave in their place what the codes miss, return the scale."""
+    values = _floats(values_at, 0, n)
+    codes = numba.carray(_pointer(codes_at), n, np.int8)
+    largest = _largest(values_at, n)
+    if not largest < np.float32(LARGE):
+        codes[:] = 0
+        values[:] = 0
+        return np.float32(np.nan)
+    scale, inverse = np.float32(0), np.float32(0)
+    if largest >= np.float32(TINY):
+        scale, inverse = largest / np.float32(127), np.float32(127) / largest
+    for i in range(n):
+        code = np.int32(np.rint(values[i] * inverse))
+        codes[i] = code
+        values[i] -= np.float32(code) * scale
+    return scale
+
+
+@_jit
+def _largest(values_at, n):
+    """Return the largest magnitude: as numbers, bits of a NaN are larger than any value's."""
+    bits = numba.carray(_pointer(values_at), n, np.int32)
+    largest = np.int32(0)
+    for i in range(n):
+        largest = max(largest, bits[i] & np.int32(0x7FFFFFFF))
+    return np.int32(largest).view(np.float32)
+
+
+@_jit
+def decode_int8(data, out, numel, codes, block, add):
+    """Write or add the codes' values, block by block."""
+    _decode_int8(data, data + codes, out, numel, block, add)
+
+
+@_jit
+def _decode_int8(scales, codes, out, numel, block, add):
+    for at in range(0, numel, block):
+        n = min(block, numel - at)
+        scale = _floats(scales, at // block, 1)[0]
+        coded = numba.carray(_pointer(codes + at), n, np.int8)
+        values = _floats(out, at, n)
+        if add:
+            for i in range(n):
+                values[i] += np.float32(coded[i]) * scale
+        else:
+            for i in range(n):
+                values[i] = np.float32(coded[i]) * scale

@@ -1,0 +1,1 @@
+"""The put engine: a reduce-scatter and an all-gather by one-sided puts and notifications."""

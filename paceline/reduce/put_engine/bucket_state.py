@@ -1,0 +1,82 @@
+"""One run in a rank: its memory, and how far its versions have come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.codecs.pieces import Piece
+from paceline.reduce.buckets import like
+from paceline.reduce.put_engine.error_feedback import Coding
+from paceline.reduce.put_engine.gradient_views import Flags, Part, Sources
+from paceline.reduce.put_engine.layout import Run
+from paceline.reduce.put_engine.rank_layout import Place, Room
+
+
+class Course:
+    """A run's memory, and what is at hand of its last version.
+
+    Args:
+        run: its places.
+        place: of this rank.
+        templates: tensors of its parameters' shapes and strides.
+        names: of its parameters, for errors.
+
+    Attributes:
+        run: its places.
+        sums: (numel,), all sums.
+        views: of them, one a parameter.
+        shard: of them, those of this rank's shard; None without one.
+        to_owners: where this rank's part of a neighbour's slice goes, by rank.
+        from_members: the parts of this rank's slice, in rank order; None for its own.
+        from_groups: the parts of this rank's shard, in the groups' order; None for its own.
+        part: what this rank sent.
+        ours: what the group has of this rank's slice.
+        weight: what `ours` is yet to be multiplied by.
+        flags: of `ours`, then of the sum.
+        lands: sums come to where they belong.
+        coding: of what goes to other groups, where its wire is a lossy one.
+        update: makes updated parameters of a shard's sums, in their place, where those come back.
+        empty: the last version exchanges no gradients: they were given to `update` before.
+    """
+
+    def __init__(
+        self, run: Run, place: Place, templates: Sequence[Tensor], names: Sequence[str]
+    ) -> None:
+        self.run = run
+        self.sources = Sources(run, templates, names)
+        self.sums = place.sums(run)
+        parts = torch.split(self.sums, list(run.spec.lengths))
+        self.views = [like(t, part) for t, part in zip(templates, parts, strict=True)]
+        self.lands = run.back.count == 0
+        self.to_owners: dict[int, Room] = {
+            owner: place.local_room(run, owner, place.rank)
+            for owner in place.owners
+            if owner != place.rank
+        }
+        self.shard: Tensor | None = None
+        self.from_members: list[Room | None] = []
+        self.from_groups: list[Room | None] = []
+        self.coding: Coding | None = None
+        if place.channel is not None:
+            self.shard = self.sums[run.shard(place.channel, place.group)]
+            if place.neighbours:
+                self.from_members = [
+                    None if peer == place.rank else place.local_room(run, place.rank, peer)
+                    for peer in place.members
+                ]
+            if place.across and run.spec.wire is not None:
+                self.coding = Coding(run, place.channel, run.spec.wire)
+            if place.across:
+                self.from_groups = [
+                    None if group == place.group else place.cross_room(run, group)
+                    for group in place.groups
+                ]
+        self.update: Callable[[], None] | None = None
+        self.empty = False
+        self.part: Part | None = None
+        self.ours: list[Piece] = []
+        self.weight = 1.0
+        self.flags: Flags | None = None

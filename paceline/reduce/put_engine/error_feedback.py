@@ -1,0 +1,129 @@
+"""A run's values as they travel between groups: coded by a lossy wire, or as they are.
+
+A lossy wire keeps what it missed, of what this rank sends to the owners and of what it sends back
+as one, and adds it next time. There are two memories for that: a step reads one and writes the
+other, and they change places when the step has taken effect.
+
+    missed    [ of group 0's shard, which is sent | … | of its own, which is sent back | … ]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.codecs.codecs import Wire
+from paceline.codecs.pieces import Piece
+from paceline.reduce.put_engine.layout import Run
+
+
+class Coding:
+    """Codes a run's shards of one channel.
+
+    Args:
+        run: whose.
+        channel: which this rank owns.
+        wire: a lossy one.
+
+    Attributes:
+        missed: (slice,), of each value what hasn't been sent yet, by the steps that took effect.
+        scale: what the loss, and so what was missed, was multiplied by.
+    """
+
+    def __init__(self, run: Run, channel: int, wire: Wire) -> None:
+        self._wire = wire
+        self.scale = 1.0
+        values = run.channel(channel)
+        self._first = values.start
+        self.missed = torch.zeros(values.stop - values.start, dtype=run.spec.dtype)
+        self._misses = torch.zeros_like(self.missed)  # of the step that runs
+        groups = len(run.shards[channel]) - 1
+        self._shards = [run.shard(channel, group) for group in range(groups)]
+        self._data = [
+            torch.zeros(wire.size(shard.stop - shard.start), dtype=torch.uint8)
+            for shard in self._shards
+        ]
+
+    def encode(self, group: int, pieces: Sequence[Piece], weight: float) -> Tensor:
+        """Code what goes to a group's owner: pieces of its shard. Returns (bytes,)."""
+        place, data = self._place(group), self._data[group]
+        self._wire.encode(pieces, weight, self.missed[place], data, self._misses[place])
+        return data
+
+    def reduce(
+        self,
+        group: int,
+        parts: Sequence[Tensor | None],
+        ours: Sequence[Piece],
+        weight: float,
+        sums: Tensor,
+    ) -> None:
+        """Add up this rank's own shard and code it; the sums are what the others will decode.
+
+        Args:
+            group: this rank's.
+            parts: what the groups have sent, (bytes,) each, in their order; None for its own.
+            ours: pieces of the own part.
+            weight: what they are yet to be multiplied by.
+            sums: (values,), of the shard.
+        """
+        place, data = self._place(group), self._data[group]
+        missed, misses = self.missed[place], self._misses[place]
+        self._wire.reduce(parts, ours, weight, missed, data, misses, sums)
+
+    def coded(self, group: int) -> Tensor:
+        """Return what was coded last of a group's shard, (bytes,)."""
+        return self._data[group]
+
+    def encode_sums(self, group: int, sums: Tensor) -> Tensor:
+        """Code this rank's own shard, (values,), and let the sums be what the others decode."""
+        data = self.encode(group, [(0, len(sums), sums)], 1.0)
+        self._wire.decode(data, sums)
+        return data
+
+    def complete_sums(self, group: int, sums: Tensor) -> None:
+        """Add what was missed of this rank's own shard to its sums, (values,), which aren't coded.
+
+        It isn't sent back coded in this step, but was in an earlier one, or in another world.
+        """
+        place = self._place(group)
+        sums += self.missed[place]
+        self._misses[place] = 0
+
+    def add(self, data: Tensor, sums: Tensor) -> None:
+        """Add what another group has sent to sums."""
+        self._wire.add(data, sums)
+
+    def decode(self, data: Tensor, sums: Tensor) -> None:
+        """Write what another group's owner has sent back."""
+        self._wire.decode(data, sums)
+
+    def begin(self, *, kept: bool, scale: float) -> None:
+        """Begin a step; `kept`: the last one took effect; `scale`: of this step's loss."""
+        if kept:
+            self.missed, self._misses = self._misses, self.missed
+        if scale != self.scale:
+            self.missed *= scale / self.scale
+            self.scale = scale
+
+    def held(self, *, kept: bool) -> Tensor:
+        """Return what the next step has to begin with, (slice,)."""
+        return self._misses if kept else self.missed
+
+    def restore(self, missed: Tensor, scale: float, *, owned_by: int | None) -> None:
+        """Begin with what was missed of the run, (numel,), or of the shard that a group owns."""
+        taken = missed[self._first :][: len(self.missed)].clone()
+        if owned_by is not None:
+            shard = self._shards[owned_by]
+            taken[: shard.start - self._first] = 0
+            taken[shard.stop - self._first :] = 0
+        self.missed.copy_(taken)
+        self._misses.copy_(taken)
+        self.scale = scale
+
+    def _place(self, group: int) -> slice:
+        """Where a group's shard is within the slice."""
+        shard = self._shards[group]
+        return slice(shard.start - self._first, shard.stop - self._first)

@@ -1,0 +1,211 @@
+"""Adds up what ranks have, by puts and notifications: an exchange in which each owns a shard.
+
+    this rank's values ─┬─▶ its group's owners ── add, in rank order ──┐     (shared memory)
+                        └── its own slice                              ▼
+    the other groups' owners of its channel ◀── shards ──▶ add, in group order, and send back
+                                                                       ▼
+    the sums, which all ranks of a group read                   notify the group
+
+A version counts the exchanges of a run. Nothing is acknowledged, because it is implied: a rank
+sends version v + 1 of a run only after it has read version v of all its sums, so whoever has
+version v + 1 of everybody's part knows that nobody needs anything of v any more. Flags may still be
+on their way to who doesn't need them; they keep their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from torch import Tensor
+
+from paceline.codecs.kernels.kernels import add_up
+from paceline.comm.window import Window
+from paceline.errors import CommError, PeerLost
+from paceline.reduce.put_engine.bucket_state import Course
+from paceline.reduce.put_engine.error_feedback import Coding
+from paceline.reduce.put_engine.gradient_views import NOTHING, Flags, Part
+from paceline.reduce.put_engine.layout import Layout
+from paceline.reduce.put_engine.rank_layout import Place
+from paceline.reduce.put_engine.shard_reducer import Adder
+from paceline.reduce.put_engine.traffic import traffic
+from paceline.reduce.put_engine.waits import Waits
+
+
+class Owner:
+    """Exchanges runs over a window, and owns this rank's shard of every run.
+
+    Args:
+        window: this rank's; nobody else uses it.
+        layout: of the window, the same on all ranks.
+        templates: of each run, tensors of its parameters' shapes and strides.
+        names: of each run, the parameters' names.
+        limits: seconds to wait for a peer, in the first step and later.
+        steady: is called after the first step.
+    """
+
+    lends = True
+
+    def __init__(
+        self,
+        window: Window,
+        layout: Layout,
+        templates: Sequence[Sequence[Tensor]],
+        names: Sequence[Sequence[str]],
+        limits: tuple[float, float],
+        steady: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._window = window
+        self._place = place = Place(layout, window)
+        self._courses = [
+            Course(run, place, tensors, words)
+            for run, tensors, words in zip(layout.runs, templates, names, strict=True)
+        ]
+        self._traffic = [traffic(run, place) for run in layout.runs]
+        self._adder = Adder(window, place, self._courses)
+        held = [course.run.index for course in self._courses if course.run.spec.updated]
+        self._adder.released[held] = 0
+        first, self._later = limits
+        self._waits = Waits(window, place, self._adder, len(self._courses), first)
+        self._steady = steady
+
+    def steady(self) -> None:
+        """Wait less long from now on."""
+        self._waits.limit = self._later
+        self._steady()
+
+    def begin(self, *, kept: bool, scale: float) -> None:
+        """Keep what the wires missed in the step before, if it took effect."""
+        for coding in self.codings:
+            if coding is not None:
+                coding.begin(kept=kept, scale=scale)
+
+    @property
+    def codings(self) -> list[Coding | None]:
+        """What codes each run; None where this rank codes nothing."""
+        return [course.coding for course in self._courses]
+
+    def traffic(self, index: int) -> tuple[int, int]:
+        """Return the bytes that go to other groups and come from them."""
+        return self._traffic[index]
+
+    def next(self, index: int) -> int:
+        """Return the run itself: they arrive in no order."""
+        return index
+
+    def send(self, index: int, values: Sequence[Tensor | None], weight: float) -> None:
+        """Hand this rank's values to the owners, the more urgent the sooner they are read.
+
+        Raises:
+            PeerLost: a peer ended.
+        """
+        course = self._courses[index]
+        course.empty, course.update = False, None
+        course.part = part = course.sources.part(values, weight)
+        try:
+            self._put(course, part)
+        except PeerLost:
+            self._waits.fail_as_adder_did("a put")
+            raise
+        self._adder.go_on(course)
+
+    def send_nothing(self, index: int) -> None:
+        """Begin a version of which each owner has the sums already."""
+        course, version = self._courses[index], int(self._adder.sent[index]) + 1
+        course.empty, course.part = True, NOTHING
+        for owner in self._place.owners:
+            if owner != self._place.rank:
+                self._window.put(owner, 0, None, index, version, -index)
+        self._adder.go_on(course)
+
+    def give_back(self, index: int, update: Callable[[], None] | None) -> None:
+        """Let a shard's sums go back, or what `update` makes of them in their place."""
+        course = self._courses[index]
+        course.update = update
+        self._adder.release(course)
+
+    def shard(self, index: int) -> tuple[slice, Tensor] | None:
+        """Return which values of a run this rank owns, and the place of their sums."""
+        course, place = self._courses[index], self._place
+        if place.channel is None or course.shard is None:
+            return None
+        return course.run.shard(place.channel, place.group), course.shard
+
+    def flags(self, index: int) -> Flags:
+        """Return which parameters of a run that was added up anybody used."""
+        flags = self._courses[index].flags
+        assert flags is not None
+        return flags
+
+    def wait(self, index: int, operation: str) -> list[Tensor | None]:
+        """Return the sums of a run's last version.
+
+        Raises:
+            CommError: a peer was lost, or silent.
+            ConfigError: a gradient was written since it was sent.
+        """
+        course = self._courses[index]
+        part = self._summed(index, operation)
+        part.refuse_writes()
+        if part.full or course.update is not None:
+            return list(course.views)
+        self._wait_for_flags(index, int(self._adder.sent[index]), operation)
+        used = self._place.flags(course.run).tolist()
+        return [view if flag else None for view, flag in zip(course.views, used, strict=True)]
+
+    def drop(self, index: int, operation: str) -> None:
+        """Wait for the sums of a run's last version, whatever was written since it was sent.
+
+        Raises:
+            CommError: a peer was lost, or silent.
+        """
+        self._summed(index, operation)
+
+    def leave(self) -> None:
+        """Serve the peers until they have all their sums, as this rank has its own."""
+        if self._adder.error is None and all(course.part is None for course in self._courses):
+            with suppress(CommError):  # a peer that has gone needs nothing
+                self._waits.leave(self._later)
+
+    def close(self) -> None:
+        """End the thread, and the window."""
+        self._adder.close()
+        self._window.close()
+        self._adder.join()
+        for course in self._courses:
+            course.update = None  # which keeps whoever gave it
+
+    def _put(self, course: Course, part: Part) -> None:
+        place, run = self._place, course.run
+        index, version = run.index, int(self._adder.sent[run.index]) + 1
+        for channel, owner in enumerate(place.owners):
+            if owner == place.rank:
+                continue
+            room = course.to_owners[owner]
+            room.write_head(1.0, part.flags)
+            pieces = part.within(run.channel(channel))
+            add_up([pieces], [part.weight], room.values, past_caches=True)
+            self._window.put(owner, 0, None, index, version, -index)
+        if len(place.members) == 1 and place.across and course.coding is None:
+            self._adder.put_shards(course, part.pieces, part.weight, part.flags, version)
+
+    def _summed(self, index: int, operation: str) -> Part:
+        """Wait for a run's sums; return what this rank sent, which needn't be kept any more."""
+        course, place = self._courses[index], self._place
+        version, row = int(self._adder.sent[index]), len(self._courses) + index
+        senders = [owner for owner in place.owners if owner != place.rank]
+        if not place.neighbours and course.lands:
+            senders = list(place.across.values())
+        for peer in senders:
+            self._waits.notification(peer, row, version, operation)
+        if place.channel is not None:
+            self._waits.adder(index, version, operation)
+        part, course.part, course.ours = course.part, None, []
+        assert part is not None
+        return part
+
+    def _wait_for_flags(self, index: int, version: int, operation: str) -> None:
+        place, row = self._place, 2 * len(self._courses) + index
+        teller = place.leaders[0] if place.rank == place.leader else place.leader
+        if teller != place.rank:
+            self._waits.notification(teller, row, version, operation)

@@ -1,0 +1,146 @@
+"""A rank's place among the others, and its views of the windows' memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.comm.window import Window
+from paceline.reduce.put_engine.gradient_views import Flags
+from paceline.reduce.put_engine.layout import WEIGHT, Layout, Run, Topology
+
+
+class Place:
+    """Whom a rank exchanges with, and where.
+
+    Args:
+        layout: of the window.
+        window: the rank's; its group's memory is within its reach.
+
+    Attributes:
+        rank: its number.
+        group: its group's number.
+        members: the ranks of its group.
+        local: its place among them.
+        channel: which one it owns; None: its group has more ranks than there are channels.
+        owners: its group's ranks that own channels.
+        across: of the other groups, by number, the owner of its channel.
+        leaders: the first rank of each group; the first of them tells flags.
+        peers: all other ranks.
+    """
+
+    def __init__(self, layout: Layout, window: Window) -> None:
+        topology: Topology = layout.topology
+        self.rank = window.rank
+        self.group = topology.group_of(self.rank)
+        self.members = topology.groups[self.group]
+        self.local = self.members.index(self.rank)
+        self.channel = self.local if self.local < topology.channels else None
+        self.owners = self.members[: topology.channels]
+        self.across = {
+            number: group[self.channel]
+            for number, group in enumerate(topology.groups)
+            if self.channel is not None and number != self.group
+        }
+        self.leaders = tuple(group[0] for group in topology.groups)
+        self.peers = [rank for rank in topology.ranks if rank != self.rank]
+        self._memory = {peer: _memory(window, peer) for peer in self.members}
+        self._groups = len(topology.groups)
+
+    @property
+    def neighbours(self) -> list[int]:
+        """The other ranks of the group."""
+        return [peer for peer in self.members if peer != self.rank]
+
+    @property
+    def leader(self) -> int:
+        """The group's first rank, in whose window the sums are."""
+        return self.members[0]
+
+    @property
+    def groups(self) -> range:
+        """The groups' numbers."""
+        return range(self._groups)
+
+    def sums(self, run: Run) -> Tensor:
+        """The sums of a run, (numel,)."""
+        return self._values(self.leader, run.sums, run, run.numel)
+
+    def flags(self, run: Run) -> Flags:
+        """What is known of who used which parameter, (parameters,)."""
+        memory = self._memory[self.leader][run.flags : run.flags + len(run.spec.lengths)]
+        return memory.numpy()
+
+    def local_room(self, run: Run, owner: int, sender: int) -> Room:
+        """Where what a member has of an owner's slice lies, in the owner's window."""
+        at = run.local[self.members.index(sender)]
+        values = run.channel(self.members.index(owner))
+        memory = self._memory[owner]
+        start = at + run.head
+        return Room(memory[at:start], self._values(owner, start, run, values.stop - values.start))
+
+    def cross_room(self, run: Run, group: int) -> Room:
+        """Where what a group has of this rank's shard lies, coded."""
+        assert self.channel is not None
+        own = run.shard(self.channel, self.group)
+        at, memory = run.cross[group], self._memory[self.rank]
+        start = at + run.head
+        size = run.spec.coded(own.stop - own.start)
+        return Room(memory[at:start], memory[start : start + size])
+
+    def back_room(self, run: Run, group: int, *, coded: bool) -> Tensor:
+        """The values, as bytes, coded or as they are, that a group's owner sends back."""
+        assert self.channel is not None
+        shard = run.shard(self.channel, group)
+        at, numel = run.back[group], shard.stop - shard.start
+        size = run.spec.coded(numel) if coded else numel * run.spec.dtype.itemsize
+        return self._memory[self.rank][at : at + size]
+
+    def _values(self, peer: int, at: int, run: Run, numel: int) -> Tensor:
+        dtype = run.spec.dtype
+        return self._memory[peer][at : at + numel * dtype.itemsize].view(dtype)
+
+
+def _memory(window: Window, peer: int) -> Tensor:
+    if peer == window.rank:
+        return window.memory
+    memory = window.reach(peer)
+    assert memory is not None, f"rank {peer} shares no memory with rank {window.rank}"
+    return memory
+
+
+class Room:
+    """Where a part lies.
+
+    Args:
+        head: (bytes,), its head.
+        values: behind it.
+    """
+
+    def __init__(self, head: Tensor, values: Tensor) -> None:
+        self.values = values
+        self._weight = head[:WEIGHT].numpy().view(np.float64)
+        self._flags = head[WEIGHT:].numpy()
+
+    def write_head(self, weight: float, flags: Flags) -> None:
+        """Say what the values are yet to be multiplied by, and which parameters they are of."""
+        self._weight[0] = weight
+        self._flags[: len(flags)] = flags
+
+    @property
+    def weight(self) -> float:
+        """What the values are yet to be multiplied by."""
+        return float(self._weight[0])
+
+    def flags(self, run: Run) -> Flags:
+        """Which parameters they are of."""
+        return self._flags[: len(run.spec.lengths)]
+
+
+def head_of(run: Run, weight: float, flags: Flags) -> Tensor:
+    """Make a part's head, (bytes,)."""
+    head = np.zeros(run.head, np.uint8)
+    head[:WEIGHT].view(np.float64)[0] = weight
+    head[WEIGHT : WEIGHT + len(flags)] = flags
+    return torch.from_numpy(head)

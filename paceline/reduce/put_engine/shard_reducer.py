@@ -1,0 +1,316 @@
+"""The part of an owner: adds up its slice, its shard, and tells whoever needs the sums.
+
+    gathered   what the group has of this rank's slice is added up, in rank order
+    summed     what the groups have of its shard is, in their order
+    returned   it is on its way back, or what an update has made of it (`--update sharded`)
+    done       the sums of the whole slice are in place, and the group knows
+
+Each is a version, a run. A thread of its own goes on with whatever has become possible, the most
+urgent first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from functools import reduce
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.codecs.kernels.kernels import add_up
+from paceline.codecs.pieces import Piece, cut
+from paceline.comm.window import Window
+from paceline.reduce.put_engine.bucket_state import Course
+from paceline.reduce.put_engine.gradient_views import Flags
+from paceline.reduce.put_engine.rank_layout import Place, head_of
+
+_PATIENCE_S = 0.5
+_Versions = NDArray[np.int64]
+
+
+class Adder:
+    """Adds up what this rank owns.
+
+    Args:
+        window: this rank's.
+        place: of this rank.
+        courses: all runs.
+
+    Attributes:
+        sent: (runs,), the versions that this rank has sent.
+        released: (runs,), the versions that may go back; all, unless somebody sets it.
+        done: (runs,), the versions whose sums are in place, of this rank's slice.
+        error: what ended the thread.
+    """
+
+    def __init__(self, window: Window, place: Place, courses: Sequence[Course]) -> None:
+        self._window, self._place, self._courses = window, place, courses
+        self._count = len(courses)
+        self.sent, self._gathered, self._summed, self._returned, self.done, self._told = np.zeros(
+            (6, self._count), np.int64
+        )
+        self.released = np.full(self._count, np.iinfo(np.int64).max)
+        self._lands = np.array([course.lands for course in courses], bool)
+        self._all_land = bool(self._lands.all())
+        self._across, self._neighbours = list(place.across.values()), place.neighbours
+        self._relays = place.rank == place.leader != place.leaders[0] and bool(place.neighbours)
+        self.error: BaseException | None = None
+        self._changed = threading.Condition()
+        self._closed = False
+        if self._all_land:
+            window.hear(self._count)  # sums and flags are for who waits for them
+        self._thread = threading.Thread(target=self._work, name="owner", daemon=True)
+        self._thread.start()
+
+    def go_on(self, course: Course) -> None:
+        """Take this rank's part into account."""
+        index, values = course.run.index, self._window.values
+        self.sent[index] += 1
+        version = self.sent[index]
+        awaited = self._neighbours or (self._across if course.coding is None else ())
+        if all(values[peer, index] >= version for peer in awaited):
+            self._window.nudge()
+
+    def release(self, course: Course) -> None:
+        """Let the shard that this rank has sent its part of go back, once it is added up."""
+        self.released[course.run.index] = self.sent[course.run.index]
+        self._window.nudge()
+
+    def wait(self, index: int, version: int, limit: float) -> bool:
+        """Wait until a version is done; return whether it is."""
+        if self.done[index] < version:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: bool(self.done[index] >= version) or self.error is not None, limit
+                )
+        return bool(self.done[index] >= version)
+
+    def close(self) -> None:
+        """Let the thread end; the window is to be closed then."""
+        self._closed = True
+        self._window.nudge()
+
+    def join(self) -> None:
+        """Return once the thread has ended."""
+        self._thread.join()
+        self.error = None  # its traceback keeps what the thread knew
+
+    def put_shards(
+        self, course: Course, pieces: Sequence[Piece], weight: float, flags: Flags, version: int
+    ) -> None:
+        """Put what the group has of the other groups' shards to their owners.
+
+        Args:
+            course: whose shards.
+            pieces: of this rank's slice.
+            weight: what they are yet to be multiplied by.
+            flags: of their parameters.
+            version: of the run.
+        """
+        run, place = course.run, self._place
+        assert place.channel is not None
+        first = run.channel(place.channel).start
+        for group, owner in place.across.items():
+            inside = cut(pieces, _moved(run.shard(place.channel, group), -first))
+            if course.coding is None:
+                sources = [head_of(run, weight, flags), *(piece for _, _, piece in inside)]
+            else:
+                data = course.coding.encode(group, inside, weight)
+                sources = [head_of(run, 1.0, flags), data]
+            room = run.cross[place.group]
+            self._window.put(owner, room, sources, run.index, version, -run.index)
+
+    def _work(self) -> None:
+        news = 0
+        try:
+            while not self._closed:
+                self._advance()  # to what had come by then; later news are seen at once
+                news = self._window.wait_for_news(news, _PATIENCE_S)
+        except BaseException as error:
+            with self._changed:
+                self.error = error
+                self._changed.notify_all()
+
+    def _advance(self) -> None:
+        """Do what can be done."""
+        place, values, count = self._place, self._window.values, self._count
+        if place.channel is None:
+            return
+        parts = _least(values, self._neighbours, 0, count, self.sent)
+        for index in _indices(self._gathered < parts):
+            self._gather(self._courses[index])
+        crossed = _least(values, self._across, 0, count, self._gathered)
+        for index in _indices(self._summed < crossed):
+            self._sum(self._courses[index])
+        for index in _indices(self._returned < np.minimum(self._summed, self.released)):
+            self._give_back(self._courses[index])
+        back = self._returned
+        if not self._all_land:
+            back = np.where(self._lands, back, _least(values, self._across, count, 2 * count, back))
+        for index in _indices(self.done < back):
+            self._finish(self._courses[index])
+        if self._relays:
+            self._pass_flags_on(values[place.leaders[0], 2 * count : 3 * count])
+
+    def _gather(self, course: Course) -> None:
+        """Add up what the group has of this rank's slice."""
+        run, place, part = course.run, self._place, course.part
+        assert part is not None
+        assert place.channel is not None
+        values = run.channel(place.channel)
+        version = int(self._gathered[run.index]) + 1
+        if course.empty:
+            for peer in self._across:
+                self._window.put(peer, 0, None, run.index, version, -run.index)
+        elif not place.neighbours:
+            course.ours, course.weight, course.flags = part.within(values), part.weight, part.flags
+            if course.coding is not None:
+                self.put_shards(course, course.ours, part.weight, part.flags, version)
+        else:
+            size = values.stop - values.start
+            total = torch.empty(size, dtype=run.spec.dtype) if place.across else course.sums[values]
+            rooms = course.from_members
+            parts = [
+                part.within(values) if room is None else [(0, size, room.values)] for room in rooms
+            ]
+            weights = [part.weight if room is None else 1.0 for room in rooms]
+            add_up(parts, weights, total, past_caches=not place.across)
+            course.ours, course.weight = [(0, size, total)], 1.0
+            course.flags = _union(
+                [part.flags if room is None else room.flags(run) for room in rooms]
+            )
+            if place.across:
+                self.put_shards(course, course.ours, 1.0, course.flags, version)
+        self._gathered[run.index] = version
+
+    def _sum(self, course: Course) -> None:
+        """Add up what the groups have of this rank's shard."""
+        run, place = course.run, self._place
+        version = int(self._summed[run.index]) + 1
+        if not course.empty:
+            if place.across:
+                self._sum_groups(course)
+            elif not place.neighbours:
+                add_up([course.ours], [course.weight], course.sums)
+            if place.rank == place.leaders[0]:
+                self._tell_flags(course, version)
+        self._summed[run.index] = version
+
+    def _sum_groups(self, course: Course) -> None:
+        run, place, own = course.run, self._place, course.shard
+        assert place.channel is not None
+        assert own is not None
+        assert course.flags is not None
+        shard = run.shard(place.channel, place.group)
+        rooms, first = course.from_groups, run.channel(place.channel).start
+        ours = cut(course.ours, _moved(shard, -first))
+        if course.coding is None:
+            parts = [ours if r is None else [(0, len(own), _as(r.values, own))] for r in rooms]
+            add_up(parts, [course.weight if r is None else r.weight for r in rooms], own)
+        elif not run.spec.updated:
+            coded = [None if room is None else room.values for room in rooms]
+            course.coding.reduce(place.group, coded, ours, course.weight, own)
+        else:
+            for number, room in enumerate(rooms):
+                if room is not None:
+                    (course.coding.add if number else course.coding.decode)(room.values, own)
+                elif number:
+                    add_up([[(0, len(own), own)], ours], [1.0, course.weight], own)
+                else:
+                    add_up([ours], [course.weight], own)
+        course.flags = _union([course.flags if r is None else r.flags(run) for r in rooms])
+
+    def _give_back(self, course: Course) -> None:
+        """Send the shard's sums back, or what an update makes of them."""
+        run, place, own = course.run, self._place, course.shard
+        assert place.channel is not None
+        assert own is not None
+        version, source = int(self._returned[run.index]) + 1, own
+        if course.update is not None:
+            if course.coding is not None and not course.empty:
+                course.coding.complete_sums(place.group, own)
+            course.update()
+        elif course.coding is not None:
+            coding = course.coding
+            recode = run.spec.updated  # the sums were left as they are for an update
+            source = coding.encode_sums(place.group, own) if recode else coding.coded(place.group)
+        self._returned[run.index] = version
+        shard = run.shard(place.channel, place.group)
+        where = run.sum_of(shard) if course.lands else run.back[place.group]
+        for peer in self._across:
+            self._window.put(peer, where, source, self._count + run.index, version, -run.index)
+
+    def _finish(self, course: Course) -> None:
+        """Put what came from the other groups into the sums, and notify the group."""
+        run, place = course.run, self._place
+        assert place.channel is not None
+        version = int(self.done[run.index]) + 1
+        for group in place.across if not course.lands else ():
+            sums = course.sums[run.shard(place.channel, group)]
+            coded = course.coding is not None and course.update is None
+            data = place.back_room(run, group, coded=coded)
+            if not coded:
+                sums.copy_(_as(data, sums))
+            else:
+                assert course.coding is not None
+                course.coding.decode(data, sums)
+        for peer in place.neighbours:
+            self._window.put(peer, 0, None, self._count + run.index, version, -run.index)
+        with self._changed:
+            self.done[run.index] = version
+            self._changed.notify_all()
+
+    def _tell_flags(self, course: Course, version: int) -> None:
+        """Tell everybody which parameters were used, if somebody didn't use them all."""
+        run, place, flags = course.run, self._place, course.flags
+        assert flags is not None
+        if (flags == 1).all():
+            return
+        place.flags(run)[:] = flags
+        row, source = 2 * self._count + run.index, torch.from_numpy(flags.copy())
+        for peer in place.leaders[1:]:
+            self._window.put(peer, run.flags, source, row, version, -run.index)
+        for peer in place.neighbours:
+            self._window.put(peer, 0, None, row, version, -run.index)
+
+    def _pass_flags_on(self, versions: _Versions) -> None:
+        """Pass flags on to the group."""
+        for index in _indices(self._told < versions):
+            self._told[index] = versions[index]
+            row, version = 2 * self._count + index, int(versions[index])
+            for peer in self._place.neighbours:
+                self._window.put(peer, 0, None, row, version, -index)
+
+
+def _least(
+    values: _Versions, peers: Sequence[int], start: int, stop: int, bound: _Versions
+) -> _Versions:
+    """Return what all of some peers have reached, a notification, and no more than a bound."""
+    return reduce(np.minimum, (values[peer, start:stop] for peer in peers), bound)
+
+
+def _indices(which: NDArray[np.bool_]) -> list[int]:
+    """Return where something is true, the most urgent run first."""
+    found: list[int] = which.nonzero()[0][::-1].tolist()
+    return found
+
+
+def _union(flags: Sequence[Flags]) -> Flags:
+    """Unite flags: 0 where nobody used a parameter, 1 where all did, 2 where some."""
+    union = flags[0]
+    for more in flags[1:]:
+        if not np.array_equal(union, more):
+            union = np.where(union == more, union, 2).astype(np.uint8)
+    return union
+
+
+def _moved(values: slice, by: int) -> slice:
+    return slice(values.start + by, values.stop + by)
+
+
+def _as(data: Tensor, like: Tensor) -> Tensor:
+    """View bytes as values."""
+    return data.view(like.dtype)

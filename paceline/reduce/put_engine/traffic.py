@@ -1,0 +1,34 @@
+"""How many bytes of a run travel between groups, a pure function of the layout.
+
+What ranks of a group hand each other in shared memory isn't sent.
+"""
+
+from __future__ import annotations
+
+from paceline.reduce.put_engine.layout import Run
+from paceline.reduce.put_engine.rank_layout import Place
+
+
+def traffic(run: Run, place: Place) -> tuple[int, int]:
+    """Return the bytes that a rank sends and receives when a run is exchanged once.
+
+    It sends each other group that group's shard, behind a head, and gets it back added up, or
+    updated; its own shard comes from each of them and goes back. Frames' heads, flags of
+    parameters that not everybody used, and that sums need not be sent where `reduce` gave them
+    before, aren't counted.
+    """
+    if place.channel is None:
+        return 0, 0
+    own = _sizes(run, place.channel, place.group)
+    others = [_sizes(run, place.channel, group) for group in place.across]
+    sent = sum(run.head + there for there, _ in others) + own[1] * len(others)
+    received = sum(back for _, back in others) + (run.head + own[0]) * len(others)
+    return sent, received
+
+
+def _sizes(run: Run, channel: int, group: int) -> tuple[int, int]:
+    """Return the bytes of a shard on its way to its owner, and back."""
+    shard = run.shard(channel, group)
+    numel = shard.stop - shard.start
+    coded = run.spec.coded(numel)
+    return coded, numel * run.spec.dtype.itemsize if run.spec.updated else coded

@@ -1,0 +1,109 @@
+"""A rank's waits for its peers' words, each within a limit; and whom they were in vain for.
+
+A sum needs all ranks. So a wait for one peer ends as well when another is lost, and one that nobody
+answers names who hasn't sent its part, rather than the owner that waits for it as well.
+"""
+
+from __future__ import annotations
+
+import time
+
+from paceline.comm.window import Window
+from paceline.errors import CommTimeout, PeerLost
+from paceline.reduce.put_engine.rank_layout import Place
+from paceline.reduce.put_engine.shard_reducer import Adder
+
+_PATIENCE_S = 0.5  # until a lost rank is noticed by who waits for another
+
+
+class Waits:
+    """Waits for runs' versions.
+
+    Args:
+        window: where peers notify.
+        place: of this rank.
+        adder: of this rank.
+        count: of the runs.
+        limit: seconds.
+
+    Attributes:
+        limit: seconds that a wait may take.
+    """
+
+    def __init__(
+        self, window: Window, place: Place, adder: Adder, count: int, limit: float
+    ) -> None:
+        self.limit = limit
+        self._window, self._place, self._adder, self._count = window, place, adder, count
+
+    def notification(self, peer: int, row: int, version: int, operation: str) -> None:
+        """Wait for a peer's notification of a run, or of its sum or flags.
+
+        Raises:
+            PeerLost: a peer ended, this one or another; CommTimeout: one was silent.
+        """
+        deadline = time.monotonic() + self.limit
+        while True:
+            limit = min(_PATIENCE_S, deadline - time.monotonic())
+            try:
+                self._window.wait(peer, row, version, limit=limit, operation=operation)
+                return
+            except CommTimeout:
+                self.fail_as_adder_did(operation)
+                if time.monotonic() >= deadline:
+                    raise self._silence(row % self._count, version, operation, peer) from None
+            except PeerLost:  # perhaps only because it lost another before
+                self.fail_as_adder_did(operation)
+                raise
+
+    def adder(self, index: int, version: int, operation: str) -> None:
+        """Wait until this rank's own slice of a run is done; raises as `notification`."""
+        if not self._adder.wait(index, version, self.limit):
+            self.fail_as_adder_did(operation)
+            raise self._silence(index, version, operation, None)
+
+    def leave(self, limit: float) -> None:
+        """Say that this rank has all that it needs, and return once all others have said so.
+
+        It returns as well at the limit, and when another goes on: then its next wait is to learn
+        at once that this rank doesn't.
+
+        Raises:
+            CommError: a peer has gone.
+        """
+        window, last = self._window, 3 * self._count
+        peers = self._place.peers
+        window.hear(last + 1)
+        for peer in peers:
+            window.put(peer, 0, None, last, 1)
+        deadline, news = time.monotonic() + limit, 0
+        while staying := [peer for peer in peers if not window.values[peer, last]]:
+            goes_on = (window.values[staying, : self._count] > self._adder.sent).any()
+            if goes_on or self._adder.error is not None or time.monotonic() >= deadline:
+                return
+            news = window.wait_for_news(news, _PATIENCE_S)
+        for peer in peers:
+            window.flush(peer, limit=limit, operation="the end")
+
+    def fail_as_adder_did(self, operation: str) -> None:
+        """Raise what ended the adder, if anything did: it noticed first who was lost."""
+        error = self._adder.error
+        if isinstance(error, PeerLost):
+            raise PeerLost(str(error).replace("waiting for news", operation)) from error
+        if error is not None:
+            raise error
+
+    def _silence(self, index: int, version: int, operation: str, owner: int | None) -> CommTimeout:
+        place, values = self._place, self._window.values
+        across = [*place.across.values()]
+        silent = [peer for peer in (*place.neighbours, *across) if values[peer, index] < version]
+        if not silent:  # they have sent their parts, and a sum is missing
+            missing = [p for p in across if values[p, self._count + index] < version]
+            silent = missing if owner is None else [owner]
+        ranks = ", ".join(map(str, sorted(silent)))
+        who = f"rank{'s' if len(silent) > 1 else ''} {ranks}" if silent else "itself"
+        return CommTimeout(
+            f"rank {place.rank} waited {self.limit:g} s for {who} in "
+            f"{operation}: it hangs, can't be reached, or needs a longer --timeout "
+            "(--first_iter_timeout in the start)."
+        )

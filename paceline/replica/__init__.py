@@ -1,0 +1,1 @@
+"""Binds a model to a synchronizer: hooks, read tracing, trained parameters, guards."""

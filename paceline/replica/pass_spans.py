@@ -1,0 +1,64 @@
+"""Measures a model's forwards and backwards from outside, by hooks; only a traced run has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from paceline.recorder import Recorder
+from paceline.replica.compiled_modules import around_call, is_compiled
+
+
+def watch_passes(model: nn.Module, recorder: Recorder) -> Callable[[], None]:
+    """Measure spans `forward` and `backward` until the returned function is called.
+
+    A backward begins where it reaches what the model returned. Of a compiled model only the
+    forward is seen.
+    """
+    if is_compiled(model):
+        return around_call(model, lambda: recorder.span("forward"))
+    passes = _Passes(recorder)
+    undo = ExitStack()
+    # Functions, which a copy of the model shares rather than copies.
+    before = model.register_forward_pre_hook(lambda *_: passes.begin("forward"), prepend=True)
+    undo.callback(before.remove)
+    after = model.register_forward_hook(
+        lambda model, inputs, output: passes.end_forward(output), always_call=True
+    )
+    undo.callback(after.remove)
+    return undo.close
+
+
+class _Passes:
+    """Knows which passes are under way."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._open: dict[str, AbstractContextManager[None]] = {}
+
+    def begin(self, name: str) -> None:
+        """Begin a pass, unless it is under way."""
+        if name not in self._open:
+            self._open[name] = self._recorder.span(name)
+            self._open[name].__enter__()
+
+    def end_forward(self, output: object) -> None:
+        """End the forward; its backward begins at the output."""
+        self._end("forward")
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(self._begin_backward)
+
+    def _begin_backward(self, gradient: Tensor) -> None:
+        if "backward" not in self._open:
+            self.begin("backward")
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(lambda: self._end("backward"))
+
+    def _end(self, name: str) -> None:
+        if (span := self._open.pop(name, None)) is not None:
+            span.__exit__(None, None, None)

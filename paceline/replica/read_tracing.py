@@ -1,0 +1,153 @@
+"""Which modules read which parameters: learned in the first step, not assumed.
+
+A module usually reads its own parameters, but not only: `MultiheadAttention` reads its child's
+(`out_proj`) without calling it. In the first step a dispatch mode sees every tensor operation
+under autograd; an operation on a parameter is a read by the innermost module then running. A
+parameter's readers are those and the module that owns it. A module that didn't run in the first
+step (a layer that was dropped) may read anything: it waits for all. A module that did, and that
+reads another module's parameter in a later step only, isn't known to: such a model calls
+`settle()` first. A compiled module owns all that is in it, and nobody
+looks inside. A parameter that is used and that no running module was seen to read is read by code
+outside, and one that no module owns can only be: nobody can wait there, so its update isn't put
+off.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from paceline.replica.compiled_modules import around_call, is_compiled, visible_modules
+
+Readers = dict[nn.Module, list[nn.Parameter]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learned:
+    """What a lesson has shown.
+
+    Attributes:
+        readers: each module's trainable parameters.
+        outside: those that are read where no module can wait for them.
+    """
+
+    readers: Readers
+    outside: frozenset[nn.Parameter]
+
+
+def owners(model: nn.Module) -> Readers:
+    """Map each module to the trainable parameters that it registers itself."""
+    found: Readers = {}
+    for module in visible_modules(model):
+        own = [p for p in module.parameters(recurse=is_compiled(module)) if p.requires_grad]
+        if own:
+            found[module] = own
+    return found
+
+
+class ReaderLesson:
+    """Watches a model's calls until `finish` and tells who read what."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._owners = owners(model)
+        self._running: list[nn.Module] = []
+        self._over = False
+        self._mode = _ReadMode(model.parameters(), self._running)
+        self._used: set[nn.Parameter] = set()
+        self._ran: set[nn.Module] = set()
+        self._undo: list[Callable[[], None]] = []
+        for module in visible_modules(model):
+            if is_compiled(module):
+                self._undo.append(around_call(module, self._pause))
+            else:
+                handles = (
+                    module.register_forward_pre_hook(self._enter),
+                    module.register_forward_hook(self._leave, always_call=True),
+                )
+                self._undo += [handle.remove for handle in handles]
+
+    def __deepcopy__(self, memo: object) -> ReaderLesson:
+        """Stay one: a copy of the model takes its hooks along, and they end with the lesson."""
+        return self
+
+    def use(self, parameter: nn.Parameter) -> None:
+        """Note that a parameter got a gradient."""
+        self._used.add(parameter)
+
+    def outside(self, parameters: Iterable[nn.Parameter]) -> frozenset[nn.Parameter]:
+        """Return those that are read where no module can wait for them."""
+        owned = {p for own in self._owners.values() for p in own}
+        compiled = {p for m, own in self._owners.items() if is_compiled(m) for p in own}
+        seen = compiled.union(*self._mode.reads.values())
+        return frozenset(
+            p for p in parameters if p not in owned or (p in self._used and p not in seen)
+        )
+
+    def finish(self) -> Readers:
+        """End the lesson; return each module's trainable parameters, owners' included."""
+        self._over = True
+        while self._undo:
+            self._undo.pop()()
+        readers: dict[nn.Module, dict[nn.Parameter, None]] = defaultdict(dict)
+        for module, parameters in [*self._owners.items(), *self._mode.reads.items()]:
+            readers[module].update(dict.fromkeys(p for p in parameters if p.requires_grad))
+        for module in visible_modules(self._model):
+            if module not in self._ran and not is_compiled(module):
+                readers[module].update(dict.fromkeys(self._trained()))
+        return {module: list(parameters) for module, parameters in readers.items()}
+
+    def _trained(self) -> Iterator[nn.Parameter]:
+        return (p for p in self._model.parameters() if p.requires_grad)
+
+    def _enter(self, module: nn.Module, args: object) -> None:
+        if self._over:
+            return
+        if not self._running:
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
+        self._running.append(module)
+        self._ran.add(module)
+
+    def _leave(self, module: nn.Module, args: object, output: object) -> None:
+        if self._over:
+            return
+        self._running.pop()
+        if not self._running:
+            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
+        """Look away: torch.compile would compile the watching, too."""
+        if not self._running:
+            yield
+            return
+        self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
+
+
+class _ReadMode(TorchDispatchMode):
+    """Notes every operation on a parameter under the innermost running module."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], running: list[nn.Module]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._by_id = {id(p): p for p in parameters}
+        self._running = running
+        self.reads: Readers = defaultdict(list)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, Tensor) and (p := self._by_id.get(id(value))) is not None:
+                self.reads[self._running[-1]].append(p)
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,332 @@
+"""Binds a model and its optimizer to a synchronizer: who calls the four instants, and when.
+
+    with replica.step(number, weight):      begin
+        loss = criterion(model(x), y)       before_read: a pre-hook on every reader of parameters
+        loss.backward()                     gradient_ready: a hook after each parameter's gradient
+        optimizer.step()                    end
+        optimizer.zero_grad()
+
+`optimizer.step()` freezes the hyperparameters and returns; the update itself happens in the next
+forward, layer by layer, as results arrive, or in `settle`. `eval()`, `state_dict()` and
+`load_state_dict()`, the model's and the optimizer's, settle first.
+
+The optimizer's own step hooks see what they see in plain torch: before a pre-hook gradients are
+reduced, before a post-hook parameters are settled.
+
+When other parameters are trained than in the step before, the replica settles and binds anew; what
+is new gets rank 0's values. It does the same where another plan goes on (`next_plan`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim import optimizer as optimizers
+
+from paceline.algorithms.synchronizer import Synchronizer
+from paceline.comm.communicator import Communicator, broadcast_all, broadcast_state
+from paceline.errors import ConfigError
+from paceline.reduce.buckets import Bucket, partition
+from paceline.replica.grad_scaler import meet_scaler
+from paceline.replica.hooks import Binding
+from paceline.replica.patch import patch
+from paceline.replica.read_tracing import Learned
+from paceline.replica.trained_parameters import Roster, state_of
+from paceline.update.layer_exchange import Share
+
+MakeSynchronizer = Callable[[Sequence[Bucket]], Synchronizer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How to exchange.
+
+    Attributes:
+        make_synchronizer: makes the exchange of given buckets.
+        bucket_bytes: a bucket's size, about.
+    """
+
+    make_synchronizer: MakeSynchronizer
+    bucket_bytes: int
+
+
+def _the_same() -> None:
+    """Go on with the exchange that there is."""
+
+
+class Replica:
+    """This rank's copy of the model, kept in step with the others'.
+
+    Args:
+        model: on all ranks the same but for its values; they become rank 0's.
+        optimizer: of any parameters, the model's or others.
+        communicator: of the ranks; used at the start and when other parameters are trained.
+        make_synchronizer: makes the exchange of given buckets.
+        bucket_bytes: a bucket's size, about.
+        share: is told what this rank counts in each step; the SyncBatchNorm layers'.
+        next_plan: is asked when a step begins, and returns another plan that goes on from
+            there, the same on all ranks, or None.
+
+    Raises:
+        ConfigError: a lazy module doesn't know its shapes, or the optimizer can't be exchanged.
+        CommError: a peer was lost, or silent.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        communicator: Communicator,
+        make_synchronizer: MakeSynchronizer,
+        *,
+        bucket_bytes: int,
+        share: Share | None = None,
+        next_plan: Callable[[], Plan | None] = _the_same,
+    ) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._communicator = communicator
+        self._plan = Plan(make_synchronizer=make_synchronizer, bucket_bytes=bucket_bytes)
+        self._next_plan = next_plan
+        self._share = Share() if share is None else share
+        self._scale: Callable[[], float] | None = None
+        self._number: int | None = None  # the step that runs
+        self._reduced = False
+        self._undo: list[Callable[[], None]] = []
+        self._binding = self._bind(known=set())
+        self._settle_before_states()
+        self._plain_step, self._plain_zero = optimizer.step, optimizer.zero_grad
+        self._hooked_end = Optimizer.profile_hook_step(self._end)
+        self._patches = [
+            patch(optimizer, "step", self._step_optimizer),
+            patch(optimizer, "zero_grad", self._zero_optimizer),
+            patch(model, "train", self._train),
+            patch(model, "zero_grad", self._zero_model),
+            meet_scaler(optimizer, self._refuse_early_unscaling),
+        ]
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """What is exchanged, by when backward completes it."""
+        return self._binding.synchronizer.buckets
+
+    @property
+    def ended(self) -> bool:
+        """Whether `optimizer.step()` has ended the step; False in a step that it is yet to end."""
+        return self._number is None
+
+    @contextmanager
+    def step(self, number: int, weight: float) -> Iterator[None]:
+        """Run a step; `weight` is local samples / global samples.
+
+        A block that ends without `optimizer.step()` ends the step without an update.
+
+        Raises:
+            ConfigError: the block broke a rule of the exchange; names the remedy.
+            CommError: a peer was lost, or silent.
+        """
+        self._bind_anew_if_changed()
+        self._number, self._reduced = number, False
+        self._share.begin(weight)
+        scale = 1.0 if self._scale is None or not self.stateful else self._scale()
+        self._binding.begin(number, weight, scale)
+        yield
+        if self._number is not None:
+            self._binding.synchronizer.abandon(number)
+            self._done()
+        self._share.end()
+        self._binding.learn()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate: gradients of backwards inside stay here until one outside sends the sum."""
+        self._binding.exchanging = False
+        try:
+            yield
+        finally:
+            self._binding.exchanging = True
+
+    def reduce(self) -> None:
+        """Wait, and make every `.grad` the mean over the global batch; then it may be changed.
+
+        Raises:
+            ConfigError: no step runs.
+            CommError: a peer was lost, or silent.
+        """
+        if self._number is None:
+            raise ConfigError(
+                "reduce() was called where no step runs: call it within step(), after backward "
+                "and before optimizer.step()."
+            )
+        if not self._reduced:
+            self._binding.gradients.reduce()
+            self._binding.synchronizer.reduce()
+            self._reduced = True
+
+    def settle(self) -> None:
+        """Make parameters and running statistics final and equal everywhere."""
+        self._binding.synchronizer.settle()
+
+    def leave(self) -> None:
+        """Return once the peers have all that they need of this rank, or within a limit."""
+        self._binding.synchronizer.leave()
+
+    @property
+    def stateful(self) -> bool:
+        """Whether ranks have state besides model and optimizer; the same on all."""
+        return self._binding.synchronizer.state is not None
+
+    def state(self) -> Mapping[str, Any] | None:
+        """Settle, and return on rank 0 what ranks have besides model and optimizer; collective.
+
+        Returns:
+            by parameter, so that another world can take it; None on other ranks, and where nobody
+            has anything.
+
+        Raises:
+            CommError: a peer was lost, or silent.
+        """
+        self.settle()
+        state = self._binding.synchronizer.state
+        return None if state is None else state.gather(self._communicator)
+
+    def restore(self, state: Mapping[str, Any]) -> bool:
+        """Take, on all ranks, what `state` returned; return whether this exchange can."""
+        ours = self._binding.synchronizer.state
+        return ours is not None and ours.restore(state)
+
+    def follow(self, scale: Callable[[], float]) -> None:
+        """Let what a lossy wire missed follow the loss's scale: a `GradScaler.get_scale`, say."""
+        self._scale = scale
+
+    def close(self) -> None:
+        """Take the hooks off model and optimizer and close the synchronizer, without a wait."""
+        self._unbind()
+        for undo in self._patches:
+            undo()
+
+    def _bind(self, known: set[Tensor], learned: Learned | None = None) -> Binding:
+        """Bind what is trained now; `known` tensors are equal on all ranks, others become so."""
+        roster = Roster.of(self._model, self._optimizer)
+        fresh = [tensor for tensor in roster.tensors if tensor not in known]
+        broadcast_all(self._communicator, fresh, "the broadcast of rank 0's weights")
+        buckets = partition(roster.names, roster.groups, self._plan.bucket_bytes)
+        synchronizer = self._plan.make_synchronizer(buckets)
+        return Binding(self._model, roster, synchronizer, learned)
+
+    def _bind_anew_if_changed(self) -> None:
+        old, plan = self._binding, self._next_plan()
+        same = state_of(self._optimizer) == old.roster.state
+        if same and plan is None:
+            return
+        self._plan = plan or self._plan
+        device, stateful, kept = old.roster.tensors[0].device, self.stateful, self.state()
+        self.leave()
+        self._unbind()
+        self._binding = self._bind(set(old.roster.tensors), old.learned if same else None)
+        if stateful:
+            what = "the broadcast of what ranks have besides the model"
+            self.restore(broadcast_state(self._communicator, kept, device, what))
+        self._binding.exchanging = old.exchanging
+        self._settle_before_states()
+
+    def _unbind(self) -> None:
+        self._binding.close()
+        while self._undo:
+            self._undo.pop()()
+
+    def _step_optimizer(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Stand in for `optimizer.step()`: inside a step, end it."""
+        if self._number is None:
+            return self._plain_step(*args, **kwargs)
+        if not args and not kwargs and _has_hooks(optimizer, "pre"):  # no closure to run first
+            self.reduce()
+        return self._hooked_end(optimizer, *args, **kwargs)
+
+    def _end(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        assert self._number is not None
+        self._binding.gradients.refuse_changes()
+        self._refuse_strangers()
+        self._binding.synchronizer.end(self._number)
+        self._done()
+        if _has_hooks(optimizer, "post"):
+            self.settle()
+        return loss
+
+    def _done(self) -> None:
+        self._number = None
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look at it
+        self._binding.end()
+
+    def _refuse_early_unscaling(self) -> None:
+        """Refuse a GradScaler's step whose gradients aren't reduced, or were unscaled before."""
+        if self._number is None:
+            return
+        if not self._reduced or not self._binding.gradients.reduced_as_sent():
+            raise ConfigError(
+                f"a GradScaler unscaled gradients in step {self._number} that had been sent: call "
+                "reduce() after backward, before unscale_() and step()."
+            )
+        state = self._binding.synchronizer.state
+        if self._scale is None and state is not None and state.scaled:
+            raise ConfigError(
+                "a GradScaler scales gradients that a lossy wire codes, and what the wire missed "
+                "must follow its scale: call world.track(scaler) before the first step."
+            )
+
+    def _refuse_strangers(self) -> None:
+        """Refuse a gradient that nobody exchanges and that a plain step would have used."""
+        exchanged = self._binding.gradients.parameters
+        for group in self._optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p not in exchanged:
+                    name = self._binding.roster.names.get(p, f"a new parameter, {tuple(p.shape)},")
+                    raise ConfigError(
+                        f"{name} has a gradient that isn't exchanged: freeze and unfreeze "
+                        "parameters, and give them to the optimizer, between steps, and "
+                        "zero_grad() what you freeze."
+                    )
+
+    def _settle_before_states(self) -> None:
+        def settle_first(*_: object) -> None:
+            self.settle()
+
+        for module in self._model.modules():
+            self._undo.append(module.register_state_dict_pre_hook(settle_first).remove)
+            self._undo.append(module.register_load_state_dict_pre_hook(settle_first).remove)
+        optimizer = self._optimizer
+        self._undo.append(optimizer.register_state_dict_pre_hook(settle_first).remove)
+        self._undo.append(optimizer.register_load_state_dict_pre_hook(settle_first).remove)
+
+    def _train(self, model: nn.Module, mode: bool = True) -> nn.Module:
+        """Stand in for `model.train()`, which `eval()` calls too."""
+        if not mode and model is self._model:
+            self.settle()
+        return type(model).train(model, mode)
+
+    def _zero_optimizer(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
+        """Stand in for `optimizer.zero_grad()`, which may write gradients that are on their way."""
+        if not set_to_none:
+            self._binding.synchronizer.release()
+        self._plain_zero(set_to_none)
+
+    def _zero_model(self, model: nn.Module, set_to_none: bool = True) -> None:
+        """Stand in for `model.zero_grad()`, likewise."""
+        if not set_to_none and model is self._model:
+            self._binding.synchronizer.release()
+        type(model).zero_grad(model, set_to_none)
+
+
+def _has_hooks(optimizer: Optimizer, when: str) -> bool:
+    """Tell whether hooks run before ("pre") or after ("post") an optimizer's step."""
+    own = getattr(optimizer, f"_optimizer_step_{when}_hooks")
+    return bool(own or getattr(optimizers, f"_global_optimizer_{when}_hooks"))

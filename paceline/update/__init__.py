@@ -1,0 +1,1 @@
+"""What changes parameters: optimizers by bucket or by shard, running statistics, batch norm."""

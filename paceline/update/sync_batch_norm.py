@@ -1,0 +1,189 @@
+"""BatchNorm over the samples of all ranks, on any device and in any dtype.
+
+Forward: each rank has n_r values a channel, of mean m_r and sum of squared deviations M2_r; all
+ranks get all of them and merge them in rank order (Chan, Golub, LeVeque 1979):
+
+    n = sum n_r     mean = sum n_r m_r / n     M2 = sum M2_r + n_r (m_r - mean)^2     var = M2 / n
+
+Backward: rank r's loss is the mean over its own slice and counts with its weight w_r, its part of
+the global batch. With x^ = (x - mean) / std, two more sums over the ranks give its gradient, of
+its own loss like everybody's:
+
+    G = sum w_r sum g_r     H = sum w_r sum g_r x^_r     (inner sums: over rank r's values)
+    dx = weight / std * (g - (G + x^ H) / (w_r n))
+
+So uneven shares are right, and a rank of weight 0 (its sample is borrowed) counts nothing. Layers
+wait for their peers within forward and backward. Their collectives are on a communicator of their
+own: on the buckets' one, ranks that complete buckets in different orders would mix them up.
+Statistics are in float32, or float64 where the input is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from paceline.comm.communicator import Communicator
+from paceline.errors import ConfigError
+from paceline.update.layer_exchange import LayerExchange, Share
+
+
+def convert_sync_batchnorm(model: nn.Module, communicator: Communicator, share: Share) -> nn.Module:
+    """Replace every BatchNorm, torch's `SyncBatchNorm` included; return the model.
+
+    Parameters, buffers, hooks and the names in the state dict stay.
+
+    Args:
+        model: changed in place, unless it is a BatchNorm itself.
+        communicator: the layers' own, of the same ranks as the buckets'.
+        share: tells what this rank's samples count; the replica's.
+    """
+    exchange = LayerExchange(communicator, share)
+    converted = {
+        module: SyncBatchNorm.like(module, exchange, name or "the model")
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm)
+    }
+    for parent in [m for m in model.modules() if m not in converted]:
+        for name, child in parent.named_children():
+            if child in converted:
+                setattr(parent, name, converted[child])
+    return converted[model] if isinstance(model, _BatchNorm) else model
+
+
+class SyncBatchNorm(_BatchNorm):
+    """A BatchNorm of any number of dimensions; made by `like`."""
+
+    _exchange: LayerExchange
+    _name: str
+
+    @staticmethod
+    def like(module: _BatchNorm, exchange: LayerExchange, name: str) -> SyncBatchNorm:
+        """Make one of a BatchNorm's own parameters, buffers, options and hooks."""
+        made: SyncBatchNorm = SyncBatchNorm.__new__(SyncBatchNorm)
+        made.__dict__.update(module.__dict__)
+        made._exchange, made._name = exchange, name
+        return made
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise (n, channels, …) by the ranks' common statistics; collective in training.
+
+        Raises:
+            ConfigError: there is one value a channel in the whole global batch.
+            CommError: a peer was lost, or silent.
+        """
+        return self._together(input) if self.training else super().forward(input)
+
+    @_disable_dynamo  # what waits for peers isn't compiled; imports the compiler when called
+    def _together(self, input: Tensor) -> Tensor:
+        self._check_input_dim(input)
+        factor = self._averaging_factor()
+        mean, var, count = self._statistics(input)
+        if self.running_mean is not None and self.running_var is not None:
+            unbiased = var * (count / (count - 1))
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
+            self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
+        normalised: Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
+            input, self.weight, self.bias, mean, var, count, self
+        )
+        return normalised
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected (n, channels, …), got {input.dim()} dimension(s)")
+
+    def _averaging_factor(self) -> float:
+        if self.num_batches_tracked is None:
+            return 0.0
+        self.num_batches_tracked.add_(1)
+        return 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+
+    @torch.no_grad()
+    def _statistics(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return mean and biased variance, (channels,), and the number of values a channel."""
+        dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
+        channels = x.shape[1]
+        own = x.new_zeros(1 + 2 * channels, dtype=dtype)  # count | mean | M2
+        count = x.numel() // channels if self._exchange.weight > 0 else 0
+        if count:
+            nothing = own.new_zeros(2, channels)  # running statistics to update, in their dtype
+            mean, var = torch.batch_norm_update_stats(x, nothing[0], nothing[1], 0.0)
+            own = torch.cat([own.new_tensor([count]), mean, var * count])
+        rows = self._exchange.gather(own, f"the forward of {self._name}")
+        counts, means, m2 = rows[:, :1], rows[:, 1 : 1 + channels], rows[:, 1 + channels :]
+        total = counts.sum()
+        if count <= 1 and total <= 1:
+            raise ConfigError(
+                f"{self._name}: the global batch has one value a channel, and its variance needs "
+                "more: make the batch larger."
+            )
+        mean = (counts * means).sum(0) / total
+        return mean, (m2 + counts * (means - mean).square()).sum(0) / total, total
+
+
+class _Normalise(torch.autograd.Function):
+    """Normalise by given statistics, with the gradient of statistics that depend on all ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        var: Tensor,
+        count: Tensor,
+        layer: SyncBatchNorm,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, mean, var, count)
+        ctx.layer = layer
+        scale, shift = (None if t is None else t.to(mean.dtype) for t in (weight, bias))
+        return F.batch_norm(x, mean, var, scale, shift, training=False, eps=layer.eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, var, count = ctx.saved_tensors
+        layer: SyncBatchNorm = ctx.layer
+        _, sum_gx, sum_g = torch.ops.aten.native_batch_norm_backward(
+            g, x, None, mean, var, None, None, False, layer.eps, [False, True, True]
+        )
+        dx = _input_gradient(g, x, weight, mean, var, count, layer, torch.stack([sum_g, sum_gx]))
+        dtype = None if weight is None else weight.dtype
+        return (
+            dx if ctx.needs_input_grad[0] else None,
+            sum_gx.to(dtype) if ctx.needs_input_grad[1] else None,
+            sum_g.to(dtype) if ctx.needs_input_grad[2] else None,
+            *[None] * 4,
+        )
+
+
+def _input_gradient(
+    g: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    var: Tensor,
+    count: Tensor,
+    layer: SyncBatchNorm,
+    sums: Tensor,
+) -> Tensor:
+    """Return dx of this rank's own loss from its `sums`, (2, channels), of g and g x^; collective.
+
+    As  dx = g scale - x slope + shift,  each of them (channels,).
+    """
+    own = layer._exchange.weight
+    total = layer._exchange.sum(sums * own, f"the backward of {layer._name}")
+    total = total / (count * own) if own > 0 else torch.zeros_like(total)
+    inverse = (var + layer.eps).rsqrt()
+    scale = inverse if weight is None else inverse * weight.to(inverse.dtype)
+    slope = scale * inverse * total[1]
+    shape = (1, -1, *[1] * (x.dim() - 2))
+    scale, slope, shift = (t.view(shape) for t in (scale, slope, mean * slope - scale * total[0]))
+    return torch.addcmul(torch.addcmul(shift, x, slope, value=-1), g, scale).to(x.dtype)
