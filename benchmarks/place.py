@@ -12,9 +12,9 @@ from stream import LIMIT
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
-from paceline.build import Peers
 from paceline.cluster.membership.members import Members
 from paceline.comm.process_group import ProcessGroupCommunicator
+from paceline.wiring import Peers
 
 
 @dataclass(frozen=True, kw_only=True)

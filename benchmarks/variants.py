@@ -44,16 +44,16 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.build import make_optimizer, replicate
-from paceline.build.choice import CANDIDATES, Occasion
-from paceline.build.exchange import SYNCHRONIZERS
 from paceline.codecs.codecs import WIRES
 from paceline.config.optim import OptimConfig
 from paceline.config.world import SyncConfig
 from paceline.models.zoo import build_model
 from paceline.replica.replica import Replica
-from paceline.sync.precision import DTYPES
-from paceline.sync.trials import steps_of_trials
+from paceline.run.autotune_trials import steps_of_trials
+from paceline.run.precision import DTYPES
+from paceline.wiring import make_optimizer, replicate
+from paceline.wiring.autotune import CANDIDATES, Occasion
+from paceline.wiring.exchange import SYNCHRONIZERS
 
 CLASSES = 1000
 

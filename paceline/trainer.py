@@ -17,8 +17,8 @@ from paceline.models.output_check import check_output, explained_errors, explain
 from paceline.observe.score_counter import NO_TEST, TOLD, Scores, Tally, scores
 from paceline.recorder import Recorder
 from paceline.replica.replica import Replica
-from paceline.steps import Steps
-from paceline.sync.precision import Precision
+from paceline.run.precision import Precision
+from paceline.run.steps import Steps
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,11 +11,8 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore
 
-from paceline.api.last_word import LastWord
-from paceline.api.words import as_arguments
-from paceline.build.choice import Occasion
-from paceline.build.exchange import Peers
-from paceline.build.machine import connect_machine
+from paceline.api.argument_names import as_arguments
+from paceline.api.exit_handler import LastWord
 from paceline.cluster.join import Joined
 from paceline.cluster.rendezvous.preflight import compare
 from paceline.cluster.supervision.stop_signals import StopSignals
@@ -26,9 +23,12 @@ from paceline.comm.single_rank import AloneCommunicator
 from paceline.config.run import OutputConfig
 from paceline.observe.trace.step_trace import Trace
 from paceline.recorder import Recorder
+from paceline.run.steps import SavePolicy
 from paceline.state.checkpoint_files import Checkpoints
 from paceline.state.checkpointer import Keeper, Stateful
-from paceline.steps import SavePolicy
+from paceline.wiring.autotune import Occasion
+from paceline.wiring.exchange import Peers
+from paceline.wiring.machine_group import connect_machine
 
 
 @dataclass(frozen=True, kw_only=True)

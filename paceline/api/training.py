@@ -17,18 +17,18 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.api.course import Course
-from paceline.api.diary import Diary
+from paceline.api.argument_names import in_python
+from paceline.api.run_events import Diary
+from paceline.api.sample_position import Course
 from paceline.api.session import Session
-from paceline.api.tracking import Trackable, Tracked
-from paceline.api.words import in_python
-from paceline.build import Start
+from paceline.api.tracked import Trackable, Tracked
 from paceline.data.batch_slice import Place
 from paceline.data.order import Order
 from paceline.errors import ConfigError
 from paceline.replica.replica import Replica
-from paceline.steps import Steps, Stop
-from paceline.sync.agreement import Agreement
+from paceline.run.step_summary import Agreement
+from paceline.run.steps import Steps, Stop
+from paceline.wiring import Start
 
 _TERMINATED = 143  # another process was
 

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from paceline.api.session import Session
-from paceline.api.tracking import Trackable
+from paceline.api.tracked import Trackable
 from paceline.api.training import Training
-from paceline.build import Start
 from paceline.comm.communicator import total
 from paceline.errors import ConfigError
+from paceline.wiring import Start
 
 
 class World:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 
-from paceline.cli.kept import kept
+from paceline.cli.garbage_collection import kept
 from paceline.cli.streams import give_up, nobody_reads, open_closed
 from paceline.errors import ConfigError, PacelineError
 

@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 from torch._C._distributed_c10d import Store
 
-from paceline import build
+from paceline import wiring as build
 from paceline.cli.flags import parse
-from paceline.cli.job import train
-from paceline.cli.launched import train_launched
 from paceline.cli.notes import notes
+from paceline.cli.train_launched import train_launched
+from paceline.cli.worker import train
 from paceline.cluster.environment import WorkerEnvironment, read_environment
 from paceline.cluster.membership.members import Members
 from paceline.cluster.rendezvous.finished_answer import answer

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from paceline.algorithms.allreduce import AllReduce
-from paceline.build.resume import Start
 from paceline.comm.communicator import Communicator
 from paceline.errors import ConfigError
 from paceline.replica.replica import Replica
+from paceline.wiring.resume import Start
 from tests.harness.equivalence import replicate
 from tests.harness.exchange_state import (
     MODEL,

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from paceline.comm.communicator import Communicator
-from paceline.sync.precision import Precision
+from paceline.run.precision import Precision
 from tests.harness.equivalence import largest_difference, replicate, sgd
 from tests.harness.threads import run_ranks
 

@@ -16,11 +16,11 @@ from paceline.comm.communicator import Communicator
 from paceline.data.batch_slice import Place
 from paceline.data.order import Order
 from paceline.recorder import NullRecorder
+from paceline.run.step_summary import Agreement
+from paceline.run.steps import Position, SavePolicy, Steps, Stop
 from paceline.state.checkpoint_files import Checkpoints, read_checkpoint
 from paceline.state.checkpointer import Keeper
 from paceline.state.state_copy import copy_state
-from paceline.steps import Position, SavePolicy, Steps, Stop
-from paceline.sync.agreement import Agreement
 from tests.harness.bench import Bench
 from tests.harness.equivalence import convnet
 from tests.harness.notified import notified

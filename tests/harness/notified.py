@@ -13,8 +13,6 @@ from torch.distributed import HashStore, Store
 
 from paceline.algorithms.notified import Notified
 from paceline.algorithms.sharded import Sharded
-from paceline.build.exchange import Peers
-from paceline.build.machine import connect_neighbours
 from paceline.cluster.membership.members import Members
 from paceline.codecs.codecs import WIRES
 from paceline.comm.communicator import Communicator
@@ -28,6 +26,8 @@ from paceline.reduce.buckets import Bucket
 from paceline.reduce.put_engine.layout import Topology
 from paceline.update.shard_optimizer import Shards
 from paceline.update.updater import Updater
+from paceline.wiring.exchange import Peers
+from paceline.wiring.machine_group import connect_neighbours
 
 Inside = Callable[[int], Communicator]  # connects a rank with those of its machine
 MakeNear = Callable[[Sequence[int]], Inside]  # of machines with so many ranks

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed import FileStore
 
-from paceline import build
+from paceline import wiring as build
 from paceline.comm.communicator import Communicator
 from paceline.config.world import SyncConfig
 from paceline.errors import PeerLost
@@ -23,7 +23,7 @@ LOST, STEP = 3, 2
 MACHINES = (2, 2)
 AS_ON_GPUS = """
 import runpy, sys
-from paceline.build import machine
+from paceline.wiring import machine_group as machine
 from paceline.algorithms import notified
 
 

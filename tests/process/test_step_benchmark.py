@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.build.choice import CANDIDATES, CONNECTIONS
 from paceline.codecs.codecs import WIRES
 from paceline.comm.communicator import Communicator
+from paceline.wiring.autotune import CANDIDATES, CONNECTIONS
 from tests.harness.benchmarks import (
     BENCHMARKS,
     INTERVAL,

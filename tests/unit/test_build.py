@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from paceline import build
-from paceline.build.machine import adds_up_on_gpus
+from paceline import wiring as build
 from paceline.cli.flags import parse
 from paceline.cluster.membership.members import Members
 from paceline.comm.inprocess.communicator import ThreadGroup
@@ -19,6 +18,7 @@ from paceline.errors import ConfigError
 from paceline.recorder import NullRecorder
 from paceline.state.weights import save_weights
 from paceline.trainer import Trainer
+from paceline.wiring.machine_group import adds_up_on_gpus
 
 BASE = (
     *("--train_data", "null", "--test_data", "null", "--epoch_size", "64"),

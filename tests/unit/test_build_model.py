@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.distributed import HashStore
 
-from paceline import build
-from paceline.build.model import refuse_emulation
+from paceline import wiring as build
 from paceline.cli.flags import parse
 from paceline.cluster.membership.members import Members
 from paceline.comm.inprocess.communicator import ThreadGroup
@@ -22,6 +21,7 @@ from paceline.models.resnet import BasicBlock
 from paceline.replica.compiled_modules import is_compiled
 from paceline.update.layer_exchange import Share
 from paceline.update.sync_batch_norm import SyncBatchNorm
+from paceline.wiring.model import refuse_emulation
 
 CPU = torch.device("cpu")
 

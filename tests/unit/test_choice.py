@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.build.choice import A_WHILE, Chooser, Occasion, candidates_of
 from paceline.cluster.membership.members import Members
 from paceline.comm.communicator import Communicator
 from paceline.config.world import SyncConfig
 from paceline.replica.trained_parameters import Roster
+from paceline.run.autotune_trials import steps_of_trials
 from paceline.state.exchange_choice import CHOICE_NAME, read_choice
-from paceline.sync.trials import steps_of_trials
+from paceline.wiring.autotune import A_WHILE, Chooser, Occasion, candidates_of
 from tests.harness.threads import run_ranks
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ import sys
 
 CODE = """
 import gc, weakref
-from paceline.cli.kept import kept
+from paceline.cli.garbage_collection import kept
 
 class Cycle:
     def __init__(self):

@@ -8,8 +8,8 @@ import pytest
 from torch.distributed import HashStore
 
 from paceline.cli.launch import main, split
-from paceline.cli.launched import fitted, train_launched
 from paceline.cli.notes import notes
+from paceline.cli.train_launched import fitted, train_launched
 from paceline.cluster.environment import Environment
 from paceline.cluster.join import Joined, LauncherName
 from paceline.cluster.launchers.launched_process import Launched

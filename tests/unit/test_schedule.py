@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from paceline.schedule import LearningRate, base_rate
+from paceline.run.learning_rate import LearningRate, base_rate
 
 
 def test_step_policy_is_a_tenth_every_thirty_epochs() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline import build
+from paceline import wiring as build
 from paceline.cli.flags import parse
 from paceline.cluster.membership.members import Members
 from paceline.config.train import TrainConfig

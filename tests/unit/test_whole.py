@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from paceline import build
+from paceline import wiring as build
 from paceline.cli.flags import parse
 from paceline.config.train import TrainConfig
 from paceline.errors import CheckpointError

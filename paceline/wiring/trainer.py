@@ -12,25 +12,25 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from paceline.build.choice import Occasion
-from paceline.build.exchange import Peers, replicate
-from paceline.build.model import make_model, make_optimizer
-from paceline.build.resume import Start
-from paceline.build.sources import Sources, make_loader, order_of
 from paceline.comm.communicator import Communicator
 from paceline.config.train import TrainConfig
 from paceline.observe.loss_watch import LossWatch
 from paceline.observe.score_counter import TOLD
 from paceline.recorder import NullRecorder, Recorder
-from paceline.schedule import LearningRate
+from paceline.run.learning_rate import LearningRate
+from paceline.run.precision import Precision
+from paceline.run.step_summary import Agreement
+from paceline.run.steps import SavePolicy, Steps
 from paceline.state.checkpoint_files import FOLDER, Checkpoints
 from paceline.state.checkpointer import Keeper, Stateful
 from paceline.state.weights import save_weights
-from paceline.steps import SavePolicy, Steps
-from paceline.sync.agreement import Agreement
-from paceline.sync.precision import Precision
 from paceline.trainer import Trainer
 from paceline.update.layer_exchange import Share
+from paceline.wiring.autotune import Occasion
+from paceline.wiring.exchange import Peers, replicate
+from paceline.wiring.model import make_model, make_optimizer
+from paceline.wiring.resume import Start
+from paceline.wiring.sources import Sources, make_loader, order_of
 
 
 def build_trainer(

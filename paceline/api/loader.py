@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from paceline.api.words import in_python
+from paceline.api.argument_names import in_python
 from paceline.api.world import World
 from paceline.data.map_style_loader import MappedLoader
 from paceline.data.order import Order

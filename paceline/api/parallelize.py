@@ -13,16 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from paceline.api.tracking import refuse_foreign
-from paceline.api.words import as_arguments, in_python
+from paceline.api.argument_names import as_arguments, in_python
+from paceline.api.tracked import refuse_foreign
 from paceline.api.world import World
-from paceline.build.exchange import (
-    SYNCHRONIZERS,
-    TRANSPORTS,
-    UPDATES,
-    refuse_gpu,
-    replicate,
-)
 from paceline.cluster.rendezvous.preflight import model_facts
 from paceline.cluster.supervision.supervisor import say
 from paceline.codecs.codecs import WIRES
@@ -34,6 +27,13 @@ from paceline.replica.patch import patch
 from paceline.replica.replica import Replica
 from paceline.update.layer_exchange import Share
 from paceline.update.sync_batch_norm import convert_sync_batchnorm
+from paceline.wiring.exchange import (
+    SYNCHRONIZERS,
+    TRANSPORTS,
+    UPDATES,
+    refuse_gpu,
+    replicate,
+)
 
 Model = TypeVar("Model", bound=nn.Module)
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)

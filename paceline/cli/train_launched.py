@@ -23,9 +23,9 @@ from typing import NoReturn
 
 import torch
 
-from paceline import build
-from paceline.cli.job import train
+from paceline import wiring as build
 from paceline.cli.notes import notes
+from paceline.cli.worker import train
 from paceline.cluster.environment import Environment
 from paceline.cluster.join import Joined, join_world_of
 from paceline.cluster.launchers.launched_process import Launched

@@ -18,9 +18,9 @@ from paceline.models.compiled_blocks import blocks
 from paceline.models.weight_decay import decay_groups
 from paceline.models.zoo import build_model
 from paceline.replica.compiled_modules import compile_blocks
-from paceline.schedule import base_rate
+from paceline.run.bfloat16_support import capabilities_of, computes_bfloat16
+from paceline.run.learning_rate import base_rate
 from paceline.state.weights import load_weights
-from paceline.sync.bfloat16 import capabilities_of, computes_bfloat16
 from paceline.update.layer_exchange import Share
 from paceline.update.sync_batch_norm import convert_sync_batchnorm
 

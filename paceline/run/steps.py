@@ -30,9 +30,9 @@ from paceline.data.batch_slice import Place
 from paceline.recorder import Recorder
 from paceline.reduce.rank_state import OPTIMIZER
 from paceline.replica.replica import Replica
+from paceline.run.step_summary import Agreement
 from paceline.state.checkpoint_files import EXCHANGE
 from paceline.state.checkpointer import Keeper
-from paceline.sync.agreement import Agreement
 
 _RANDOM, _BEFORE = 3, 4  # purposes of the seed's, beside the data's
 

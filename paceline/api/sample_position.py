@@ -20,7 +20,7 @@ from paceline.comm.communicator import Communicator
 from paceline.data.batch_slice import Place
 from paceline.data.order import Order
 from paceline.errors import ConfigError
-from paceline.steps import Position
+from paceline.run.steps import Position
 
 
 @dataclass(frozen=True, kw_only=True)

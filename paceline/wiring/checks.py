@@ -7,17 +7,17 @@ from pathlib import Path
 
 import torch
 
-from paceline.build.exchange import refuse_gpu
-from paceline.build.model import refuse_emulation
-from paceline.build.origin import check_order, check_origin
-from paceline.build.sources import Sources, labels_beyond, open_sources, order_of
 from paceline.comm.nixl.agent import require_nixl
 from paceline.config.train import TrainConfig
 from paceline.errors import ConfigError
 from paceline.models.zoo import model_factory
 from paceline.replica.compiled_modules import check_compiler
+from paceline.run.bfloat16_support import capabilities_of
 from paceline.state.weights import check_weights
-from paceline.sync.bfloat16 import capabilities_of
+from paceline.wiring.exchange import refuse_gpu
+from paceline.wiring.model import refuse_emulation
+from paceline.wiring.sources import Sources, labels_beyond, open_sources, order_of
+from paceline.wiring.start_checks import check_order, check_origin
 
 
 def check(config: TrainConfig, gpus: int) -> list[str]:

@@ -10,16 +10,16 @@ from pathlib import Path
 import torch
 from torch._C._distributed_c10d import Store
 
-from paceline import build
-from paceline.cli.agree import agree_on_inputs, agree_on_model
-from paceline.cli.kept import kept
+from paceline import wiring as build
+from paceline.cli.garbage_collection import kept
+from paceline.cli.preflight import agree_on_inputs, agree_on_model
 from paceline.cluster.membership.members import Members
 from paceline.cluster.supervision.stop_signals import StopSignals
 from paceline.cluster.supervision.supervisor import saved_sentence, say
 from paceline.comm.communicator import until_end
 from paceline.config.train import TrainConfig
 from paceline.recorder import Recorder
-from paceline.steps import Stop
+from paceline.run.steps import Stop
 from paceline.trainer import Trainer
 
 _TERMINATED = 143  # another worker was

@@ -16,7 +16,6 @@ from paceline.algorithms.allreduce import AllReduce
 from paceline.algorithms.notified import Notified
 from paceline.algorithms.sharded import Sharded
 from paceline.algorithms.synchronizer import Synchronizer
-from paceline.build.choice import Chooser, Occasion, candidates_of
 from paceline.cluster.membership.members import Members
 from paceline.codecs.codecs import WIRES
 from paceline.comm.communicator import Communicator, gather_bytes
@@ -40,6 +39,7 @@ from paceline.update.layer_exchange import Share
 from paceline.update.running_statistics import RunningStatistics
 from paceline.update.shard_optimizer import Shards
 from paceline.update.updater import Updater
+from paceline.wiring.autotune import Chooser, Occasion, candidates_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,6 @@ from itertools import chain
 from torch import nn
 from torch._C._distributed_c10d import Store
 
-from paceline.build import Sources
 from paceline.cluster.membership.members import Members
 from paceline.cluster.rendezvous.preflight import (
     compare,
@@ -18,6 +17,7 @@ from paceline.cluster.rendezvous.preflight import (
     version_facts,
 )
 from paceline.config.train import TrainConfig
+from paceline.wiring import Sources
 
 
 def agree_on_inputs(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from paceline.build import Start
 from paceline.cluster.membership.members import Members
 from paceline.data.batch_slice import Place
 from paceline.data.order import Order
 from paceline.recorder import Recorder
+from paceline.wiring import Start
 
 
 class Diary:

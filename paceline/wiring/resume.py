@@ -13,14 +13,14 @@ from typing import Any, Protocol
 
 import torch
 
-from paceline.build.origin import check_origin
 from paceline.comm.communicator import Communicator, broadcast_bytes
 from paceline.config.run import OutputConfig
 from paceline.errors import CheckpointError, ConfigError
 from paceline.replica.replica import Replica
+from paceline.run.steps import Position
 from paceline.state.checkpoint_files import EXCHANGE, Checkpoints, read_checkpoint
 from paceline.state.run_folder import next_generation
-from paceline.steps import Position
+from paceline.wiring.start_checks import check_origin
 
 
 class Restorable(Protocol):

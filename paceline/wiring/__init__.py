@@ -3,14 +3,14 @@
 Each table of classes is one literal: `SOURCES` in `sources`, `SYNCHRONIZERS` in `exchange`.
 """
 
-from paceline.build.checks import check
-from paceline.build.exchange import Peers, connect, connect_layers, device_of, replicate
-from paceline.build.machine import connect_machine
-from paceline.build.model import import_optimizers, make_model, make_optimizer
-from paceline.build.recorders import build_recorder, build_trace
-from paceline.build.resume import Start, find_start
-from paceline.build.sources import Sources, cores_per_worker, make_loader, open_sources
-from paceline.build.training import build_trainer
+from paceline.wiring.checks import check
+from paceline.wiring.exchange import Peers, connect, connect_layers, device_of, replicate
+from paceline.wiring.machine_group import connect_machine
+from paceline.wiring.model import import_optimizers, make_model, make_optimizer
+from paceline.wiring.recorders import build_recorder, build_trace
+from paceline.wiring.resume import Start, find_start
+from paceline.wiring.sources import Sources, cores_per_worker, make_loader, open_sources
+from paceline.wiring.trainer import build_trainer
 
 __all__ = [
     "Peers",

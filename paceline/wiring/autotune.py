@@ -3,8 +3,8 @@
     a world of one rank     nothing travels: allreduce
     measured before         what `exchange.toml` says, as long as the world is the same
     a short run             allreduce: it needs no time to begin, and measuring would be too much
-    any other               trials in its own first steps (`sync/trials.py`); where nobody knows how
-                            long it is, once it has gone on for a while
+    any other               trials in its own first steps (`run/autotune_trials.py`); where its
+                            length is unknown, once it has run for a while
 
 All candidates with float32 on their way are equal up to the order of summation, so a run may change
 from one to another; what is lossy is always asked for.
@@ -26,8 +26,8 @@ from paceline.comm.communicator import Communicator, broadcast_bytes, total
 from paceline.config.world import SyncConfig
 from paceline.reduce.buckets import partition
 from paceline.replica.trained_parameters import Roster
+from paceline.run.autotune_trials import Outcome, Trials, steps_of_trials
 from paceline.state.exchange_choice import CHOICE_NAME, Choice, read_choice, write_choice
-from paceline.sync.trials import Outcome, Trials, steps_of_trials
 
 # Of those that are equally fast the first is taken.
 CANDIDATES = {

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from paceline.build.resume import Start
 from paceline.cluster.membership.members import Members
 from paceline.cluster.supervision.supervisor import say
 from paceline.comm.communicator import Communicator
@@ -21,7 +20,8 @@ from paceline.observe.fanout import Fanout
 from paceline.observe.step_account import Account
 from paceline.observe.trace.step_trace import Trace
 from paceline.recorder import Recorder
-from paceline.schedule import base_rate
+from paceline.run.learning_rate import base_rate
+from paceline.wiring.resume import Start
 
 
 def build_trace(

@@ -14,11 +14,10 @@ from pathlib import Path
 
 import torch
 
-from paceline.api.last_word import LastWord
+from paceline.api.argument_names import as_arguments, in_python
+from paceline.api.exit_handler import LastWord
 from paceline.api.session import Link, Session
-from paceline.api.words import as_arguments, in_python
 from paceline.api.world import World
-from paceline.build import Start, build_trace, cores_per_worker, find_start
 from paceline.cluster.environment import Environment, read_environment
 from paceline.cluster.join import Joined, join_world_of
 from paceline.cluster.membership.members import Members
@@ -34,6 +33,7 @@ from paceline.observe.step_account import Account
 from paceline.observe.trace.step_trace import Trace
 from paceline.recorder import NullRecorder, Recorder
 from paceline.state.run_folder import RunFolder
+from paceline.wiring import Start, build_trace, cores_per_worker, find_start
 
 _FIRST_TIMEOUT, _TIMEOUT = 1200.0, 60.0  # seconds, as the commands have them
 

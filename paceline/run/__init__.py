@@ -1,0 +1,1 @@
+"""A run's steps, the trainer's and any loop's: exchanged, accounted for, saved, stopped."""
