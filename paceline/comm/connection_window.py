@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paceline.comm.put_event import Moment
 from paceline.comm.transport.event_loop import EVERYBODY
-from paceline.comm.transport.transport import Mover
+from paceline.comm.transport.transport import Transport
 from paceline.comm.window import Source, bytes_of, tensors_of
 from paceline.errors import CommTimeout, PeerLost
 
@@ -47,15 +47,15 @@ class LinkedWindow:
         self.memory = memory
         self._reaches = reaches
         self._others = [peer for peer in range(self.world_size) if peer != rank]
-        self._mover = Mover(sockets, memory.numpy(), notifications, marks)
-        self.values = self._mover.values
+        self._transport = Transport(sockets, memory.numpy(), notifications, marks)
+        self.values = self._transport.values
         self._ends = [end for ends in sockets for end in ends]
         _keep_from_children(weakref.ref(self))
 
     @property
     def moments(self) -> list[Moment]:
         """When puts had left and notifications came, in order."""
-        return self._mover.moments
+        return self._transport.moments
 
     def reach(self, peer: int) -> Tensor | None:
         """Return a peer's memory if it is on this machine."""
@@ -79,7 +79,7 @@ class LinkedWindow:
                 at += piece.numel()
             data = []
         pieces = [(piece.data_ptr(), piece.nbytes) for piece in data if piece.numel()]
-        self._mover.put(peer, pieces, (offset, notification, value), priority, data)
+        self._transport.put(peer, pieces, (offset, notification, value), priority, data)
 
     def wait(
         self, peer: int, notification: int, value: int, *, limit: float, operation: str
@@ -94,30 +94,32 @@ class LinkedWindow:
 
     def hear(self, below: int) -> None:
         """Tell the loop."""
-        self._mover.hear(below)
+        self._transport.hear(below)
 
     def nudge(self) -> None:
         """Wake who waits for news."""
-        self._mover.nudge()
+        self._transport.nudge()
 
     def wait_for_news(self, seen: int, limit: float) -> int:
         """Sleep until something has come."""
-        mover = self._mover
-        mover.sleep(EVERYBODY, lambda: mover.news != seen or self._lost() is not None, limit)
-        if mover.news == seen and (lost := self._lost()) is not None:
+        transport = self._transport
+        transport.sleep(
+            EVERYBODY, lambda: transport.news != seen or self._lost() is not None, limit
+        )
+        if transport.news == seen and (lost := self._lost()) is not None:
             self._require(lost, "waiting for news")
-        return mover.news
+        return transport.news
 
     def flush(self, peer: int, *, limit: float, operation: str) -> None:
         """Sleep until all puts to a peer have left."""
-        self._sleep(peer, lambda: not self._mover.sending(peer), limit, operation)
+        self._sleep(peer, lambda: not self._transport.sending(peer), limit, operation)
 
     def close(self) -> None:
         """End the loop and close the connections; shared memory goes with this object."""
-        self._mover.close()
+        self._transport.close()
 
     def _sleep(self, peer: int, ready: Callable[[], bool], limit: float, operation: str) -> None:
-        self._mover.sleep(peer, lambda: ready() or bool(self._mover.error(peer)), limit)
+        self._transport.sleep(peer, lambda: ready() or bool(self._transport.error(peer)), limit)
         if ready():
             return
         self._require(peer, operation)
@@ -127,13 +129,13 @@ class LinkedWindow:
         )
 
     def _require(self, peer: int, operation: str) -> None:
-        if error := self._mover.error(peer):
+        if error := self._transport.error(peer):
             raise PeerLost(f"rank {self.rank} lost rank {peer} in {operation}: {error}.")
 
     def _lost(self) -> int | None:
-        if self._mover.whole:
+        if self._transport.whole:
             return None
-        return next((peer for peer in self._others if self._mover.error(peer)), None)
+        return next((peer for peer in self._others if self._transport.error(peer)), None)
 
 
 def _keep_from_children(window: weakref.ref[LinkedWindow]) -> None:

@@ -35,7 +35,7 @@ _SEAT = struct.Struct(f"{loop.WAIT}q")
 _Words = NDArray[np.int64]
 
 
-class Mover:
+class Transport:
     """Moves puts to peers and theirs into this rank's memory.
 
     Args:
