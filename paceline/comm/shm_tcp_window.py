@@ -9,11 +9,11 @@ from dataclasses import replace
 from paceline.comm.connection_window import LinkedWindow
 from paceline.comm.shm_window import connect_locally, share_memory
 from paceline.comm.tcp_window import connect_by_tcp
-from paceline.comm.transport.bootstrap import Meeting
+from paceline.comm.transport.bootstrap import Bootstrap
 
 
 def machines_window(
-    meeting: Meeting,
+    bootstrap: Bootstrap,
     neighbours: Sequence[int],
     address: str,
     size: int,
@@ -24,7 +24,7 @@ def machines_window(
     """Connect the ranks of several machines; collective.
 
     Args:
-        meeting: who connects.
+        bootstrap: who connects.
         neighbours: the ranks of this machine, this one included.
         address: the IP address of this machine that the peers reach.
         size: bytes of this rank's memory, the same on all ranks.
@@ -35,9 +35,9 @@ def machines_window(
     Raises:
         CommError: a rank didn't come in time, or can't be reached.
     """
-    near = replace(meeting, purpose=f"{meeting.purpose}/near", only=neighbours)
-    others = [rank for rank in meeting.ranks if rank == meeting.rank or rank not in neighbours]
-    far = replace(meeting, purpose=f"{meeting.purpose}/far", only=others)
+    near = replace(bootstrap, purpose=f"{bootstrap.purpose}/near", only=neighbours)
+    others = [rank for rank in bootstrap.ranks if rank == bootstrap.rank or rank not in neighbours]
+    far = replace(bootstrap, purpose=f"{bootstrap.purpose}/far", only=others)
     with ExitStack() as stack:
         ends = connect_locally(near)
         for end in filter(None, ends):
@@ -47,6 +47,6 @@ def machines_window(
         for peer, near_end in enumerate(ends):
             if near_end is not None:
                 streams[peer] = [near_end]
-        window = LinkedWindow(meeting.rank, memory, streams, reaches, notifications, marks=marks)
+        window = LinkedWindow(bootstrap.rank, memory, streams, reaches, notifications, marks=marks)
         stack.pop_all()
         return window

@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 from paceline.comm.connection_window import LinkedWindow
-from paceline.comm.transport.bootstrap import Meeting, connect_all
+from paceline.comm.transport.bootstrap import Bootstrap, connect_all
 from paceline.errors import CommTimeout, PeerLost
 
 
-def shared_window(meeting: Meeting, size: int, notifications: int) -> LinkedWindow:
+def shared_window(bootstrap: Bootstrap, size: int, notifications: int) -> LinkedWindow:
     """Connect the ranks of one machine; collective.
 
     Args:
-        meeting: who connects.
+        bootstrap: who connects.
         size: bytes of this rank's memory, the same on all ranks.
         notifications: how many each peer has.
 
@@ -34,52 +34,52 @@ def shared_window(meeting: Meeting, size: int, notifications: int) -> LinkedWind
         CommError: a rank didn't come in time, or isn't on this machine.
     """
     with ExitStack() as stack:
-        ends = connect_locally(meeting)
+        ends = connect_locally(bootstrap)
         for end in filter(None, ends):
             stack.callback(end.close)
-        memory, reaches = share_memory(meeting, ends, size)
+        memory, reaches = share_memory(bootstrap, ends, size)
         streams = [[end] if end else [] for end in ends]
-        window = LinkedWindow(meeting.rank, memory, streams, reaches, notifications)
+        window = LinkedWindow(bootstrap.rank, memory, streams, reaches, notifications)
         stack.pop_all()
         return window
 
 
-def connect_locally(meeting: Meeting) -> list[socket.socket | None]:
+def connect_locally(bootstrap: Bootstrap) -> list[socket.socket | None]:
     """Connect ranks of one machine by local sockets; collective. As `connect_all`."""
     name = f"\0paceline-{secrets.token_hex(16)}"  # in no file system
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(name)
         server.listen()
-        return connect_all(meeting, server, name[1:], _call)
+        return connect_all(bootstrap, server, name[1:], _call)
 
 
 def share_memory(
-    meeting: Meeting, ends: Sequence[socket.socket | None], size: int
+    bootstrap: Bootstrap, ends: Sequence[socket.socket | None], size: int
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Make this rank's memory, (bytes,), and map that of those who are connected; collective.
 
     Raises:
         CommError: a rank didn't send its memory.
     """
-    own = os.memfd_create(f"paceline window of rank {meeting.rank}")
+    own = os.memfd_create(f"paceline window of rank {bootstrap.rank}")
     try:
         os.ftruncate(own, max(size, 1))
         memory = _mapped(own, size)
         for peer, end in enumerate(ends):
             if end is not None:
-                with _named(meeting, peer):
+                with _named(bootstrap, peer):
                     socket.send_fds(end, [b"\0"], [own])
-        return memory, [_reach(meeting, peer, end, size) for peer, end in enumerate(ends)]
+        return memory, [_reach(bootstrap, peer, end, size) for peer, end in enumerate(ends)]
     finally:
         os.close(own)
 
 
-def _reach(meeting: Meeting, peer: int, end: socket.socket | None, size: int) -> Tensor | None:
+def _reach(bootstrap: Bootstrap, peer: int, end: socket.socket | None, size: int) -> Tensor | None:
     """Map a peer's memory."""
     if end is None:
         return None
-    end.settimeout(meeting.limit)
-    with _named(meeting, peer):
+    end.settimeout(bootstrap.limit)
+    with _named(bootstrap, peer):
         _, descriptors, _, _ = socket.recv_fds(end, 1, 1)
         if not descriptors:
             raise ConnectionError("it sent none")
@@ -90,17 +90,17 @@ def _reach(meeting: Meeting, peer: int, end: socket.socket | None, size: int) ->
 
 
 @contextmanager
-def _named(meeting: Meeting, peer: int) -> Iterator[None]:
+def _named(bootstrap: Bootstrap, peer: int) -> Iterator[None]:
     """Name the peer whose connection fails."""
     try:
         yield
     except TimeoutError as error:
         raise CommTimeout(
-            f"rank {meeting.rank} waited {meeting.limit:g} s for the memory of rank {peer}."
+            f"rank {bootstrap.rank} waited {bootstrap.limit:g} s for the memory of rank {peer}."
         ) from error
     except OSError as error:
         raise PeerLost(
-            f"rank {meeting.rank} lost rank {peer} before they shared memory: {error}."
+            f"rank {bootstrap.rank} lost rank {peer} before they shared memory: {error}."
         ) from error
 
 

@@ -17,7 +17,7 @@ from math import inf
 import torch
 
 from paceline.comm.connection_window import LinkedWindow
-from paceline.comm.transport.bootstrap import Meeting, connect_all
+from paceline.comm.transport.bootstrap import Bootstrap, connect_all
 
 _UNSENT = 2**18  # bytes that wait in the kernel at most
 _IN_FLIGHT_ALONE, _IN_FLIGHT_OF_SEVERAL = 2**18, 2**17  # bytes; the kernel grants twice as many
@@ -27,12 +27,12 @@ _NOTSENT_LOWAT, _MIN_RTT = 25, struct.Struct("=148xI")
 
 
 def tcp_window(
-    meeting: Meeting, address: str, size: int, notifications: int, connections: int = 1
+    bootstrap: Bootstrap, address: str, size: int, notifications: int, connections: int = 1
 ) -> LinkedWindow:
     """Connect ranks by TCP; collective.
 
     Args:
-        meeting: who connects.
+        bootstrap: who connects.
         address: the IP address of this machine that the peers reach.
         size: bytes of this rank's memory.
         notifications: how many each peer has.
@@ -41,13 +41,13 @@ def tcp_window(
     Raises:
         CommError: a rank didn't come in time, or can't be reached.
     """
-    ends = connect_by_tcp(meeting, address, connections)
+    ends = connect_by_tcp(bootstrap, address, connections)
     memory = torch.zeros(size, dtype=torch.uint8)
-    return LinkedWindow(meeting.rank, memory, ends, [None] * len(ends), notifications)
+    return LinkedWindow(bootstrap.rank, memory, ends, [None] * len(ends), notifications)
 
 
 def connect_by_tcp(
-    meeting: Meeting, address: str, connections: int = 1
+    bootstrap: Bootstrap, address: str, connections: int = 1
 ) -> list[list[socket.socket]]:
     """Connect ranks by TCP, ready for puts; collective.
 
@@ -57,10 +57,10 @@ def connect_by_tcp(
     Raises:
         as `connect_all`.
     """
-    streams: list[list[socket.socket]] = [[] for _ in range(meeting.world_size)]
+    streams: list[list[socket.socket]] = [[] for _ in range(bootstrap.world_size)]
     with ExitStack() as stack:
         for number in range(connections):
-            for peer, end in enumerate(_connect(meeting, address, number)):
+            for peer, end in enumerate(_connect(bootstrap, address, number)):
                 if end is not None:
                     stack.callback(end.close)
                     streams[peer].append(end)
@@ -69,12 +69,12 @@ def connect_by_tcp(
     return streams
 
 
-def _connect(meeting: Meeting, address: str, number: int) -> list[socket.socket | None]:
+def _connect(bootstrap: Bootstrap, address: str, number: int) -> list[socket.socket | None]:
     """Make one connection to each peer."""
-    purpose = f"{meeting.purpose}/{number}" if number else meeting.purpose
+    purpose = f"{bootstrap.purpose}/{number}" if number else bootstrap.purpose
     with socket.create_server((address, 0), family=_family(address)) as server:
         where = f"{address} {server.getsockname()[1]}"
-        return connect_all(replace(meeting, purpose=purpose), server, where, _call)
+        return connect_all(replace(bootstrap, purpose=purpose), server, where, _call)
 
 
 def tune(streams: Iterable[Sequence[socket.socket]]) -> None:

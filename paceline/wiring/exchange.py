@@ -23,7 +23,7 @@ from paceline.comm.nixl.window import nixl_window
 from paceline.comm.process_group import ProcessGroupCommunicator
 from paceline.comm.shm_tcp_window import machines_window
 from paceline.comm.traced_window import TracedWindow
-from paceline.comm.transport.bootstrap import Meeting
+from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.comm.window import Window
 from paceline.config.train import TrainConfig
 from paceline.config.world import SyncConfig
@@ -81,7 +81,7 @@ class Peers:
         members, number = self.members, next(self._windows)
         among = self.topology if self.near is None else self.topology.leaders
         alone = members.rank not in among.ranks
-        meeting = Meeting(
+        bootstrap = Bootstrap(
             share=self._share,
             rank=members.rank,
             world_size=members.world_size,
@@ -92,11 +92,11 @@ class Peers:
         )
         where = (members.address, size, notifications)
         if transport == "nixl":  # which doesn't tell when puts leave and arrive
-            window: Window = nixl_window(meeting, *where)
+            window: Window = nixl_window(bootstrap, *where)
         else:
             neighbours = (members.rank,) if alone else among.groups[members.machine]
             marks = MARKS if self.trace else 0
-            window = linked = machines_window(meeting, neighbours, *where, marks, connections)
+            window = linked = machines_window(bootstrap, neighbours, *where, marks, connections)
             if self.trace is not None:
                 self.trace.follow(number, lambda: linked.moments)
         return window if self.trace is None else TracedWindow(window, number, self.trace)

@@ -13,7 +13,7 @@ from paceline.comm.nixl.agent import NixlAgent
 from paceline.comm.nixl.window import NixlWindow, nixl_window
 from paceline.comm.tcp_window import connect_by_tcp
 from paceline.errors import ConfigError, PeerLost
-from tests.harness.windows import LIMIT, meetings
+from tests.harness.windows import LIMIT, bootstraps
 
 pytest.importorskip("nixl", reason="NIXL isn't installed: no windows by it", exc_type=ImportError)
 
@@ -23,7 +23,7 @@ Half = tuple["Future[NixlWindow]", socket.socket]
 @pytest.fixture
 def half() -> Iterator[Half]:
     """Yield rank 0's window, as it is made, and rank 1's end of the line."""
-    at = meetings(2)
+    at = bootstraps(2)
     with ThreadPoolExecutor() as pool:
         window = pool.submit(nixl_window, at[0], "127.0.0.1", 64, 1)
         line = connect_by_tcp(at[1], "127.0.0.1")[0][0]

@@ -14,14 +14,14 @@ from torch.distributed import HashStore
 from paceline.comm.connection_window import LinkedWindow
 from paceline.comm.faulty_window import Faults, FaultyWindow
 from paceline.comm.tcp_window import tcp_window
-from paceline.comm.transport.bootstrap import Meeting
+from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.comm.transport.event_loop import HEAD
 from paceline.comm.transport.transport import CHUNK
 from paceline.comm.window import Window
 from paceline.errors import PeerLost
 from tests.harness.relay import Relay
 from tests.harness.traffic import Traffic
-from tests.harness.windows import KINDS, LIMIT, kinds, meetings, run_windows
+from tests.harness.windows import KINDS, LIMIT, bootstraps, kinds, run_windows
 
 PUTS = [0, 1, 1000, 8, 600_000, 0, 300_000, CHUNK, 77, 2 * CHUNK]  # bytes
 SIZE = sum(PUTS)
@@ -29,18 +29,18 @@ SIZE = sum(PUTS)
 
 def windows_over_a_wire(cut_after: int) -> tuple[list[LinkedWindow], Relay]:
     """Connect two ranks by a wire that is cut after so many bytes of rank 1's."""
-    at = meetings(2)
+    at = bootstraps(2)
     windows: dict[int, LinkedWindow] = {}
 
-    def join(meeting: Meeting) -> None:
-        windows[meeting.rank] = tcp_window(meeting, "127.0.0.1", SIZE, len(PUTS))
+    def join(bootstrap: Bootstrap) -> None:
+        windows[bootstrap.rank] = tcp_window(bootstrap, "127.0.0.1", SIZE, len(PUTS))
 
     thread = threading.Thread(target=join, args=(at[0],))
     thread.start()
     relay = Relay(at[1].store.get("window/1/0").decode(), cut_after)
     store = HashStore()
     store.set("window/1/0", relay.where)
-    join(Meeting(**{**vars(at[1]), "store": store}))
+    join(Bootstrap(**{**vars(at[1]), "store": store}))
     thread.join()
     return [windows[0], windows[1]], relay
 

@@ -15,21 +15,21 @@ from torch.distributed import HashStore
 from paceline.comm.nixl.window import nixl_window
 from paceline.comm.shm_window import shared_window
 from paceline.comm.tcp_window import tcp_window
-from paceline.comm.transport.bootstrap import Meeting
+from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.comm.window import Window
 from paceline.errors import PeerLost
 from tests.harness.traffic import Traffic
-from tests.harness.windows import LIMIT, installed, meetings, run_windows
+from tests.harness.windows import LIMIT, bootstraps, installed, run_windows
 
 LANES, ROUNDS = [300, 40, 5000], 100
 SIZE, NOTIFICATIONS = 3 * sum(LANES), 2 * len(LANES)
 LATE = 0xEE  # the only byte that the past generation writes
 
-Open = Callable[[Meeting], Window]
+Open = Callable[[Bootstrap], Window]
 KINDS: dict[str, Open] = {
-    "tcp": lambda meeting: tcp_window(meeting, "127.0.0.1", SIZE, NOTIFICATIONS),
-    "shared": lambda meeting: shared_window(meeting, SIZE, NOTIFICATIONS),
-    "nixl": lambda meeting: nixl_window(meeting, "127.0.0.1", SIZE, NOTIFICATIONS),
+    "tcp": lambda bootstrap: tcp_window(bootstrap, "127.0.0.1", SIZE, NOTIFICATIONS),
+    "shared": lambda bootstrap: shared_window(bootstrap, SIZE, NOTIFICATIONS),
+    "nixl": lambda bootstrap: nixl_window(bootstrap, "127.0.0.1", SIZE, NOTIFICATIONS),
 }
 
 
@@ -40,7 +40,7 @@ def open_window(request: pytest.FixtureRequest) -> Open:
 
 def generation(number: int, store: HashStore, open_window: Open) -> Callable[[int], Window]:
     """Return what opens the windows of a generation, in the same store as the one before."""
-    at = meetings(3, purpose=f"window/{number}", store=store)
+    at = bootstraps(3, purpose=f"window/{number}", store=store)
     return lambda rank: open_window(at[rank])
 
 
@@ -114,7 +114,7 @@ def call(where: str) -> socket.socket:
 
 def test_a_rank_of_the_past_generation_is_shown_out(open_window: Open) -> None:
     store = HashStore()
-    at, past = (meetings(2, purpose=f"window/{n}", store=store) for n in (2, 1))
+    at, past = (bootstraps(2, purpose=f"window/{n}", store=store) for n in (2, 1))
     with ThreadPoolExecutor() as pool, ExitStack() as stack:
         first = pool.submit(open_window, at[0])
         ghost = call(store.get("window/2/0").decode())

@@ -17,11 +17,11 @@ from paceline.comm.shm_window import connect_locally, share_memory
 from paceline.comm.tcp_window import connect_by_tcp, tcp_window
 from paceline.comm.transport import bootstrap as mesh
 from paceline.comm.transport import event_loop as loop
-from paceline.comm.transport.bootstrap import Meeting
+from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.comm.transport.event_loop import HEAD
 from paceline.comm.window import Window
 from paceline.errors import CommTimeout, PeerLost
-from tests.harness.windows import LIMIT, meetings, run_windows, tcp
+from tests.harness.windows import LIMIT, bootstraps, run_windows, tcp
 
 LARGE = 64_000_000  # bytes, far more than sockets and the kernel hold
 
@@ -49,7 +49,7 @@ def test_an_urgent_put_overtakes_those_that_wait() -> None:
 
 def window_and_sockets(size: int, connections: int) -> tuple[LinkedWindow, list[socket.socket]]:
     """Return rank 0's window and the other ends of its connections."""
-    at = meetings(2)
+    at = bootstraps(2)
     with ThreadPoolExecutor() as pool:
         ends = pool.submit(connect_by_tcp, at[1], "127.0.0.1", connections)
         window = tcp_window(at[0], "127.0.0.1", size, 2, connections)
@@ -222,7 +222,7 @@ def shown_out(stranger: socket.socket) -> bool:
 
 
 def test_a_stranger_is_shown_out_and_the_ranks_meet() -> None:
-    at = meetings(2)
+    at = bootstraps(2)
     windows: dict[int, LinkedWindow] = {}
 
     def join(rank: int) -> None:
@@ -233,7 +233,7 @@ def test_a_stranger_is_shown_out_and_the_ranks_meet() -> None:
     host, port = at[1].store.get("window/1/0").decode().split()
     strangers = [socket.create_connection((host, int(port)), LIMIT) for _ in range(4)]
     strangers[0].sendall(b"GET / HTTP/1.1\r\n" + b"\0" * 100)
-    other = Meeting(**{**vars(at[1]), "token": "another job's"})
+    other = Bootstrap(**{**vars(at[1]), "token": "another job's"})
     strangers[1].sendall(other.greeting)
     strangers[2].sendall(at[0].greeting)  # whom nobody waits for
     strangers[3].close()
@@ -249,17 +249,17 @@ def test_a_stranger_is_shown_out_and_the_ranks_meet() -> None:
 
 
 def test_another_jobs_rank_is_no_peer() -> None:
-    ours = meetings(2)[0]
-    theirs = Meeting(**{**vars(ours), "rank": 1, "token": "another job's", "limit": 2.0})
+    ours = bootstraps(2)[0]
+    theirs = Bootstrap(**{**vars(ours), "rank": 1, "token": "another job's", "limit": 2.0})
     errors: list[BaseException] = []
 
-    def join(meeting: Meeting) -> None:
+    def join(bootstrap: Bootstrap) -> None:
         try:
-            tcp_window(meeting, "127.0.0.1", 64, 1)
+            tcp_window(bootstrap, "127.0.0.1", 64, 1)
         except (PeerLost, CommTimeout) as error:
             errors.append(error)
 
-    patient = Meeting(**{**vars(ours), "limit": 2.0})
+    patient = Bootstrap(**{**vars(ours), "limit": 2.0})
     thread = threading.Thread(target=join, args=(patient,))
     thread.start()
     join(theirs)
@@ -270,7 +270,7 @@ def test_another_jobs_rank_is_no_peer() -> None:
 
 
 def test_a_rank_that_doesnt_come_is_named() -> None:
-    at = meetings(3, limit=0.3)
+    at = bootstraps(3, limit=0.3)
     with pytest.raises(CommTimeout, match=r"^rank 0 waited .* for the connection of ranks 1, 2"):
         tcp_window(at[0], "127.0.0.1", 64, 1)
 
@@ -279,7 +279,7 @@ def test_a_stranger_that_says_nothing_keeps_nobody_beyond_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(mesh, "_PATIENCE_S", 1000.0)
-    ours, theirs = meetings(2, limit=0.3)
+    ours, theirs = bootstraps(2, limit=0.3)
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(tcp_window, ours, "127.0.0.1", 64, 1)
         host, port = theirs.store.get("window/1/0").decode().split()
@@ -293,7 +293,7 @@ def test_a_stranger_that_says_nothing_keeps_nobody_beyond_the_limit(
 
 @pytest.mark.parametrize("end", ["is gone", "sends something else"])
 def test_a_rank_that_doesnt_share_its_memory_is_named(end: str) -> None:
-    at = meetings(2)
+    at = bootstraps(2)
     with ThreadPoolExecutor() as pool:
         theirs = pool.submit(connect_locally, at[1])
         ends = connect_locally(at[0])

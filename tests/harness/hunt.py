@@ -36,7 +36,7 @@ from paceline.comm.window import Window
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.put_engine.layout import Topology
 from tests.harness.equivalence import Training, largest_difference, made_up_batches
-from tests.harness.windows import Make, meetings
+from tests.harness.windows import Make, bootstraps
 
 KINDS = ("inprocess", "shared", "tcp", "machines")
 ALL_KINDS = (*KINDS, "nixl")
@@ -142,7 +142,7 @@ def notified(drawn: Draw, limit: float) -> Callable[..., Any]:
 
 def opened_by(drawn: Draw, limit: float) -> Callable[[int, int, int], Make]:
     """Return what makes the windows of a binding, of a size and a number of notifications."""
-    at = meetings(drawn.world_size, limit=limit)
+    at = bootstraps(drawn.world_size, limit=limit)
     groups: dict[int, WindowGroup] = {}
     lock = threading.Lock()
 

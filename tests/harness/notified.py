@@ -20,7 +20,7 @@ from paceline.comm.faulty_window import Faults, FaultyWindow
 from paceline.comm.inprocess.communicator import ThreadGroup
 from paceline.comm.inprocess.window import WindowGroup
 from paceline.comm.shm_tcp_window import machines_window
-from paceline.comm.transport.bootstrap import Meeting
+from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.comm.window import Window
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.put_engine.layout import Topology
@@ -101,7 +101,7 @@ def notified_on_machines(machines: Sequence[int], limit: float = 30.0) -> Callab
     def make(buckets: Sequence[Bucket], communicator: Communicator, *parts: Any) -> Notified:
         rank = communicator.rank
         made[rank] += 1
-        meeting = Meeting(
+        bootstrap = Bootstrap(
             store=store,
             rank=rank,
             world_size=communicator.world_size,
@@ -110,7 +110,7 @@ def notified_on_machines(machines: Sequence[int], limit: float = 30.0) -> Callab
             limit=30.0,
         )
         near = topology.groups[topology.group_of(rank)]
-        open_window = partial(machines_window, meeting, near, "127.0.0.1")
+        open_window = partial(machines_window, bootstrap, near, "127.0.0.1")
         return Notified(buckets, open_window, *parts, topology, (limit, limit))
 
     return make

@@ -21,7 +21,7 @@ from paceline.comm.inprocess.window import WindowGroup
 from paceline.comm.nixl.window import nixl_window
 from paceline.comm.shm_window import shared_window
 from paceline.comm.tcp_window import tcp_window
-from paceline.comm.transport.bootstrap import Meeting
+from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.comm.window import Window
 
 T = TypeVar("T")
@@ -36,17 +36,17 @@ _COMPILED_OR_NOT = (
 )
 
 
-def meetings(
+def bootstraps(
     world_size: int,
     *,
     purpose: str = "window/1",
     limit: float = LIMIT,
     store: HashStore | None = None,
-) -> list[Meeting]:
+) -> list[Bootstrap]:
     """Return each rank's meeting in one store, a fresh one or this."""
     store = store or HashStore()
     return [
-        Meeting(
+        Bootstrap(
             store=store,
             rank=rank,
             world_size=world_size,
@@ -68,12 +68,12 @@ def faulty(world_size: int, size: int, notifications: int) -> Make:
 
 
 def tcp(world_size: int, size: int, notifications: int) -> Make:
-    at = meetings(world_size)
+    at = bootstraps(world_size)
     return lambda rank: tcp_window(at[rank], "127.0.0.1", size, notifications)
 
 
 def tcp_by_three(world_size: int, size: int, notifications: int) -> Make:
-    at = meetings(world_size)
+    at = bootstraps(world_size)
     return lambda rank: tcp_window(at[rank], "127.0.0.1", size, notifications, connections=3)
 
 
@@ -83,17 +83,17 @@ def faulty_tcp(world_size: int, size: int, notifications: int) -> Make:
 
 
 def shared(world_size: int, size: int, notifications: int) -> Make:
-    at = meetings(world_size)
+    at = bootstraps(world_size)
     return lambda rank: shared_window(at[rank], size, notifications)
 
 
 def nixl(world_size: int, size: int, notifications: int) -> Make:
-    at = meetings(world_size)
+    at = bootstraps(world_size)
     return lambda rank: nixl_window(at[rank], "127.0.0.1", size, notifications)
 
 
 def plain_tcp(world_size: int, size: int, notifications: int) -> Make:
-    at = meetings(world_size)
+    at = bootstraps(world_size)
     with without_numba() as make:
         return lambda rank: make("tcp_window").tcp_window(
             at[rank], "127.0.0.1", size, notifications
@@ -101,7 +101,7 @@ def plain_tcp(world_size: int, size: int, notifications: int) -> Make:
 
 
 def plain_shared(world_size: int, size: int, notifications: int) -> Make:
-    at = meetings(world_size)
+    at = bootstraps(world_size)
     with without_numba() as make:
         return lambda rank: make("shm_window").shared_window(at[rank], size, notifications)
 

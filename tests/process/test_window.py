@@ -28,7 +28,7 @@ import sys
 from datetime import timedelta
 import torch
 from torch.distributed import FileStore
-from paceline.comm.transport.bootstrap import Meeting
+from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.comm.nixl.window import nixl_window
 from paceline.comm.shm_window import shared_window
 from paceline.comm.tcp_window import tcp_window
@@ -37,7 +37,7 @@ from paceline.errors import PacelineError
 rank, path, kind = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 store = FileStore(path, 3)
 store.set_timeout(timedelta(seconds=60))
-at = Meeting(store=store, rank=rank, world_size=3, token="t", purpose="w", limit=60)
+at = Bootstrap(store=store, rank=rank, world_size=3, token="t", purpose="w", limit=60)
 if kind == "shared":
     window = shared_window(at, 4_000_000, 1)
 else:

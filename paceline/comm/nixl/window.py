@@ -22,7 +22,7 @@ from paceline.comm.nixl.agent import NixlAgent
 from paceline.comm.nixl.engine import NixlEngine
 from paceline.comm.nixl.peer import Peer
 from paceline.comm.tcp_window import connect_by_tcp
-from paceline.comm.transport.bootstrap import Meeting
+from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.comm.window import Source, bytes_of
 from paceline.errors import CommError, CommTimeout, PeerLost
 
@@ -31,11 +31,11 @@ _LARGEST_CARD = 2**20
 _READ = b"r"
 
 
-def nixl_window(meeting: Meeting, address: str, size: int, notifications: int) -> NixlWindow:
+def nixl_window(bootstrap: Bootstrap, address: str, size: int, notifications: int) -> NixlWindow:
     """Connect ranks by NIXL; collective.
 
     Args:
-        meeting: who connects.
+        bootstrap: who connects.
         address: the IP address of this machine that the peers reach.
         size: bytes of this rank's memory.
         notifications: how many each peer has.
@@ -46,14 +46,14 @@ def nixl_window(meeting: Meeting, address: str, size: int, notifications: int) -
     """
     memory = torch.zeros(max(size, 1), dtype=torch.uint8)
     with ExitStack() as stack:
-        agent = NixlAgent(f"paceline {meeting.rank}")
+        agent = NixlAgent(f"paceline {bootstrap.rank}")
         stack.callback(agent.close)
         agent.take(memory)
-        lines = [next(iter(ends), None) for ends in connect_by_tcp(meeting, address)]
+        lines = [next(iter(ends), None) for ends in connect_by_tcp(bootstrap, address)]
         for line in filter(None, lines):
             stack.callback(line.close)
-        peers = _meet(meeting, agent, memory, lines)
-        window = NixlWindow(meeting.rank, memory[:size], agent, peers, notifications)
+        peers = _meet(bootstrap, agent, memory, lines)
+        window = NixlWindow(bootstrap.rank, memory[:size], agent, peers, notifications)
         stack.pop_all()
         return window
 
@@ -164,32 +164,32 @@ class NixlWindow:
 
 
 def _meet(
-    meeting: Meeting, agent: NixlAgent, memory: Tensor, lines: list[socket.socket | None]
+    bootstrap: Bootstrap, agent: NixlAgent, memory: Tensor, lines: list[socket.socket | None]
 ) -> list[Peer | None]:
     """Exchange cards on the lines; return once all have read all of them."""
-    deadline = time.monotonic() + meeting.limit
+    deadline = time.monotonic() + bootstrap.limit
     card = agent.card()
     there = [(rank, line) for rank, line in enumerate(lines) if line is not None]
     for rank, line in there:
-        with _named(meeting, rank):
-            line.settimeout(meeting.limit)
+        with _named(bootstrap, rank):
+            line.settimeout(bootstrap.limit)
             line.sendall(_CARD.pack(memory.data_ptr(), len(card)) + card)
-    peers = [_hear_of(meeting, agent, *one, deadline) for one in enumerate(lines)]
+    peers = [_hear_of(bootstrap, agent, *one, deadline) for one in enumerate(lines)]
     for rank, line in there:
-        with _named(meeting, rank):
+        with _named(bootstrap, rank):
             line.sendall(_READ)
     for rank, line in there:
-        with _named(meeting, rank):
+        with _named(bootstrap, rank):
             _read(line, len(_READ), deadline)
     return peers
 
 
 def _hear_of(
-    meeting: Meeting, agent: NixlAgent, rank: int, line: socket.socket | None, deadline: float
+    bootstrap: Bootstrap, agent: NixlAgent, rank: int, line: socket.socket | None, deadline: float
 ) -> Peer | None:
     if line is None:
         return None
-    with _named(meeting, rank):
+    with _named(bootstrap, rank):
         memory, size = _CARD.unpack(_read(line, _CARD.size, deadline))
         if size > _LARGEST_CARD:
             raise ConnectionError("what it sent is no card")
@@ -197,16 +197,16 @@ def _hear_of(
 
 
 @contextmanager
-def _named(meeting: Meeting, rank: int) -> Iterator[None]:
+def _named(bootstrap: Bootstrap, rank: int) -> Iterator[None]:
     """Name who is silent, or gone."""
     try:
         yield
     except TimeoutError as error:
         raise CommTimeout(
-            f"rank {meeting.rank} waited {meeting.limit:g} s to meet rank {rank} by NIXL."
+            f"rank {bootstrap.rank} waited {bootstrap.limit:g} s to meet rank {rank} by NIXL."
         ) from error
     except (OSError, CommError) as error:
-        raise PeerLost(f"rank {meeting.rank} can't meet rank {rank} by NIXL: {error}.") from error
+        raise PeerLost(f"rank {bootstrap.rank} can't meet rank {rank} by NIXL: {error}.") from error
 
 
 def _read(line: socket.socket, size: int, deadline: float) -> bytes:

@@ -27,7 +27,7 @@ _PATIENCE_S = 5.0  # with a caller that says nothing
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meeting:
+class Bootstrap:
     """Who connects, and how they know each other.
 
     Attributes:
@@ -83,7 +83,7 @@ class Meeting:
 
 
 def connect_all(
-    meeting: Meeting,
+    bootstrap: Bootstrap,
     server: socket.socket,
     where: str,
     call: Callable[[str, float], socket.socket],
@@ -91,7 +91,7 @@ def connect_all(
     """Connect this rank with the others that take part; collective.
 
     Args:
-        meeting: who connects.
+        bootstrap: who connects.
         server: a listening socket of this rank.
         where: its address, as `call` understands it.
         call: connects to such an address within some seconds.
@@ -103,14 +103,14 @@ def connect_all(
         PeerLost: a rank can't be reached.
         CommTimeout: a rank didn't come in time.
     """
-    deadline = time.monotonic() + meeting.limit
-    ends: list[socket.socket | None] = [None] * meeting.world_size
+    deadline = time.monotonic() + bootstrap.limit
+    ends: list[socket.socket | None] = [None] * bootstrap.world_size
     try:
-        address_of = meeting.tell(where)
-        for peer in (rank for rank in meeting.ranks if rank < meeting.rank):
-            ends[peer] = _call(meeting, peer, address_of(peer), call, deadline)
-        while missing := [r for r in meeting.ranks if r > meeting.rank and ends[r] is None]:
-            peer, end = _answer(meeting, server, missing, deadline)
+        address_of = bootstrap.tell(where)
+        for peer in (rank for rank in bootstrap.ranks if rank < bootstrap.rank):
+            ends[peer] = _call(bootstrap, peer, address_of(peer), call, deadline)
+        while missing := [r for r in bootstrap.ranks if r > bootstrap.rank and ends[r] is None]:
+            peer, end = _answer(bootstrap, server, missing, deadline)
             ends[peer] = end
     except BaseException:
         for end in filter(None, ends):
@@ -120,7 +120,7 @@ def connect_all(
 
 
 def _call(
-    meeting: Meeting,
+    bootstrap: Bootstrap,
     peer: int,
     where: str,
     call: Callable[[str, float], socket.socket],
@@ -128,23 +128,23 @@ def _call(
 ) -> socket.socket:
     try:
         end = call(where, max(0.1, deadline - time.monotonic()))
-        end.sendall(meeting.greeting)
+        end.sendall(bootstrap.greeting)
         answer = _received(end, max(0.1, deadline - time.monotonic()))
     except TimeoutError as error:
-        raise _missing(meeting, [peer]) from error
+        raise _missing(bootstrap, [peer]) from error
     except OSError as error:
         raise PeerLost(
-            f"rank {meeting.rank} can't reach rank {peer} at {where}: {error}; see whether a "
+            f"rank {bootstrap.rank} can't reach rank {peer} at {where}: {error}; see whether a "
             "firewall is between them."
         ) from error
-    if meeting.rank_in(answer) != peer:
+    if bootstrap.rank_in(answer) != peer:
         end.close()
-        raise PeerLost(f"rank {meeting.rank} found a stranger instead of rank {peer} at {where}.")
+        raise PeerLost(f"rank {bootstrap.rank} found a stranger instead of rank {peer} at {where}.")
     return end
 
 
 def _answer(
-    meeting: Meeting,
+    bootstrap: Bootstrap,
     server: socket.socket,
     missing: list[int],
     deadline: float,
@@ -159,13 +159,13 @@ def _answer(
             break
         left = deadline - time.monotonic()
         with suppress(OSError):
-            peer = meeting.rank_in(_received(end, min(_PATIENCE_S, max(0.1, left))))
+            peer = bootstrap.rank_in(_received(end, min(_PATIENCE_S, max(0.1, left))))
             if peer in missing:
-                end.sendall(meeting.greeting)
+                end.sendall(bootstrap.greeting)
                 return peer, end
         end.close()
         left = deadline - time.monotonic()
-    raise _missing(meeting, missing)
+    raise _missing(bootstrap, missing)
 
 
 def _received(end: socket.socket, limit: float) -> bytes:
@@ -180,9 +180,9 @@ def _received(end: socket.socket, limit: float) -> bytes:
     return parts
 
 
-def _missing(meeting: Meeting, ranks: list[int]) -> CommTimeout:
+def _missing(bootstrap: Bootstrap, ranks: list[int]) -> CommTimeout:
     who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
     return CommTimeout(
-        f"rank {meeting.rank} waited {meeting.limit:g} s for the connection of {who}: it didn't "
+        f"rank {bootstrap.rank} waited {bootstrap.limit:g} s for the connection of {who}: it didn't "
         "come; see what it says, or give a longer --first_iter_timeout."
     )
