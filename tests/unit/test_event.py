@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 
-from paceline.comm.transport.wake_event import Event
+from paceline.comm.transport.wake_event import WakeEvent
 
 
 def test_who_was_woken_sleeps_again() -> None:
-    event = Event()
+    event = WakeEvent()
     assert not event.sleep(0.0)
     for _ in range(2):
         os.eventfd_write(event.number, 1)
@@ -17,7 +17,7 @@ def test_who_was_woken_sleeps_again() -> None:
 
 
 def test_what_was_forgotten_wakes_nobody() -> None:
-    event = Event()
+    event = WakeEvent()
     event.clear()
     os.eventfd_write(event.number, 1)
     event.clear()

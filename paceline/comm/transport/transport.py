@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from paceline.comm.put_event import Moment
 from paceline.comm.transport import event_loop as loop
 from paceline.comm.transport.system_calls import Lock, write_word
-from paceline.comm.transport.wake_event import Event
+from paceline.comm.transport.wake_event import WakeEvent
 from paceline.errors import CommError
 
 CHUNK = 2**18  # bytes of a frame at most
@@ -92,9 +92,9 @@ class Transport:
         self._order = self._top = 0
         self._gone = 0
         self._putting = threading.Lock()
-        self._seats: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
+        self._seats: queue.SimpleQueue[tuple[int, WakeEvent]] = queue.SimpleQueue()
         for seat in range(_SEATS):
-            self._seats.put((seat, Event()))
+            self._seats.put((seat, WakeEvent()))
         self._failure = ""
         self._ends: dict[int, float] = {}  # when a peer was first seen to have closed some
         self._thread = threading.Thread(

@@ -7,7 +7,7 @@ import select
 from contextlib import suppress
 
 
-class Event:
+class WakeEvent:
     """A thread's own, of the kernel.
 
     Attributes:
