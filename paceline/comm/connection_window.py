@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from paceline.comm.put_event import Moment
+from paceline.comm.put_event import PutEvent
 from paceline.comm.transport.event_loop import EVERYBODY
 from paceline.comm.transport.transport import Transport
 from paceline.comm.window import Source, bytes_of, tensors_of
@@ -53,7 +53,7 @@ class LinkedWindow:
         _keep_from_children(weakref.ref(self))
 
     @property
-    def moments(self) -> list[Moment]:
+    def moments(self) -> list[PutEvent]:
         """When puts had left and notifications came, in order."""
         return self._transport.moments
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Moment(NamedTuple):
+class PutEvent(NamedTuple):
     """A moment of a put.
 
     Attributes:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from paceline.comm import connection_window as linked_window
-from paceline.comm.put_event import Moment
+from paceline.comm.put_event import PutEvent
 from paceline.comm.traced_window import TracedWindow
 from paceline.recorder import NullRecorder
 from tests.harness.windows import LIMIT, without_numba
@@ -69,7 +69,7 @@ def test_a_put_leaves_once_and_arrives_once_each_on_the_systems_clock(
 def test_the_newest_moments_are_remembered(make: Any) -> None:
     with pair(make, marks=3) as windows:
         exchanged(windows, 5)
-        found: list[Moment] = windows[1].moments
+        found: list[PutEvent] = windows[1].moments
     assert [moment.value for moment in found] == [3, 4, 5]
     assert [moment.at for moment in found] == sorted({moment.at for moment in found})
 

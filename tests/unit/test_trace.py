@@ -14,7 +14,7 @@ from torch import nn
 
 import paceline
 from paceline.comm.communicator import Communicator
-from paceline.comm.put_event import Moment
+from paceline.comm.put_event import PutEvent
 from paceline.observe.event_file import read_events
 from paceline.observe.trace import step_trace as module
 from paceline.observe.trace.clock_offsets import Round, offsets, rounds
@@ -84,18 +84,18 @@ def test_a_put_is_joined_with_its_arrival_across_clocks_hours_apart(
 
     def run(c: Communicator) -> None:
         trace = Trace(path, range(5, 6), c, CPU, c.rank, lambda: clock_of(c.rank))
-        moments: list[Moment] = []
+        moments: list[PutEvent] = []
         trace.follow(0, lambda: moments)
         trace.event("notifications", texts=["part of bucket 0"])
         trace.event("buckets", parameters=[("a", "b")])
         step(trace, 4, {"peer": 1 - c.rank, "value": 4})
         if c.rank == 0:
             step(trace, 5, {"peer": 1, "value": 5})
-            moments += [Moment(False, 1, 0, v, clock_of(0)) for v in (4, 5)]
+            moments += [PutEvent(False, 1, 0, v, clock_of(0)) for v in (4, 5)]
             there.wait()
         else:
             there.wait()
-            moments += [Moment(True, 0, 0, v, clock_of(1)) for v in (4, 5)]
+            moments += [PutEvent(True, 0, 0, v, clock_of(1)) for v in (4, 5)]
             step(trace, 5)
         ready.wait()
         assert not path.exists()

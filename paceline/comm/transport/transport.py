@@ -15,7 +15,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.comm.put_event import Moment
+from paceline.comm.put_event import PutEvent
 from paceline.comm.transport import event_loop as loop
 from paceline.comm.transport.system_calls import Lock, write_word
 from paceline.comm.transport.wake_event import WakeEvent
@@ -131,13 +131,13 @@ class Transport:
         return not self._words[loop.ENDS]
 
     @property
-    def moments(self) -> list[Moment]:
+    def moments(self) -> list[PutEvent]:
         """When puts had left and notifications came, as far as it is remembered, in order."""
         marked = int(self._state[loop.MARKED])
         size = len(self._marks)
         rows = self._marks[[place % size for place in range(max(0, marked - size), marked)]]
         return [
-            Moment(
+            PutEvent(
                 arrived=what == loop.ARRIVED,
                 peer=peer,
                 notification=notification,
