@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from paceline.observe.trace.recorder_buffer import Moment, Span, Tape
+from paceline.observe.trace.recorder_buffer import Span, Tape, TracedPut
 
 _THREADS = {"MainThread": "main", "owner": "owner", "network": "network"}
 _INSTANT = 0.001  # µs; a flow begins and ends at slices
@@ -102,7 +102,7 @@ class _Rank:
         bucket, known = span.fields.get("bucket"), self._tape.buckets
         return {"parameters": known[bucket]} if bucket is not None and bucket < len(known) else {}
 
-    def _moment(self, moment: Moment) -> Iterator[_Event]:
+    def _moment(self, moment: TracedPut) -> Iterator[_Event]:
         """Yield a moment of a traced put."""
         rank, peer = self._tape.rank, moment.peer
         ends = (peer, rank) if moment.arrived else (rank, peer)

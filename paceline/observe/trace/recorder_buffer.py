@@ -19,7 +19,7 @@ class Span(NamedTuple):
     fields: Mapping[str, Any]
 
 
-class Moment(NamedTuple):
+class TracedPut(NamedTuple):
     """A put has left, or its notification has come.
 
     Attributes:
@@ -55,7 +55,7 @@ class Tape:
     machine: int
     system: str
     spans: Sequence[Span]
-    moments: Sequence[Moment]
+    moments: Sequence[TracedPut]
     names: Mapping[int, Sequence[str]]
     buckets: Sequence[Sequence[str]]
 
@@ -68,6 +68,6 @@ class Tape:
         """Read what `to_bytes` wrote."""
         told = json.loads(zlib.decompress(data))
         told["spans"] = [Span(*span) for span in told["spans"]]
-        told["moments"] = [Moment(*moment) for moment in told["moments"]]
+        told["moments"] = [TracedPut(*moment) for moment in told["moments"]]
         told["names"] = {int(window): names for window, names in told["names"].items()}
         return cls(**told)

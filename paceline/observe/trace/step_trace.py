@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from paceline.comm.communicator import Communicator, gather_bytes
-from paceline.comm.put_event import Moment as WindowMoment
+from paceline.comm.put_event import TracedPut as PutEvent
 from paceline.observe.line_file import write_whole
 from paceline.observe.trace.chrome_trace import chrome_trace
 from paceline.observe.trace.clock_offsets import offsets, rounds, running_system
-from paceline.observe.trace.recorder_buffer import Moment, Span, Tape
+from paceline.observe.trace.recorder_buffer import Span, Tape, TracedPut
 from paceline.recorder import NullRecorder
 
 MARKS = 2**16  # moments of puts that a window remembers
@@ -64,11 +64,11 @@ class Trace(NullRecorder):
         self._tell = tell if communicator.rank == 0 else lambda text: None
         self._on = self._written = False
         self._spans: list[Span] = []
-        self._windows: dict[int, Callable[[], Iterable[WindowMoment]]] = {}
+        self._windows: dict[int, Callable[[], Iterable[PutEvent]]] = {}
         self._names: dict[int, list[str]] = {}
         self._buckets: list[tuple[str, ...]] = []
 
-    def follow(self, window: int, moments: Callable[[], Iterable[WindowMoment]]) -> None:
+    def follow(self, window: int, moments: Callable[[], Iterable[PutEvent]]) -> None:
         """Ask a window, in the end, for the moments of its puts."""
         self._windows[window] = moments
 
@@ -125,7 +125,7 @@ class Trace(NullRecorder):
 
     def _tape(self) -> Tape:
         moments = [
-            Moment(number, *moment)
+            TracedPut(number, *moment)
             for number, window in self._windows.items()
             for moment in window()
         ]
