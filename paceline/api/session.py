@@ -19,7 +19,7 @@ from paceline.cluster.supervision.stop_signals import StopSignals
 from paceline.cluster.supervision.supervisor import saved_sentence, say
 from paceline.comm.communicator import Communicator, until_end
 from paceline.comm.process_group import ProcessGroupCommunicator
-from paceline.comm.single_rank import AloneCommunicator
+from paceline.comm.single_rank import SingleRankCommunicator
 from paceline.config.run import OutputConfig
 from paceline.observe.trace.step_trace import Trace
 from paceline.recorder import Recorder
@@ -91,7 +91,7 @@ class Link:
     def _connected(self, purpose: str) -> Communicator:
         members = self.joined.members
         if members.world_size == 1:
-            return AloneCommunicator()
+            return SingleRankCommunicator()
         return ProcessGroupCommunicator(
             PrefixStore(f"generation/{members.generation}/{purpose}", self.joined.store),
             rank=members.rank,

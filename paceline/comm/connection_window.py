@@ -22,7 +22,7 @@ from paceline.comm.window import Source, bytes_of, tensors_of
 from paceline.errors import CommTimeout, PeerLost
 
 
-class LinkedWindow:
+class ConnectionWindow:
     """A rank's memory and its links.
 
     Args:
@@ -138,7 +138,7 @@ class LinkedWindow:
         return next((peer for peer in self._others if self._transport.error(peer)), None)
 
 
-def _keep_from_children(window: weakref.ref[LinkedWindow]) -> None:
+def _keep_from_children(window: weakref.ref[ConnectionWindow]) -> None:
     """Close connections in processes forked from now on (a DataLoader's workers).
 
     Otherwise a connection stands for the peers as long as one of these lives.

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
-from paceline.comm.connection_window import LinkedWindow
+from paceline.comm.connection_window import ConnectionWindow
 from paceline.comm.shm_window import connect_locally, share_memory
 from paceline.comm.tcp_window import connect_by_tcp
 from paceline.comm.transport.bootstrap import Bootstrap
 
 
-def machines_window(
+def shm_tcp_window(
     bootstrap: Bootstrap,
     neighbours: Sequence[int],
     address: str,
@@ -20,7 +20,7 @@ def machines_window(
     notifications: int,
     marks: int = 0,
     connections: int = 1,
-) -> LinkedWindow:
+) -> ConnectionWindow:
     """Connect the ranks of several machines; collective.
 
     Args:
@@ -47,6 +47,8 @@ def machines_window(
         for peer, near_end in enumerate(ends):
             if near_end is not None:
                 streams[peer] = [near_end]
-        window = LinkedWindow(bootstrap.rank, memory, streams, reaches, notifications, marks=marks)
+        window = ConnectionWindow(
+            bootstrap.rank, memory, streams, reaches, notifications, marks=marks
+        )
         stack.pop_all()
         return window

@@ -17,12 +17,12 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor
 
-from paceline.comm.connection_window import LinkedWindow
+from paceline.comm.connection_window import ConnectionWindow
 from paceline.comm.transport.bootstrap import Bootstrap, connect_all
 from paceline.errors import CommTimeout, PeerLost
 
 
-def shared_window(bootstrap: Bootstrap, size: int, notifications: int) -> LinkedWindow:
+def shm_window(bootstrap: Bootstrap, size: int, notifications: int) -> ConnectionWindow:
     """Connect the ranks of one machine; collective.
 
     Args:
@@ -39,7 +39,7 @@ def shared_window(bootstrap: Bootstrap, size: int, notifications: int) -> Linked
             stack.callback(end.close)
         memory, reaches = share_memory(bootstrap, ends, size)
         streams = [[end] if end else [] for end in ends]
-        window = LinkedWindow(bootstrap.rank, memory, streams, reaches, notifications)
+        window = ConnectionWindow(bootstrap.rank, memory, streams, reaches, notifications)
         stack.pop_all()
         return window
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from paceline.comm.communicator import Ticket
 
 
-class AloneCommunicator:
+class SingleRankCommunicator:
     """The only rank."""
 
     rank = 0

@@ -16,7 +16,7 @@ from math import inf
 
 import torch
 
-from paceline.comm.connection_window import LinkedWindow
+from paceline.comm.connection_window import ConnectionWindow
 from paceline.comm.transport.bootstrap import Bootstrap, connect_all
 
 _UNSENT = 2**18  # bytes that wait in the kernel at most
@@ -28,7 +28,7 @@ _NOTSENT_LOWAT, _MIN_RTT = 25, struct.Struct("=148xI")
 
 def tcp_window(
     bootstrap: Bootstrap, address: str, size: int, notifications: int, connections: int = 1
-) -> LinkedWindow:
+) -> ConnectionWindow:
     """Connect ranks by TCP; collective.
 
     Args:
@@ -43,7 +43,7 @@ def tcp_window(
     """
     ends = connect_by_tcp(bootstrap, address, connections)
     memory = torch.zeros(size, dtype=torch.uint8)
-    return LinkedWindow(bootstrap.rank, memory, ends, [None] * len(ends), notifications)
+    return ConnectionWindow(bootstrap.rank, memory, ends, [None] * len(ends), notifications)
 
 
 def connect_by_tcp(

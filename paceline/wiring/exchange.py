@@ -21,7 +21,7 @@ from paceline.codecs.codecs import WIRES
 from paceline.comm.communicator import Communicator, gather_bytes
 from paceline.comm.nixl.window import nixl_window
 from paceline.comm.process_group import ProcessGroupCommunicator
-from paceline.comm.shm_tcp_window import machines_window
+from paceline.comm.shm_tcp_window import shm_tcp_window
 from paceline.comm.traced_window import TracedWindow
 from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.comm.window import Window
@@ -96,7 +96,7 @@ class Peers:
         else:
             neighbours = (members.rank,) if alone else among.groups[members.machine]
             marks = MARKS if self.trace else 0
-            window = linked = machines_window(bootstrap, neighbours, *where, marks, connections)
+            window = linked = shm_tcp_window(bootstrap, neighbours, *where, marks, connections)
             if self.trace is not None:
                 self.trace.follow(number, lambda: linked.moments)
         return window if self.trace is None else TracedWindow(window, number, self.trace)

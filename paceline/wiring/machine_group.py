@@ -8,7 +8,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from paceline.cluster.membership.members import Members
 from paceline.comm.communicator import Communicator
 from paceline.comm.process_group import ProcessGroupCommunicator
-from paceline.comm.single_rank import AloneCommunicator
+from paceline.comm.single_rank import SingleRankCommunicator
 
 
 def adds_up_on_gpus(members: Members, device: torch.device, sync: str) -> bool:
@@ -46,7 +46,7 @@ def connect_neighbours(
         CommError: a worker didn't come in time.
     """
     if members.local_world_size == 1:
-        return AloneCommunicator()
+        return SingleRankCommunicator()
     near = ProcessGroupCommunicator(
         PrefixStore(f"generation/{members.generation}/machine/{members.machine}", store),
         rank=members.local_rank,

@@ -6,7 +6,7 @@ import psutil
 import torch
 
 from paceline.comm.communicator import Communicator, broadcast_all, total
-from paceline.comm.single_rank import AloneCommunicator
+from paceline.comm.single_rank import SingleRankCommunicator
 from tests.harness.processes import spawn
 from tests.harness.threads import run_ranks
 
@@ -39,7 +39,7 @@ def test_a_rank_that_ends_leaves_the_others_at_work() -> None:
 
 
 def test_a_rank_alone_has_its_own_sums() -> None:
-    c = AloneCommunicator()
+    c = SingleRankCommunicator()
     tensor = torch.arange(3.0)
     assert total(c, tensor, "a sum").tolist() == [0, 1, 2]
     broadcast_all(c, [tensor], "a broadcast")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from paceline.comm.connection_window import LinkedWindow
+from paceline.comm.connection_window import ConnectionWindow
 from paceline.comm.faulty_window import Faults, FaultyWindow
 from paceline.comm.tcp_window import tcp_window
 from paceline.comm.transport.bootstrap import Bootstrap
@@ -27,10 +27,10 @@ PUTS = [0, 1, 1000, 8, 600_000, 0, 300_000, CHUNK, 77, 2 * CHUNK]  # bytes
 SIZE = sum(PUTS)
 
 
-def windows_over_a_wire(cut_after: int) -> tuple[list[LinkedWindow], Relay]:
+def windows_over_a_wire(cut_after: int) -> tuple[list[ConnectionWindow], Relay]:
     """Connect two ranks by a wire that is cut after so many bytes of rank 1's."""
     at = bootstraps(2)
-    windows: dict[int, LinkedWindow] = {}
+    windows: dict[int, ConnectionWindow] = {}
 
     def join(bootstrap: Bootstrap) -> None:
         windows[bootstrap.rank] = tcp_window(bootstrap, "127.0.0.1", SIZE, len(PUTS))

@@ -13,7 +13,7 @@ import torch
 from torch.distributed import HashStore
 
 from paceline.comm.nixl.window import nixl_window
-from paceline.comm.shm_window import shared_window
+from paceline.comm.shm_window import shm_window
 from paceline.comm.tcp_window import tcp_window
 from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.comm.window import Window
@@ -28,7 +28,7 @@ LATE = 0xEE  # the only byte that the past generation writes
 Open = Callable[[Bootstrap], Window]
 KINDS: dict[str, Open] = {
     "tcp": lambda bootstrap: tcp_window(bootstrap, "127.0.0.1", SIZE, NOTIFICATIONS),
-    "shared": lambda bootstrap: shared_window(bootstrap, SIZE, NOTIFICATIONS),
+    "shared": lambda bootstrap: shm_window(bootstrap, SIZE, NOTIFICATIONS),
     "nixl": lambda bootstrap: nixl_window(bootstrap, "127.0.0.1", SIZE, NOTIFICATIONS),
 }
 

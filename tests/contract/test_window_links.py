@@ -12,7 +12,7 @@ from contextlib import suppress
 import pytest
 import torch
 
-from paceline.comm.connection_window import LinkedWindow
+from paceline.comm.connection_window import ConnectionWindow
 from paceline.comm.shm_window import connect_locally, share_memory
 from paceline.comm.tcp_window import connect_by_tcp, tcp_window
 from paceline.comm.transport import bootstrap as mesh
@@ -47,7 +47,7 @@ def test_an_urgent_put_overtakes_those_that_wait() -> None:
     assert run_windows(tcp(2, LARGE + 8, 3), 2, run) == [True, True]
 
 
-def window_and_sockets(size: int, connections: int) -> tuple[LinkedWindow, list[socket.socket]]:
+def window_and_sockets(size: int, connections: int) -> tuple[ConnectionWindow, list[socket.socket]]:
     """Return rank 0's window and the other ends of its connections."""
     at = bootstraps(2)
     with ThreadPoolExecutor() as pool:
@@ -56,7 +56,7 @@ def window_and_sockets(size: int, connections: int) -> tuple[LinkedWindow, list[
         return window, ends.result()[0]
 
 
-def window_and_socket(size: int) -> tuple[LinkedWindow, socket.socket]:
+def window_and_socket(size: int) -> tuple[ConnectionWindow, socket.socket]:
     """Return rank 0's window and the other end of its only connection."""
     window, (end,) = window_and_sockets(size, 1)
     return window, end
@@ -223,7 +223,7 @@ def shown_out(stranger: socket.socket) -> bool:
 
 def test_a_stranger_is_shown_out_and_the_ranks_meet() -> None:
     at = bootstraps(2)
-    windows: dict[int, LinkedWindow] = {}
+    windows: dict[int, ConnectionWindow] = {}
 
     def join(rank: int) -> None:
         windows[rank] = tcp_window(at[rank], "127.0.0.1", 64, 1)

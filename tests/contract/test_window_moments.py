@@ -37,9 +37,9 @@ def pair(make: Any, marks: int, connections: int = 1) -> Iterator[list[Any]]:
 @pytest.fixture(params=["compiled", "plain"])
 def make(request: pytest.FixtureRequest) -> Any:
     if request.param == "compiled":
-        return linked_window.LinkedWindow
+        return linked_window.ConnectionWindow
     with without_numba() as anew:
-        return anew("linked_window").LinkedWindow
+        return anew("linked_window").ConnectionWindow
 
 
 def exchanged(windows: list[Any], count: int) -> None:

@@ -29,8 +29,8 @@ from paceline.comm.communicator import Communicator
 from paceline.comm.faulty_window import Faults, FaultyWindow
 from paceline.comm.inprocess.window import WindowGroup
 from paceline.comm.nixl.window import nixl_window
-from paceline.comm.shm_tcp_window import machines_window
-from paceline.comm.shm_window import shared_window
+from paceline.comm.shm_tcp_window import shm_tcp_window
+from paceline.comm.shm_window import shm_window
 from paceline.comm.tcp_window import tcp_window
 from paceline.comm.window import Window
 from paceline.reduce.buckets import Bucket
@@ -154,14 +154,14 @@ def opened_by(drawn: Draw, limit: float) -> Callable[[int, int, int], Make]:
         def connect(rank: int) -> Window:
             here = replace(at[rank], purpose=f"window/{binding}")
             if drawn.kind == "shared":
-                return shared_window(here, size, notifications)
+                return shm_window(here, size, notifications)
             if drawn.kind == "nixl":
                 return nixl_window(here, ADDRESS, size, notifications)
             by = {"connections": drawn.connections}
             if drawn.kind == "tcp":
                 return tcp_window(here, ADDRESS, size, notifications, **by)
             group = next(g for g in Topology.of(drawn.machines).groups if rank in g)
-            return machines_window(here, group, ADDRESS, size, notifications, **by)
+            return shm_tcp_window(here, group, ADDRESS, size, notifications, **by)
 
         return groups[binding].window if drawn.kind == "inprocess" else connect
 

@@ -19,7 +19,7 @@ from paceline.comm.communicator import Communicator
 from paceline.comm.faulty_window import Faults, FaultyWindow
 from paceline.comm.inprocess.communicator import ThreadGroup
 from paceline.comm.inprocess.window import WindowGroup
-from paceline.comm.shm_tcp_window import machines_window
+from paceline.comm.shm_tcp_window import shm_tcp_window
 from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.comm.window import Window
 from paceline.reduce.buckets import Bucket
@@ -110,7 +110,7 @@ def notified_on_machines(machines: Sequence[int], limit: float = 30.0) -> Callab
             limit=30.0,
         )
         near = topology.groups[topology.group_of(rank)]
-        open_window = partial(machines_window, bootstrap, near, "127.0.0.1")
+        open_window = partial(shm_tcp_window, bootstrap, near, "127.0.0.1")
         return Notified(buckets, open_window, *parts, topology, (limit, limit))
 
     return make

@@ -19,7 +19,7 @@ from torch.distributed import HashStore
 from paceline.comm.faulty_window import Faults, FaultyWindow
 from paceline.comm.inprocess.window import WindowGroup
 from paceline.comm.nixl.window import nixl_window
-from paceline.comm.shm_window import shared_window
+from paceline.comm.shm_window import shm_window
 from paceline.comm.tcp_window import tcp_window
 from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.comm.window import Window
@@ -84,7 +84,7 @@ def faulty_tcp(world_size: int, size: int, notifications: int) -> Make:
 
 def shared(world_size: int, size: int, notifications: int) -> Make:
     at = bootstraps(world_size)
-    return lambda rank: shared_window(at[rank], size, notifications)
+    return lambda rank: shm_window(at[rank], size, notifications)
 
 
 def nixl(world_size: int, size: int, notifications: int) -> Make:
@@ -103,7 +103,7 @@ def plain_tcp(world_size: int, size: int, notifications: int) -> Make:
 def plain_shared(world_size: int, size: int, notifications: int) -> Make:
     at = bootstraps(world_size)
     with without_numba() as make:
-        return lambda rank: make("shm_window").shared_window(at[rank], size, notifications)
+        return lambda rank: make("shm_window").shm_window(at[rank], size, notifications)
 
 
 @contextmanager

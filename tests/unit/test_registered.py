@@ -1,6 +1,6 @@
 """Registrations of memory last as long as a user, or somebody who touches it, needs them."""
 
-from paceline.comm.nixl.memory_registration import Registered
+from paceline.comm.nixl.memory_registration import RegisteredMemory
 
 
 class Card:
@@ -19,7 +19,7 @@ class Card:
 
 def test_two_users_of_a_stretch_share_its_registration() -> None:
     card = Card()
-    registered = Registered(card.register, card.deregister)
+    registered = RegisteredMemory(card.register, card.deregister)
     registered.take(100, 50)
     registered.take(100, 50)
     assert card.open == [(100, 50)]
@@ -31,7 +31,7 @@ def test_two_users_of_a_stretch_share_its_registration() -> None:
 
 def test_a_registration_outlives_those_in_use_that_it_touches() -> None:
     card = Card()
-    registered = Registered(card.register, card.deregister)
+    registered = RegisteredMemory(card.register, card.deregister)
     registered.take(100, 50)
     registered.take(140, 50)
     registered.take(190, 10)  # beside the second, not in it
@@ -44,7 +44,7 @@ def test_a_registration_outlives_those_in_use_that_it_touches() -> None:
 
 def test_all_end_with_it() -> None:
     card = Card()
-    registered = Registered(card.register, card.deregister)
+    registered = RegisteredMemory(card.register, card.deregister)
     registered.take(0, 1)
     registered.take(5, 1)
     registered.close()

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.comm.nixl.memory_registration import Registered
+from paceline.comm.nixl.memory_registration import RegisteredMemory
 from paceline.errors import CommError, ConfigError
 
 # Not the ways between processes of one machine: by them a sender writes at an address, whatever is
@@ -58,7 +58,7 @@ class NixlAgent:
         config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
         self._peers: list[str] = []
         self._open: list[Any] = []  # transfers
-        self._registered = Registered(self._register, self._deregister)
+        self._registered = RegisteredMemory(self._register, self._deregister)
         self._agent: Any = _quiet(api.nixl_agent, f"{name} {secrets.token_hex(8)}", config)
         try:
             _quiet(self._agent.create_backend, "UCX", {"engine_config": _TRANSPORTS})

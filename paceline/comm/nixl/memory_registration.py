@@ -19,7 +19,7 @@ class _Entry:
     users: int = 0
 
 
-class Registered:
+class RegisteredMemory:
     """Registrations by their users.
 
     Args:
