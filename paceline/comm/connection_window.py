@@ -92,23 +92,23 @@ class ConnectionWindow:
 
         self._sleep(peer, there, limit, operation)
 
-    def hear(self, below: int) -> None:
+    def subscribe(self, below: int) -> None:
         """Tell the loop."""
-        self._transport.hear(below)
+        self._transport.subscribe(below)
 
-    def nudge(self) -> None:
+    def wake(self) -> None:
         """Wake who waits for news."""
-        self._transport.nudge()
+        self._transport.wake()
 
-    def wait_for_news(self, seen: int, limit: float) -> int:
+    def wait_for_event(self, seen: int, limit: float) -> int:
         """Sleep until something has come."""
         transport = self._transport
         transport.sleep(
-            EVERYBODY, lambda: transport.news != seen or self._lost() is not None, limit
+            EVERYBODY, lambda: transport.events != seen or self._lost() is not None, limit
         )
-        if transport.news == seen and (lost := self._lost()) is not None:
+        if transport.events == seen and (lost := self._lost()) is not None:
             self._require(lost, "waiting for news")
-        return transport.news
+        return transport.events
 
     def flush(self, peer: int, *, limit: float, operation: str) -> None:
         """Sleep until all puts to a peer have left."""

@@ -124,17 +124,17 @@ class FaultyWindow:
         """Wait in the other window."""
         self._window.wait(peer, notification, value, limit=limit, operation=operation)
 
-    def hear(self, below: int) -> None:
+    def subscribe(self, below: int) -> None:
         """Hear in the other window."""
-        self._window.hear(below)
+        self._window.subscribe(below)
 
-    def nudge(self) -> None:
+    def wake(self) -> None:
         """Nudge the other window."""
-        self._window.nudge()
+        self._window.wake()
 
-    def wait_for_news(self, seen: int, limit: float) -> int:
+    def wait_for_event(self, seen: int, limit: float) -> int:
         """Wait in the other window."""
-        return self._window.wait_for_news(seen, limit)
+        return self._window.wait_for_event(seen, limit)
 
     def flush(self, peer: int, *, limit: float, operation: str) -> None:
         """Wait for the puts that are late, and then in the other window."""

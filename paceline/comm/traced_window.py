@@ -15,7 +15,7 @@ class TracedWindow:
         window: any.
         number: which of this process's windows it is, in the spans.
         recorder: gets spans `put` and `wait for rank` with peer, notification and value, and
-            `wait for news`.
+            `wait for events`.
     """
 
     def __init__(self, window: Window, number: int, recorder: Recorder) -> None:
@@ -50,18 +50,18 @@ class TracedWindow:
         with self._recorder.span("wait for rank", window=self._number, **told):
             self._window.wait(peer, notification, value, limit=limit, operation=operation)
 
-    def hear(self, below: int) -> None:
+    def subscribe(self, below: int) -> None:
         """Count only some notifications as news."""
-        self._window.hear(below)
+        self._window.subscribe(below)
 
-    def nudge(self) -> None:
+    def wake(self) -> None:
         """Wake who waits for news."""
-        self._window.nudge()
+        self._window.wake()
 
-    def wait_for_news(self, seen: int, limit: float) -> int:
+    def wait_for_event(self, seen: int, limit: float) -> int:
         """Wait for news."""
         with self._recorder.span("wait for news"):
-            return self._window.wait_for_news(seen, limit)
+            return self._window.wait_for_event(seen, limit)
 
     def flush(self, peer: int, *, limit: float, operation: str) -> None:
         """Wait until puts have left."""

@@ -83,13 +83,13 @@ class Window(Protocol):
             CommTimeout: it said nothing for `limit` seconds; names both, too.
         """
 
-    def hear(self, below: int) -> None:
+    def subscribe(self, below: int) -> None:
         """Count only notifications with smaller numbers as news; at first all are."""
 
-    def nudge(self) -> None:
-        """Count as news something that happened here: `wait_for_news` returns."""
+    def wake(self) -> None:
+        """Count as news something that happened here: `wait_for_event` returns."""
 
-    def wait_for_news(self, seen: int, limit: float) -> int:
+    def wait_for_event(self, seen: int, limit: float) -> int:
         """Return the number of notifications and nudges, once it isn't `seen`, or at the limit.
 
         Raises:

@@ -73,7 +73,7 @@ def test_a_silent_peer_is_named_at_the_limit(kind: Callable[[int, int, int], Mak
             with pytest.raises(CommTimeout, match=r"^rank 1 waited 0\.2 s for rank 0 in bucket 3"):
                 window.wait(0, 0, 1, limit=0.2, operation="bucket 3 of step 7")
             assert time.monotonic() - start < 10
-            assert window.wait_for_news(0, 0.05) == 0
+            assert window.wait_for_event(0, 0.05) == 0
             window.put(0, 0, None, 0, 1)
         else:
             window.wait(1, 0, 1, limit=LIMIT, operation="the end")
@@ -106,7 +106,7 @@ def test_a_peer_that_closes_is_named_by_whoever_waits(
             window.wait(0, 0, 2, limit=LIMIT, operation="bucket 3 of step 7")
         window.wait(0, 0, 1, limit=LIMIT, operation="what has come stays")
         with pytest.raises(PeerLost, match="rank 1 lost rank 0"):
-            window.wait_for_news(1, LIMIT)
+            window.wait_for_event(1, LIMIT)
         with pytest.raises(PeerLost, match="rank 1 lost rank 0 in a put"):
             put_until_it_is_noticed(window)
 
@@ -141,9 +141,9 @@ def test_several_threads_of_a_rank_wait_at_once(kind: Callable[[int, int, int], 
     rounds = 300
 
     def listen(window: Window) -> None:
-        news = 0
+        events = 0
         while window.values[1 - window.rank, 1] < 1:
-            news = window.wait_for_news(news, 0.01)
+            events = window.wait_for_event(events, 0.01)
 
     def run(window: Window) -> None:
         peer = 1 - window.rank
@@ -152,7 +152,7 @@ def test_several_threads_of_a_rank_wait_at_once(kind: Callable[[int, int, int], 
             thread.start()
         for value in range(1, rounds + 1):
             window.put(peer, 0, None, 0, value)
-            window.nudge()
+            window.wake()
             window.wait(peer, 0, value, limit=LIMIT, operation="a round")
             window.flush(peer, limit=LIMIT, operation="a flush")  # or the next one may overtake
         window.put(peer, 0, None, 1, 1)

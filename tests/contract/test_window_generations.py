@@ -47,7 +47,7 @@ def generation(number: int, store: HashStore, open_window: Open) -> Callable[[in
 def put_late(stopped: Window, lost: set[str], over: threading.Event) -> set[str]:
     """Put everywhere, as a process that slept, until it is over and so many peers were lost."""
     everything = torch.full((SIZE,), LATE, dtype=torch.uint8)
-    heard = set()
+    subscribed = set()
     for value in range(1, 10**9):
         for peer in (1, 2):
             shared = stopped.reach(peer)
@@ -57,9 +57,9 @@ def put_late(stopped: Window, lost: set[str], over: threading.Event) -> set[str]
                 stopped.put(peer, 0, everything, value % NOTIFICATIONS, value)
                 stopped.flush(peer, limit=LIMIT, operation="a late flush")
             except PeerLost as error:
-                heard.add(str(error)[:18])
-        if over.is_set() and heard >= lost:
-            return heard
+                subscribed.add(str(error)[:18])
+        if over.is_set() and subscribed >= lost:
+            return subscribed
     raise AssertionError
 
 

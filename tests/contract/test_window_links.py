@@ -103,12 +103,12 @@ def test_a_put_keeps_its_sources_until_all_of_them_have_left() -> None:
     del sources
     assert len(end.recv(HEAD + 32, socket.MSG_WAITALL)) == HEAD + 32  # all of the first
     for _ in range(2):
-        window.wait_for_news(0, 0.1)
+        window.wait_for_event(0, 0.1)
     assert all(one() is not None for one in kept)
     with ThreadPoolExecutor() as pool:
         said = pool.submit(said_by, end)
         window.flush(1, limit=LIMIT, operation="a flush")
-        window.wait_for_news(0, 0.0)
+        window.wait_for_event(0, 0.0)
         left = [one() for one in kept]
         window.close()
     assert left == [None, None]

@@ -97,7 +97,7 @@ def test_a_traced_window_measures_puts_and_waits(make: Any) -> None:
         traced = [TracedWindow(window, 4, spans[rank]) for rank, window in enumerate(windows)]
         exchanged(traced, 1)
         assert traced[1].memory.tolist() == [7] * 60 + [0] * 40
-        assert traced[1].wait_for_news(0, LIMIT) == 1
+        assert traced[1].wait_for_event(0, LIMIT) == 1
     told = {"window": 4, "peer": 1, "notification": 2, "value": 1}
     assert spans[0].seen == [
         ("put", {**told, "bytes": 60, "priority": 0}),

@@ -68,7 +68,7 @@ class Traffic:
         self._account = np.zeros_like(self._memory)
         self._at = np.concatenate([[0], np.cumsum(lanes)]).tolist()
         self._own = {peer: torch.empty(lanes[0], dtype=torch.uint8) for peer in self._others}
-        self._news = self._nudges = 0
+        self._events = self._nudges = 0
 
     def run(self) -> int:
         """Put and answer until all has come; return how many notifications came.
@@ -78,14 +78,14 @@ class Traffic:
         """
         while self._sweep():
             if self._random.random() < 0.05:
-                self.window.nudge()
+                self.window.wake()
                 self._nudges += 1
             self._wait()
         assert np.array_equal(self._memory, self._account), "something else was written"
         expected = self.operations + self._nudges
-        while self._news < expected:
+        while self._events < expected:
             self._wait()
-        assert self._news == expected, "one came twice"
+        assert self._events == expected, "one came twice"
         return self.operations
 
     def check_after_a_cut(self) -> None:
@@ -153,9 +153,9 @@ class Traffic:
         return self.operations < 2 * self.rounds * len(self._sent)
 
     def _wait(self) -> None:
-        news = self.window.wait_for_news(self._news, LIMIT)
-        assert news > self._news, "one was lost"
-        self._news = news
+        events = self.window.wait_for_event(self._events, LIMIT)
+        assert events > self._events, "one was lost"
+        self._events = events
 
     def _begin(self, peer: int, lane: int) -> int:
         begin: int = peer * self._at[-1] + self._at[lane]

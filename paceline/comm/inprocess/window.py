@@ -34,8 +34,8 @@ class WindowGroup:
         self.machine = [number for number, ranks in enumerate(machines) for _ in range(ranks)]
         self.changed = threading.Condition()
         self.closed: set[int] = set()
-        self.news = [0] * world_size
-        self.heard = [notifications] * world_size
+        self.events = [0] * world_size
+        self.subscribed = [notifications] * world_size
         self.memories = [torch.zeros(size, dtype=torch.uint8) for _ in range(world_size)]
         shape = (world_size, notifications)
         self.values = [np.zeros(shape, np.int64) for _ in range(world_size)]
@@ -76,7 +76,7 @@ class InProcessWindow:
                 group.memories[peer][offset : offset + data.numel()].copy_(data)
                 offset += data.numel()
             group.values[peer][self.rank, notification] = value
-            group.news[peer] += notification < group.heard[peer]
+            group.events[peer] += notification < group.subscribed[peer]
             group.changed.notify_all()
 
     def wait(
@@ -96,26 +96,26 @@ class InProcessWindow:
             f"rank {self.rank} waited {limit:g} s for rank {peer} in {operation}: it hangs."
         )
 
-    def hear(self, below: int) -> None:
+    def subscribe(self, below: int) -> None:
         """Count fewer notifications."""
-        self._group.heard[self.rank] = below
+        self._group.subscribed[self.rank] = below
 
-    def nudge(self) -> None:
+    def wake(self) -> None:
         """Wake who waits for news."""
         with self._group.changed:
-            self._group.news[self.rank] += 1
+            self._group.events[self.rank] += 1
             self._group.changed.notify_all()
 
-    def wait_for_news(self, seen: int, limit: float) -> int:
+    def wait_for_event(self, seen: int, limit: float) -> int:
         """Wait until something has come."""
-        news = self._group.news
+        events = self._group.events
         others = [peer for peer in range(self.world_size) if peer != self.rank]
         with self._group.changed:
-            self._wait(lambda: news[self.rank] != seen or any(map(self._lost, others)), limit)
-            if news[self.rank] == seen:
+            self._wait(lambda: events[self.rank] != seen or any(map(self._lost, others)), limit)
+            if events[self.rank] == seen:
                 for peer in others:
                     self._require(peer, "waiting for news")
-            return news[self.rank]
+            return events[self.rank]
 
     def flush(self, peer: int, *, limit: float, operation: str) -> None:
         """Return: a put is over when it returns."""

@@ -45,16 +45,16 @@ class NixlEngine:
         values: (world_size, notifications), written when a put has arrived.
 
     Attributes:
-        changed: is notified of whatever `values`, `news` and the peers' errors say.
-        news: how many notifications, of those that are `heard`, and nudges there were.
-        heard: notifications with smaller numbers count.
+        changed: is notified of whatever `values`, `events` and the peers' errors say.
+        events: how many notifications, of those that are `subscribed`, and nudges there were.
+        subscribed: notifications with smaller numbers count.
     """
 
     def __init__(
         self, agent: NixlAgent, peers: Sequence[Peer | None], values: NDArray[np.int64]
     ) -> None:
         self.changed = threading.Condition()
-        self.news, self.heard = 0, values.shape[1]
+        self.events, self.subscribed = 0, values.shape[1]
         self.peers = peers
         self._agent, self._values = agent, values
         self._there = [(rank, peer) for rank, peer in enumerate(peers) if peer is not None]
@@ -200,7 +200,7 @@ class NixlEngine:
         peer.owed += ARRIVED
         with self.changed:
             self._values[rank, notification] = value
-            self.news += notification < self.heard
+            self.events += notification < self.subscribed
             self.changed.notify_all()
 
     def _look(self, moved: bool) -> None:

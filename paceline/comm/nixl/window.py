@@ -111,24 +111,26 @@ class NixlWindow:
 
         self._sleep(peer, there, limit, operation)
 
-    def hear(self, below: int) -> None:
+    def subscribe(self, below: int) -> None:
         """Count fewer notifications."""
-        self._engine.heard = below
+        self._engine.subscribed = below
 
-    def nudge(self) -> None:
+    def wake(self) -> None:
         """Wake who waits for news."""
         with self._engine.changed:
-            self._engine.news += 1
+            self._engine.events += 1
             self._engine.changed.notify_all()
 
-    def wait_for_news(self, seen: int, limit: float) -> int:
+    def wait_for_event(self, seen: int, limit: float) -> int:
         """Sleep until something has come."""
         engine = self._engine
         with engine.changed:
-            engine.changed.wait_for(lambda: engine.news != seen or self._lost() is not None, limit)
-            if engine.news == seen and (lost := self._lost()) is not None:
+            engine.changed.wait_for(
+                lambda: engine.events != seen or self._lost() is not None, limit
+            )
+            if engine.events == seen and (lost := self._lost()) is not None:
                 self._require(lost, "waiting for news")
-            return engine.news
+            return engine.events
 
     def flush(self, peer: int, *, limit: float, operation: str) -> None:
         """Sleep until all puts to a peer have left."""

@@ -45,7 +45,7 @@ FD, ALIVE, ERROR, FULL, PUT, OUT_HAVE, OUT_LEFT, OUT_AT = range(8)
 IN_HAVE, IN_LEFT, IN_AT, IN_WAKE, OF_PEER, FIRST, BEHIND, LINK = range(8, 16)
 STATUS, TO, PRIORITY, ORDER, AT, LEFT, OFFSET, NOTE, VALUE, REST, ONLY, TOLD, BUSY, PUTS = range(14)
 ASLEEP, PEER, EVENT, WAIT = range(4)
-CONTROL, MEMORY, SIZE, CHUNK, TOP, NEWS, LOCK, GONE, HEARD, MARKED, ENDS, STATE = range(12)
+CONTROL, MEMORY, SIZE, CHUNK, TOP, EVENTS, LOCK, GONE, SUBSCRIBED, MARKED, ENDS, STATE = range(12)
 WHAT, OF, NOTIFICATION, REACHED, SECONDS, NANOSECONDS, MARK = range(7)
 
 LEFT_HERE, ARRIVED = range(2)  # what a mark tells of
@@ -70,11 +70,11 @@ _MONOTONIC = 1  # clock_gettime(2)
 
 
 @jit
-def wake(peer, news, waits, one):  # type: ignore[no-untyped-def]
+def wake(peer, events, waits, one):  # type: ignore[no-untyped-def]
     """Wake who sleeps for a peer, and, of news, who sleeps for everybody's; under the lock."""
     for w in range(waits.shape[0]):
         who = waits[w, PEER]
-        if waits[w, ASLEEP] and (peer == EVERYBODY or who == peer or (news and who == EVERYBODY)):
+        if waits[w, ASLEEP] and (peer == EVERYBODY or who == peer or (events and who == EVERYBODY)):
             waits[w, ASLEEP] = 0
             write(waits[w, EVENT], address(one), WORD)
 
@@ -215,9 +215,9 @@ def notify(i, head, state, links, landed, values, waits, one, marks):  # type: i
     mark(ARRIVED, peer, note, value, state, marks)
     lock(state[LOCK])
     values[peer, note] = value
-    news = note < state[HEARD]
-    state[NEWS] += news
-    wake(peer, news, waits, one)
+    events = note < state[SUBSCRIBED]
+    state[EVENTS] += events
+    wake(peer, events, waits, one)
     unlock(state[LOCK])
 
 

@@ -66,7 +66,7 @@ class Transport:
             CHUNK,
             self._lock.address,
         )
-        self._state[loop.HEARD] = notifications
+        self._state[loop.SUBSCRIBED] = notifications
         self._state[[loop.MEMORY, loop.SIZE]] = memory.ctypes.data, memory.size
         self._links = _words(count, loop.LINK)
         self._links[:, loop.PUT] = loop.NONE
@@ -120,10 +120,10 @@ class Transport:
         self._thread.start()
 
     @property
-    def news(self) -> int:
+    def events(self) -> int:
         """How many notifications have come."""
-        news: int = self._words[loop.NEWS]
-        return news
+        events: int = self._words[loop.EVENTS]
+        return events
 
     @property
     def whole(self) -> bool:
@@ -173,9 +173,9 @@ class Transport:
         error = int(links[(broken if broken.any() else ended).argmax(), loop.ERROR])
         return known.get(error) or os.strerror(error)
 
-    def hear(self, below: int) -> None:
+    def subscribe(self, below: int) -> None:
         """Count only notifications below a number as news."""
-        self._state[loop.HEARD] = below
+        self._state[loop.SUBSCRIBED] = below
 
     def put(
         self,
@@ -255,10 +255,10 @@ class Transport:
                 event.clear()
             self._seats.put((seat, event))
 
-    def nudge(self) -> None:
+    def wake(self) -> None:
         """Count as news something that happened in this process."""
         with self._lock:
-            self._state[loop.NEWS] += 1
+            self._state[loop.EVENTS] += 1
             asleep = self._waits[:, loop.ASLEEP] & (self._waits[:, loop.PEER] == loop.EVERYBODY)
             for seat in np.flatnonzero(asleep).tolist():
                 self._waits[seat, loop.ASLEEP] = 0

@@ -61,7 +61,7 @@ class Adder:
         self._changed = threading.Condition()
         self._closed = False
         if self._all_land:
-            window.hear(self._count)  # sums and flags are for who waits for them
+            window.subscribe(self._count)  # sums and flags are for who waits for them
         self._thread = threading.Thread(target=self._work, name="owner", daemon=True)
         self._thread.start()
 
@@ -72,12 +72,12 @@ class Adder:
         version = self.sent[index]
         awaited = self._neighbours or (self._across if course.coding is None else ())
         if all(values[peer, index] >= version for peer in awaited):
-            self._window.nudge()
+            self._window.wake()
 
     def release(self, course: Course) -> None:
         """Let the shard that this rank has sent its part of go back, once it is added up."""
         self.released[course.run.index] = self.sent[course.run.index]
-        self._window.nudge()
+        self._window.wake()
 
     def wait(self, index: int, version: int, limit: float) -> bool:
         """Wait until a version is done; return whether it is."""
@@ -91,7 +91,7 @@ class Adder:
     def close(self) -> None:
         """Let the thread end; the window is to be closed then."""
         self._closed = True
-        self._window.nudge()
+        self._window.wake()
 
     def join(self) -> None:
         """Return once the thread has ended."""
@@ -124,11 +124,11 @@ class Adder:
             self._window.put(owner, room, sources, run.index, version, -run.index)
 
     def _work(self) -> None:
-        news = 0
+        events = 0
         try:
             while not self._closed:
                 self._advance()  # to what had come by then; later news are seen at once
-                news = self._window.wait_for_news(news, _PATIENCE_S)
+                events = self._window.wait_for_event(events, _PATIENCE_S)
         except BaseException as error:
             with self._changed:
                 self.error = error

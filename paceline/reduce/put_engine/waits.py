@@ -73,15 +73,15 @@ class Waits:
         """
         window, last = self._window, 3 * self._count
         peers = self._place.peers
-        window.hear(last + 1)
+        window.subscribe(last + 1)
         for peer in peers:
             window.put(peer, 0, None, last, 1)
-        deadline, news = time.monotonic() + limit, 0
+        deadline, events = time.monotonic() + limit, 0
         while staying := [peer for peer in peers if not window.values[peer, last]]:
             goes_on = (window.values[staying, : self._count] > self._adder.sent).any()
             if goes_on or self._adder.error is not None or time.monotonic() >= deadline:
                 return
-            news = window.wait_for_news(news, _PATIENCE_S)
+            events = window.wait_for_event(events, _PATIENCE_S)
         for peer in peers:
             window.flush(peer, limit=limit, operation="the end")
 
