@@ -57,7 +57,7 @@ class ConnectionWindow:
         """When puts had left and notifications came, in order."""
         return self._transport.moments
 
-    def reach(self, peer: int) -> Tensor | None:
+    def peer_memory(self, peer: int) -> Tensor | None:
         """Return a peer's memory if it is on this machine."""
         return self._reaches[peer]
 

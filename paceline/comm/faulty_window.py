@@ -78,9 +78,9 @@ class FaultyWindow:
         self._thread = threading.Thread(target=self._deliver, name="faults", daemon=True)
         self._thread.start()
 
-    def reach(self, peer: int) -> Tensor | None:
+    def peer_memory(self, peer: int) -> Tensor | None:
         """Reach as far as the other window."""
-        return self._window.reach(peer)
+        return self._window.peer_memory(peer)
 
     def put(
         self,

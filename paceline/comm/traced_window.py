@@ -23,9 +23,9 @@ class TracedWindow:
         self.rank, self.world_size = window.rank, window.world_size
         self.memory, self.values = window.memory, window.values
 
-    def reach(self, peer: int) -> Tensor | None:
+    def peer_memory(self, peer: int) -> Tensor | None:
         """Return a peer's memory where it is shared."""
-        return self._window.reach(peer)
+        return self._window.peer_memory(peer)
 
     def put(
         self,

@@ -42,7 +42,7 @@ class Window(Protocol):
     memory: Tensor
     values: NDArray[np.int64]
 
-    def reach(self, peer: int) -> Tensor | None:
+    def peer_memory(self, peer: int) -> Tensor | None:
         """Return a peer's memory where this process shares it; None where only puts get there."""
 
     def put(
@@ -60,7 +60,7 @@ class Window(Protocol):
             peer: another rank.
             offset: bytes from the start of the peer's memory.
             source: dense, of any dtype, on the CPU; not to be written until `flush`. Several
-                tensors land one behind another. None: only notify, of what was written by `reach`
+                tensors land one behind another. None: only notify, of what was written by `peer_memory`
                 before.
             notification: which of the peer's values of this rank to set. Puts that are under way
                 with one and the same land in their order if their priorities are equal; whoever

@@ -50,7 +50,7 @@ def put_late(stopped: Window, lost: set[str], over: threading.Event) -> set[str]
     subscribed = set()
     for value in range(1, 10**9):
         for peer in (1, 2):
-            shared = stopped.reach(peer)
+            shared = stopped.peer_memory(peer)
             if shared is not None:
                 shared.fill_(LATE)
             try:
@@ -97,7 +97,9 @@ def test_a_rank_that_goes_on_putting_changes_nothing_in_the_next_generation(
             if not closed:  # here they went
                 survivor.wait(0, 1, 1, limit=LIMIT, operation="a late put")
                 assert torch.all(survivor.memory == LATE)
-            elif old[0].reach(survivor.rank) is None:  # whose memory the next one may be given
+            elif (
+                old[0].peer_memory(survivor.rank) is None
+            ):  # whose memory the next one may be given
                 assert torch.equal(survivor.memory, before)
 
 

@@ -53,7 +53,7 @@ class InProcessWindow:
         self.memory, self.values = group.memories[rank], group.values[rank]
         self._group = group
 
-    def reach(self, peer: int) -> Tensor | None:
+    def peer_memory(self, peer: int) -> Tensor | None:
         """Return the memory of a peer on the same machine."""
         machine = self._group.machine
         shared = bool(machine) and machine[peer] == machine[self.rank]

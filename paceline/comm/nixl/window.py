@@ -82,7 +82,7 @@ class NixlWindow:
         self.values = np.zeros((len(peers), notifications), np.int64)
         self._engine = NixlEngine(agent, peers, self.values)
 
-    def reach(self, peer: int) -> Tensor | None:
+    def peer_memory(self, peer: int) -> Tensor | None:
         """Return nothing: peers are reached by puts."""
         return None
 

@@ -105,7 +105,7 @@ class Place:
 def _memory(window: Window, peer: int) -> Tensor:
     if peer == window.rank:
         return window.memory
-    memory = window.reach(peer)
+    memory = window.peer_memory(peer)
     assert memory is not None, f"rank {peer} shares no memory with rank {window.rank}"
     return memory
 
