@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import Store
 
 from paceline.config.world import SyncConfig
 from paceline.reduce.put_engine.layout import Spec, lay_out
-from paceline.reduce.put_engine.put_exchange import Owner
+from paceline.reduce.put_engine.put_exchange import PutExchange
 
 ITEM = 4  # bytes of a value
 
@@ -112,7 +112,7 @@ def notified(summands: Summands, store: Store, size: int | None, connections: in
     layout = lay_out(specs, peers.topology)
     window = peers.open_window(layout.size, layout.notifications, connections=connections)
     names = [("values",)] * len(runs)
-    owner = Owner(window, layout, runs, names, peers.limits, peers.communicator.steady)
+    owner = PutExchange(window, layout, runs, names, peers.limits, peers.communicator.steady)
     sums: list[Tensor] = []
 
     def step() -> None:

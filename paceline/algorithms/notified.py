@@ -26,7 +26,7 @@ from paceline.reduce.exchange import Exchange
 from paceline.reduce.gpu_staging import Staged, pinned_like
 from paceline.reduce.machine_sums import MachineSums
 from paceline.reduce.put_engine.layout import Spec, Topology, lay_out
-from paceline.reduce.put_engine.put_exchange import Owner
+from paceline.reduce.put_engine.put_exchange import PutExchange
 from paceline.reduce.rank_state import RankState
 from paceline.reduce.residuals import Coded, Residuals
 from paceline.update.running_statistics import RunningStatistics
@@ -86,8 +86,8 @@ class Notified(Replicated):
         if recorder is not None:
             recorder.event("notifications", texts=layout.tells)
 
-        def own(sent: Sequence[Sequence[Tensor]]) -> Owner:
-            self._owner = Owner(window, layout, sent, names, limits, steady)
+        def own(sent: Sequence[Sequence[Tensor]]) -> PutExchange:
+            self._owner = PutExchange(window, layout, sent, names, limits, steady)
             return self._owner
 
         leads = window.rank in among.ranks

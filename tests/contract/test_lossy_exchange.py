@@ -12,7 +12,7 @@ from paceline.codecs.codecs import WIRES
 from paceline.comm.inprocess.window import WindowGroup
 from paceline.reduce.put_engine import shard_reducer as adder
 from paceline.reduce.put_engine.layout import Spec, Topology, lay_out
-from paceline.reduce.put_engine.put_exchange import Owner
+from paceline.reduce.put_engine.put_exchange import PutExchange
 from tests.harness.threads import run_ranks
 
 LENGTHS = (700, 3, 1, 5000)
@@ -28,14 +28,14 @@ def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adder, "_PATIENCE_S", 1000.0)
 
 
-def owners(machines: tuple[int, ...], wire: str) -> Callable[[int], Owner]:
+def owners(machines: tuple[int, ...], wire: str) -> Callable[[int], PutExchange]:
     """Return what makes the owner of each rank, for one run of some parameters."""
     world_size = sum(machines)
     spec = Spec(lengths=LENGTHS, dtype=torch.float32, wire=WIRES[wire])
     layout = lay_out([spec], Topology.of(machines))
     group = WindowGroup(world_size, layout.size, layout.notifications, machines)
     templates, names = [[torch.zeros(n) for n in LENGTHS]], [[str(n) for n in LENGTHS]]
-    return lambda rank: Owner(group.window(rank), layout, templates, names, LIMITS)
+    return lambda rank: PutExchange(group.window(rank), layout, templates, names, LIMITS)
 
 
 def gradients(rank: int, step: int) -> list[Tensor]:
@@ -43,7 +43,7 @@ def gradients(rank: int, step: int) -> list[Tensor]:
     return [torch.randn(n, generator=random) * 10 ** (rank - 1) for n in LENGTHS]
 
 
-def sums(owner: Owner, rank: int, step: int, weight: float, *, kept: bool = True) -> Tensor:
+def sums(owner: PutExchange, rank: int, step: int, weight: float, *, kept: bool = True) -> Tensor:
     """Exchange a step; return the sums, (values,)."""
     owner.begin(kept=kept, scale=1.0)
     owner.send(0, gradients(rank, step), weight)
@@ -90,7 +90,7 @@ def test_ranks_get_the_same_and_errors_do_not_add_up(machines: tuple[int, ...], 
 @pytest.mark.parametrize("machines", [(1, 1, 1), (2, 1)], ids=str)
 @pytest.mark.parametrize("wire", ["bf16", "int8"])
 def test_a_step_that_is_taken_back_leaves_no_trace(machines: tuple[int, ...], wire: str) -> None:
-    def train(make: Callable[[int], Owner], rank: int, taken_back: bool) -> list[Tensor]:
+    def train(make: Callable[[int], PutExchange], rank: int, taken_back: bool) -> list[Tensor]:
         owner = make(rank)
         got = [sums(owner, rank, 0, weight_of(rank)), sums(owner, rank, 1, weight_of(rank))]
         kept = True

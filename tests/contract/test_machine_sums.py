@@ -16,7 +16,7 @@ from paceline.errors import CommTimeout
 from paceline.reduce import machine_sums
 from paceline.reduce.machine_sums import MachineSums
 from paceline.reduce.put_engine.layout import Spec, Topology, lay_out
-from paceline.reduce.put_engine.put_exchange import Owner
+from paceline.reduce.put_engine.put_exchange import PutExchange
 from tests.harness.notified import in_threads
 from tests.harness.threads import run_ranks
 
@@ -43,7 +43,7 @@ def exchange_of(
         return MachineSums(
             ranks,
             near(rank),
-            lambda sent: Owner(own, layout, sent, names, limits),
+            lambda sent: PutExchange(own, layout, sent, names, limits),
             templates,
             names,
             BUCKETS,

@@ -21,7 +21,7 @@ from paceline.comm.inprocess.window import WindowGroup
 from paceline.comm.window import Window
 from paceline.errors import CommTimeout, PeerLost
 from paceline.reduce.put_engine.layout import Spec, Topology, lay_out
-from paceline.reduce.put_engine.put_exchange import Owner
+from paceline.reduce.put_engine.put_exchange import PutExchange
 from paceline.update.shard_optimizer import Shards
 from paceline.update.updater import Updater
 from tests.harness.bench import Bench
@@ -173,7 +173,7 @@ def test_a_sum_that_doesnt_come_back_is_missed_by_its_owners_name() -> None:
 
     def work(communicator: Communicator) -> None:
         rank, ones = communicator.rank, torch.ones(64)
-        owner = Owner(windows.window(rank), layout, [[ones]], [["weight"]], (1.0, 1.0))
+        owner = PutExchange(windows.window(rank), layout, [[ones]], [["weight"]], (1.0, 1.0))
         owner.send(0, [ones], 1.0)
         if rank == 0:
             owner.give_back(0, lambda: None)  # as rank 1, which owns the other half, never does

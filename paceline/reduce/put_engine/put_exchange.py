@@ -32,7 +32,7 @@ from paceline.reduce.put_engine.traffic import traffic
 from paceline.reduce.put_engine.waits import Waits
 
 
-class Owner:
+class PutExchange:
     """Exchanges runs over a window, and owns this rank's shard of every run.
 
     Args:
