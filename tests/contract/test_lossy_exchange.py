@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.codecs.codecs import WIRES
 from paceline.comm.inprocess.window import WindowGroup
-from paceline.reduce.put_engine import shard_reducer as adder
+from paceline.reduce.put_engine import shard_reducer as reducer
 from paceline.reduce.put_engine.layout import Spec, Topology, lay_out
 from paceline.reduce.put_engine.put_exchange import PutExchange
 from tests.harness.threads import run_ranks
@@ -25,7 +25,7 @@ MACHINES = [(1, 1), (1, 1, 1), (2, 1), (2, 2)]
 @pytest.fixture(autouse=True)
 def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let an owner that isn't told go on sleeping, rather than look by itself now and then."""
-    monkeypatch.setattr(adder, "_PATIENCE_S", 1000.0)
+    monkeypatch.setattr(reducer, "_PATIENCE_S", 1000.0)
 
 
 def owners(machines: tuple[int, ...], wire: str) -> Callable[[int], PutExchange]:

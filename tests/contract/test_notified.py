@@ -14,7 +14,7 @@ from paceline.algorithms.allreduce import AllReduce
 from paceline.algorithms.notified import Notified
 from paceline.algorithms.sharded import Sharded
 from paceline.reduce.put_engine import gradient_views as sources
-from paceline.reduce.put_engine import shard_reducer as adder
+from paceline.reduce.put_engine import shard_reducer as reducer
 from tests.harness.cases import CASES, training
 from tests.harness.equivalence import convnet, largest_difference
 from tests.harness.notified import (
@@ -28,7 +28,7 @@ from tests.harness.notified import (
 @pytest.fixture(autouse=True)
 def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let an owner that isn't told go on sleeping, rather than look by itself now and then."""
-    monkeypatch.setattr(adder, "_PATIENCE_S", 1000.0)
+    monkeypatch.setattr(reducer, "_PATIENCE_S", 1000.0)
 
 
 @pytest.mark.parametrize(

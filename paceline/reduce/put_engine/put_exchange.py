@@ -27,7 +27,7 @@ from paceline.reduce.put_engine.error_feedback import Coding
 from paceline.reduce.put_engine.gradient_views import NOTHING, Flags, Part
 from paceline.reduce.put_engine.layout import Layout
 from paceline.reduce.put_engine.rank_layout import Place
-from paceline.reduce.put_engine.shard_reducer import Adder
+from paceline.reduce.put_engine.shard_reducer import ShardReducer
 from paceline.reduce.put_engine.traffic import traffic
 from paceline.reduce.put_engine.waits import Waits
 
@@ -62,11 +62,11 @@ class PutExchange:
             for run, tensors, words in zip(layout.runs, templates, names, strict=True)
         ]
         self._traffic = [traffic(run, place) for run in layout.runs]
-        self._adder = Adder(window, place, self._courses)
+        self._reducer = ShardReducer(window, place, self._courses)
         held = [course.run.index for course in self._courses if course.run.spec.updated]
-        self._adder.released[held] = 0
+        self._reducer.released[held] = 0
         first, self._later = limits
-        self._waits = Waits(window, place, self._adder, len(self._courses), first)
+        self._waits = Waits(window, place, self._reducer, len(self._courses), first)
         self._steady = steady
 
     def steady(self) -> None:
@@ -105,24 +105,24 @@ class PutExchange:
         try:
             self._put(course, part)
         except PeerLost:
-            self._waits.fail_as_adder_did("a put")
+            self._waits.raise_reducer_error("a put")
             raise
-        self._adder.go_on(course)
+        self._reducer.go_on(course)
 
     def send_nothing(self, index: int) -> None:
         """Begin a version of which each owner has the sums already."""
-        course, version = self._courses[index], int(self._adder.sent[index]) + 1
+        course, version = self._courses[index], int(self._reducer.sent[index]) + 1
         course.empty, course.part = True, NOTHING
         for owner in self._place.owners:
             if owner != self._place.rank:
                 self._window.put(owner, 0, None, index, version, -index)
-        self._adder.go_on(course)
+        self._reducer.go_on(course)
 
     def give_back(self, index: int, update: Callable[[], None] | None) -> None:
         """Let a shard's sums go back, or what `update` makes of them in their place."""
         course = self._courses[index]
         course.update = update
-        self._adder.release(course)
+        self._reducer.release(course)
 
     def shard(self, index: int) -> tuple[slice, Tensor] | None:
         """Return which values of a run this rank owns, and the place of their sums."""
@@ -149,7 +149,7 @@ class PutExchange:
         part.refuse_writes()
         if part.full or course.update is not None:
             return list(course.views)
-        self._wait_for_flags(index, int(self._adder.sent[index]), operation)
+        self._wait_for_flags(index, int(self._reducer.sent[index]), operation)
         used = self._place.flags(course.run).tolist()
         return [view if flag else None for view, flag in zip(course.views, used, strict=True)]
 
@@ -163,21 +163,21 @@ class PutExchange:
 
     def leave(self) -> None:
         """Serve the peers until they have all their sums, as this rank has its own."""
-        if self._adder.error is None and all(course.part is None for course in self._courses):
+        if self._reducer.error is None and all(course.part is None for course in self._courses):
             with suppress(CommError):  # a peer that has gone needs nothing
                 self._waits.leave(self._later)
 
     def close(self) -> None:
         """End the thread, and the window."""
-        self._adder.close()
+        self._reducer.close()
         self._window.close()
-        self._adder.join()
+        self._reducer.join()
         for course in self._courses:
             course.update = None  # which keeps whoever gave it
 
     def _put(self, course: Course, part: Part) -> None:
         place, run = self._place, course.run
-        index, version = run.index, int(self._adder.sent[run.index]) + 1
+        index, version = run.index, int(self._reducer.sent[run.index]) + 1
         for channel, owner in enumerate(place.owners):
             if owner == place.rank:
                 continue
@@ -187,19 +187,19 @@ class PutExchange:
             add_up([pieces], [part.weight], room.values, past_caches=True)
             self._window.put(owner, 0, None, index, version, -index)
         if len(place.members) == 1 and place.across and course.coding is None:
-            self._adder.put_shards(course, part.pieces, part.weight, part.flags, version)
+            self._reducer.put_shards(course, part.pieces, part.weight, part.flags, version)
 
     def _summed(self, index: int, operation: str) -> Part:
         """Wait for a run's sums; return what this rank sent, which needn't be kept any more."""
         course, place = self._courses[index], self._place
-        version, row = int(self._adder.sent[index]), len(self._courses) + index
+        version, row = int(self._reducer.sent[index]), len(self._courses) + index
         senders = [owner for owner in place.owners if owner != place.rank]
         if not place.neighbours and course.lands:
             senders = list(place.across.values())
         for peer in senders:
             self._waits.notification(peer, row, version, operation)
         if place.channel is not None:
-            self._waits.adder(index, version, operation)
+            self._waits.reducer(index, version, operation)
         part, course.part, course.ours = course.part, None, []
         assert part is not None
         return part

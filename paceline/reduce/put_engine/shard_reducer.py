@@ -31,7 +31,7 @@ _PATIENCE_S = 0.5
 _Versions = NDArray[np.int64]
 
 
-class Adder:
+class ShardReducer:
     """Adds up what this rank owns.
 
     Args:

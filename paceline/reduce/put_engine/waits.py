@@ -11,7 +11,7 @@ import time
 from paceline.comm.window import Window
 from paceline.errors import CommTimeout, PeerLost
 from paceline.reduce.put_engine.rank_layout import Place
-from paceline.reduce.put_engine.shard_reducer import Adder
+from paceline.reduce.put_engine.shard_reducer import ShardReducer
 
 _PATIENCE_S = 0.5  # until a lost rank is noticed by who waits for another
 
@@ -22,7 +22,7 @@ class Waits:
     Args:
         window: where peers notify.
         place: of this rank.
-        adder: of this rank.
+        reducer: of this rank.
         count: of the runs.
         limit: seconds.
 
@@ -31,10 +31,10 @@ class Waits:
     """
 
     def __init__(
-        self, window: Window, place: Place, adder: Adder, count: int, limit: float
+        self, window: Window, place: Place, reducer: ShardReducer, count: int, limit: float
     ) -> None:
         self.limit = limit
-        self._window, self._place, self._adder, self._count = window, place, adder, count
+        self._window, self._place, self._reducer, self._count = window, place, reducer, count
 
     def notification(self, peer: int, row: int, version: int, operation: str) -> None:
         """Wait for a peer's notification of a run, or of its sum or flags.
@@ -49,17 +49,17 @@ class Waits:
                 self._window.wait(peer, row, version, limit=limit, operation=operation)
                 return
             except CommTimeout:
-                self.fail_as_adder_did(operation)
+                self.raise_reducer_error(operation)
                 if time.monotonic() >= deadline:
                     raise self._silence(row % self._count, version, operation, peer) from None
             except PeerLost:  # perhaps only because it lost another before
-                self.fail_as_adder_did(operation)
+                self.raise_reducer_error(operation)
                 raise
 
-    def adder(self, index: int, version: int, operation: str) -> None:
+    def reducer(self, index: int, version: int, operation: str) -> None:
         """Wait until this rank's own slice of a run is done; raises as `notification`."""
-        if not self._adder.wait(index, version, self.limit):
-            self.fail_as_adder_did(operation)
+        if not self._reducer.wait(index, version, self.limit):
+            self.raise_reducer_error(operation)
             raise self._silence(index, version, operation, None)
 
     def leave(self, limit: float) -> None:
@@ -78,16 +78,16 @@ class Waits:
             window.put(peer, 0, None, last, 1)
         deadline, events = time.monotonic() + limit, 0
         while staying := [peer for peer in peers if not window.values[peer, last]]:
-            goes_on = (window.values[staying, : self._count] > self._adder.sent).any()
-            if goes_on or self._adder.error is not None or time.monotonic() >= deadline:
+            goes_on = (window.values[staying, : self._count] > self._reducer.sent).any()
+            if goes_on or self._reducer.error is not None or time.monotonic() >= deadline:
                 return
             events = window.wait_for_event(events, _PATIENCE_S)
         for peer in peers:
             window.flush(peer, limit=limit, operation="the end")
 
-    def fail_as_adder_did(self, operation: str) -> None:
+    def raise_reducer_error(self, operation: str) -> None:
         """Raise what ended the adder, if anything did: it noticed first who was lost."""
-        error = self._adder.error
+        error = self._reducer.error
         if isinstance(error, PeerLost):
             raise PeerLost(str(error).replace("waiting for news", operation)) from error
         if error is not None:
