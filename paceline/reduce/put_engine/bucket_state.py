@@ -12,7 +12,7 @@ from paceline.reduce.buckets import like
 from paceline.reduce.put_engine.error_feedback import Coding
 from paceline.reduce.put_engine.gradient_views import Flags, Part, Sources
 from paceline.reduce.put_engine.layout import Run
-from paceline.reduce.put_engine.rank_layout import Place, Room
+from paceline.reduce.put_engine.rank_layout import RankLayout, Room
 
 
 class Course:
@@ -20,7 +20,7 @@ class Course:
 
     Args:
         run: its places.
-        place: of this rank.
+        rank_layout: of this rank.
         templates: tensors of its parameters' shapes and strides.
         names: of its parameters, for errors.
 
@@ -43,36 +43,38 @@ class Course:
     """
 
     def __init__(
-        self, run: Run, place: Place, templates: Sequence[Tensor], names: Sequence[str]
+        self, run: Run, rank_layout: RankLayout, templates: Sequence[Tensor], names: Sequence[str]
     ) -> None:
         self.run = run
         self.sources = Sources(run, templates, names)
-        self.sums = place.sums(run)
+        self.sums = rank_layout.sums(run)
         parts = torch.split(self.sums, list(run.spec.lengths))
         self.views = [like(t, part) for t, part in zip(templates, parts, strict=True)]
         self.lands = run.back.count == 0
         self.to_owners: dict[int, Room] = {
-            owner: place.local_room(run, owner, place.rank)
-            for owner in place.owners
-            if owner != place.rank
+            owner: rank_layout.local_room(run, owner, rank_layout.rank)
+            for owner in rank_layout.owners
+            if owner != rank_layout.rank
         }
         self.shard: Tensor | None = None
         self.from_members: list[Room | None] = []
         self.from_groups: list[Room | None] = []
         self.coding: Coding | None = None
-        if place.channel is not None:
-            self.shard = self.sums[run.shard(place.channel, place.group)]
-            if place.neighbours:
+        if rank_layout.channel is not None:
+            self.shard = self.sums[run.shard(rank_layout.channel, rank_layout.group)]
+            if rank_layout.neighbours:
                 self.from_members = [
-                    None if peer == place.rank else place.local_room(run, place.rank, peer)
-                    for peer in place.members
+                    None
+                    if peer == rank_layout.rank
+                    else rank_layout.local_room(run, rank_layout.rank, peer)
+                    for peer in rank_layout.members
                 ]
-            if place.across and run.spec.wire is not None:
-                self.coding = Coding(run, place.channel, run.spec.wire)
-            if place.across:
+            if rank_layout.across and run.spec.wire is not None:
+                self.coding = Coding(run, rank_layout.channel, run.spec.wire)
+            if rank_layout.across:
                 self.from_groups = [
-                    None if group == place.group else place.cross_room(run, group)
-                    for group in place.groups
+                    None if group == rank_layout.group else rank_layout.cross_room(run, group)
+                    for group in rank_layout.groups
                 ]
         self.update: Callable[[], None] | None = None
         self.empty = False

@@ -26,7 +26,7 @@ from paceline.reduce.put_engine.bucket_state import Course
 from paceline.reduce.put_engine.error_feedback import Coding
 from paceline.reduce.put_engine.gradient_views import NOTHING, Flags, Part
 from paceline.reduce.put_engine.layout import Layout
-from paceline.reduce.put_engine.rank_layout import Place
+from paceline.reduce.put_engine.rank_layout import RankLayout
 from paceline.reduce.put_engine.shard_reducer import ShardReducer
 from paceline.reduce.put_engine.traffic import traffic
 from paceline.reduce.put_engine.waits import Waits
@@ -56,17 +56,17 @@ class PutExchange:
         steady: Callable[[], None] = lambda: None,
     ) -> None:
         self._window = window
-        self._place = place = Place(layout, window)
+        self._rank_layout = rank_layout = RankLayout(layout, window)
         self._courses = [
-            Course(run, place, tensors, words)
+            Course(run, rank_layout, tensors, words)
             for run, tensors, words in zip(layout.runs, templates, names, strict=True)
         ]
-        self._traffic = [traffic(run, place) for run in layout.runs]
-        self._reducer = ShardReducer(window, place, self._courses)
+        self._traffic = [traffic(run, rank_layout) for run in layout.runs]
+        self._reducer = ShardReducer(window, rank_layout, self._courses)
         held = [course.run.index for course in self._courses if course.run.spec.updated]
         self._reducer.released[held] = 0
         first, self._later = limits
-        self._waits = Waits(window, place, self._reducer, len(self._courses), first)
+        self._waits = Waits(window, rank_layout, self._reducer, len(self._courses), first)
         self._steady = steady
 
     def steady(self) -> None:
@@ -113,8 +113,8 @@ class PutExchange:
         """Begin a version of which each owner has the sums already."""
         course, version = self._courses[index], int(self._reducer.sent[index]) + 1
         course.empty, course.part = True, NOTHING
-        for owner in self._place.owners:
-            if owner != self._place.rank:
+        for owner in self._rank_layout.owners:
+            if owner != self._rank_layout.rank:
                 self._window.put(owner, 0, None, index, version, -index)
         self._reducer.go_on(course)
 
@@ -126,10 +126,10 @@ class PutExchange:
 
     def shard(self, index: int) -> tuple[slice, Tensor] | None:
         """Return which values of a run this rank owns, and the place of their sums."""
-        course, place = self._courses[index], self._place
-        if place.channel is None or course.shard is None:
+        course, rank_layout = self._courses[index], self._rank_layout
+        if rank_layout.channel is None or course.shard is None:
             return None
-        return course.run.shard(place.channel, place.group), course.shard
+        return course.run.shard(rank_layout.channel, rank_layout.group), course.shard
 
     def flags(self, index: int) -> Flags:
         """Return which parameters of a run that was added up anybody used."""
@@ -150,7 +150,7 @@ class PutExchange:
         if part.full or course.update is not None:
             return list(course.views)
         self._wait_for_flags(index, int(self._reducer.sent[index]), operation)
-        used = self._place.flags(course.run).tolist()
+        used = self._rank_layout.flags(course.run).tolist()
         return [view if flag else None for view, flag in zip(course.views, used, strict=True)]
 
     def drop(self, index: int, operation: str) -> None:
@@ -176,36 +176,38 @@ class PutExchange:
             course.update = None  # which keeps whoever gave it
 
     def _put(self, course: Course, part: Part) -> None:
-        place, run = self._place, course.run
+        rank_layout, run = self._rank_layout, course.run
         index, version = run.index, int(self._reducer.sent[run.index]) + 1
-        for channel, owner in enumerate(place.owners):
-            if owner == place.rank:
+        for channel, owner in enumerate(rank_layout.owners):
+            if owner == rank_layout.rank:
                 continue
             room = course.to_owners[owner]
             room.write_head(1.0, part.flags)
             pieces = part.within(run.channel(channel))
             add_up([pieces], [part.weight], room.values, past_caches=True)
             self._window.put(owner, 0, None, index, version, -index)
-        if len(place.members) == 1 and place.across and course.coding is None:
+        if len(rank_layout.members) == 1 and rank_layout.across and course.coding is None:
             self._reducer.put_shards(course, part.pieces, part.weight, part.flags, version)
 
     def _summed(self, index: int, operation: str) -> Part:
         """Wait for a run's sums; return what this rank sent, which needn't be kept any more."""
-        course, place = self._courses[index], self._place
+        course, rank_layout = self._courses[index], self._rank_layout
         version, row = int(self._reducer.sent[index]), len(self._courses) + index
-        senders = [owner for owner in place.owners if owner != place.rank]
-        if not place.neighbours and course.lands:
-            senders = list(place.across.values())
+        senders = [owner for owner in rank_layout.owners if owner != rank_layout.rank]
+        if not rank_layout.neighbours and course.lands:
+            senders = list(rank_layout.across.values())
         for peer in senders:
             self._waits.notification(peer, row, version, operation)
-        if place.channel is not None:
+        if rank_layout.channel is not None:
             self._waits.reducer(index, version, operation)
         part, course.part, course.ours = course.part, None, []
         assert part is not None
         return part
 
     def _wait_for_flags(self, index: int, version: int, operation: str) -> None:
-        place, row = self._place, 2 * len(self._courses) + index
-        teller = place.leaders[0] if place.rank == place.leader else place.leader
-        if teller != place.rank:
+        rank_layout, row = self._rank_layout, 2 * len(self._courses) + index
+        teller = (
+            rank_layout.leaders[0] if rank_layout.rank == rank_layout.leader else rank_layout.leader
+        )
+        if teller != rank_layout.rank:
             self._waits.notification(teller, row, version, operation)

@@ -11,7 +11,7 @@ from paceline.reduce.put_engine.gradient_views import Flags
 from paceline.reduce.put_engine.layout import WEIGHT, Layout, Run, Topology
 
 
-class Place:
+class RankLayout:
     """Whom a rank exchanges with, and where.
 
     Args:

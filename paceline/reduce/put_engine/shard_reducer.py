@@ -25,7 +25,7 @@ from paceline.codecs.pieces import Piece, cut
 from paceline.comm.window import Window
 from paceline.reduce.put_engine.bucket_state import Course
 from paceline.reduce.put_engine.gradient_views import Flags
-from paceline.reduce.put_engine.rank_layout import Place, head_of
+from paceline.reduce.put_engine.rank_layout import RankLayout, head_of
 
 _PATIENCE_S = 0.5
 _Versions = NDArray[np.int64]
@@ -36,7 +36,7 @@ class ShardReducer:
 
     Args:
         window: this rank's.
-        place: of this rank.
+        rank_layout: of this rank.
         courses: all runs.
 
     Attributes:
@@ -46,8 +46,8 @@ class ShardReducer:
         error: what ended the thread.
     """
 
-    def __init__(self, window: Window, place: Place, courses: Sequence[Course]) -> None:
-        self._window, self._place, self._courses = window, place, courses
+    def __init__(self, window: Window, rank_layout: RankLayout, courses: Sequence[Course]) -> None:
+        self._window, self._rank_layout, self._courses = window, rank_layout, courses
         self._count = len(courses)
         self.sent, self._gathered, self._summed, self._returned, self.done, self._told = np.zeros(
             (6, self._count), np.int64
@@ -55,8 +55,10 @@ class ShardReducer:
         self.released = np.full(self._count, np.iinfo(np.int64).max)
         self._lands = np.array([course.lands for course in courses], bool)
         self._all_land = bool(self._lands.all())
-        self._across, self._neighbours = list(place.across.values()), place.neighbours
-        self._relays = place.rank == place.leader != place.leaders[0] and bool(place.neighbours)
+        self._across, self._neighbours = list(rank_layout.across.values()), rank_layout.neighbours
+        self._relays = rank_layout.rank == rank_layout.leader != rank_layout.leaders[0] and bool(
+            rank_layout.neighbours
+        )
         self.error: BaseException | None = None
         self._changed = threading.Condition()
         self._closed = False
@@ -110,17 +112,17 @@ class ShardReducer:
             flags: of their parameters.
             version: of the run.
         """
-        run, place = course.run, self._place
-        assert place.channel is not None
-        first = run.channel(place.channel).start
-        for group, owner in place.across.items():
-            inside = cut(pieces, _moved(run.shard(place.channel, group), -first))
+        run, rank_layout = course.run, self._rank_layout
+        assert rank_layout.channel is not None
+        first = run.channel(rank_layout.channel).start
+        for group, owner in rank_layout.across.items():
+            inside = cut(pieces, _moved(run.shard(rank_layout.channel, group), -first))
             if course.coding is None:
                 sources = [head_of(run, weight, flags), *(piece for _, _, piece in inside)]
             else:
                 data = course.coding.encode(group, inside, weight)
                 sources = [head_of(run, 1.0, flags), data]
-            room = run.cross[place.group]
+            room = run.cross[rank_layout.group]
             self._window.put(owner, room, sources, run.index, version, -run.index)
 
     def _work(self) -> None:
@@ -136,8 +138,8 @@ class ShardReducer:
 
     def _advance(self) -> None:
         """Do what can be done."""
-        place, values, count = self._place, self._window.values, self._count
-        if place.channel is None:
+        rank_layout, values, count = self._rank_layout, self._window.values, self._count
+        if rank_layout.channel is None:
             return
         parts = _least(values, self._neighbours, 0, count, self.sent)
         for index in _indices(self._gathered < parts):
@@ -153,66 +155,70 @@ class ShardReducer:
         for index in _indices(self.done < back):
             self._finish(self._courses[index])
         if self._relays:
-            self._pass_flags_on(values[place.leaders[0], 2 * count : 3 * count])
+            self._pass_flags_on(values[rank_layout.leaders[0], 2 * count : 3 * count])
 
     def _gather(self, course: Course) -> None:
         """Add up what the group has of this rank's slice."""
-        run, place, part = course.run, self._place, course.part
+        run, rank_layout, part = course.run, self._rank_layout, course.part
         assert part is not None
-        assert place.channel is not None
-        values = run.channel(place.channel)
+        assert rank_layout.channel is not None
+        values = run.channel(rank_layout.channel)
         version = int(self._gathered[run.index]) + 1
         if course.empty:
             for peer in self._across:
                 self._window.put(peer, 0, None, run.index, version, -run.index)
-        elif not place.neighbours:
+        elif not rank_layout.neighbours:
             course.ours, course.weight, course.flags = part.within(values), part.weight, part.flags
             if course.coding is not None:
                 self.put_shards(course, course.ours, part.weight, part.flags, version)
         else:
             size = values.stop - values.start
-            total = torch.empty(size, dtype=run.spec.dtype) if place.across else course.sums[values]
+            total = (
+                torch.empty(size, dtype=run.spec.dtype)
+                if rank_layout.across
+                else course.sums[values]
+            )
             rooms = course.from_members
             parts = [
                 part.within(values) if room is None else [(0, size, room.values)] for room in rooms
             ]
             weights = [part.weight if room is None else 1.0 for room in rooms]
-            add_up(parts, weights, total, past_caches=not place.across)
+            add_up(parts, weights, total, past_caches=not rank_layout.across)
             course.ours, course.weight = [(0, size, total)], 1.0
             course.flags = _union(
                 [part.flags if room is None else room.flags(run) for room in rooms]
             )
-            if place.across:
+            if rank_layout.across:
                 self.put_shards(course, course.ours, 1.0, course.flags, version)
         self._gathered[run.index] = version
 
     def _sum(self, course: Course) -> None:
         """Add up what the groups have of this rank's shard."""
-        run, place = course.run, self._place
+        run, rank_layout = course.run, self._rank_layout
         version = int(self._summed[run.index]) + 1
         if not course.empty:
-            if place.across:
+            if rank_layout.across:
                 self._sum_groups(course)
-            elif not place.neighbours:
+            elif not rank_layout.neighbours:
                 add_up([course.ours], [course.weight], course.sums)
-            if place.rank == place.leaders[0]:
+            if rank_layout.rank == rank_layout.leaders[0]:
                 self._tell_flags(course, version)
         self._summed[run.index] = version
 
     def _sum_groups(self, course: Course) -> None:
-        run, place, own = course.run, self._place, course.shard
-        assert place.channel is not None
+        run, rank_layout, own = course.run, self._rank_layout, course.shard
+        assert rank_layout.channel is not None
         assert own is not None
         assert course.flags is not None
-        shard = run.shard(place.channel, place.group)
-        rooms, first = course.from_groups, run.channel(place.channel).start
+        shard = run.shard(rank_layout.channel, rank_layout.group)
+        rooms, first = course.from_groups, run.channel(rank_layout.channel).start
         ours = cut(course.ours, _moved(shard, -first))
         if course.coding is None:
             parts = [ours if r is None else [(0, len(own), _as(r.values, own))] for r in rooms]
             add_up(parts, [course.weight if r is None else r.weight for r in rooms], own)
         elif not run.spec.updated:
             coded = [None if room is None else room.values for room in rooms]
-            course.coding.reduce(place.group, coded, ours, course.weight, own)
+            course.coding.reduce(rank_layout.group, coded, ours, course.weight, own)
         else:
             for number, room in enumerate(rooms):
                 if room is not None:
@@ -225,39 +231,43 @@ class ShardReducer:
 
     def _give_back(self, course: Course) -> None:
         """Send the shard's sums back, or what an update makes of them."""
-        run, place, own = course.run, self._place, course.shard
-        assert place.channel is not None
+        run, rank_layout, own = course.run, self._rank_layout, course.shard
+        assert rank_layout.channel is not None
         assert own is not None
         version, source = int(self._returned[run.index]) + 1, own
         if course.update is not None:
             if course.coding is not None and not course.empty:
-                course.coding.complete_sums(place.group, own)
+                course.coding.complete_sums(rank_layout.group, own)
             course.update()
         elif course.coding is not None:
             coding = course.coding
             recode = run.spec.updated  # the sums were left as they are for an update
-            source = coding.encode_sums(place.group, own) if recode else coding.coded(place.group)
+            source = (
+                coding.encode_sums(rank_layout.group, own)
+                if recode
+                else coding.coded(rank_layout.group)
+            )
         self._returned[run.index] = version
-        shard = run.shard(place.channel, place.group)
-        where = run.sum_of(shard) if course.lands else run.back[place.group]
+        shard = run.shard(rank_layout.channel, rank_layout.group)
+        where = run.sum_of(shard) if course.lands else run.back[rank_layout.group]
         for peer in self._across:
             self._window.put(peer, where, source, self._count + run.index, version, -run.index)
 
     def _finish(self, course: Course) -> None:
         """Put what came from the other groups into the sums, and notify the group."""
-        run, place = course.run, self._place
-        assert place.channel is not None
+        run, rank_layout = course.run, self._rank_layout
+        assert rank_layout.channel is not None
         version = int(self.done[run.index]) + 1
-        for group in place.across if not course.lands else ():
-            sums = course.sums[run.shard(place.channel, group)]
+        for group in rank_layout.across if not course.lands else ():
+            sums = course.sums[run.shard(rank_layout.channel, group)]
             coded = course.coding is not None and course.update is None
-            data = place.back_room(run, group, coded=coded)
+            data = rank_layout.back_room(run, group, coded=coded)
             if not coded:
                 sums.copy_(_as(data, sums))
             else:
                 assert course.coding is not None
                 course.coding.decode(data, sums)
-        for peer in place.neighbours:
+        for peer in rank_layout.neighbours:
             self._window.put(peer, 0, None, self._count + run.index, version, -run.index)
         with self._changed:
             self.done[run.index] = version
@@ -265,15 +275,15 @@ class ShardReducer:
 
     def _tell_flags(self, course: Course, version: int) -> None:
         """Tell everybody which parameters were used, if somebody didn't use them all."""
-        run, place, flags = course.run, self._place, course.flags
+        run, rank_layout, flags = course.run, self._rank_layout, course.flags
         assert flags is not None
         if (flags == 1).all():
             return
-        place.flags(run)[:] = flags
+        rank_layout.flags(run)[:] = flags
         row, source = 2 * self._count + run.index, torch.from_numpy(flags.copy())
-        for peer in place.leaders[1:]:
+        for peer in rank_layout.leaders[1:]:
             self._window.put(peer, run.flags, source, row, version, -run.index)
-        for peer in place.neighbours:
+        for peer in rank_layout.neighbours:
             self._window.put(peer, 0, None, row, version, -run.index)
 
     def _pass_flags_on(self, versions: _Versions) -> None:
@@ -281,7 +291,7 @@ class ShardReducer:
         for index in _indices(self._told < versions):
             self._told[index] = versions[index]
             row, version = 2 * self._count + index, int(versions[index])
-            for peer in self._place.neighbours:
+            for peer in self._rank_layout.neighbours:
                 self._window.put(peer, 0, None, row, version, -index)
 
 

@@ -6,10 +6,10 @@ What ranks of a group hand each other in shared memory isn't sent.
 from __future__ import annotations
 
 from paceline.reduce.put_engine.layout import Run
-from paceline.reduce.put_engine.rank_layout import Place
+from paceline.reduce.put_engine.rank_layout import RankLayout
 
 
-def traffic(run: Run, place: Place) -> tuple[int, int]:
+def traffic(run: Run, rank_layout: RankLayout) -> tuple[int, int]:
     """Return the bytes that a rank sends and receives when a run is exchanged once.
 
     It sends each other group that group's shard, behind a head, and gets it back added up, or
@@ -17,10 +17,10 @@ def traffic(run: Run, place: Place) -> tuple[int, int]:
     parameters that not everybody used, and that sums need not be sent where `reduce` gave them
     before, aren't counted.
     """
-    if place.channel is None:
+    if rank_layout.channel is None:
         return 0, 0
-    own = _sizes(run, place.channel, place.group)
-    others = [_sizes(run, place.channel, group) for group in place.across]
+    own = _sizes(run, rank_layout.channel, rank_layout.group)
+    others = [_sizes(run, rank_layout.channel, group) for group in rank_layout.across]
     sent = sum(run.head + there for there, _ in others) + own[1] * len(others)
     received = sum(back for _, back in others) + (run.head + own[0]) * len(others)
     return sent, received

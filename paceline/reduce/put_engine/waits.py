@@ -10,7 +10,7 @@ import time
 
 from paceline.comm.window import Window
 from paceline.errors import CommTimeout, PeerLost
-from paceline.reduce.put_engine.rank_layout import Place
+from paceline.reduce.put_engine.rank_layout import RankLayout
 from paceline.reduce.put_engine.shard_reducer import ShardReducer
 
 _PATIENCE_S = 0.5  # until a lost rank is noticed by who waits for another
@@ -21,7 +21,7 @@ class Waits:
 
     Args:
         window: where peers notify.
-        place: of this rank.
+        rank_layout: of this rank.
         reducer: of this rank.
         count: of the runs.
         limit: seconds.
@@ -31,10 +31,20 @@ class Waits:
     """
 
     def __init__(
-        self, window: Window, place: Place, reducer: ShardReducer, count: int, limit: float
+        self,
+        window: Window,
+        rank_layout: RankLayout,
+        reducer: ShardReducer,
+        count: int,
+        limit: float,
     ) -> None:
         self.limit = limit
-        self._window, self._place, self._reducer, self._count = window, place, reducer, count
+        self._window, self._rank_layout, self._reducer, self._count = (
+            window,
+            rank_layout,
+            reducer,
+            count,
+        )
 
     def notification(self, peer: int, row: int, version: int, operation: str) -> None:
         """Wait for a peer's notification of a run, or of its sum or flags.
@@ -72,7 +82,7 @@ class Waits:
             CommError: a peer has gone.
         """
         window, last = self._window, 3 * self._count
-        peers = self._place.peers
+        peers = self._rank_layout.peers
         window.subscribe(last + 1)
         for peer in peers:
             window.put(peer, 0, None, last, 1)
@@ -94,16 +104,18 @@ class Waits:
             raise error
 
     def _silence(self, index: int, version: int, operation: str, owner: int | None) -> CommTimeout:
-        place, values = self._place, self._window.values
-        across = [*place.across.values()]
-        silent = [peer for peer in (*place.neighbours, *across) if values[peer, index] < version]
+        rank_layout, values = self._rank_layout, self._window.values
+        across = [*rank_layout.across.values()]
+        silent = [
+            peer for peer in (*rank_layout.neighbours, *across) if values[peer, index] < version
+        ]
         if not silent:  # they have sent their parts, and a sum is missing
             missing = [p for p in across if values[p, self._count + index] < version]
             silent = missing if owner is None else [owner]
         ranks = ", ".join(map(str, sorted(silent)))
         who = f"rank{'s' if len(silent) > 1 else ''} {ranks}" if silent else "itself"
         return CommTimeout(
-            f"rank {place.rank} waited {self.limit:g} s for {who} in "
+            f"rank {rank_layout.rank} waited {self.limit:g} s for {who} in "
             f"{operation}: it hangs, can't be reached, or needs a longer --timeout "
             "(--first_iter_timeout in the start)."
         )
