@@ -26,7 +26,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from paceline.config.world import SyncConfig
-from paceline.reduce.put_engine.layout import Spec, lay_out
+from paceline.reduce.put_engine.layout import BucketSpec, lay_out
 from paceline.reduce.put_engine.put_exchange import PutExchange
 
 ITEM = 4  # bytes of a value
@@ -106,20 +106,20 @@ def gloo(summands: Summands, store: Store, size: int | None) -> Variant:
 def notified(summands: Summands, store: Store, size: int | None, connections: int = 1) -> Variant:
     """Add up by owners and windows; nothing waits in another order than it is sent back in."""
     size = size or SyncConfig(sync="notified").bucket_bytes // ITEM
-    runs = [[torch.from_numpy(part.numpy())] for part in summands.values.split(size)]
-    specs = [Spec(lengths=(len(part),), dtype=part.dtype) for (part,) in runs]
+    buckets = [[torch.from_numpy(part.numpy())] for part in summands.values.split(size)]
+    specs = [BucketSpec(lengths=(len(part),), dtype=part.dtype) for (part,) in buckets]
     peers = peers_of(summands.setting, store)
     layout = lay_out(specs, peers.topology)
     window = peers.open_window(layout.size, layout.notifications, connections=connections)
-    names = [("values",)] * len(runs)
-    owner = PutExchange(window, layout, runs, names, peers.limits, peers.communicator.steady)
+    names = [("values",)] * len(buckets)
+    owner = PutExchange(window, layout, buckets, names, peers.limits, peers.communicator.steady)
     sums: list[Tensor] = []
 
     def step() -> None:
         sums.clear()
-        for index, run in enumerate(runs):
-            owner.send(index, run, 1.0)
-        for index in reversed(range(len(runs))):
+        for index, bucket_layout in enumerate(buckets):
+            owner.send(index, bucket_layout, 1.0)
+        for index in reversed(range(len(buckets))):
             sums[:0] = filter(torch.is_tensor, owner.wait(index, "the sum"))
 
     return Variant(step=step, finish=nothing, result=lambda: [torch.cat(sums)])

@@ -25,7 +25,7 @@ from paceline.reduce.buckets import Bucket
 from paceline.reduce.exchange import Exchange
 from paceline.reduce.gpu_staging import Staged, pinned_like
 from paceline.reduce.machine_sums import MachineSums
-from paceline.reduce.put_engine.layout import Spec, Topology, lay_out
+from paceline.reduce.put_engine.layout import BucketSpec, Topology, lay_out
 from paceline.reduce.put_engine.put_exchange import PutExchange
 from paceline.reduce.rank_state import RankState
 from paceline.reduce.residuals import Coded, Residuals
@@ -106,11 +106,11 @@ class Notified(Replicated):
         super().__init__(buckets, exchange, updater, statistics, window.world_size, recorder)
         codings = self._owner.codings if leads else [None] * len(specs)
         self._coded = [
-            Coded(run=run, templates=tensors, names=words, coding=coding)
-            for run, tensors, words, coding in zip(
-                layout.runs, templates, names, codings, strict=True
+            Coded(bucket_layout=bucket_layout, templates=tensors, names=words, coding=coding)
+            for bucket_layout, tensors, words, coding in zip(
+                layout.buckets, templates, names, codings, strict=True
             )
-            if run.spec.wire is not None and len(among.groups) > 1
+            if bucket_layout.spec.wire is not None and len(among.groups) > 1
         ]
         self._among, self._rank = among, window.rank
 
@@ -122,9 +122,9 @@ class Notified(Replicated):
         return Residuals(self._coded, self._among, self._rank, kept=self._kept)
 
 
-def _spec(tensors: Sequence[Tensor], wire: Wire, updated: bool = False) -> Spec:
+def _spec(tensors: Sequence[Tensor], wire: Wire, updated: bool = False) -> BucketSpec:
     """Describe the run of some tensors of one dtype."""
     dtype = tensors[0].dtype
     coded = wire.lossy and dtype is torch.float32
     lengths = tuple(tensor.numel() for tensor in tensors)
-    return Spec(lengths=lengths, dtype=dtype, wire=wire if coded else None, updated=updated)
+    return BucketSpec(lengths=lengths, dtype=dtype, wire=wire if coded else None, updated=updated)

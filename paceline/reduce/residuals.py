@@ -20,7 +20,7 @@ from torch import Tensor
 from paceline.comm.communicator import Communicator, gather_all
 from paceline.reduce.buckets import like
 from paceline.reduce.put_engine.error_feedback import Coding
-from paceline.reduce.put_engine.layout import Run, Topology
+from paceline.reduce.put_engine.layout import BucketLayout, Topology
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,20 +28,20 @@ class Coded:
     """A run that a lossy wire codes.
 
     Attributes:
-        run: its places.
+        bucket_layout: its places.
         templates: tensors of its parameters' shapes and strides.
         names: of its parameters.
         coding: this rank's; None where it owns no channel.
     """
 
-    run: Run
+    bucket_layout: BucketLayout
     templates: Sequence[Tensor]
     names: Sequence[str]
     coding: Coding | None
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """View the run's values, (numel,), by parameter."""
-        ends = list(accumulate(self.run.spec.lengths))
+        ends = list(accumulate(self.bucket_layout.spec.lengths))
         parts = zip(self.names, self.templates, [0, *ends], ends, strict=False)
         return {name: like(template, flat[a:b]) for name, template, a, b in parts}
 
@@ -85,7 +85,7 @@ class Residuals:
             if coded.coding is None:
                 continue
             own = self._topology.group_of(self._rank)
-            flat = torch.zeros(coded.run.numel, dtype=torch.float32)
+            flat = torch.zeros(coded.bucket_layout.numel, dtype=torch.float32)
             for name, view in coded.views(flat).items():
                 for missed in [groups[own]] if same else groups:
                     if name in missed and missed[name].shape == view.shape:
@@ -97,10 +97,10 @@ class Residuals:
         """Put together what a group's ranks have missed, one flat tensor a rank."""
         places, found = [0] * len(flats), {}
         for coded in self._coded:
-            run = coded.run
-            flat = torch.empty(run.numel, dtype=torch.float32)
+            bucket_layout = coded.bucket_layout
+            flat = torch.empty(bucket_layout.numel, dtype=torch.float32)
             for channel in range(self._topology.channels):
-                values = run.channel(channel)
+                values = bucket_layout.channel(channel)
                 start, places[channel] = places[channel], places[channel] + len(flat[values])
                 flat[values] = flats[channel][start : places[channel]]
             found.update(coded.views(flat))

@@ -206,14 +206,14 @@ def test_an_optimizer_that_writes_and_keeps_gradients_has_some_of_its_own(
 def test_two_runs_give_the_same_bits_however_late_puts_are(
     kind: type[Notified], machines: tuple[int, ...]
 ) -> None:
-    runs = [
+    buckets = [
         CASES["usual"]().on_threads(
             sum(machines), 2_000, notified(late, machines, kind=kind, staged=staged)
         )[0]
         for late, staged in ((False, False), (True, False), (True, kind is Notified))
     ]
-    assert largest_difference(runs[0], runs[1]) == 0
-    assert largest_difference(runs[0], runs[2]) == 0
+    assert largest_difference(buckets[0], buckets[1]) == 0
+    assert largest_difference(buckets[0], buckets[2]) == 0
 
 
 def test_late_puts_change_no_bit_of_sums_as_of_a_machines_gpus() -> None:

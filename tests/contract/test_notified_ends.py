@@ -20,7 +20,7 @@ from paceline.comm.communicator import Communicator
 from paceline.comm.inprocess.window import WindowGroup
 from paceline.comm.window import Window
 from paceline.errors import CommTimeout, PeerLost
-from paceline.reduce.put_engine.layout import Spec, Topology, lay_out
+from paceline.reduce.put_engine.layout import BucketSpec, Topology, lay_out
 from paceline.reduce.put_engine.put_exchange import PutExchange
 from paceline.update.shard_optimizer import Shards
 from paceline.update.updater import Updater
@@ -166,7 +166,7 @@ def test_one_rank_alone_looks_at_the_model_between_steps(
 
 def test_a_sum_that_doesnt_come_back_is_missed_by_its_owners_name() -> None:
     topology = Topology.of((1, 2))
-    layout = lay_out([Spec(lengths=(64,), dtype=torch.float32, updated=True)], topology)
+    layout = lay_out([BucketSpec(lengths=(64,), dtype=torch.float32, updated=True)], topology)
     windows = WindowGroup(3, layout.size, layout.notifications, (1, 2))
     said: dict[int, str] = {}
     told = Barrier(3)

@@ -10,10 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.codecs.codecs import WIRES
-from paceline.reduce.put_engine.layout import Layout, Rooms, Run, Spec, Topology, lay_out
+from paceline.reduce.put_engine.layout import (
+    BucketLayout,
+    BucketSpec,
+    Layout,
+    Rooms,
+    Topology,
+    lay_out,
+)
 
 SPECS = st.builds(
-    Spec,
+    BucketSpec,
     lengths=st.lists(st.integers(0, 3000), min_size=1, max_size=5).map(tuple),
     dtype=st.sampled_from([torch.float32, torch.float64]),
     wire=st.sampled_from([None, WIRES["bf16"], WIRES["int8"]]),
@@ -23,39 +30,57 @@ MACHINES = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 
 def places(layout: Layout) -> Iterator[tuple[int, int]]:
     """Name the bytes of all that may be written into a window."""
-    for run in layout.runs:
-        for rooms, size in sizes(run):
+    for bucket_layout in layout.buckets:
+        for rooms, size in sizes(bucket_layout):
             yield from ((rooms[number], rooms[number] + size) for number in range(rooms.count))
-        yield run.sums, run.sums + run.numel * run.spec.dtype.itemsize
-        yield run.flags, run.flags + len(run.spec.lengths)
+        yield (
+            bucket_layout.sums,
+            bucket_layout.sums + bucket_layout.numel * bucket_layout.spec.dtype.itemsize,
+        )
+        yield bucket_layout.flags, bucket_layout.flags + len(bucket_layout.spec.lengths)
 
 
-def sizes(run: Run) -> list[tuple[Rooms, int]]:
+def sizes(bucket_layout: BucketLayout) -> list[tuple[Rooms, int]]:
     """Return how many bytes may come into each kind of room."""
-    channels = range(len(run.shards))
-    slices = [run.channel(c).stop - run.channel(c).start for c in channels]
-    shards = [b - a for bounds in run.shards for a, b in pairwise(bounds)]
-    coded = max(map(run.spec.coded, shards))
+    channels = range(len(bucket_layout.shards))
+    slices = [bucket_layout.channel(c).stop - bucket_layout.channel(c).start for c in channels]
+    shards = [b - a for bounds in bucket_layout.shards for a, b in pairwise(bounds)]
+    coded = max(map(bucket_layout.spec.coded, shards))
     return [
-        (run.local, run.head + max(slices) * run.spec.dtype.itemsize),
-        (run.cross, run.head + coded),
-        (run.back, coded),
+        (bucket_layout.local, bucket_layout.head + max(slices) * bucket_layout.spec.dtype.itemsize),
+        (bucket_layout.cross, bucket_layout.head + coded),
+        (bucket_layout.back, coded),
     ]
 
 
 @given(specs=st.lists(SPECS, max_size=4), machines=MACHINES)
-def test_shards_cover_a_run_and_nothing_overlaps(specs: list[Spec], machines: list[int]) -> None:
+def test_shards_cover_a_run_and_nothing_overlaps(
+    specs: list[BucketSpec], machines: list[int]
+) -> None:
     topology = Topology.of(machines)
     layout = lay_out(specs, topology)
-    for run, spec in zip(layout.runs, specs, strict=True):
+    for bucket_layout, spec in zip(layout.buckets, specs, strict=True):
         channels, groups = range(topology.channels), range(len(topology.groups))
-        values = [v for c in channels for g in groups for v in range(run.numel)[run.shard(c, g)]]
+        values = [
+            v
+            for c in channels
+            for g in groups
+            for v in range(bucket_layout.numel)[bucket_layout.shard(c, g)]
+        ]
         assert values == list(range(sum(spec.lengths)))
     taken = sorted(place for place in places(layout) if place[0] < place[1])
     assert all(end <= start for (_, end), (start, _) in pairwise(taken))
     assert all(end <= layout.size for _, end in taken)
-    starts = [room for run in layout.runs for rooms, _ in sizes(run) for room in [rooms.at]]
-    assert all(start % 64 == 0 for start in [*starts, *(run.sums for run in layout.runs)])
+    starts = [
+        room
+        for bucket_layout in layout.buckets
+        for rooms, _ in sizes(bucket_layout)
+        for room in [rooms.at]
+    ]
+    assert all(
+        start % 64 == 0
+        for start in [*starts, *(bucket_layout.sums for bucket_layout in layout.buckets)]
+    )
 
 
 @given(machines=MACHINES)

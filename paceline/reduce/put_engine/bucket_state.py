@@ -11,7 +11,7 @@ from paceline.codecs.pieces import Piece
 from paceline.reduce.buckets import like
 from paceline.reduce.put_engine.error_feedback import Coding
 from paceline.reduce.put_engine.gradient_views import Flags, Part, Sources
-from paceline.reduce.put_engine.layout import Run
+from paceline.reduce.put_engine.layout import BucketLayout
 from paceline.reduce.put_engine.rank_layout import RankLayout, Room
 
 
@@ -19,13 +19,13 @@ class Course:
     """A run's memory, and what is at hand of its last version.
 
     Args:
-        run: its places.
+        bucket_layout: its places.
         rank_layout: of this rank.
         templates: tensors of its parameters' shapes and strides.
         names: of its parameters, for errors.
 
     Attributes:
-        run: its places.
+        bucket_layout: its places.
         sums: (numel,), all sums.
         views: of them, one a parameter.
         shard: of them, those of this rank's shard; None without one.
@@ -43,16 +43,20 @@ class Course:
     """
 
     def __init__(
-        self, run: Run, rank_layout: RankLayout, templates: Sequence[Tensor], names: Sequence[str]
+        self,
+        bucket_layout: BucketLayout,
+        rank_layout: RankLayout,
+        templates: Sequence[Tensor],
+        names: Sequence[str],
     ) -> None:
-        self.run = run
-        self.sources = Sources(run, templates, names)
-        self.sums = rank_layout.sums(run)
-        parts = torch.split(self.sums, list(run.spec.lengths))
+        self.bucket_layout = bucket_layout
+        self.sources = Sources(bucket_layout, templates, names)
+        self.sums = rank_layout.sums(bucket_layout)
+        parts = torch.split(self.sums, list(bucket_layout.spec.lengths))
         self.views = [like(t, part) for t, part in zip(templates, parts, strict=True)]
-        self.lands = run.back.count == 0
+        self.lands = bucket_layout.back.count == 0
         self.to_owners: dict[int, Room] = {
-            owner: rank_layout.local_room(run, owner, rank_layout.rank)
+            owner: rank_layout.local_room(bucket_layout, owner, rank_layout.rank)
             for owner in rank_layout.owners
             if owner != rank_layout.rank
         }
@@ -61,19 +65,21 @@ class Course:
         self.from_groups: list[Room | None] = []
         self.coding: Coding | None = None
         if rank_layout.channel is not None:
-            self.shard = self.sums[run.shard(rank_layout.channel, rank_layout.group)]
+            self.shard = self.sums[bucket_layout.shard(rank_layout.channel, rank_layout.group)]
             if rank_layout.neighbours:
                 self.from_members = [
                     None
                     if peer == rank_layout.rank
-                    else rank_layout.local_room(run, rank_layout.rank, peer)
+                    else rank_layout.local_room(bucket_layout, rank_layout.rank, peer)
                     for peer in rank_layout.members
                 ]
-            if rank_layout.across and run.spec.wire is not None:
-                self.coding = Coding(run, rank_layout.channel, run.spec.wire)
+            if rank_layout.across and bucket_layout.spec.wire is not None:
+                self.coding = Coding(bucket_layout, rank_layout.channel, bucket_layout.spec.wire)
             if rank_layout.across:
                 self.from_groups = [
-                    None if group == rank_layout.group else rank_layout.cross_room(run, group)
+                    None
+                    if group == rank_layout.group
+                    else rank_layout.cross_room(bucket_layout, group)
                     for group in rank_layout.groups
                 ]
         self.update: Callable[[], None] | None = None

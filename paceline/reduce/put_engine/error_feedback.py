@@ -16,14 +16,14 @@ from torch import Tensor
 
 from paceline.codecs.codecs import Wire
 from paceline.codecs.pieces import Piece
-from paceline.reduce.put_engine.layout import Run
+from paceline.reduce.put_engine.layout import BucketLayout
 
 
 class Coding:
     """Codes a run's shards of one channel.
 
     Args:
-        run: whose.
+        bucket_layout: whose.
         channel: which this rank owns.
         wire: a lossy one.
 
@@ -32,15 +32,15 @@ class Coding:
         scale: what the loss, and so what was missed, was multiplied by.
     """
 
-    def __init__(self, run: Run, channel: int, wire: Wire) -> None:
+    def __init__(self, bucket_layout: BucketLayout, channel: int, wire: Wire) -> None:
         self._wire = wire
         self.scale = 1.0
-        values = run.channel(channel)
+        values = bucket_layout.channel(channel)
         self._first = values.start
-        self.missed = torch.zeros(values.stop - values.start, dtype=run.spec.dtype)
+        self.missed = torch.zeros(values.stop - values.start, dtype=bucket_layout.spec.dtype)
         self._misses = torch.zeros_like(self.missed)  # of the step that runs
-        groups = len(run.shards[channel]) - 1
-        self._shards = [run.shard(channel, group) for group in range(groups)]
+        groups = len(bucket_layout.shards[channel]) - 1
+        self._shards = [bucket_layout.shard(channel, group) for group in range(groups)]
         self._data = [
             torch.zeros(wire.size(shard.stop - shard.start), dtype=torch.uint8)
             for shard in self._shards

@@ -21,7 +21,7 @@ from torch import Tensor
 from paceline.codecs.pieces import Piece, cut
 from paceline.errors import ConfigError
 from paceline.reduce.buckets import like
-from paceline.reduce.put_engine.layout import Run
+from paceline.reduce.put_engine.layout import BucketLayout
 
 Flags = NDArray[np.uint8]
 
@@ -85,12 +85,14 @@ class Sources:
     """Makes parts of gradients.
 
     Args:
-        run: whose they are.
+        bucket_layout: whose they are.
         templates: the parameters, or what has their shapes and strides.
         names: of the parameters, for errors.
     """
 
-    def __init__(self, run: Run, templates: Sequence[Tensor], names: Sequence[str]) -> None:
+    def __init__(
+        self, bucket_layout: BucketLayout, templates: Sequence[Tensor], names: Sequence[str]
+    ) -> None:
         self._names = names
         self._templates = [template.detach() for template in templates]
         self._large = [_is_large(template) for template in templates]
@@ -98,9 +100,9 @@ class Sources:
         self._copies: Tensor | None = None  # (numel,)
         self._views: list[Tensor] = []
         self._copied: dict[tuple[int, int], Piece] = {}  # by where they begin and end
-        self._run = run
+        self._run = bucket_layout
         self._full = np.ones(len(templates), np.uint8)
-        ends = [sum(run.spec.lengths[: n + 1]) for n in range(len(templates))]
+        ends = [sum(bucket_layout.spec.lengths[: n + 1]) for n in range(len(templates))]
         self._spans = list(zip([0, *ends], ends, strict=False))
 
     def part(self, gradients: Sequence[Tensor | None], weight: float) -> Part:

@@ -58,12 +58,16 @@ class PutExchange:
         self._window = window
         self._rank_layout = rank_layout = RankLayout(layout, window)
         self._courses = [
-            Course(run, rank_layout, tensors, words)
-            for run, tensors, words in zip(layout.runs, templates, names, strict=True)
+            Course(bucket_layout, rank_layout, tensors, words)
+            for bucket_layout, tensors, words in zip(layout.buckets, templates, names, strict=True)
         ]
-        self._traffic = [traffic(run, rank_layout) for run in layout.runs]
+        self._traffic = [traffic(bucket_layout, rank_layout) for bucket_layout in layout.buckets]
         self._reducer = ShardReducer(window, rank_layout, self._courses)
-        held = [course.run.index for course in self._courses if course.run.spec.updated]
+        held = [
+            course.bucket_layout.index
+            for course in self._courses
+            if course.bucket_layout.spec.updated
+        ]
         self._reducer.released[held] = 0
         first, self._later = limits
         self._waits = Waits(window, rank_layout, self._reducer, len(self._courses), first)
@@ -129,7 +133,7 @@ class PutExchange:
         course, rank_layout = self._courses[index], self._rank_layout
         if rank_layout.channel is None or course.shard is None:
             return None
-        return course.run.shard(rank_layout.channel, rank_layout.group), course.shard
+        return course.bucket_layout.shard(rank_layout.channel, rank_layout.group), course.shard
 
     def flags(self, index: int) -> Flags:
         """Return which parameters of a run that was added up anybody used."""
@@ -150,7 +154,7 @@ class PutExchange:
         if part.full or course.update is not None:
             return list(course.views)
         self._wait_for_flags(index, int(self._reducer.sent[index]), operation)
-        used = self._rank_layout.flags(course.run).tolist()
+        used = self._rank_layout.flags(course.bucket_layout).tolist()
         return [view if flag else None for view, flag in zip(course.views, used, strict=True)]
 
     def drop(self, index: int, operation: str) -> None:
@@ -176,14 +180,14 @@ class PutExchange:
             course.update = None  # which keeps whoever gave it
 
     def _put(self, course: Course, part: Part) -> None:
-        rank_layout, run = self._rank_layout, course.run
-        index, version = run.index, int(self._reducer.sent[run.index]) + 1
+        rank_layout, bucket_layout = self._rank_layout, course.bucket_layout
+        index, version = bucket_layout.index, int(self._reducer.sent[bucket_layout.index]) + 1
         for channel, owner in enumerate(rank_layout.owners):
             if owner == rank_layout.rank:
                 continue
             room = course.to_owners[owner]
             room.write_head(1.0, part.flags)
-            pieces = part.within(run.channel(channel))
+            pieces = part.within(bucket_layout.channel(channel))
             add_up([pieces], [part.weight], room.values, past_caches=True)
             self._window.put(owner, 0, None, index, version, -index)
         if len(rank_layout.members) == 1 and rank_layout.across and course.coding is None:

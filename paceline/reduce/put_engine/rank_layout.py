@@ -8,7 +8,7 @@ from torch import Tensor
 
 from paceline.comm.window import Window
 from paceline.reduce.put_engine.gradient_views import Flags
-from paceline.reduce.put_engine.layout import WEIGHT, Layout, Run, Topology
+from paceline.reduce.put_engine.layout import WEIGHT, BucketLayout, Layout, Topology
 
 
 class RankLayout:
@@ -63,42 +63,48 @@ class RankLayout:
         """The groups' numbers."""
         return range(self._groups)
 
-    def sums(self, run: Run) -> Tensor:
+    def sums(self, bucket_layout: BucketLayout) -> Tensor:
         """The sums of a run, (numel,)."""
-        return self._values(self.leader, run.sums, run, run.numel)
+        return self._values(self.leader, bucket_layout.sums, bucket_layout, bucket_layout.numel)
 
-    def flags(self, run: Run) -> Flags:
+    def flags(self, bucket_layout: BucketLayout) -> Flags:
         """What is known of who used which parameter, (parameters,)."""
-        memory = self._memory[self.leader][run.flags : run.flags + len(run.spec.lengths)]
+        memory = self._memory[self.leader][
+            bucket_layout.flags : bucket_layout.flags + len(bucket_layout.spec.lengths)
+        ]
         return memory.numpy()
 
-    def local_room(self, run: Run, owner: int, sender: int) -> Room:
+    def local_room(self, bucket_layout: BucketLayout, owner: int, sender: int) -> Room:
         """Where what a member has of an owner's slice lies, in the owner's window."""
-        at = run.local[self.members.index(sender)]
-        values = run.channel(self.members.index(owner))
+        at = bucket_layout.local[self.members.index(sender)]
+        values = bucket_layout.channel(self.members.index(owner))
         memory = self._memory[owner]
-        start = at + run.head
-        return Room(memory[at:start], self._values(owner, start, run, values.stop - values.start))
+        start = at + bucket_layout.head
+        return Room(
+            memory[at:start], self._values(owner, start, bucket_layout, values.stop - values.start)
+        )
 
-    def cross_room(self, run: Run, group: int) -> Room:
+    def cross_room(self, bucket_layout: BucketLayout, group: int) -> Room:
         """Where what a group has of this rank's shard lies, coded."""
         assert self.channel is not None
-        own = run.shard(self.channel, self.group)
-        at, memory = run.cross[group], self._memory[self.rank]
-        start = at + run.head
-        size = run.spec.coded(own.stop - own.start)
+        own = bucket_layout.shard(self.channel, self.group)
+        at, memory = bucket_layout.cross[group], self._memory[self.rank]
+        start = at + bucket_layout.head
+        size = bucket_layout.spec.coded(own.stop - own.start)
         return Room(memory[at:start], memory[start : start + size])
 
-    def back_room(self, run: Run, group: int, *, coded: bool) -> Tensor:
+    def back_room(self, bucket_layout: BucketLayout, group: int, *, coded: bool) -> Tensor:
         """The values, as bytes, coded or as they are, that a group's owner sends back."""
         assert self.channel is not None
-        shard = run.shard(self.channel, group)
-        at, numel = run.back[group], shard.stop - shard.start
-        size = run.spec.coded(numel) if coded else numel * run.spec.dtype.itemsize
+        shard = bucket_layout.shard(self.channel, group)
+        at, numel = bucket_layout.back[group], shard.stop - shard.start
+        size = (
+            bucket_layout.spec.coded(numel) if coded else numel * bucket_layout.spec.dtype.itemsize
+        )
         return self._memory[self.rank][at : at + size]
 
-    def _values(self, peer: int, at: int, run: Run, numel: int) -> Tensor:
-        dtype = run.spec.dtype
+    def _values(self, peer: int, at: int, bucket_layout: BucketLayout, numel: int) -> Tensor:
+        dtype = bucket_layout.spec.dtype
         return self._memory[peer][at : at + numel * dtype.itemsize].view(dtype)
 
 
@@ -133,14 +139,14 @@ class Room:
         """What the values are yet to be multiplied by."""
         return float(self._weight[0])
 
-    def flags(self, run: Run) -> Flags:
+    def flags(self, bucket_layout: BucketLayout) -> Flags:
         """Which parameters they are of."""
-        return self._flags[: len(run.spec.lengths)]
+        return self._flags[: len(bucket_layout.spec.lengths)]
 
 
-def head_of(run: Run, weight: float, flags: Flags) -> Tensor:
+def head_of(bucket_layout: BucketLayout, weight: float, flags: Flags) -> Tensor:
     """Make a part's head, (bytes,)."""
-    head = np.zeros(run.head, np.uint8)
+    head = np.zeros(bucket_layout.head, np.uint8)
     head[:WEIGHT].view(np.float64)[0] = weight
     head[WEIGHT : WEIGHT + len(flags)] = flags
     return torch.from_numpy(head)

@@ -69,7 +69,7 @@ class ShardReducer:
 
     def go_on(self, course: Course) -> None:
         """Take this rank's part into account."""
-        index, values = course.run.index, self._window.values
+        index, values = course.bucket_layout.index, self._window.values
         self.sent[index] += 1
         version = self.sent[index]
         awaited = self._neighbours or (self._across if course.coding is None else ())
@@ -78,7 +78,7 @@ class ShardReducer:
 
     def release(self, course: Course) -> None:
         """Let the shard that this rank has sent its part of go back, once it is added up."""
-        self.released[course.run.index] = self.sent[course.run.index]
+        self.released[course.bucket_layout.index] = self.sent[course.bucket_layout.index]
         self._window.wake()
 
     def wait(self, index: int, version: int, limit: float) -> bool:
@@ -112,18 +112,23 @@ class ShardReducer:
             flags: of their parameters.
             version: of the run.
         """
-        run, rank_layout = course.run, self._rank_layout
+        bucket_layout, rank_layout = course.bucket_layout, self._rank_layout
         assert rank_layout.channel is not None
-        first = run.channel(rank_layout.channel).start
+        first = bucket_layout.channel(rank_layout.channel).start
         for group, owner in rank_layout.across.items():
-            inside = cut(pieces, _moved(run.shard(rank_layout.channel, group), -first))
+            inside = cut(pieces, _moved(bucket_layout.shard(rank_layout.channel, group), -first))
             if course.coding is None:
-                sources = [head_of(run, weight, flags), *(piece for _, _, piece in inside)]
+                sources = [
+                    head_of(bucket_layout, weight, flags),
+                    *(piece for _, _, piece in inside),
+                ]
             else:
                 data = course.coding.encode(group, inside, weight)
-                sources = [head_of(run, 1.0, flags), data]
-            room = run.cross[rank_layout.group]
-            self._window.put(owner, room, sources, run.index, version, -run.index)
+                sources = [head_of(bucket_layout, 1.0, flags), data]
+            room = bucket_layout.cross[rank_layout.group]
+            self._window.put(
+                owner, room, sources, bucket_layout.index, version, -bucket_layout.index
+            )
 
     def _work(self) -> None:
         events = 0
@@ -159,14 +164,14 @@ class ShardReducer:
 
     def _gather(self, course: Course) -> None:
         """Add up what the group has of this rank's slice."""
-        run, rank_layout, part = course.run, self._rank_layout, course.part
+        bucket_layout, rank_layout, part = course.bucket_layout, self._rank_layout, course.part
         assert part is not None
         assert rank_layout.channel is not None
-        values = run.channel(rank_layout.channel)
-        version = int(self._gathered[run.index]) + 1
+        values = bucket_layout.channel(rank_layout.channel)
+        version = int(self._gathered[bucket_layout.index]) + 1
         if course.empty:
             for peer in self._across:
-                self._window.put(peer, 0, None, run.index, version, -run.index)
+                self._window.put(peer, 0, None, bucket_layout.index, version, -bucket_layout.index)
         elif not rank_layout.neighbours:
             course.ours, course.weight, course.flags = part.within(values), part.weight, part.flags
             if course.coding is not None:
@@ -174,7 +179,7 @@ class ShardReducer:
         else:
             size = values.stop - values.start
             total = (
-                torch.empty(size, dtype=run.spec.dtype)
+                torch.empty(size, dtype=bucket_layout.spec.dtype)
                 if rank_layout.across
                 else course.sums[values]
             )
@@ -186,16 +191,16 @@ class ShardReducer:
             add_up(parts, weights, total, past_caches=not rank_layout.across)
             course.ours, course.weight = [(0, size, total)], 1.0
             course.flags = _union(
-                [part.flags if room is None else room.flags(run) for room in rooms]
+                [part.flags if room is None else room.flags(bucket_layout) for room in rooms]
             )
             if rank_layout.across:
                 self.put_shards(course, course.ours, 1.0, course.flags, version)
-        self._gathered[run.index] = version
+        self._gathered[bucket_layout.index] = version
 
     def _sum(self, course: Course) -> None:
         """Add up what the groups have of this rank's shard."""
-        run, rank_layout = course.run, self._rank_layout
-        version = int(self._summed[run.index]) + 1
+        bucket_layout, rank_layout = course.bucket_layout, self._rank_layout
+        version = int(self._summed[bucket_layout.index]) + 1
         if not course.empty:
             if rank_layout.across:
                 self._sum_groups(course)
@@ -203,20 +208,20 @@ class ShardReducer:
                 add_up([course.ours], [course.weight], course.sums)
             if rank_layout.rank == rank_layout.leaders[0]:
                 self._tell_flags(course, version)
-        self._summed[run.index] = version
+        self._summed[bucket_layout.index] = version
 
     def _sum_groups(self, course: Course) -> None:
-        run, rank_layout, own = course.run, self._rank_layout, course.shard
+        bucket_layout, rank_layout, own = course.bucket_layout, self._rank_layout, course.shard
         assert rank_layout.channel is not None
         assert own is not None
         assert course.flags is not None
-        shard = run.shard(rank_layout.channel, rank_layout.group)
-        rooms, first = course.from_groups, run.channel(rank_layout.channel).start
+        shard = bucket_layout.shard(rank_layout.channel, rank_layout.group)
+        rooms, first = course.from_groups, bucket_layout.channel(rank_layout.channel).start
         ours = cut(course.ours, _moved(shard, -first))
         if course.coding is None:
             parts = [ours if r is None else [(0, len(own), _as(r.values, own))] for r in rooms]
             add_up(parts, [course.weight if r is None else r.weight for r in rooms], own)
-        elif not run.spec.updated:
+        elif not bucket_layout.spec.updated:
             coded = [None if room is None else room.values for room in rooms]
             course.coding.reduce(rank_layout.group, coded, ours, course.weight, own)
         else:
@@ -227,64 +232,77 @@ class ShardReducer:
                     add_up([[(0, len(own), own)], ours], [1.0, course.weight], own)
                 else:
                     add_up([ours], [course.weight], own)
-        course.flags = _union([course.flags if r is None else r.flags(run) for r in rooms])
+        course.flags = _union(
+            [course.flags if r is None else r.flags(bucket_layout) for r in rooms]
+        )
 
     def _give_back(self, course: Course) -> None:
         """Send the shard's sums back, or what an update makes of them."""
-        run, rank_layout, own = course.run, self._rank_layout, course.shard
+        bucket_layout, rank_layout, own = course.bucket_layout, self._rank_layout, course.shard
         assert rank_layout.channel is not None
         assert own is not None
-        version, source = int(self._returned[run.index]) + 1, own
+        version, source = int(self._returned[bucket_layout.index]) + 1, own
         if course.update is not None:
             if course.coding is not None and not course.empty:
                 course.coding.complete_sums(rank_layout.group, own)
             course.update()
         elif course.coding is not None:
             coding = course.coding
-            recode = run.spec.updated  # the sums were left as they are for an update
+            recode = bucket_layout.spec.updated  # the sums were left as they are for an update
             source = (
                 coding.encode_sums(rank_layout.group, own)
                 if recode
                 else coding.coded(rank_layout.group)
             )
-        self._returned[run.index] = version
-        shard = run.shard(rank_layout.channel, rank_layout.group)
-        where = run.sum_of(shard) if course.lands else run.back[rank_layout.group]
+        self._returned[bucket_layout.index] = version
+        shard = bucket_layout.shard(rank_layout.channel, rank_layout.group)
+        where = (
+            bucket_layout.sum_of(shard) if course.lands else bucket_layout.back[rank_layout.group]
+        )
         for peer in self._across:
-            self._window.put(peer, where, source, self._count + run.index, version, -run.index)
+            self._window.put(
+                peer,
+                where,
+                source,
+                self._count + bucket_layout.index,
+                version,
+                -bucket_layout.index,
+            )
 
     def _finish(self, course: Course) -> None:
         """Put what came from the other groups into the sums, and notify the group."""
-        run, rank_layout = course.run, self._rank_layout
+        bucket_layout, rank_layout = course.bucket_layout, self._rank_layout
         assert rank_layout.channel is not None
-        version = int(self.done[run.index]) + 1
+        version = int(self.done[bucket_layout.index]) + 1
         for group in rank_layout.across if not course.lands else ():
-            sums = course.sums[run.shard(rank_layout.channel, group)]
+            sums = course.sums[bucket_layout.shard(rank_layout.channel, group)]
             coded = course.coding is not None and course.update is None
-            data = rank_layout.back_room(run, group, coded=coded)
+            data = rank_layout.back_room(bucket_layout, group, coded=coded)
             if not coded:
                 sums.copy_(_as(data, sums))
             else:
                 assert course.coding is not None
                 course.coding.decode(data, sums)
         for peer in rank_layout.neighbours:
-            self._window.put(peer, 0, None, self._count + run.index, version, -run.index)
+            self._window.put(
+                peer, 0, None, self._count + bucket_layout.index, version, -bucket_layout.index
+            )
         with self._changed:
-            self.done[run.index] = version
+            self.done[bucket_layout.index] = version
             self._changed.notify_all()
 
     def _tell_flags(self, course: Course, version: int) -> None:
         """Tell everybody which parameters were used, if somebody didn't use them all."""
-        run, rank_layout, flags = course.run, self._rank_layout, course.flags
+        bucket_layout, rank_layout, flags = course.bucket_layout, self._rank_layout, course.flags
         assert flags is not None
         if (flags == 1).all():
             return
-        rank_layout.flags(run)[:] = flags
-        row, source = 2 * self._count + run.index, torch.from_numpy(flags.copy())
+        rank_layout.flags(bucket_layout)[:] = flags
+        row, source = 2 * self._count + bucket_layout.index, torch.from_numpy(flags.copy())
         for peer in rank_layout.leaders[1:]:
-            self._window.put(peer, run.flags, source, row, version, -run.index)
+            self._window.put(peer, bucket_layout.flags, source, row, version, -bucket_layout.index)
         for peer in rank_layout.neighbours:
-            self._window.put(peer, 0, None, row, version, -run.index)
+            self._window.put(peer, 0, None, row, version, -bucket_layout.index)
 
     def _pass_flags_on(self, versions: _Versions) -> None:
         """Pass flags on to the group."""

@@ -5,11 +5,11 @@ What ranks of a group hand each other in shared memory isn't sent.
 
 from __future__ import annotations
 
-from paceline.reduce.put_engine.layout import Run
+from paceline.reduce.put_engine.layout import BucketLayout
 from paceline.reduce.put_engine.rank_layout import RankLayout
 
 
-def traffic(run: Run, rank_layout: RankLayout) -> tuple[int, int]:
+def traffic(bucket_layout: BucketLayout, rank_layout: RankLayout) -> tuple[int, int]:
     """Return the bytes that a rank sends and receives when a run is exchanged once.
 
     It sends each other group that group's shard, behind a head, and gets it back added up, or
@@ -19,16 +19,16 @@ def traffic(run: Run, rank_layout: RankLayout) -> tuple[int, int]:
     """
     if rank_layout.channel is None:
         return 0, 0
-    own = _sizes(run, rank_layout.channel, rank_layout.group)
-    others = [_sizes(run, rank_layout.channel, group) for group in rank_layout.across]
-    sent = sum(run.head + there for there, _ in others) + own[1] * len(others)
-    received = sum(back for _, back in others) + (run.head + own[0]) * len(others)
+    own = _sizes(bucket_layout, rank_layout.channel, rank_layout.group)
+    others = [_sizes(bucket_layout, rank_layout.channel, group) for group in rank_layout.across]
+    sent = sum(bucket_layout.head + there for there, _ in others) + own[1] * len(others)
+    received = sum(back for _, back in others) + (bucket_layout.head + own[0]) * len(others)
     return sent, received
 
 
-def _sizes(run: Run, channel: int, group: int) -> tuple[int, int]:
+def _sizes(bucket_layout: BucketLayout, channel: int, group: int) -> tuple[int, int]:
     """Return the bytes of a shard on its way to its owner, and back."""
-    shard = run.shard(channel, group)
+    shard = bucket_layout.shard(channel, group)
     numel = shard.stop - shard.start
-    coded = run.spec.coded(numel)
-    return coded, numel * run.spec.dtype.itemsize if run.spec.updated else coded
+    coded = bucket_layout.spec.coded(numel)
+    return coded, numel * bucket_layout.spec.dtype.itemsize if bucket_layout.spec.updated else coded
