@@ -13,8 +13,8 @@ from paceline.codecs.codecs import WIRES
 from paceline.reduce.put_engine.layout import (
     BucketLayout,
     BucketSpec,
+    BufferArray,
     Layout,
-    Rooms,
     Topology,
     lay_out,
 )
@@ -31,8 +31,10 @@ MACHINES = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 def places(layout: Layout) -> Iterator[tuple[int, int]]:
     """Name the bytes of all that may be written into a window."""
     for bucket_layout in layout.buckets:
-        for rooms, size in sizes(bucket_layout):
-            yield from ((rooms[number], rooms[number] + size) for number in range(rooms.count))
+        for buffers, size in sizes(bucket_layout):
+            yield from (
+                (buffers[number], buffers[number] + size) for number in range(buffers.count)
+            )
         yield (
             bucket_layout.sums,
             bucket_layout.sums + bucket_layout.numel * bucket_layout.spec.dtype.itemsize,
@@ -40,7 +42,7 @@ def places(layout: Layout) -> Iterator[tuple[int, int]]:
         yield bucket_layout.flags, bucket_layout.flags + len(bucket_layout.spec.lengths)
 
 
-def sizes(bucket_layout: BucketLayout) -> list[tuple[Rooms, int]]:
+def sizes(bucket_layout: BucketLayout) -> list[tuple[BufferArray, int]]:
     """Return how many bytes may come into each kind of room."""
     channels = range(len(bucket_layout.shards))
     slices = [bucket_layout.channel(c).stop - bucket_layout.channel(c).start for c in channels]
@@ -72,10 +74,10 @@ def test_shards_cover_a_run_and_nothing_overlaps(
     assert all(end <= start for (_, end), (start, _) in pairwise(taken))
     assert all(end <= layout.size for _, end in taken)
     starts = [
-        room
+        buffer
         for bucket_layout in layout.buckets
-        for rooms, _ in sizes(bucket_layout)
-        for room in [rooms.at]
+        for buffers, _ in sizes(bucket_layout)
+        for buffer in [buffers.at]
     ]
     assert all(
         start % 64 == 0

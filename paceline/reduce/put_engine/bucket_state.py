@@ -12,7 +12,7 @@ from paceline.reduce.buckets import like
 from paceline.reduce.put_engine.error_feedback import Coding
 from paceline.reduce.put_engine.gradient_views import Flags, Part, Sources
 from paceline.reduce.put_engine.layout import BucketLayout
-from paceline.reduce.put_engine.rank_layout import RankLayout, Room
+from paceline.reduce.put_engine.rank_layout import RankLayout, ReceiveBuffer
 
 
 class Course:
@@ -55,14 +55,14 @@ class Course:
         parts = torch.split(self.sums, list(bucket_layout.spec.lengths))
         self.views = [like(t, part) for t, part in zip(templates, parts, strict=True)]
         self.lands = bucket_layout.back.count == 0
-        self.to_owners: dict[int, Room] = {
-            owner: rank_layout.local_room(bucket_layout, owner, rank_layout.rank)
+        self.to_owners: dict[int, ReceiveBuffer] = {
+            owner: rank_layout.local_buffer(bucket_layout, owner, rank_layout.rank)
             for owner in rank_layout.owners
             if owner != rank_layout.rank
         }
         self.shard: Tensor | None = None
-        self.from_members: list[Room | None] = []
-        self.from_groups: list[Room | None] = []
+        self.from_members: list[ReceiveBuffer | None] = []
+        self.from_groups: list[ReceiveBuffer | None] = []
         self.coding: Coding | None = None
         if rank_layout.channel is not None:
             self.shard = self.sums[bucket_layout.shard(rank_layout.channel, rank_layout.group)]
@@ -70,7 +70,7 @@ class Course:
                 self.from_members = [
                     None
                     if peer == rank_layout.rank
-                    else rank_layout.local_room(bucket_layout, rank_layout.rank, peer)
+                    else rank_layout.local_buffer(bucket_layout, rank_layout.rank, peer)
                     for peer in rank_layout.members
                 ]
             if rank_layout.across and bucket_layout.spec.wire is not None:
@@ -79,7 +79,7 @@ class Course:
                 self.from_groups = [
                     None
                     if group == rank_layout.group
-                    else rank_layout.cross_room(bucket_layout, group)
+                    else rank_layout.cross_buffer(bucket_layout, group)
                     for group in rank_layout.groups
                 ]
         self.update: Callable[[], None] | None = None

@@ -185,10 +185,10 @@ class PutExchange:
         for channel, owner in enumerate(rank_layout.owners):
             if owner == rank_layout.rank:
                 continue
-            room = course.to_owners[owner]
-            room.write_head(1.0, part.flags)
+            buffer = course.to_owners[owner]
+            buffer.write_head(1.0, part.flags)
             pieces = part.within(bucket_layout.channel(channel))
-            add_up([pieces], [part.weight], room.values, past_caches=True)
+            add_up([pieces], [part.weight], buffer.values, past_caches=True)
             self._window.put(owner, 0, None, index, version, -index)
         if len(rank_layout.members) == 1 and rank_layout.across and course.coding is None:
             self._reducer.put_shards(course, part.pieces, part.weight, part.flags, version)

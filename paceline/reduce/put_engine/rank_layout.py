@@ -74,26 +74,26 @@ class RankLayout:
         ]
         return memory.numpy()
 
-    def local_room(self, bucket_layout: BucketLayout, owner: int, sender: int) -> Room:
+    def local_buffer(self, bucket_layout: BucketLayout, owner: int, sender: int) -> ReceiveBuffer:
         """Where what a member has of an owner's slice lies, in the owner's window."""
         at = bucket_layout.local[self.members.index(sender)]
         values = bucket_layout.channel(self.members.index(owner))
         memory = self._memory[owner]
         start = at + bucket_layout.head
-        return Room(
+        return ReceiveBuffer(
             memory[at:start], self._values(owner, start, bucket_layout, values.stop - values.start)
         )
 
-    def cross_room(self, bucket_layout: BucketLayout, group: int) -> Room:
+    def cross_buffer(self, bucket_layout: BucketLayout, group: int) -> ReceiveBuffer:
         """Where what a group has of this rank's shard lies, coded."""
         assert self.channel is not None
         own = bucket_layout.shard(self.channel, self.group)
         at, memory = bucket_layout.cross[group], self._memory[self.rank]
         start = at + bucket_layout.head
         size = bucket_layout.spec.coded(own.stop - own.start)
-        return Room(memory[at:start], memory[start : start + size])
+        return ReceiveBuffer(memory[at:start], memory[start : start + size])
 
-    def back_room(self, bucket_layout: BucketLayout, group: int, *, coded: bool) -> Tensor:
+    def back_buffer(self, bucket_layout: BucketLayout, group: int, *, coded: bool) -> Tensor:
         """The values, as bytes, coded or as they are, that a group's owner sends back."""
         assert self.channel is not None
         shard = bucket_layout.shard(self.channel, group)
@@ -116,7 +116,7 @@ def _memory(window: Window, peer: int) -> Tensor:
     return memory
 
 
-class Room:
+class ReceiveBuffer:
     """Where a part lies.
 
     Args:

@@ -125,9 +125,9 @@ class ShardReducer:
             else:
                 data = course.coding.encode(group, inside, weight)
                 sources = [head_of(bucket_layout, 1.0, flags), data]
-            room = bucket_layout.cross[rank_layout.group]
+            buffer = bucket_layout.cross[rank_layout.group]
             self._window.put(
-                owner, room, sources, bucket_layout.index, version, -bucket_layout.index
+                owner, buffer, sources, bucket_layout.index, version, -bucket_layout.index
             )
 
     def _work(self) -> None:
@@ -183,15 +183,19 @@ class ShardReducer:
                 if rank_layout.across
                 else course.sums[values]
             )
-            rooms = course.from_members
+            buffers = course.from_members
             parts = [
-                part.within(values) if room is None else [(0, size, room.values)] for room in rooms
+                part.within(values) if buffer is None else [(0, size, buffer.values)]
+                for buffer in buffers
             ]
-            weights = [part.weight if room is None else 1.0 for room in rooms]
+            weights = [part.weight if buffer is None else 1.0 for buffer in buffers]
             add_up(parts, weights, total, past_caches=not rank_layout.across)
             course.ours, course.weight = [(0, size, total)], 1.0
             course.flags = _union(
-                [part.flags if room is None else room.flags(bucket_layout) for room in rooms]
+                [
+                    part.flags if buffer is None else buffer.flags(bucket_layout)
+                    for buffer in buffers
+                ]
             )
             if rank_layout.across:
                 self.put_shards(course, course.ours, 1.0, course.flags, version)
@@ -216,24 +220,24 @@ class ShardReducer:
         assert own is not None
         assert course.flags is not None
         shard = bucket_layout.shard(rank_layout.channel, rank_layout.group)
-        rooms, first = course.from_groups, bucket_layout.channel(rank_layout.channel).start
+        buffers, first = course.from_groups, bucket_layout.channel(rank_layout.channel).start
         ours = cut(course.ours, _moved(shard, -first))
         if course.coding is None:
-            parts = [ours if r is None else [(0, len(own), _as(r.values, own))] for r in rooms]
-            add_up(parts, [course.weight if r is None else r.weight for r in rooms], own)
+            parts = [ours if r is None else [(0, len(own), _as(r.values, own))] for r in buffers]
+            add_up(parts, [course.weight if r is None else r.weight for r in buffers], own)
         elif not bucket_layout.spec.updated:
-            coded = [None if room is None else room.values for room in rooms]
+            coded = [None if buffer is None else buffer.values for buffer in buffers]
             course.coding.reduce(rank_layout.group, coded, ours, course.weight, own)
         else:
-            for number, room in enumerate(rooms):
-                if room is not None:
-                    (course.coding.add if number else course.coding.decode)(room.values, own)
+            for number, buffer in enumerate(buffers):
+                if buffer is not None:
+                    (course.coding.add if number else course.coding.decode)(buffer.values, own)
                 elif number:
                     add_up([[(0, len(own), own)], ours], [1.0, course.weight], own)
                 else:
                     add_up([ours], [course.weight], own)
         course.flags = _union(
-            [course.flags if r is None else r.flags(bucket_layout) for r in rooms]
+            [course.flags if r is None else r.flags(bucket_layout) for r in buffers]
         )
 
     def _give_back(self, course: Course) -> None:
@@ -277,7 +281,7 @@ class ShardReducer:
         for group in rank_layout.across if not course.lands else ():
             sums = course.sums[bucket_layout.shard(rank_layout.channel, group)]
             coded = course.coding is not None and course.update is None
-            data = rank_layout.back_room(bucket_layout, group, coded=coded)
+            data = rank_layout.back_buffer(bucket_layout, group, coded=coded)
             if not coded:
                 sums.copy_(_as(data, sums))
             else:
