@@ -15,7 +15,7 @@ from paceline.reduce.put_engine.layout import BucketLayout
 from paceline.reduce.put_engine.rank_layout import RankLayout, ReceiveBuffer
 
 
-class Course:
+class BucketState:
     """A run's memory, and what is at hand of its last version.
 
     Args:

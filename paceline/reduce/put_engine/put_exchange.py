@@ -22,7 +22,7 @@ from torch import Tensor
 from paceline.codecs.kernels.kernels import add_up
 from paceline.comm.window import Window
 from paceline.errors import CommError, PeerLost
-from paceline.reduce.put_engine.bucket_state import Course
+from paceline.reduce.put_engine.bucket_state import BucketState
 from paceline.reduce.put_engine.error_feedback import Coding
 from paceline.reduce.put_engine.gradient_views import NOTHING, Flags, Part
 from paceline.reduce.put_engine.layout import Layout
@@ -57,20 +57,20 @@ class PutExchange:
     ) -> None:
         self._window = window
         self._rank_layout = rank_layout = RankLayout(layout, window)
-        self._courses = [
-            Course(bucket_layout, rank_layout, tensors, words)
+        self._buckets = [
+            BucketState(bucket_layout, rank_layout, tensors, words)
             for bucket_layout, tensors, words in zip(layout.buckets, templates, names, strict=True)
         ]
         self._traffic = [traffic(bucket_layout, rank_layout) for bucket_layout in layout.buckets]
-        self._reducer = ShardReducer(window, rank_layout, self._courses)
+        self._reducer = ShardReducer(window, rank_layout, self._buckets)
         held = [
-            course.bucket_layout.index
-            for course in self._courses
-            if course.bucket_layout.spec.updated
+            bucket.bucket_layout.index
+            for bucket in self._buckets
+            if bucket.bucket_layout.spec.updated
         ]
         self._reducer.released[held] = 0
         first, self._later = limits
-        self._waits = Waits(window, rank_layout, self._reducer, len(self._courses), first)
+        self._waits = Waits(window, rank_layout, self._reducer, len(self._buckets), first)
         self._steady = steady
 
     def steady(self) -> None:
@@ -87,7 +87,7 @@ class PutExchange:
     @property
     def codings(self) -> list[Coding | None]:
         """What codes each run; None where this rank codes nothing."""
-        return [course.coding for course in self._courses]
+        return [bucket.coding for bucket in self._buckets]
 
     def traffic(self, index: int) -> tuple[int, int]:
         """Return the bytes that go to other groups and come from them."""
@@ -103,41 +103,41 @@ class PutExchange:
         Raises:
             PeerLost: a peer ended.
         """
-        course = self._courses[index]
-        course.empty, course.update = False, None
-        course.part = part = course.sources.part(values, weight)
+        bucket = self._buckets[index]
+        bucket.empty, bucket.update = False, None
+        bucket.part = part = bucket.sources.part(values, weight)
         try:
-            self._put(course, part)
+            self._put(bucket, part)
         except PeerLost:
             self._waits.raise_reducer_error("a put")
             raise
-        self._reducer.go_on(course)
+        self._reducer.go_on(bucket)
 
     def send_nothing(self, index: int) -> None:
         """Begin a version of which each owner has the sums already."""
-        course, version = self._courses[index], int(self._reducer.sent[index]) + 1
-        course.empty, course.part = True, NOTHING
+        bucket, version = self._buckets[index], int(self._reducer.sent[index]) + 1
+        bucket.empty, bucket.part = True, NOTHING
         for owner in self._rank_layout.owners:
             if owner != self._rank_layout.rank:
                 self._window.put(owner, 0, None, index, version, -index)
-        self._reducer.go_on(course)
+        self._reducer.go_on(bucket)
 
     def give_back(self, index: int, update: Callable[[], None] | None) -> None:
         """Let a shard's sums go back, or what `update` makes of them in their place."""
-        course = self._courses[index]
-        course.update = update
-        self._reducer.release(course)
+        bucket = self._buckets[index]
+        bucket.update = update
+        self._reducer.release(bucket)
 
     def shard(self, index: int) -> tuple[slice, Tensor] | None:
         """Return which values of a run this rank owns, and the place of their sums."""
-        course, rank_layout = self._courses[index], self._rank_layout
-        if rank_layout.channel is None or course.shard is None:
+        bucket, rank_layout = self._buckets[index], self._rank_layout
+        if rank_layout.channel is None or bucket.shard is None:
             return None
-        return course.bucket_layout.shard(rank_layout.channel, rank_layout.group), course.shard
+        return bucket.bucket_layout.shard(rank_layout.channel, rank_layout.group), bucket.shard
 
     def flags(self, index: int) -> Flags:
         """Return which parameters of a run that was added up anybody used."""
-        flags = self._courses[index].flags
+        flags = self._buckets[index].flags
         assert flags is not None
         return flags
 
@@ -148,14 +148,14 @@ class PutExchange:
             CommError: a peer was lost, or silent.
             ConfigError: a gradient was written since it was sent.
         """
-        course = self._courses[index]
+        bucket = self._buckets[index]
         part = self._summed(index, operation)
         part.refuse_writes()
-        if part.full or course.update is not None:
-            return list(course.views)
+        if part.full or bucket.update is not None:
+            return list(bucket.views)
         self._wait_for_flags(index, int(self._reducer.sent[index]), operation)
-        used = self._rank_layout.flags(course.bucket_layout).tolist()
-        return [view if flag else None for view, flag in zip(course.views, used, strict=True)]
+        used = self._rank_layout.flags(bucket.bucket_layout).tolist()
+        return [view if flag else None for view, flag in zip(bucket.views, used, strict=True)]
 
     def drop(self, index: int, operation: str) -> None:
         """Wait for the sums of a run's last version, whatever was written since it was sent.
@@ -167,7 +167,7 @@ class PutExchange:
 
     def leave(self) -> None:
         """Serve the peers until they have all their sums, as this rank has its own."""
-        if self._reducer.error is None and all(course.part is None for course in self._courses):
+        if self._reducer.error is None and all(bucket.part is None for bucket in self._buckets):
             with suppress(CommError):  # a peer that has gone needs nothing
                 self._waits.leave(self._later)
 
@@ -176,40 +176,40 @@ class PutExchange:
         self._reducer.close()
         self._window.close()
         self._reducer.join()
-        for course in self._courses:
-            course.update = None  # which keeps whoever gave it
+        for bucket in self._buckets:
+            bucket.update = None  # which keeps whoever gave it
 
-    def _put(self, course: Course, part: Part) -> None:
-        rank_layout, bucket_layout = self._rank_layout, course.bucket_layout
+    def _put(self, bucket: BucketState, part: Part) -> None:
+        rank_layout, bucket_layout = self._rank_layout, bucket.bucket_layout
         index, version = bucket_layout.index, int(self._reducer.sent[bucket_layout.index]) + 1
         for channel, owner in enumerate(rank_layout.owners):
             if owner == rank_layout.rank:
                 continue
-            buffer = course.to_owners[owner]
+            buffer = bucket.to_owners[owner]
             buffer.write_head(1.0, part.flags)
             pieces = part.within(bucket_layout.channel(channel))
             add_up([pieces], [part.weight], buffer.values, past_caches=True)
             self._window.put(owner, 0, None, index, version, -index)
-        if len(rank_layout.members) == 1 and rank_layout.across and course.coding is None:
-            self._reducer.put_shards(course, part.pieces, part.weight, part.flags, version)
+        if len(rank_layout.members) == 1 and rank_layout.across and bucket.coding is None:
+            self._reducer.put_shards(bucket, part.pieces, part.weight, part.flags, version)
 
     def _summed(self, index: int, operation: str) -> Part:
         """Wait for a run's sums; return what this rank sent, which needn't be kept any more."""
-        course, rank_layout = self._courses[index], self._rank_layout
-        version, row = int(self._reducer.sent[index]), len(self._courses) + index
+        bucket, rank_layout = self._buckets[index], self._rank_layout
+        version, row = int(self._reducer.sent[index]), len(self._buckets) + index
         senders = [owner for owner in rank_layout.owners if owner != rank_layout.rank]
-        if not rank_layout.neighbours and course.lands:
+        if not rank_layout.neighbours and bucket.lands:
             senders = list(rank_layout.across.values())
         for peer in senders:
             self._waits.notification(peer, row, version, operation)
         if rank_layout.channel is not None:
             self._waits.reducer(index, version, operation)
-        part, course.part, course.ours = course.part, None, []
+        part, bucket.part, bucket.ours = bucket.part, None, []
         assert part is not None
         return part
 
     def _wait_for_flags(self, index: int, version: int, operation: str) -> None:
-        rank_layout, row = self._rank_layout, 2 * len(self._courses) + index
+        rank_layout, row = self._rank_layout, 2 * len(self._buckets) + index
         teller = (
             rank_layout.leaders[0] if rank_layout.rank == rank_layout.leader else rank_layout.leader
         )

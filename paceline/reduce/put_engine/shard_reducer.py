@@ -23,7 +23,7 @@ from torch import Tensor
 from paceline.codecs.kernels.kernels import add_up
 from paceline.codecs.pieces import Piece, cut
 from paceline.comm.window import Window
-from paceline.reduce.put_engine.bucket_state import Course
+from paceline.reduce.put_engine.bucket_state import BucketState
 from paceline.reduce.put_engine.gradient_views import Flags
 from paceline.reduce.put_engine.rank_layout import RankLayout, head_of
 
@@ -37,7 +37,7 @@ class ShardReducer:
     Args:
         window: this rank's.
         rank_layout: of this rank.
-        courses: all runs.
+        states: all runs.
 
     Attributes:
         sent: (runs,), the versions that this rank has sent.
@@ -46,14 +46,16 @@ class ShardReducer:
         error: what ended the thread.
     """
 
-    def __init__(self, window: Window, rank_layout: RankLayout, courses: Sequence[Course]) -> None:
-        self._window, self._rank_layout, self._courses = window, rank_layout, courses
-        self._count = len(courses)
+    def __init__(
+        self, window: Window, rank_layout: RankLayout, states: Sequence[BucketState]
+    ) -> None:
+        self._window, self._rank_layout, self._buckets = window, rank_layout, states
+        self._count = len(states)
         self.sent, self._gathered, self._summed, self._returned, self.done, self._told = np.zeros(
             (6, self._count), np.int64
         )
         self.released = np.full(self._count, np.iinfo(np.int64).max)
-        self._lands = np.array([course.lands for course in courses], bool)
+        self._lands = np.array([bucket.lands for bucket in states], bool)
         self._all_land = bool(self._lands.all())
         self._across, self._neighbours = list(rank_layout.across.values()), rank_layout.neighbours
         self._relays = rank_layout.rank == rank_layout.leader != rank_layout.leaders[0] and bool(
@@ -67,18 +69,18 @@ class ShardReducer:
         self._thread = threading.Thread(target=self._work, name="owner", daemon=True)
         self._thread.start()
 
-    def go_on(self, course: Course) -> None:
+    def go_on(self, bucket: BucketState) -> None:
         """Take this rank's part into account."""
-        index, values = course.bucket_layout.index, self._window.values
+        index, values = bucket.bucket_layout.index, self._window.values
         self.sent[index] += 1
         version = self.sent[index]
-        awaited = self._neighbours or (self._across if course.coding is None else ())
+        awaited = self._neighbours or (self._across if bucket.coding is None else ())
         if all(values[peer, index] >= version for peer in awaited):
             self._window.wake()
 
-    def release(self, course: Course) -> None:
+    def release(self, bucket: BucketState) -> None:
         """Let the shard that this rank has sent its part of go back, once it is added up."""
-        self.released[course.bucket_layout.index] = self.sent[course.bucket_layout.index]
+        self.released[bucket.bucket_layout.index] = self.sent[bucket.bucket_layout.index]
         self._window.wake()
 
     def wait(self, index: int, version: int, limit: float) -> bool:
@@ -101,29 +103,34 @@ class ShardReducer:
         self.error = None  # its traceback keeps what the thread knew
 
     def put_shards(
-        self, course: Course, pieces: Sequence[Piece], weight: float, flags: Flags, version: int
+        self,
+        bucket: BucketState,
+        pieces: Sequence[Piece],
+        weight: float,
+        flags: Flags,
+        version: int,
     ) -> None:
         """Put what the group has of the other groups' shards to their owners.
 
         Args:
-            course: whose shards.
+            bucket: whose shards.
             pieces: of this rank's slice.
             weight: what they are yet to be multiplied by.
             flags: of their parameters.
             version: of the run.
         """
-        bucket_layout, rank_layout = course.bucket_layout, self._rank_layout
+        bucket_layout, rank_layout = bucket.bucket_layout, self._rank_layout
         assert rank_layout.channel is not None
         first = bucket_layout.channel(rank_layout.channel).start
         for group, owner in rank_layout.across.items():
             inside = cut(pieces, _moved(bucket_layout.shard(rank_layout.channel, group), -first))
-            if course.coding is None:
+            if bucket.coding is None:
                 sources = [
                     head_of(bucket_layout, weight, flags),
                     *(piece for _, _, piece in inside),
                 ]
             else:
-                data = course.coding.encode(group, inside, weight)
+                data = bucket.coding.encode(group, inside, weight)
                 sources = [head_of(bucket_layout, 1.0, flags), data]
             buffer = bucket_layout.cross[rank_layout.group]
             self._window.put(
@@ -148,110 +155,110 @@ class ShardReducer:
             return
         parts = _least(values, self._neighbours, 0, count, self.sent)
         for index in _indices(self._gathered < parts):
-            self._gather(self._courses[index])
+            self._gather(self._buckets[index])
         crossed = _least(values, self._across, 0, count, self._gathered)
         for index in _indices(self._summed < crossed):
-            self._sum(self._courses[index])
+            self._sum(self._buckets[index])
         for index in _indices(self._returned < np.minimum(self._summed, self.released)):
-            self._give_back(self._courses[index])
+            self._give_back(self._buckets[index])
         back = self._returned
         if not self._all_land:
             back = np.where(self._lands, back, _least(values, self._across, count, 2 * count, back))
         for index in _indices(self.done < back):
-            self._finish(self._courses[index])
+            self._finish(self._buckets[index])
         if self._relays:
             self._pass_flags_on(values[rank_layout.leaders[0], 2 * count : 3 * count])
 
-    def _gather(self, course: Course) -> None:
+    def _gather(self, bucket: BucketState) -> None:
         """Add up what the group has of this rank's slice."""
-        bucket_layout, rank_layout, part = course.bucket_layout, self._rank_layout, course.part
+        bucket_layout, rank_layout, part = bucket.bucket_layout, self._rank_layout, bucket.part
         assert part is not None
         assert rank_layout.channel is not None
         values = bucket_layout.channel(rank_layout.channel)
         version = int(self._gathered[bucket_layout.index]) + 1
-        if course.empty:
+        if bucket.empty:
             for peer in self._across:
                 self._window.put(peer, 0, None, bucket_layout.index, version, -bucket_layout.index)
         elif not rank_layout.neighbours:
-            course.ours, course.weight, course.flags = part.within(values), part.weight, part.flags
-            if course.coding is not None:
-                self.put_shards(course, course.ours, part.weight, part.flags, version)
+            bucket.ours, bucket.weight, bucket.flags = part.within(values), part.weight, part.flags
+            if bucket.coding is not None:
+                self.put_shards(bucket, bucket.ours, part.weight, part.flags, version)
         else:
             size = values.stop - values.start
             total = (
                 torch.empty(size, dtype=bucket_layout.spec.dtype)
                 if rank_layout.across
-                else course.sums[values]
+                else bucket.sums[values]
             )
-            buffers = course.from_members
+            buffers = bucket.from_members
             parts = [
                 part.within(values) if buffer is None else [(0, size, buffer.values)]
                 for buffer in buffers
             ]
             weights = [part.weight if buffer is None else 1.0 for buffer in buffers]
             add_up(parts, weights, total, past_caches=not rank_layout.across)
-            course.ours, course.weight = [(0, size, total)], 1.0
-            course.flags = _union(
+            bucket.ours, bucket.weight = [(0, size, total)], 1.0
+            bucket.flags = _union(
                 [
                     part.flags if buffer is None else buffer.flags(bucket_layout)
                     for buffer in buffers
                 ]
             )
             if rank_layout.across:
-                self.put_shards(course, course.ours, 1.0, course.flags, version)
+                self.put_shards(bucket, bucket.ours, 1.0, bucket.flags, version)
         self._gathered[bucket_layout.index] = version
 
-    def _sum(self, course: Course) -> None:
+    def _sum(self, bucket: BucketState) -> None:
         """Add up what the groups have of this rank's shard."""
-        bucket_layout, rank_layout = course.bucket_layout, self._rank_layout
+        bucket_layout, rank_layout = bucket.bucket_layout, self._rank_layout
         version = int(self._summed[bucket_layout.index]) + 1
-        if not course.empty:
+        if not bucket.empty:
             if rank_layout.across:
-                self._sum_groups(course)
+                self._sum_groups(bucket)
             elif not rank_layout.neighbours:
-                add_up([course.ours], [course.weight], course.sums)
+                add_up([bucket.ours], [bucket.weight], bucket.sums)
             if rank_layout.rank == rank_layout.leaders[0]:
-                self._tell_flags(course, version)
+                self._tell_flags(bucket, version)
         self._summed[bucket_layout.index] = version
 
-    def _sum_groups(self, course: Course) -> None:
-        bucket_layout, rank_layout, own = course.bucket_layout, self._rank_layout, course.shard
+    def _sum_groups(self, bucket: BucketState) -> None:
+        bucket_layout, rank_layout, own = bucket.bucket_layout, self._rank_layout, bucket.shard
         assert rank_layout.channel is not None
         assert own is not None
-        assert course.flags is not None
+        assert bucket.flags is not None
         shard = bucket_layout.shard(rank_layout.channel, rank_layout.group)
-        buffers, first = course.from_groups, bucket_layout.channel(rank_layout.channel).start
-        ours = cut(course.ours, _moved(shard, -first))
-        if course.coding is None:
+        buffers, first = bucket.from_groups, bucket_layout.channel(rank_layout.channel).start
+        ours = cut(bucket.ours, _moved(shard, -first))
+        if bucket.coding is None:
             parts = [ours if r is None else [(0, len(own), _as(r.values, own))] for r in buffers]
-            add_up(parts, [course.weight if r is None else r.weight for r in buffers], own)
+            add_up(parts, [bucket.weight if r is None else r.weight for r in buffers], own)
         elif not bucket_layout.spec.updated:
             coded = [None if buffer is None else buffer.values for buffer in buffers]
-            course.coding.reduce(rank_layout.group, coded, ours, course.weight, own)
+            bucket.coding.reduce(rank_layout.group, coded, ours, bucket.weight, own)
         else:
             for number, buffer in enumerate(buffers):
                 if buffer is not None:
-                    (course.coding.add if number else course.coding.decode)(buffer.values, own)
+                    (bucket.coding.add if number else bucket.coding.decode)(buffer.values, own)
                 elif number:
-                    add_up([[(0, len(own), own)], ours], [1.0, course.weight], own)
+                    add_up([[(0, len(own), own)], ours], [1.0, bucket.weight], own)
                 else:
-                    add_up([ours], [course.weight], own)
-        course.flags = _union(
-            [course.flags if r is None else r.flags(bucket_layout) for r in buffers]
+                    add_up([ours], [bucket.weight], own)
+        bucket.flags = _union(
+            [bucket.flags if r is None else r.flags(bucket_layout) for r in buffers]
         )
 
-    def _give_back(self, course: Course) -> None:
+    def _give_back(self, bucket: BucketState) -> None:
         """Send the shard's sums back, or what an update makes of them."""
-        bucket_layout, rank_layout, own = course.bucket_layout, self._rank_layout, course.shard
+        bucket_layout, rank_layout, own = bucket.bucket_layout, self._rank_layout, bucket.shard
         assert rank_layout.channel is not None
         assert own is not None
         version, source = int(self._returned[bucket_layout.index]) + 1, own
-        if course.update is not None:
-            if course.coding is not None and not course.empty:
-                course.coding.complete_sums(rank_layout.group, own)
-            course.update()
-        elif course.coding is not None:
-            coding = course.coding
+        if bucket.update is not None:
+            if bucket.coding is not None and not bucket.empty:
+                bucket.coding.complete_sums(rank_layout.group, own)
+            bucket.update()
+        elif bucket.coding is not None:
+            coding = bucket.coding
             recode = bucket_layout.spec.updated  # the sums were left as they are for an update
             source = (
                 coding.encode_sums(rank_layout.group, own)
@@ -261,7 +268,7 @@ class ShardReducer:
         self._returned[bucket_layout.index] = version
         shard = bucket_layout.shard(rank_layout.channel, rank_layout.group)
         where = (
-            bucket_layout.sum_of(shard) if course.lands else bucket_layout.back[rank_layout.group]
+            bucket_layout.sum_of(shard) if bucket.lands else bucket_layout.back[rank_layout.group]
         )
         for peer in self._across:
             self._window.put(
@@ -273,20 +280,20 @@ class ShardReducer:
                 -bucket_layout.index,
             )
 
-    def _finish(self, course: Course) -> None:
+    def _finish(self, bucket: BucketState) -> None:
         """Put what came from the other groups into the sums, and notify the group."""
-        bucket_layout, rank_layout = course.bucket_layout, self._rank_layout
+        bucket_layout, rank_layout = bucket.bucket_layout, self._rank_layout
         assert rank_layout.channel is not None
         version = int(self.done[bucket_layout.index]) + 1
-        for group in rank_layout.across if not course.lands else ():
-            sums = course.sums[bucket_layout.shard(rank_layout.channel, group)]
-            coded = course.coding is not None and course.update is None
+        for group in rank_layout.across if not bucket.lands else ():
+            sums = bucket.sums[bucket_layout.shard(rank_layout.channel, group)]
+            coded = bucket.coding is not None and bucket.update is None
             data = rank_layout.back_buffer(bucket_layout, group, coded=coded)
             if not coded:
                 sums.copy_(_as(data, sums))
             else:
-                assert course.coding is not None
-                course.coding.decode(data, sums)
+                assert bucket.coding is not None
+                bucket.coding.decode(data, sums)
         for peer in rank_layout.neighbours:
             self._window.put(
                 peer, 0, None, self._count + bucket_layout.index, version, -bucket_layout.index
@@ -295,9 +302,9 @@ class ShardReducer:
             self.done[bucket_layout.index] = version
             self._changed.notify_all()
 
-    def _tell_flags(self, course: Course, version: int) -> None:
+    def _tell_flags(self, bucket: BucketState, version: int) -> None:
         """Tell everybody which parameters were used, if somebody didn't use them all."""
-        bucket_layout, rank_layout, flags = course.bucket_layout, self._rank_layout, course.flags
+        bucket_layout, rank_layout, flags = bucket.bucket_layout, self._rank_layout, bucket.flags
         assert flags is not None
         if (flags == 1).all():
             return
