@@ -99,9 +99,12 @@ class Residuals:
         for coded in self._coded:
             bucket_layout = coded.bucket_layout
             flat = torch.empty(bucket_layout.numel, dtype=torch.float32)
-            for channel in range(self._topology.channels):
-                values = bucket_layout.channel(channel)
-                start, places[channel] = places[channel], places[channel] + len(flat[values])
-                flat[values] = flats[channel][start : places[channel]]
+            for local_shard in range(self._topology.local_shards):
+                values = bucket_layout.local_shard(local_shard)
+                start, places[local_shard] = (
+                    places[local_shard],
+                    places[local_shard] + len(flat[values]),
+                )
+                flat[values] = flats[local_shard][start : places[local_shard]]
             found.update(coded.views(flat))
         return found

@@ -44,8 +44,10 @@ def places(layout: Layout) -> Iterator[tuple[int, int]]:
 
 def sizes(bucket_layout: BucketLayout) -> list[tuple[BufferArray, int]]:
     """Return how many bytes may come into each kind of room."""
-    channels = range(len(bucket_layout.shards))
-    slices = [bucket_layout.channel(c).stop - bucket_layout.channel(c).start for c in channels]
+    local_shards = range(len(bucket_layout.shards))
+    slices = [
+        bucket_layout.local_shard(c).stop - bucket_layout.local_shard(c).start for c in local_shards
+    ]
     shards = [b - a for bounds in bucket_layout.shards for a, b in pairwise(bounds)]
     coded = max(map(bucket_layout.spec.coded, shards))
     return [
@@ -62,10 +64,10 @@ def test_shards_cover_a_run_and_nothing_overlaps(
     topology = Topology.of(machines)
     layout = lay_out(specs, topology)
     for bucket_layout, spec in zip(layout.buckets, specs, strict=True):
-        channels, groups = range(topology.channels), range(len(topology.groups))
+        local_shards, groups = range(topology.local_shards), range(len(topology.groups))
         values = [
             v
-            for c in channels
+            for c in local_shards
             for g in groups
             for v in range(bucket_layout.numel)[bucket_layout.shard(c, g)]
         ]
@@ -90,5 +92,5 @@ def test_each_rank_is_in_the_group_of_its_machine(machines: list[int]) -> None:
     topology = Topology.of(machines)
     assert [len(group) for group in topology.groups] == machines
     assert [rank for group in topology.groups for rank in group] == list(range(sum(machines)))
-    assert topology.channels == min(machines)
+    assert topology.local_shards == min(machines)
     assert Topology.of([1] * len(machines)) == Topology.flat(len(machines))

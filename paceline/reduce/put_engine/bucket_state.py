@@ -64,8 +64,8 @@ class BucketState:
         self.from_members: list[ReceiveBuffer | None] = []
         self.from_groups: list[ReceiveBuffer | None] = []
         self.coding: Coding | None = None
-        if rank_layout.channel is not None:
-            self.shard = self.sums[bucket_layout.shard(rank_layout.channel, rank_layout.group)]
+        if rank_layout.local_shard is not None:
+            self.shard = self.sums[bucket_layout.shard(rank_layout.local_shard, rank_layout.group)]
             if rank_layout.neighbours:
                 self.from_members = [
                     None
@@ -74,7 +74,9 @@ class BucketState:
                     for peer in rank_layout.members
                 ]
             if rank_layout.across and bucket_layout.spec.wire is not None:
-                self.coding = Coding(bucket_layout, rank_layout.channel, bucket_layout.spec.wire)
+                self.coding = Coding(
+                    bucket_layout, rank_layout.local_shard, bucket_layout.spec.wire
+                )
             if rank_layout.across:
                 self.from_groups = [
                     None

@@ -24,7 +24,7 @@ class Coding:
 
     Args:
         bucket_layout: whose.
-        channel: which this rank owns.
+        local_shard: which this rank owns.
         wire: a lossy one.
 
     Attributes:
@@ -32,15 +32,15 @@ class Coding:
         scale: what the loss, and so what was missed, was multiplied by.
     """
 
-    def __init__(self, bucket_layout: BucketLayout, channel: int, wire: Wire) -> None:
+    def __init__(self, bucket_layout: BucketLayout, local_shard: int, wire: Wire) -> None:
         self._wire = wire
         self.scale = 1.0
-        values = bucket_layout.channel(channel)
+        values = bucket_layout.local_shard(local_shard)
         self._first = values.start
         self.missed = torch.zeros(values.stop - values.start, dtype=bucket_layout.spec.dtype)
         self._misses = torch.zeros_like(self.missed)  # of the step that runs
-        groups = len(bucket_layout.shards[channel]) - 1
-        self._shards = [bucket_layout.shard(channel, group) for group in range(groups)]
+        groups = len(bucket_layout.shards[local_shard]) - 1
+        self._shards = [bucket_layout.shard(local_shard, group) for group in range(groups)]
         self._data = [
             torch.zeros(wire.size(shard.stop - shard.start), dtype=torch.uint8)
             for shard in self._shards

@@ -70,7 +70,7 @@ class Topology:
         return tuple(rank for group in self.groups for rank in group)
 
     @property
-    def channels(self) -> int:
+    def local_shards(self) -> int:
         """How many ranks of each group own something."""
         return min(len(group) for group in self.groups)
 
@@ -151,13 +151,13 @@ class Run:
         """The number of its values."""
         return self.shards[-1][-1]
 
-    def channel(self, channel: int) -> slice:
+    def local_shard(self, local_shard: int) -> slice:
         """The values of a channel."""
-        return slice(self.shards[channel][0], self.shards[channel][-1])
+        return slice(self.shards[local_shard][0], self.shards[local_shard][-1])
 
-    def shard(self, channel: int, group: int) -> slice:
+    def shard(self, local_shard: int, group: int) -> slice:
         """The values that a group's owner of a channel owns."""
-        return slice(self.shards[channel][group], self.shards[channel][group + 1])
+        return slice(self.shards[local_shard][group], self.shards[local_shard][group + 1])
 
     def sum_of(self, values: slice) -> int:
         """Bytes to some values' sums."""
@@ -209,7 +209,7 @@ def lay_out(specs: Sequence[Spec], topology: Topology) -> Layout:
 def _lay_out(index: int, spec: Spec, topology: Topology, at: int) -> Run:
     groups, sharing = len(topology.groups), max(map(len, topology.groups))
     item, numel = spec.dtype.itemsize, sum(spec.lengths)
-    slices = _cut(0, numel, topology.channels, item)
+    slices = _cut(0, numel, topology.local_shards, item)
     shards = tuple(_cut(start, stop, groups, item) for start, stop in pairwise(slices))
     head = aligned(WEIGHT + len(spec.lengths))
     widest = max(b - a for a, b in pairwise(slices))

@@ -131,9 +131,9 @@ class PutExchange:
     def shard(self, index: int) -> tuple[slice, Tensor] | None:
         """Return which values of a run this rank owns, and the place of their sums."""
         bucket, rank_layout = self._buckets[index], self._rank_layout
-        if rank_layout.channel is None or bucket.shard is None:
+        if rank_layout.local_shard is None or bucket.shard is None:
             return None
-        return bucket.bucket_layout.shard(rank_layout.channel, rank_layout.group), bucket.shard
+        return bucket.bucket_layout.shard(rank_layout.local_shard, rank_layout.group), bucket.shard
 
     def flags(self, index: int) -> Flags:
         """Return which parameters of a run that was added up anybody used."""
@@ -182,12 +182,12 @@ class PutExchange:
     def _put(self, bucket: BucketState, part: Part) -> None:
         rank_layout, bucket_layout = self._rank_layout, bucket.bucket_layout
         index, version = bucket_layout.index, int(self._reducer.sent[bucket_layout.index]) + 1
-        for channel, owner in enumerate(rank_layout.owners):
+        for local_shard, owner in enumerate(rank_layout.owners):
             if owner == rank_layout.rank:
                 continue
             buffer = bucket.to_owners[owner]
             buffer.write_head(1.0, part.flags)
-            pieces = part.within(bucket_layout.channel(channel))
+            pieces = part.within(bucket_layout.local_shard(local_shard))
             add_up([pieces], [part.weight], buffer.values, past_caches=True)
             self._window.put(owner, 0, None, index, version, -index)
         if len(rank_layout.members) == 1 and rank_layout.across and bucket.coding is None:
@@ -202,7 +202,7 @@ class PutExchange:
             senders = list(rank_layout.across.values())
         for peer in senders:
             self._waits.notification(peer, row, version, operation)
-        if rank_layout.channel is not None:
+        if rank_layout.local_shard is not None:
             self._waits.reducer(index, version, operation)
         part, bucket.part, bucket.ours = bucket.part, None, []
         assert part is not None

@@ -23,7 +23,7 @@ class RankLayout:
         group: its group's number.
         members: the ranks of its group.
         local: its place among them.
-        channel: which one it owns; None: its group has more ranks than there are channels.
+        local_shard: which one it owns; None: its group has more ranks than there are channels.
         owners: its group's ranks that own channels.
         across: of the other groups, by number, the owner of its channel.
         leaders: the first rank of each group; the first of them tells flags.
@@ -36,12 +36,12 @@ class RankLayout:
         self.group = topology.group_of(self.rank)
         self.members = topology.groups[self.group]
         self.local = self.members.index(self.rank)
-        self.channel = self.local if self.local < topology.channels else None
-        self.owners = self.members[: topology.channels]
+        self.local_shard = self.local if self.local < topology.local_shards else None
+        self.owners = self.members[: topology.local_shards]
         self.across = {
-            number: group[self.channel]
+            number: group[self.local_shard]
             for number, group in enumerate(topology.groups)
-            if self.channel is not None and number != self.group
+            if self.local_shard is not None and number != self.group
         }
         self.leaders = tuple(group[0] for group in topology.groups)
         self.peers = [rank for rank in topology.ranks if rank != self.rank]
@@ -77,7 +77,7 @@ class RankLayout:
     def local_buffer(self, bucket_layout: BucketLayout, owner: int, sender: int) -> ReceiveBuffer:
         """Where what a member has of an owner's slice lies, in the owner's window."""
         at = bucket_layout.local[self.members.index(sender)]
-        values = bucket_layout.channel(self.members.index(owner))
+        values = bucket_layout.local_shard(self.members.index(owner))
         memory = self._memory[owner]
         start = at + bucket_layout.head
         return ReceiveBuffer(
@@ -86,8 +86,8 @@ class RankLayout:
 
     def cross_buffer(self, bucket_layout: BucketLayout, group: int) -> ReceiveBuffer:
         """Where what a group has of this rank's shard lies, coded."""
-        assert self.channel is not None
-        own = bucket_layout.shard(self.channel, self.group)
+        assert self.local_shard is not None
+        own = bucket_layout.shard(self.local_shard, self.group)
         at, memory = bucket_layout.cross[group], self._memory[self.rank]
         start = at + bucket_layout.head
         size = bucket_layout.spec.coded(own.stop - own.start)
@@ -95,8 +95,8 @@ class RankLayout:
 
     def back_buffer(self, bucket_layout: BucketLayout, group: int, *, coded: bool) -> Tensor:
         """The values, as bytes, coded or as they are, that a group's owner sends back."""
-        assert self.channel is not None
-        shard = bucket_layout.shard(self.channel, group)
+        assert self.local_shard is not None
+        shard = bucket_layout.shard(self.local_shard, group)
         at, numel = bucket_layout.back[group], shard.stop - shard.start
         size = (
             bucket_layout.spec.coded(numel) if coded else numel * bucket_layout.spec.dtype.itemsize

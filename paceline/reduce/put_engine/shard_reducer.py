@@ -120,10 +120,12 @@ class ShardReducer:
             version: of the run.
         """
         bucket_layout, rank_layout = bucket.bucket_layout, self._rank_layout
-        assert rank_layout.channel is not None
-        first = bucket_layout.channel(rank_layout.channel).start
+        assert rank_layout.local_shard is not None
+        first = bucket_layout.local_shard(rank_layout.local_shard).start
         for group, owner in rank_layout.across.items():
-            inside = cut(pieces, _moved(bucket_layout.shard(rank_layout.channel, group), -first))
+            inside = cut(
+                pieces, _moved(bucket_layout.shard(rank_layout.local_shard, group), -first)
+            )
             if bucket.coding is None:
                 sources = [
                     head_of(bucket_layout, weight, flags),
@@ -151,7 +153,7 @@ class ShardReducer:
     def _advance(self) -> None:
         """Do what can be done."""
         rank_layout, values, count = self._rank_layout, self._window.values, self._count
-        if rank_layout.channel is None:
+        if rank_layout.local_shard is None:
             return
         parts = _least(values, self._neighbours, 0, count, self.sent)
         for index in _indices(self._gathered < parts):
@@ -173,8 +175,8 @@ class ShardReducer:
         """Add up what the group has of this rank's slice."""
         bucket_layout, rank_layout, part = bucket.bucket_layout, self._rank_layout, bucket.part
         assert part is not None
-        assert rank_layout.channel is not None
-        values = bucket_layout.channel(rank_layout.channel)
+        assert rank_layout.local_shard is not None
+        values = bucket_layout.local_shard(rank_layout.local_shard)
         version = int(self._gathered[bucket_layout.index]) + 1
         if bucket.empty:
             for peer in self._across:
@@ -223,11 +225,14 @@ class ShardReducer:
 
     def _sum_groups(self, bucket: BucketState) -> None:
         bucket_layout, rank_layout, own = bucket.bucket_layout, self._rank_layout, bucket.shard
-        assert rank_layout.channel is not None
+        assert rank_layout.local_shard is not None
         assert own is not None
         assert bucket.flags is not None
-        shard = bucket_layout.shard(rank_layout.channel, rank_layout.group)
-        buffers, first = bucket.from_groups, bucket_layout.channel(rank_layout.channel).start
+        shard = bucket_layout.shard(rank_layout.local_shard, rank_layout.group)
+        buffers, first = (
+            bucket.from_groups,
+            bucket_layout.local_shard(rank_layout.local_shard).start,
+        )
         ours = cut(bucket.ours, _moved(shard, -first))
         if bucket.coding is None:
             parts = [ours if r is None else [(0, len(own), _as(r.values, own))] for r in buffers]
@@ -250,7 +255,7 @@ class ShardReducer:
     def _give_back(self, bucket: BucketState) -> None:
         """Send the shard's sums back, or what an update makes of them."""
         bucket_layout, rank_layout, own = bucket.bucket_layout, self._rank_layout, bucket.shard
-        assert rank_layout.channel is not None
+        assert rank_layout.local_shard is not None
         assert own is not None
         version, source = int(self._returned[bucket_layout.index]) + 1, own
         if bucket.update is not None:
@@ -266,7 +271,7 @@ class ShardReducer:
                 else coding.coded(rank_layout.group)
             )
         self._returned[bucket_layout.index] = version
-        shard = bucket_layout.shard(rank_layout.channel, rank_layout.group)
+        shard = bucket_layout.shard(rank_layout.local_shard, rank_layout.group)
         where = (
             bucket_layout.sum_of(shard) if bucket.lands else bucket_layout.back[rank_layout.group]
         )
@@ -283,10 +288,10 @@ class ShardReducer:
     def _finish(self, bucket: BucketState) -> None:
         """Put what came from the other groups into the sums, and notify the group."""
         bucket_layout, rank_layout = bucket.bucket_layout, self._rank_layout
-        assert rank_layout.channel is not None
+        assert rank_layout.local_shard is not None
         version = int(self.done[bucket_layout.index]) + 1
         for group in rank_layout.across if not bucket.lands else ():
-            sums = bucket.sums[bucket_layout.shard(rank_layout.channel, group)]
+            sums = bucket.sums[bucket_layout.shard(rank_layout.local_shard, group)]
             coded = bucket.coding is not None and bucket.update is None
             data = rank_layout.back_buffer(bucket_layout, group, coded=coded)
             if not coded:

@@ -17,18 +17,18 @@ def traffic(bucket_layout: BucketLayout, rank_layout: RankLayout) -> tuple[int, 
     parameters that not everybody used, and that sums need not be sent where `reduce` gave them
     before, aren't counted.
     """
-    if rank_layout.channel is None:
+    if rank_layout.local_shard is None:
         return 0, 0
-    own = _sizes(bucket_layout, rank_layout.channel, rank_layout.group)
-    others = [_sizes(bucket_layout, rank_layout.channel, group) for group in rank_layout.across]
+    own = _sizes(bucket_layout, rank_layout.local_shard, rank_layout.group)
+    others = [_sizes(bucket_layout, rank_layout.local_shard, group) for group in rank_layout.across]
     sent = sum(bucket_layout.head + there for there, _ in others) + own[1] * len(others)
     received = sum(back for _, back in others) + (bucket_layout.head + own[0]) * len(others)
     return sent, received
 
 
-def _sizes(bucket_layout: BucketLayout, channel: int, group: int) -> tuple[int, int]:
+def _sizes(bucket_layout: BucketLayout, local_shard: int, group: int) -> tuple[int, int]:
     """Return the bytes of a shard on its way to its owner, and back."""
-    shard = bucket_layout.shard(channel, group)
+    shard = bucket_layout.shard(local_shard, group)
     numel = shard.stop - shard.start
     coded = bucket_layout.spec.coded(numel)
     return coded, numel * bucket_layout.spec.dtype.itemsize if bucket_layout.spec.updated else coded
