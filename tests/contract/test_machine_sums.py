@@ -70,7 +70,11 @@ def sums_of(world_size: int, step: int, run: int) -> Values:
     sums: Values = []
     for place in range(len(RUNS[run])):
         parts = [(rank, values_of(rank, step, run)[place]) for rank in range(world_size)]
-        there = [(rank + 1) / 10 * part for rank, part in parts if part is not None]
+        there = [
+            (rank + 1) / 10 * contribution
+            for rank, contribution in parts
+            if contribution is not None
+        ]
         sums.append(torch.stack(there).sum(0) if there else None)
     return sums
 

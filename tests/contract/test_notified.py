@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from paceline.algorithms.allreduce import AllReduce
 from paceline.algorithms.notified import Notified
 from paceline.algorithms.sharded import Sharded
-from paceline.reduce.put_engine import gradient_views as sources
+from paceline.reduce.put_engine import gradient_views as gradients
 from paceline.reduce.put_engine import shard_reducer as reducer
 from tests.harness.cases import CASES, training
 from tests.harness.equivalence import convnet, largest_difference
@@ -47,7 +47,7 @@ def test_every_case(name: str, world_size: int, bucket_bytes: int) -> None:
 @pytest.fixture
 def all_lent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read the small gradients of these models where they lie, as large ones are."""
-    monkeypatch.setattr(sources, "_SMALL", 16)
+    monkeypatch.setattr(gradients, "_SMALL", 16)
 
 
 @pytest.mark.usefixtures("all_lent")

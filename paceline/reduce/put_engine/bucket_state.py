@@ -10,7 +10,7 @@ from torch import Tensor
 from paceline.codecs.pieces import Piece
 from paceline.reduce.buckets import like
 from paceline.reduce.put_engine.error_feedback import Coding
-from paceline.reduce.put_engine.gradient_views import Flags, Part, Sources
+from paceline.reduce.put_engine.gradient_views import Contribution, Flags, GradientViews
 from paceline.reduce.put_engine.layout import BucketLayout
 from paceline.reduce.put_engine.rank_layout import RankLayout, ReceiveBuffer
 
@@ -32,7 +32,7 @@ class BucketState:
         to_owners: where this rank's part of a neighbour's slice goes, by rank.
         from_members: the parts of this rank's slice, in rank order; None for its own.
         from_groups: the parts of this rank's shard, in the groups' order; None for its own.
-        part: what this rank sent.
+        contribution: what this rank sent.
         ours: what the group has of this rank's slice.
         weight: what `ours` is yet to be multiplied by.
         flags: of `ours`, then of the sum.
@@ -50,10 +50,12 @@ class BucketState:
         names: Sequence[str],
     ) -> None:
         self.bucket_layout = bucket_layout
-        self.sources = Sources(bucket_layout, templates, names)
+        self.gradients = GradientViews(bucket_layout, templates, names)
         self.sums = rank_layout.sums(bucket_layout)
         parts = torch.split(self.sums, list(bucket_layout.spec.lengths))
-        self.views = [like(t, part) for t, part in zip(templates, parts, strict=True)]
+        self.views = [
+            like(t, contribution) for t, contribution in zip(templates, parts, strict=True)
+        ]
         self.lands = bucket_layout.back.count == 0
         self.to_owners: dict[int, ReceiveBuffer] = {
             owner: rank_layout.local_buffer(bucket_layout, owner, rank_layout.rank)
@@ -86,7 +88,7 @@ class BucketState:
                 ]
         self.update: Callable[[], None] | None = None
         self.empty = False
-        self.part: Part | None = None
+        self.contribution: Contribution | None = None
         self.ours: list[Piece] = []
         self.weight = 1.0
         self.flags: Flags | None = None

@@ -29,7 +29,7 @@ _SMALL = 4096  # values; below it a copy is cheaper than a piece of its own
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class Contribution:
     """A rank's values of a run in one step.
 
     Attributes:
@@ -78,10 +78,12 @@ def refuse_writes(lent: Sequence[tuple[str, Tensor, int]]) -> None:
             raise _written(name)
 
 
-NOTHING = Part(pieces=(), weight=0.0, flags=np.zeros(0, np.uint8), full=True, lent=(), sample=None)
+NOTHING = Contribution(
+    pieces=(), weight=0.0, flags=np.zeros(0, np.uint8), full=True, lent=(), sample=None
+)
 
 
-class Sources:
+class GradientViews:
     """Makes parts of gradients.
 
     Args:
@@ -105,7 +107,7 @@ class Sources:
         ends = [sum(bucket_layout.spec.lengths[: n + 1]) for n in range(len(templates))]
         self._spans = list(zip([0, *ends], ends, strict=False))
 
-    def part(self, gradients: Sequence[Tensor | None], weight: float) -> Part:
+    def contribution(self, gradients: Sequence[Tensor | None], weight: float) -> Contribution:
         """Make this step's part; overwrites the copies of the last one."""
         pieces: list[Piece] = []
         lent: list[tuple[str, Tensor, int]] = []
@@ -129,7 +131,9 @@ class Sources:
         flags = self._full if full else np.full(len(gradients), weight > 0, np.uint8)
         flags[missing] = 0
         sample = _sample(lent[0][1]) if lent else None
-        return Part(pieces=pieces, weight=weight, flags=flags, full=full, lent=lent, sample=sample)
+        return Contribution(
+            pieces=pieces, weight=weight, flags=flags, full=full, lent=lent, sample=sample
+        )
 
     def _lies_right(self, gradient: Tensor, place: int) -> bool:
         return (

@@ -24,7 +24,7 @@ from paceline.comm.window import Window
 from paceline.errors import CommError, PeerLost
 from paceline.reduce.put_engine.bucket_state import BucketState
 from paceline.reduce.put_engine.error_feedback import Coding
-from paceline.reduce.put_engine.gradient_views import NOTHING, Flags, Part
+from paceline.reduce.put_engine.gradient_views import NOTHING, Contribution, Flags
 from paceline.reduce.put_engine.layout import Layout
 from paceline.reduce.put_engine.rank_layout import RankLayout
 from paceline.reduce.put_engine.shard_reducer import ShardReducer
@@ -105,9 +105,9 @@ class PutExchange:
         """
         bucket = self._buckets[index]
         bucket.empty, bucket.update = False, None
-        bucket.part = part = bucket.sources.part(values, weight)
+        bucket.contribution = contribution = bucket.gradients.contribution(values, weight)
         try:
-            self._put(bucket, part)
+            self._put(bucket, contribution)
         except PeerLost:
             self._waits.raise_reducer_error("a put")
             raise
@@ -116,7 +116,7 @@ class PutExchange:
     def send_nothing(self, index: int) -> None:
         """Begin a version of which each owner has the sums already."""
         bucket, version = self._buckets[index], int(self._reducer.sent[index]) + 1
-        bucket.empty, bucket.part = True, NOTHING
+        bucket.empty, bucket.contribution = True, NOTHING
         for owner in self._rank_layout.owners:
             if owner != self._rank_layout.rank:
                 self._window.put(owner, 0, None, index, version, -index)
@@ -149,9 +149,9 @@ class PutExchange:
             ConfigError: a gradient was written since it was sent.
         """
         bucket = self._buckets[index]
-        part = self._summed(index, operation)
-        part.refuse_writes()
-        if part.full or bucket.update is not None:
+        contribution = self._summed(index, operation)
+        contribution.refuse_writes()
+        if contribution.full or bucket.update is not None:
             return list(bucket.views)
         self._wait_for_flags(index, int(self._reducer.sent[index]), operation)
         used = self._rank_layout.flags(bucket.bucket_layout).tolist()
@@ -167,7 +167,9 @@ class PutExchange:
 
     def leave(self) -> None:
         """Serve the peers until they have all their sums, as this rank has its own."""
-        if self._reducer.error is None and all(bucket.part is None for bucket in self._buckets):
+        if self._reducer.error is None and all(
+            bucket.contribution is None for bucket in self._buckets
+        ):
             with suppress(CommError):  # a peer that has gone needs nothing
                 self._waits.leave(self._later)
 
@@ -179,21 +181,23 @@ class PutExchange:
         for bucket in self._buckets:
             bucket.update = None  # which keeps whoever gave it
 
-    def _put(self, bucket: BucketState, part: Part) -> None:
+    def _put(self, bucket: BucketState, contribution: Contribution) -> None:
         rank_layout, bucket_layout = self._rank_layout, bucket.bucket_layout
         index, version = bucket_layout.index, int(self._reducer.sent[bucket_layout.index]) + 1
         for local_shard, owner in enumerate(rank_layout.owners):
             if owner == rank_layout.rank:
                 continue
             buffer = bucket.to_owners[owner]
-            buffer.write_head(1.0, part.flags)
-            pieces = part.within(bucket_layout.local_shard(local_shard))
-            add_up([pieces], [part.weight], buffer.values, past_caches=True)
+            buffer.write_head(1.0, contribution.flags)
+            pieces = contribution.within(bucket_layout.local_shard(local_shard))
+            add_up([pieces], [contribution.weight], buffer.values, past_caches=True)
             self._window.put(owner, 0, None, index, version, -index)
         if len(rank_layout.members) == 1 and rank_layout.across and bucket.coding is None:
-            self._reducer.put_shards(bucket, part.pieces, part.weight, part.flags, version)
+            self._reducer.put_shards(
+                bucket, contribution.pieces, contribution.weight, contribution.flags, version
+            )
 
-    def _summed(self, index: int, operation: str) -> Part:
+    def _summed(self, index: int, operation: str) -> Contribution:
         """Wait for a run's sums; return what this rank sent, which needn't be kept any more."""
         bucket, rank_layout = self._buckets[index], self._rank_layout
         version, row = int(self._reducer.sent[index]), len(self._buckets) + index
@@ -204,9 +208,9 @@ class PutExchange:
             self._waits.notification(peer, row, version, operation)
         if rank_layout.local_shard is not None:
             self._waits.reducer(index, version, operation)
-        part, bucket.part, bucket.ours = bucket.part, None, []
-        assert part is not None
-        return part
+        contribution, bucket.contribution, bucket.ours = bucket.contribution, None, []
+        assert contribution is not None
+        return contribution
 
     def _wait_for_flags(self, index: int, version: int, operation: str) -> None:
         rank_layout, row = self._rank_layout, 2 * len(self._buckets) + index

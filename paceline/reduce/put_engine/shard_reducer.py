@@ -127,16 +127,16 @@ class ShardReducer:
                 pieces, _moved(bucket_layout.shard(rank_layout.local_shard, group), -first)
             )
             if bucket.coding is None:
-                sources = [
+                gradients = [
                     head_of(bucket_layout, weight, flags),
                     *(piece for _, _, piece in inside),
                 ]
             else:
                 data = bucket.coding.encode(group, inside, weight)
-                sources = [head_of(bucket_layout, 1.0, flags), data]
+                gradients = [head_of(bucket_layout, 1.0, flags), data]
             buffer = bucket_layout.cross[rank_layout.group]
             self._window.put(
-                owner, buffer, sources, bucket_layout.index, version, -bucket_layout.index
+                owner, buffer, gradients, bucket_layout.index, version, -bucket_layout.index
             )
 
     def _work(self) -> None:
@@ -173,8 +173,12 @@ class ShardReducer:
 
     def _gather(self, bucket: BucketState) -> None:
         """Add up what the group has of this rank's slice."""
-        bucket_layout, rank_layout, part = bucket.bucket_layout, self._rank_layout, bucket.part
-        assert part is not None
+        bucket_layout, rank_layout, contribution = (
+            bucket.bucket_layout,
+            self._rank_layout,
+            bucket.contribution,
+        )
+        assert contribution is not None
         assert rank_layout.local_shard is not None
         values = bucket_layout.local_shard(rank_layout.local_shard)
         version = int(self._gathered[bucket_layout.index]) + 1
@@ -182,9 +186,15 @@ class ShardReducer:
             for peer in self._across:
                 self._window.put(peer, 0, None, bucket_layout.index, version, -bucket_layout.index)
         elif not rank_layout.neighbours:
-            bucket.ours, bucket.weight, bucket.flags = part.within(values), part.weight, part.flags
+            bucket.ours, bucket.weight, bucket.flags = (
+                contribution.within(values),
+                contribution.weight,
+                contribution.flags,
+            )
             if bucket.coding is not None:
-                self.put_shards(bucket, bucket.ours, part.weight, part.flags, version)
+                self.put_shards(
+                    bucket, bucket.ours, contribution.weight, contribution.flags, version
+                )
         else:
             size = values.stop - values.start
             total = (
@@ -194,15 +204,15 @@ class ShardReducer:
             )
             buffers = bucket.from_members
             parts = [
-                part.within(values) if buffer is None else [(0, size, buffer.values)]
+                contribution.within(values) if buffer is None else [(0, size, buffer.values)]
                 for buffer in buffers
             ]
-            weights = [part.weight if buffer is None else 1.0 for buffer in buffers]
+            weights = [contribution.weight if buffer is None else 1.0 for buffer in buffers]
             add_up(parts, weights, total, past_caches=not rank_layout.across)
             bucket.ours, bucket.weight = [(0, size, total)], 1.0
             bucket.flags = _union(
                 [
-                    part.flags if buffer is None else buffer.flags(bucket_layout)
+                    contribution.flags if buffer is None else buffer.flags(bucket_layout)
                     for buffer in buffers
                 ]
             )
