@@ -80,8 +80,8 @@ class Notified(Replicated):
             specs.append(_spec([statistics.flat], WIRES["fp32"]))
             templates.append([statistics.flat])
             names.append(("the running statistics",))
-        among = topology if near is None else topology.leaders
-        layout = lay_out(specs, among)
+        exchanging = topology if near is None else topology.leaders
+        layout = lay_out(specs, exchanging)
         window = open_window(layout.size, layout.notifications)
         if recorder is not None:
             recorder.event("notifications", texts=layout.tells)
@@ -90,7 +90,7 @@ class Notified(Replicated):
             self._owner = PutExchange(window, layout, sent, names, limits, steady)
             return self._owner
 
-        leads = window.rank in among.ranks
+        leads = window.rank in exchanging.ranks
         exchange: Exchange
         if near is not None:
             ranks = topology.groups[topology.group_of(window.rank)]
@@ -110,16 +110,16 @@ class Notified(Replicated):
             for bucket_layout, tensors, words, coding in zip(
                 layout.buckets, templates, names, codings, strict=True
             )
-            if bucket_layout.spec.wire is not None and len(among.groups) > 1
+            if bucket_layout.spec.wire is not None and len(exchanging.groups) > 1
         ]
-        self._among, self._rank = among, window.rank
+        self._exchanging, self._rank = exchanging, window.rank
 
     @property
     def state(self) -> RankState | None:
         """What a lossy wire has yet to send."""
         if not self._coded:
             return None
-        return Residuals(self._coded, self._among, self._rank, kept=self._kept)
+        return Residuals(self._coded, self._exchanging, self._rank, kept=self._kept)
 
 
 def _spec(tensors: Sequence[Tensor], wire: Wire, updated: bool = False) -> BucketSpec:

@@ -79,8 +79,8 @@ class Peers:
             CommError: a rank didn't come in time, or can't be reached.
         """
         members, number = self.members, next(self._windows)
-        among = self.topology if self.near is None else self.topology.leaders
-        alone = members.rank not in among.ranks
+        exchanging = self.topology if self.near is None else self.topology.leaders
+        alone = members.rank not in exchanging.ranks
         bootstrap = Bootstrap(
             share=self._share,
             rank=members.rank,
@@ -88,15 +88,15 @@ class Peers:
             token=self.token,
             purpose=f"generation/{members.generation}/window/{number}",
             limit=self.limits[1 if number else 0],  # later all have just spoken
-            only=(members.rank,) if alone else among.ranks,
+            only=(members.rank,) if alone else exchanging.ranks,
         )
         where = (members.address, size, notifications)
         if transport == "nixl":  # which doesn't tell when puts leave and arrive
             window: Window = nixl_window(bootstrap, *where)
         else:
-            neighbours = (members.rank,) if alone else among.groups[members.machine]
+            group_peers = (members.rank,) if alone else exchanging.groups[members.machine]
             marks = MARKS if self.trace else 0
-            window = linked = shm_tcp_window(bootstrap, neighbours, *where, marks, connections)
+            window = linked = shm_tcp_window(bootstrap, group_peers, *where, marks, connections)
             if self.trace is not None:
                 self.trace.follow(number, lambda: linked.moments)
         return window if self.trace is None else TracedWindow(window, number, self.trace)

@@ -23,13 +23,13 @@ def adds_up_on_gpus(members: Members, device: torch.device, sync: str) -> bool:
 def connect_machine(
     members: Members, store: Store, device: torch.device, limits: tuple[float, float], sync: str
 ) -> Communicator | None:
-    """Connect the workers of this machine, if their GPUs add up first; as `connect_neighbours`."""
+    """Connect the workers of this machine, if their GPUs add up first; as `connect_group`."""
     if not adds_up_on_gpus(members, device, sync):
         return None
-    return connect_neighbours(members, store, device, limits)
+    return connect_group(members, store, device, limits)
 
 
-def connect_neighbours(
+def connect_group(
     members: Members, store: Store, device: torch.device, limits: tuple[float, float]
 ) -> Communicator:
     """Connect the workers of this machine; collective.

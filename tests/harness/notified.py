@@ -27,7 +27,7 @@ from paceline.reduce.put_engine.layout import Topology
 from paceline.update.shard_optimizer import Shards
 from paceline.update.updater import Updater
 from paceline.wiring.exchange import Peers
-from paceline.wiring.machine_group import connect_neighbours
+from paceline.wiring.machine_group import connect_group
 
 Inside = Callable[[int], Communicator]  # connects a rank with those of its machine
 MakeNear = Callable[[Sequence[int]], Inside]  # of machines with so many ranks
@@ -146,7 +146,7 @@ def peers_on_gloo(
         hosts=("localhost",) * len(machines),
     )
     limits = (limit, limit)
-    near = connect_neighbours(members, store, torch.device("cpu"), limits)
+    near = connect_group(members, store, torch.device("cpu"), limits)
     return Peers(
         members=members, token="token", limits=limits, communicator=communicator, near=near
     )

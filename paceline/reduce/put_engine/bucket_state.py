@@ -68,18 +68,18 @@ class BucketState:
         self.coding: Coding | None = None
         if rank_layout.local_shard is not None:
             self.shard = self.sums[bucket_layout.shard(rank_layout.local_shard, rank_layout.group)]
-            if rank_layout.neighbours:
+            if rank_layout.group_peers:
                 self.from_members = [
                     None
                     if peer == rank_layout.rank
                     else rank_layout.local_buffer(bucket_layout, rank_layout.rank, peer)
                     for peer in rank_layout.members
                 ]
-            if rank_layout.across and bucket_layout.spec.wire is not None:
+            if rank_layout.peer_owners and bucket_layout.spec.wire is not None:
                 self.coding = Coding(
                     bucket_layout, rank_layout.local_shard, bucket_layout.spec.wire
                 )
-            if rank_layout.across:
+            if rank_layout.peer_owners:
                 self.from_groups = [
                     None
                     if group == rank_layout.group

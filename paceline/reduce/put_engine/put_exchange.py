@@ -192,7 +192,7 @@ class PutExchange:
             pieces = contribution.within(bucket_layout.local_shard(local_shard))
             add_up([pieces], [contribution.weight], buffer.values, past_caches=True)
             self._window.put(owner, 0, None, index, version, -index)
-        if len(rank_layout.members) == 1 and rank_layout.across and bucket.coding is None:
+        if len(rank_layout.members) == 1 and rank_layout.peer_owners and bucket.coding is None:
             self._reducer.put_shards(
                 bucket, contribution.pieces, contribution.weight, contribution.flags, version
             )
@@ -202,8 +202,8 @@ class PutExchange:
         bucket, rank_layout = self._buckets[index], self._rank_layout
         version, row = int(self._reducer.sent[index]), len(self._buckets) + index
         senders = [owner for owner in rank_layout.owners if owner != rank_layout.rank]
-        if not rank_layout.neighbours and bucket.lands:
-            senders = list(rank_layout.across.values())
+        if not rank_layout.group_peers and bucket.lands:
+            senders = list(rank_layout.peer_owners.values())
         for peer in senders:
             self._waits.notification(peer, row, version, operation)
         if rank_layout.local_shard is not None:

@@ -25,7 +25,7 @@ class RankLayout:
         local: its place among them.
         local_shard: which one it owns; None: its group has more ranks than there are channels.
         owners: its group's ranks that own channels.
-        across: of the other groups, by number, the owner of its channel.
+        peer_owners: of the other groups, by number, the owner of its channel.
         leaders: the first rank of each group; the first of them tells flags.
         peers: all other ranks.
     """
@@ -38,7 +38,7 @@ class RankLayout:
         self.local = self.members.index(self.rank)
         self.local_shard = self.local if self.local < topology.local_shards else None
         self.owners = self.members[: topology.local_shards]
-        self.across = {
+        self.peer_owners = {
             number: group[self.local_shard]
             for number, group in enumerate(topology.groups)
             if self.local_shard is not None and number != self.group
@@ -49,7 +49,7 @@ class RankLayout:
         self._groups = len(topology.groups)
 
     @property
-    def neighbours(self) -> list[int]:
+    def group_peers(self) -> list[int]:
         """The other ranks of the group."""
         return [peer for peer in self.members if peer != self.rank]
 

@@ -57,9 +57,12 @@ class ShardReducer:
         self.released = np.full(self._count, np.iinfo(np.int64).max)
         self._lands = np.array([bucket.lands for bucket in states], bool)
         self._all_land = bool(self._lands.all())
-        self._across, self._neighbours = list(rank_layout.across.values()), rank_layout.neighbours
+        self._peer_owners, self._group_peers = (
+            list(rank_layout.peer_owners.values()),
+            rank_layout.group_peers,
+        )
         self._relays = rank_layout.rank == rank_layout.leader != rank_layout.leaders[0] and bool(
-            rank_layout.neighbours
+            rank_layout.group_peers
         )
         self.error: BaseException | None = None
         self._changed = threading.Condition()
@@ -74,7 +77,7 @@ class ShardReducer:
         index, values = bucket.bucket_layout.index, self._window.values
         self.sent[index] += 1
         version = self.sent[index]
-        awaited = self._neighbours or (self._across if bucket.coding is None else ())
+        awaited = self._group_peers or (self._peer_owners if bucket.coding is None else ())
         if all(values[peer, index] >= version for peer in awaited):
             self._window.wake()
 
@@ -122,7 +125,7 @@ class ShardReducer:
         bucket_layout, rank_layout = bucket.bucket_layout, self._rank_layout
         assert rank_layout.local_shard is not None
         first = bucket_layout.local_shard(rank_layout.local_shard).start
-        for group, owner in rank_layout.across.items():
+        for group, owner in rank_layout.peer_owners.items():
             inside = cut(
                 pieces, _moved(bucket_layout.shard(rank_layout.local_shard, group), -first)
             )
@@ -155,17 +158,19 @@ class ShardReducer:
         rank_layout, values, count = self._rank_layout, self._window.values, self._count
         if rank_layout.local_shard is None:
             return
-        parts = _least(values, self._neighbours, 0, count, self.sent)
+        parts = _least(values, self._group_peers, 0, count, self.sent)
         for index in _indices(self._gathered < parts):
             self._gather(self._buckets[index])
-        crossed = _least(values, self._across, 0, count, self._gathered)
+        crossed = _least(values, self._peer_owners, 0, count, self._gathered)
         for index in _indices(self._summed < crossed):
             self._sum(self._buckets[index])
         for index in _indices(self._returned < np.minimum(self._summed, self.released)):
             self._give_back(self._buckets[index])
         back = self._returned
         if not self._all_land:
-            back = np.where(self._lands, back, _least(values, self._across, count, 2 * count, back))
+            back = np.where(
+                self._lands, back, _least(values, self._peer_owners, count, 2 * count, back)
+            )
         for index in _indices(self.done < back):
             self._finish(self._buckets[index])
         if self._relays:
@@ -183,9 +188,9 @@ class ShardReducer:
         values = bucket_layout.local_shard(rank_layout.local_shard)
         version = int(self._gathered[bucket_layout.index]) + 1
         if bucket.empty:
-            for peer in self._across:
+            for peer in self._peer_owners:
                 self._window.put(peer, 0, None, bucket_layout.index, version, -bucket_layout.index)
-        elif not rank_layout.neighbours:
+        elif not rank_layout.group_peers:
             bucket.ours, bucket.weight, bucket.flags = (
                 contribution.within(values),
                 contribution.weight,
@@ -199,7 +204,7 @@ class ShardReducer:
             size = values.stop - values.start
             total = (
                 torch.empty(size, dtype=bucket_layout.spec.dtype)
-                if rank_layout.across
+                if rank_layout.peer_owners
                 else bucket.sums[values]
             )
             buffers = bucket.from_members
@@ -208,7 +213,7 @@ class ShardReducer:
                 for buffer in buffers
             ]
             weights = [contribution.weight if buffer is None else 1.0 for buffer in buffers]
-            add_up(parts, weights, total, past_caches=not rank_layout.across)
+            add_up(parts, weights, total, past_caches=not rank_layout.peer_owners)
             bucket.ours, bucket.weight = [(0, size, total)], 1.0
             bucket.flags = _union(
                 [
@@ -216,7 +221,7 @@ class ShardReducer:
                     for buffer in buffers
                 ]
             )
-            if rank_layout.across:
+            if rank_layout.peer_owners:
                 self.put_shards(bucket, bucket.ours, 1.0, bucket.flags, version)
         self._gathered[bucket_layout.index] = version
 
@@ -225,9 +230,9 @@ class ShardReducer:
         bucket_layout, rank_layout = bucket.bucket_layout, self._rank_layout
         version = int(self._summed[bucket_layout.index]) + 1
         if not bucket.empty:
-            if rank_layout.across:
+            if rank_layout.peer_owners:
                 self._sum_groups(bucket)
-            elif not rank_layout.neighbours:
+            elif not rank_layout.group_peers:
                 add_up([bucket.ours], [bucket.weight], bucket.sums)
             if rank_layout.rank == rank_layout.leaders[0]:
                 self._tell_flags(bucket, version)
@@ -285,7 +290,7 @@ class ShardReducer:
         where = (
             bucket_layout.sum_of(shard) if bucket.lands else bucket_layout.back[rank_layout.group]
         )
-        for peer in self._across:
+        for peer in self._peer_owners:
             self._window.put(
                 peer,
                 where,
@@ -300,7 +305,7 @@ class ShardReducer:
         bucket_layout, rank_layout = bucket.bucket_layout, self._rank_layout
         assert rank_layout.local_shard is not None
         version = int(self.done[bucket_layout.index]) + 1
-        for group in rank_layout.across if not bucket.lands else ():
+        for group in rank_layout.peer_owners if not bucket.lands else ():
             sums = bucket.sums[bucket_layout.shard(rank_layout.local_shard, group)]
             coded = bucket.coding is not None and bucket.update is None
             data = rank_layout.back_buffer(bucket_layout, group, coded=coded)
@@ -309,7 +314,7 @@ class ShardReducer:
             else:
                 assert bucket.coding is not None
                 bucket.coding.decode(data, sums)
-        for peer in rank_layout.neighbours:
+        for peer in rank_layout.group_peers:
             self._window.put(
                 peer, 0, None, self._count + bucket_layout.index, version, -bucket_layout.index
             )
@@ -327,7 +332,7 @@ class ShardReducer:
         row, source = 2 * self._count + bucket_layout.index, torch.from_numpy(flags.copy())
         for peer in rank_layout.leaders[1:]:
             self._window.put(peer, bucket_layout.flags, source, row, version, -bucket_layout.index)
-        for peer in rank_layout.neighbours:
+        for peer in rank_layout.group_peers:
             self._window.put(peer, 0, None, row, version, -bucket_layout.index)
 
     def _pass_flags_on(self, versions: _Versions) -> None:
@@ -335,7 +340,7 @@ class ShardReducer:
         for index in _indices(self._told < versions):
             self._told[index] = versions[index]
             row, version = 2 * self._count + index, int(versions[index])
-            for peer in self._rank_layout.neighbours:
+            for peer in self._rank_layout.group_peers:
                 self._window.put(peer, 0, None, row, version, -index)
 
 

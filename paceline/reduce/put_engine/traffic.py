@@ -20,7 +20,9 @@ def traffic(bucket_layout: BucketLayout, rank_layout: RankLayout) -> tuple[int, 
     if rank_layout.local_shard is None:
         return 0, 0
     own = _sizes(bucket_layout, rank_layout.local_shard, rank_layout.group)
-    others = [_sizes(bucket_layout, rank_layout.local_shard, group) for group in rank_layout.across]
+    others = [
+        _sizes(bucket_layout, rank_layout.local_shard, group) for group in rank_layout.peer_owners
+    ]
     sent = sum(bucket_layout.head + there for there, _ in others) + own[1] * len(others)
     received = sum(back for _, back in others) + (bucket_layout.head + own[0]) * len(others)
     return sent, received

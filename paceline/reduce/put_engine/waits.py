@@ -105,12 +105,14 @@ class Waits:
 
     def _silence(self, index: int, version: int, operation: str, owner: int | None) -> CommTimeout:
         rank_layout, values = self._rank_layout, self._window.values
-        across = [*rank_layout.across.values()]
+        peer_owners = [*rank_layout.peer_owners.values()]
         silent = [
-            peer for peer in (*rank_layout.neighbours, *across) if values[peer, index] < version
+            peer
+            for peer in (*rank_layout.group_peers, *peer_owners)
+            if values[peer, index] < version
         ]
         if not silent:  # they have sent their parts, and a sum is missing
-            missing = [p for p in across if values[p, self._count + index] < version]
+            missing = [p for p in peer_owners if values[p, self._count + index] < version]
             silent = missing if owner is None else [owner]
         ranks = ", ".join(map(str, sorted(silent)))
         who = f"rank{'s' if len(silent) > 1 else ''} {ranks}" if silent else "itself"
