@@ -28,7 +28,7 @@ from paceline.reduce.machine_sums import MachineSums
 from paceline.reduce.put_engine.layout import BucketSpec, Topology, lay_out
 from paceline.reduce.put_engine.put_exchange import PutExchange
 from paceline.reduce.rank_state import RankState
-from paceline.reduce.residuals import Coded, Residuals
+from paceline.reduce.residuals import CodedBucket, Residuals
 from paceline.update.running_statistics import RunningStatistics
 from paceline.update.updater import Updater
 
@@ -104,11 +104,13 @@ class Notified(Replicated):
         else:
             exchange = own(templates)
         super().__init__(buckets, exchange, updater, statistics, window.world_size, recorder)
-        codings = self._owner.codings if leads else [None] * len(specs)
+        feedbacks = self._owner.feedbacks if leads else [None] * len(specs)
         self._coded = [
-            Coded(bucket_layout=bucket_layout, templates=tensors, names=words, coding=coding)
-            for bucket_layout, tensors, words, coding in zip(
-                layout.buckets, templates, names, codings, strict=True
+            CodedBucket(
+                bucket_layout=bucket_layout, templates=tensors, names=words, feedback=feedback
+            )
+            for bucket_layout, tensors, words, feedback in zip(
+                layout.buckets, templates, names, feedbacks, strict=True
             )
             if bucket_layout.spec.wire is not None and len(exchanging.groups) > 1
         ]

@@ -98,9 +98,9 @@ class _State:
 
     def gather(self, communicator: Communicator) -> Mapping[str, Any] | None:
         """Return both on rank 0."""
-        missed = None if self._residuals is None else self._residuals.gather(communicator)
+        residual = None if self._residuals is None else self._residuals.gather(communicator)
         optimizer = self._shards.gather(communicator)
-        return None if optimizer is None else {**(missed or {}), OPTIMIZER: optimizer}
+        return None if optimizer is None else {**(residual or {}), OPTIMIZER: optimizer}
 
     @property
     def scaled(self) -> bool:

@@ -19,25 +19,25 @@ from torch import Tensor
 
 from paceline.comm.communicator import Communicator, gather_all
 from paceline.reduce.buckets import like
-from paceline.reduce.put_engine.error_feedback import Coding
+from paceline.reduce.put_engine.error_feedback import ErrorFeedback
 from paceline.reduce.put_engine.layout import BucketLayout, Topology
 
 
 @dataclass(frozen=True, kw_only=True)
-class Coded:
+class CodedBucket:
     """A run that a lossy wire codes.
 
     Attributes:
         bucket_layout: its places.
         templates: tensors of its parameters' shapes and strides.
         names: of its parameters.
-        coding: this rank's; None where it owns no channel.
+        feedback: this rank's; None where it owns no channel.
     """
 
     bucket_layout: BucketLayout
     templates: Sequence[Tensor]
     names: Sequence[str]
-    coding: Coding | None
+    feedback: ErrorFeedback | None
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """View the run's values, (numel,), by parameter."""
@@ -57,15 +57,15 @@ class Residuals:
     """
 
     def __init__(
-        self, coded: Sequence[Coded], topology: Topology, rank: int, *, kept: bool
+        self, coded: Sequence[CodedBucket], topology: Topology, rank: int, *, kept: bool
     ) -> None:
         self._coded, self._topology = coded, topology
         self._rank, self._kept = rank, kept
 
     def gather(self, communicator: Communicator) -> Mapping[str, Any] | None:
         """Return what all ranks have missed, by parameter and group, on rank 0."""
-        codings = [coded.coding for coded in self._coded if coded.coding is not None]
-        held = [coding.held(kept=self._kept) for coding in codings]
+        feedbacks = [coded.feedback for coded in self._coded if coded.feedback is not None]
+        held = [feedback.held(kept=self._kept) for feedback in feedbacks]
         flat = torch.cat(held) if held else torch.empty(0, dtype=torch.float32)
         what = "the gathering of what lossy wires missed, for which all ranks must come"
         device = self._coded[0].templates[0].device
@@ -73,7 +73,7 @@ class Residuals:
         if communicator.rank > 0:
             return None
         groups = [self._assembled([flats[r] for r in group]) for group in self._topology.groups]
-        return {"scale": codings[0].scale, "missed": groups}
+        return {"scale": feedbacks[0].scale, "missed": groups}
 
     scaled = True
 
@@ -82,15 +82,15 @@ class Residuals:
         groups: Sequence[Mapping[str, Tensor]] = state["missed"]
         same = len(groups) == len(self._topology.groups)
         for coded in self._coded:
-            if coded.coding is None:
+            if coded.feedback is None:
                 continue
             own = self._topology.group_of(self._rank)
             flat = torch.zeros(coded.bucket_layout.numel, dtype=torch.float32)
             for name, view in coded.views(flat).items():
-                for missed in [groups[own]] if same else groups:
-                    if name in missed and missed[name].shape == view.shape:
-                        view.add_(missed[name])
-            coded.coding.restore(flat, state["scale"], owned_by=None if same else own)
+                for residual in [groups[own]] if same else groups:
+                    if name in residual and residual[name].shape == view.shape:
+                        view.add_(residual[name])
+            coded.feedback.restore(flat, state["scale"], owned_by=None if same else own)
         return True
 
     def _assembled(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.codecs.pieces import Piece
 from paceline.reduce.buckets import like
-from paceline.reduce.put_engine.error_feedback import Coding
+from paceline.reduce.put_engine.error_feedback import ErrorFeedback
 from paceline.reduce.put_engine.gradient_views import Contribution, Flags, GradientViews
 from paceline.reduce.put_engine.layout import BucketLayout
 from paceline.reduce.put_engine.rank_layout import RankLayout, ReceiveBuffer
@@ -37,7 +37,7 @@ class BucketState:
         weight: what `ours` is yet to be multiplied by.
         flags: of `ours`, then of the sum.
         lands: sums come to where they belong.
-        coding: of what goes to other groups, where its wire is a lossy one.
+        feedback: of what goes to other groups, where its wire is a lossy one.
         update: makes updated parameters of a shard's sums, in their place, where those come back.
         empty: the last version exchanges no gradients: they were given to `update` before.
     """
@@ -65,7 +65,7 @@ class BucketState:
         self.shard: Tensor | None = None
         self.from_members: list[ReceiveBuffer | None] = []
         self.from_groups: list[ReceiveBuffer | None] = []
-        self.coding: Coding | None = None
+        self.feedback: ErrorFeedback | None = None
         if rank_layout.local_shard is not None:
             self.shard = self.sums[bucket_layout.shard(rank_layout.local_shard, rank_layout.group)]
             if rank_layout.group_peers:
@@ -76,7 +76,7 @@ class BucketState:
                     for peer in rank_layout.members
                 ]
             if rank_layout.peer_owners and bucket_layout.spec.wire is not None:
-                self.coding = Coding(
+                self.feedback = ErrorFeedback(
                     bucket_layout, rank_layout.local_shard, bucket_layout.spec.wire
                 )
             if rank_layout.peer_owners:

@@ -19,7 +19,7 @@ from paceline.codecs.pieces import Piece
 from paceline.reduce.put_engine.layout import BucketLayout
 
 
-class Coding:
+class ErrorFeedback:
     """Codes a run's shards of one channel.
 
     Args:
@@ -28,7 +28,7 @@ class Coding:
         wire: a lossy one.
 
     Attributes:
-        missed: (slice,), of each value what hasn't been sent yet, by the steps that took effect.
+        residual: (slice,), of each value what hasn't been sent yet, by the steps that took effect.
         scale: what the loss, and so what was missed, was multiplied by.
     """
 
@@ -37,8 +37,8 @@ class Coding:
         self.scale = 1.0
         values = bucket_layout.local_shard(local_shard)
         self._first = values.start
-        self.missed = torch.zeros(values.stop - values.start, dtype=bucket_layout.spec.dtype)
-        self._misses = torch.zeros_like(self.missed)  # of the step that runs
+        self.residual = torch.zeros(values.stop - values.start, dtype=bucket_layout.spec.dtype)
+        self._next_residual = torch.zeros_like(self.residual)  # of the step that runs
         groups = len(bucket_layout.shards[local_shard]) - 1
         self._shards = [bucket_layout.shard(local_shard, group) for group in range(groups)]
         self._data = [
@@ -49,7 +49,7 @@ class Coding:
     def encode(self, group: int, pieces: Sequence[Piece], weight: float) -> Tensor:
         """Code what goes to a group's owner: pieces of its shard. Returns (bytes,)."""
         place, data = self._place(group), self._data[group]
-        self._wire.encode(pieces, weight, self.missed[place], data, self._misses[place])
+        self._wire.encode(pieces, weight, self.residual[place], data, self._next_residual[place])
         return data
 
     def reduce(
@@ -70,8 +70,8 @@ class Coding:
             sums: (values,), of the shard.
         """
         place, data = self._place(group), self._data[group]
-        missed, misses = self.missed[place], self._misses[place]
-        self._wire.reduce(parts, ours, weight, missed, data, misses, sums)
+        residual, next_residual = self.residual[place], self._next_residual[place]
+        self._wire.reduce(parts, ours, weight, residual, data, next_residual, sums)
 
     def coded(self, group: int) -> Tensor:
         """Return what was coded last of a group's shard, (bytes,)."""
@@ -89,8 +89,8 @@ class Coding:
         It isn't sent back coded in this step, but was in an earlier one, or in another world.
         """
         place = self._place(group)
-        sums += self.missed[place]
-        self._misses[place] = 0
+        sums += self.residual[place]
+        self._next_residual[place] = 0
 
     def add(self, data: Tensor, sums: Tensor) -> None:
         """Add what another group has sent to sums."""
@@ -103,24 +103,24 @@ class Coding:
     def begin(self, *, kept: bool, scale: float) -> None:
         """Begin a step; `kept`: the last one took effect; `scale`: of this step's loss."""
         if kept:
-            self.missed, self._misses = self._misses, self.missed
+            self.residual, self._next_residual = self._next_residual, self.residual
         if scale != self.scale:
-            self.missed *= scale / self.scale
+            self.residual *= scale / self.scale
             self.scale = scale
 
     def held(self, *, kept: bool) -> Tensor:
         """Return what the next step has to begin with, (slice,)."""
-        return self._misses if kept else self.missed
+        return self._next_residual if kept else self.residual
 
-    def restore(self, missed: Tensor, scale: float, *, owned_by: int | None) -> None:
+    def restore(self, residual: Tensor, scale: float, *, owned_by: int | None) -> None:
         """Begin with what was missed of the run, (numel,), or of the shard that a group owns."""
-        taken = missed[self._first :][: len(self.missed)].clone()
+        taken = residual[self._first :][: len(self.residual)].clone()
         if owned_by is not None:
             shard = self._shards[owned_by]
             taken[: shard.start - self._first] = 0
             taken[shard.stop - self._first :] = 0
-        self.missed.copy_(taken)
-        self._misses.copy_(taken)
+        self.residual.copy_(taken)
+        self._next_residual.copy_(taken)
         self.scale = scale
 
     def _place(self, group: int) -> slice:

@@ -23,7 +23,7 @@ from paceline.codecs.kernels.kernels import add_up
 from paceline.comm.window import Window
 from paceline.errors import CommError, PeerLost
 from paceline.reduce.put_engine.bucket_state import BucketState
-from paceline.reduce.put_engine.error_feedback import Coding
+from paceline.reduce.put_engine.error_feedback import ErrorFeedback
 from paceline.reduce.put_engine.gradient_views import NOTHING, Contribution, Flags
 from paceline.reduce.put_engine.layout import Layout
 from paceline.reduce.put_engine.rank_layout import RankLayout
@@ -80,14 +80,14 @@ class PutExchange:
 
     def begin(self, *, kept: bool, scale: float) -> None:
         """Keep what the wires missed in the step before, if it took effect."""
-        for coding in self.codings:
-            if coding is not None:
-                coding.begin(kept=kept, scale=scale)
+        for feedback in self.feedbacks:
+            if feedback is not None:
+                feedback.begin(kept=kept, scale=scale)
 
     @property
-    def codings(self) -> list[Coding | None]:
+    def feedbacks(self) -> list[ErrorFeedback | None]:
         """What codes each run; None where this rank codes nothing."""
-        return [bucket.coding for bucket in self._buckets]
+        return [bucket.feedback for bucket in self._buckets]
 
     def traffic(self, index: int) -> tuple[int, int]:
         """Return the bytes that go to other groups and come from them."""
@@ -192,7 +192,7 @@ class PutExchange:
             pieces = contribution.within(bucket_layout.local_shard(local_shard))
             add_up([pieces], [contribution.weight], buffer.values, past_caches=True)
             self._window.put(owner, 0, None, index, version, -index)
-        if len(rank_layout.members) == 1 and rank_layout.peer_owners and bucket.coding is None:
+        if len(rank_layout.members) == 1 and rank_layout.peer_owners and bucket.feedback is None:
             self._reducer.put_shards(
                 bucket, contribution.pieces, contribution.weight, contribution.flags, version
             )

@@ -77,7 +77,7 @@ class ShardReducer:
         index, values = bucket.bucket_layout.index, self._window.values
         self.sent[index] += 1
         version = self.sent[index]
-        awaited = self._group_peers or (self._peer_owners if bucket.coding is None else ())
+        awaited = self._group_peers or (self._peer_owners if bucket.feedback is None else ())
         if all(values[peer, index] >= version for peer in awaited):
             self._window.wake()
 
@@ -129,13 +129,13 @@ class ShardReducer:
             inside = cut(
                 pieces, _moved(bucket_layout.shard(rank_layout.local_shard, group), -first)
             )
-            if bucket.coding is None:
+            if bucket.feedback is None:
                 gradients = [
                     head_of(bucket_layout, weight, flags),
                     *(piece for _, _, piece in inside),
                 ]
             else:
-                data = bucket.coding.encode(group, inside, weight)
+                data = bucket.feedback.encode(group, inside, weight)
                 gradients = [head_of(bucket_layout, 1.0, flags), data]
             buffer = bucket_layout.cross[rank_layout.group]
             self._window.put(
@@ -196,7 +196,7 @@ class ShardReducer:
                 contribution.weight,
                 contribution.flags,
             )
-            if bucket.coding is not None:
+            if bucket.feedback is not None:
                 self.put_shards(
                     bucket, bucket.ours, contribution.weight, contribution.flags, version
                 )
@@ -249,16 +249,16 @@ class ShardReducer:
             bucket_layout.local_shard(rank_layout.local_shard).start,
         )
         ours = cut(bucket.ours, _moved(shard, -first))
-        if bucket.coding is None:
+        if bucket.feedback is None:
             parts = [ours if r is None else [(0, len(own), _as(r.values, own))] for r in buffers]
             add_up(parts, [bucket.weight if r is None else r.weight for r in buffers], own)
         elif not bucket_layout.spec.updated:
             coded = [None if buffer is None else buffer.values for buffer in buffers]
-            bucket.coding.reduce(rank_layout.group, coded, ours, bucket.weight, own)
+            bucket.feedback.reduce(rank_layout.group, coded, ours, bucket.weight, own)
         else:
             for number, buffer in enumerate(buffers):
                 if buffer is not None:
-                    (bucket.coding.add if number else bucket.coding.decode)(buffer.values, own)
+                    (bucket.feedback.add if number else bucket.feedback.decode)(buffer.values, own)
                 elif number:
                     add_up([[(0, len(own), own)], ours], [1.0, bucket.weight], own)
                 else:
@@ -274,16 +274,16 @@ class ShardReducer:
         assert own is not None
         version, source = int(self._returned[bucket_layout.index]) + 1, own
         if bucket.update is not None:
-            if bucket.coding is not None and not bucket.empty:
-                bucket.coding.complete_sums(rank_layout.group, own)
+            if bucket.feedback is not None and not bucket.empty:
+                bucket.feedback.complete_sums(rank_layout.group, own)
             bucket.update()
-        elif bucket.coding is not None:
-            coding = bucket.coding
+        elif bucket.feedback is not None:
+            feedback = bucket.feedback
             recode = bucket_layout.spec.updated  # the sums were left as they are for an update
             source = (
-                coding.encode_sums(rank_layout.group, own)
+                feedback.encode_sums(rank_layout.group, own)
                 if recode
-                else coding.coded(rank_layout.group)
+                else feedback.coded(rank_layout.group)
             )
         self._returned[bucket_layout.index] = version
         shard = bucket_layout.shard(rank_layout.local_shard, rank_layout.group)
@@ -307,13 +307,13 @@ class ShardReducer:
         version = int(self.done[bucket_layout.index]) + 1
         for group in rank_layout.peer_owners if not bucket.lands else ():
             sums = bucket.sums[bucket_layout.shard(rank_layout.local_shard, group)]
-            coded = bucket.coding is not None and bucket.update is None
+            coded = bucket.feedback is not None and bucket.update is None
             data = rank_layout.back_buffer(bucket_layout, group, coded=coded)
             if not coded:
                 sums.copy_(_as(data, sums))
             else:
-                assert bucket.coding is not None
-                bucket.coding.decode(data, sums)
+                assert bucket.feedback is not None
+                bucket.feedback.decode(data, sums)
         for peer in rank_layout.group_peers:
             self._window.put(
                 peer, 0, None, self._count + bucket_layout.index, version, -bucket_layout.index
