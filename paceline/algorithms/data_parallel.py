@@ -120,7 +120,7 @@ class Replicated:
 
     def release(self) -> None:
         """Settle, if the exchange still reads gradients."""
-        if self._exchange.lends:
+        if self._exchange.zero_copy:
             self.settle()
 
     def leave(self) -> None:

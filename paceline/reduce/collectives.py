@@ -20,7 +20,7 @@ class Collectives:
         statistics: of the size of the running statistics, (numel,), if there are any.
     """
 
-    lends = False
+    zero_copy = False
 
     def __init__(
         self,

@@ -12,10 +12,10 @@ class Exchange(Protocol):
     """Adds up what ranks have of each run: a bucket's gradients, or the running statistics.
 
     Attributes:
-        lends: values are read where they lie until their sums have come.
+        zero_copy: values are read where they lie until their sums have come.
     """
 
-    lends: bool
+    zero_copy: bool
 
     def steady(self) -> None:
         """End the start-up: all ranks have exchanged a step, and are waited for less long."""
@@ -33,7 +33,7 @@ class Exchange(Protocol):
 
         Args:
             index: the run's number.
-            values: one a parameter, not to be written before `wait` if the exchange `lends`; None
+            values: one a parameter, not to be written before `wait` if the exchange `zero_copy`; None
                 where there is none.
             weight: what they count; with 0 they don't count whatever they are.
         """

@@ -42,7 +42,7 @@ class _Stage:
         names: of its parameters, for errors.
         pinned: what is sent, a tensor a parameter, laid out as it is.
         sums: what comes back, likewise, where the parameters are.
-        lent: the gradients that are copied, with autograd's counts of writes.
+        borrowed: the gradients that are copied, with autograd's counts of writes.
         asked: the versions that were to be sent.
         sent: those that were.
     """
@@ -50,7 +50,7 @@ class _Stage:
     names: Sequence[str]
     pinned: Sequence[Tensor]
     sums: Sequence[Tensor]
-    lent: list[tuple[str, Tensor, int]] = field(default_factory=list)
+    borrowed: list[tuple[str, Tensor, int]] = field(default_factory=list)
     asked: int = 0
     sent: int = 0
 
@@ -67,7 +67,7 @@ class Staged:
         sums: of each run, where they come back to; by default to memory of this object's own.
     """
 
-    lends = True
+    zero_copy = True
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class Staged:
     def send(self, index: int, values: Sequence[Tensor | None], weight: float) -> None:
         """Begin to copy a run's values, which are sent once that is done."""
         stage = self._stages[index]
-        stage.lent = [
+        stage.borrowed = [
             (name, value, value._version)
             for name, value in zip(stage.names, values, strict=True)
             if value is not None
@@ -137,8 +137,8 @@ class Staged:
         """
         stage = self._sent(index, operation)
         sums = self._exchange.wait(index, operation)
-        lent, stage.lent = stage.lent, []
-        refuse_writes(lent)
+        borrowed, stage.borrowed = stage.borrowed, []
+        refuse_writes(borrowed)
         with self._streams.beside(), torch.no_grad():
             found = [
                 None if total is None else place.copy_(total, non_blocking=True)
@@ -155,7 +155,7 @@ class Staged:
         """
         stage = self._sent(index, operation)
         self._exchange.drop(index, operation)
-        stage.lent = []
+        stage.borrowed = []
 
     def leave(self) -> None:
         """Serve the peers until they have all their sums."""

@@ -80,7 +80,7 @@ class MachineSums:
         steady: is called after the first step.
     """
 
-    lends = False
+    zero_copy = False
 
     def __init__(
         self,

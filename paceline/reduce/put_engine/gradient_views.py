@@ -37,7 +37,7 @@ class Contribution:
         weight: what the values count.
         flags: (parameters,) of uint8, 1 where there is a gradient that counts.
         full: all of them are 1.
-        lent: the gradients that are read where they lie, with their parameters' names and
+        borrowed: the gradients that are read where they lie, with their parameters' names and
             autograd's counts of writes.
         sample: a view of some values of the first of them, and what they were.
     """
@@ -46,7 +46,7 @@ class Contribution:
     weight: float
     flags: Flags
     full: bool
-    lent: Sequence[tuple[str, Tensor, int]]
+    borrowed: Sequence[tuple[str, Tensor, int]]
     sample: tuple[Tensor, list[float]] | None
 
     def within(self, values: slice) -> list[Piece]:
@@ -59,27 +59,27 @@ class Contribution:
         Raises:
             ConfigError: a gradient was written.
         """
-        refuse_writes(self.lent)
+        refuse_writes(self.borrowed)
         if self.sample is not None and not _same(self.sample[0].tolist(), self.sample[1]):
-            raise _written(self.lent[0][0])  # through `.data`, which autograd doesn't count
+            raise _written(self.borrowed[0][0])  # through `.data`, which autograd doesn't count
 
 
-def refuse_writes(lent: Sequence[tuple[str, Tensor, int]]) -> None:
+def refuse_writes(borrowed: Sequence[tuple[str, Tensor, int]]) -> None:
     """Look whether gradients are as they were.
 
     Args:
-        lent: their names, they themselves, and autograd's counts of writes then.
+        borrowed: their names, they themselves, and autograd's counts of writes then.
 
     Raises:
         ConfigError: one was written.
     """
-    for name, gradient, version in lent:
+    for name, gradient, version in borrowed:
         if gradient._version != version:
             raise _written(name)
 
 
 NOTHING = Contribution(
-    pieces=(), weight=0.0, flags=np.zeros(0, np.uint8), full=True, lent=(), sample=None
+    pieces=(), weight=0.0, flags=np.zeros(0, np.uint8), full=True, borrowed=(), sample=None
 )
 
 
@@ -110,7 +110,7 @@ class GradientViews:
     def contribution(self, gradients: Sequence[Tensor | None], weight: float) -> Contribution:
         """Make this step's part; overwrites the copies of the last one."""
         pieces: list[Piece] = []
-        lent: list[tuple[str, Tensor, int]] = []
+        borrowed: list[tuple[str, Tensor, int]] = []
         copied_from, missing, small = 0, [], []
         for place, gradient in enumerate(gradients):
             if gradient is None:
@@ -120,7 +120,7 @@ class GradientViews:
                 if copied_from < start:
                     pieces.append(self._copy(copied_from, start))
                 pieces.append((start, stop, _detached(gradient).as_strided((stop - start,), (1,))))
-                lent.append((self._names[place], gradient, gradient._version))
+                borrowed.append((self._names[place], gradient, gradient._version))
                 copied_from = stop
             else:
                 small.append((place, _detached(gradient)))
@@ -130,9 +130,9 @@ class GradientViews:
         full = weight > 0 and not missing
         flags = self._full if full else np.full(len(gradients), weight > 0, np.uint8)
         flags[missing] = 0
-        sample = _sample(lent[0][1]) if lent else None
+        sample = _sample(borrowed[0][1]) if borrowed else None
         return Contribution(
-            pieces=pieces, weight=weight, flags=flags, full=full, lent=lent, sample=sample
+            pieces=pieces, weight=weight, flags=flags, full=full, borrowed=borrowed, sample=sample
         )
 
     def _lies_right(self, gradient: Tensor, place: int) -> bool:

@@ -44,7 +44,7 @@ class PutExchange:
         steady: is called after the first step.
     """
 
-    lends = True
+    zero_copy = True
 
     def __init__(
         self,
