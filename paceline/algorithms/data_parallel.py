@@ -102,7 +102,7 @@ class Replicated:
             for bucket in self.buckets:
                 self._pending.discard(bucket.index)
                 with self._recorder.span("wait", bucket=bucket.index):
-                    self._exchange.drop(bucket.index, self._operation(bucket))
+                    self._exchange.discard(bucket.index, self._operation(bucket))
         self._kept, self._ended = False, True
 
     def settle(self) -> None:

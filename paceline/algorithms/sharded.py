@@ -41,7 +41,7 @@ class Sharded(Notified):
     def reduce(self) -> None:
         """Make every `.grad` the global mean; None where nobody used the parameter."""
         self._complete()
-        self._give_back(lambda bucket: None)
+        self._return_sums(lambda bucket: None)
         super().reduce()
 
     def end(self, step: int) -> None:
@@ -50,20 +50,20 @@ class Sharded(Notified):
         self._shards.freeze()
         if self._reduced:
             for bucket in self.buckets:
-                self._owner.send_nothing(bucket.index)
+                self._owner.send_empty(bucket.index)
                 self._pending.add(bucket.index)
-            self._give_back(
+            self._return_sums(
                 lambda bucket: partial(self._update_shard, bucket, self._shards.cut(bucket.index))
             )
         else:
-            self._give_back(lambda bucket: partial(self._update_shard, bucket, None))
+            self._return_sums(lambda bucket: partial(self._update_shard, bucket, None))
         self._kept = self._ended = True
 
     def abandon(self, step: int) -> None:
         """Drop the step's gradients."""
         if not self._reduced:
             self._complete()
-            self._give_back(lambda bucket: None)
+            self._return_sums(lambda bucket: None)
         super().abandon(step)
 
     @property
@@ -71,9 +71,9 @@ class Sharded(Notified):
         """What a lossy wire has yet to send, and the optimizer's."""
         return _State(super().state, self._shards)
 
-    def _give_back(self, update: Callable[[Bucket], Callable[[], None] | None]) -> None:
+    def _return_sums(self, update: Callable[[Bucket], Callable[[], None] | None]) -> None:
         for bucket in self.buckets:
-            self._owner.give_back(bucket.index, update(bucket))
+            self._owner.return_sums(bucket.index, update(bucket))
 
     def _update_shard(self, bucket: Bucket, given: Any) -> None:
         used = () if given is not None else self._owner.flags(bucket.index).tolist()

@@ -87,7 +87,7 @@ class Collectives:
             return [self._flat[index]]
         return self._memory[index].reduced(used_here=self._full[index])
 
-    def drop(self, index: int, operation: str) -> None:
+    def discard(self, index: int, operation: str) -> None:
         """Wait for the run's all_reduce."""
         self.wait(index, operation)
 

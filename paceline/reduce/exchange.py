@@ -52,7 +52,7 @@ class Exchange(Protocol):
             ConfigError: values were written since `send`.
         """
 
-    def drop(self, index: int, operation: str) -> None:
+    def discard(self, index: int, operation: str) -> None:
         """Wait for a run's sums, and forget them: the values may have been written since `send`.
 
         Raises:

@@ -147,14 +147,14 @@ class Staged:
         self._streams.join()
         return found
 
-    def drop(self, index: int, operation: str) -> None:
+    def discard(self, index: int, operation: str) -> None:
         """Wait for the sums, and forget them.
 
         Raises:
             CommError: a peer was lost, or silent, or the device was.
         """
         stage = self._sent(index, operation)
-        self._exchange.drop(index, operation)
+        self._exchange.discard(index, operation)
         stage.borrowed = []
 
     def leave(self) -> None:

@@ -155,7 +155,7 @@ class MachineSums:
         self._wait_for(run, operation)
         return run.memory.reduced(used_here=run.full)
 
-    def drop(self, index: int, operation: str) -> None:
+    def discard(self, index: int, operation: str) -> None:
         """Wait for the sums, and forget them; raises as `wait`."""
         self._wait_for(self._runs[index], operation)
 

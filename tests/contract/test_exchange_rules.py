@@ -57,7 +57,7 @@ class Watched:
     def close(self) -> None:
         self._inner.close()
 
-    def give_back(self, tensor: Tensor) -> None:
+    def return_sums(self, tensor: Tensor) -> None:
         assert tensor.isnan().all(), "written before it was acknowledged"
         self.diary.append(("wait", tensor.numel()))
         self._held = [held for held in self._held if held is not tensor]
@@ -71,7 +71,7 @@ class _WatchedTicket:
         return not self._watched.late and self._ticket.done()
 
     def wait(self, operation: str) -> None:
-        self._watched.give_back(self._tensor)
+        self._watched.return_sums(self._tensor)
         self._ticket.wait(operation)
 
 

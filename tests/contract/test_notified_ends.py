@@ -176,7 +176,7 @@ def test_a_sum_that_doesnt_come_back_is_missed_by_its_owners_name() -> None:
         owner = PutExchange(windows.window(rank), layout, [[ones]], [["weight"]], (1.0, 1.0))
         owner.send(0, [ones], 1.0)
         if rank == 0:
-            owner.give_back(0, lambda: None)  # as rank 1, which owns the other half, never does
+            owner.return_sums(0, lambda: None)  # as rank 1, which owns the other half, never does
             with pytest.raises(CommTimeout) as caught:
                 owner.wait(0, "bucket 0 in step 0")
             said[rank] = str(caught.value)

@@ -113,7 +113,7 @@ class PutExchange:
             raise
         self._reducer.go_on(bucket)
 
-    def send_nothing(self, index: int) -> None:
+    def send_empty(self, index: int) -> None:
         """Begin a version of which each owner has the sums already."""
         bucket, version = self._buckets[index], int(self._reducer.sent[index]) + 1
         bucket.empty, bucket.contribution = True, NOTHING
@@ -122,7 +122,7 @@ class PutExchange:
                 self._window.put(owner, 0, None, index, version, -index)
         self._reducer.go_on(bucket)
 
-    def give_back(self, index: int, update: Callable[[], None] | None) -> None:
+    def return_sums(self, index: int, update: Callable[[], None] | None) -> None:
         """Let a shard's sums go back, or what `update` makes of them in their place."""
         bucket = self._buckets[index]
         bucket.update = update
@@ -157,7 +157,7 @@ class PutExchange:
         used = self._rank_layout.flags(bucket.bucket_layout).tolist()
         return [view if flag else None for view, flag in zip(bucket.views, used, strict=True)]
 
-    def drop(self, index: int, operation: str) -> None:
+    def discard(self, index: int, operation: str) -> None:
         """Wait for the sums of a run's last version, whatever was written since it was sent.
 
         Raises:

@@ -165,7 +165,7 @@ class ShardReducer:
         for index in _indices(self._summed < crossed):
             self._sum(self._buckets[index])
         for index in _indices(self._returned < np.minimum(self._summed, self.released)):
-            self._give_back(self._buckets[index])
+            self._return_sums(self._buckets[index])
         back = self._returned
         if not self._all_land:
             back = np.where(
@@ -267,7 +267,7 @@ class ShardReducer:
             [bucket.flags if r is None else r.flags(bucket_layout) for r in buffers]
         )
 
-    def _give_back(self, bucket: BucketState) -> None:
+    def _return_sums(self, bucket: BucketState) -> None:
         """Send the shard's sums back, or what an update makes of them."""
         bucket_layout, rank_layout, own = bucket.bucket_layout, self._rank_layout, bucket.shard
         assert rank_layout.local_shard is not None
