@@ -19,8 +19,8 @@ In a window there is room for
     flags   which parameters anybody used, behind it
 
 Parts begin with a head: the weight (float64) that they are yet to be multiplied by, and a flag for
-each parameter. Notification i of a peer tells of its part of run i, `runs + i` of a sum,
-`2 runs + i` of flags, and the last one of the end.
+each parameter. Notification i of a peer tells of its part of run i, `buckets + i` of a sum,
+`2 buckets + i` of flags, and the last one of the end.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Topology:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spec:
+class BucketSpec:
     """What a run holds.
 
     Attributes:
@@ -125,7 +125,7 @@ class Rooms:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class BucketLayout:
     """One run's places.
 
     Attributes:
@@ -138,7 +138,7 @@ class Run:
     """
 
     index: int
-    spec: Spec
+    spec: BucketSpec
     shards: tuple[tuple[int, ...], ...]
     local: Rooms
     cross: Rooms
@@ -175,38 +175,45 @@ class Layout:
     """All runs' places.
 
     Attributes:
-        runs: in their order.
+        buckets: in their order.
         topology: of the ranks.
         size: bytes of a window.
     """
 
-    runs: tuple[Run, ...]
+    buckets: tuple[BucketLayout, ...]
     topology: Topology
     size: int
 
     @property
     def notifications(self) -> int:
         """How many a peer has."""
-        return 3 * len(self.runs) + 1
+        return 3 * len(self.buckets) + 1
 
     @property
     def tells(self) -> list[str]:
         """What each notification tells of, for people."""
         kinds = ("part", "sum", "flags")
-        return [*(f"{kind} of bucket {run.index}" for kind in kinds for run in self.runs), "end"]
+        return [
+            *(
+                f"{kind} of bucket {bucket_layout.index}"
+                for kind in kinds
+                for bucket_layout in self.buckets
+            ),
+            "end",
+        ]
 
 
-def lay_out(specs: Sequence[Spec], topology: Topology) -> Layout:
+def lay_out(specs: Sequence[BucketSpec], topology: Topology) -> Layout:
     """Lay runs out for the ranks of a topology."""
-    runs, at = [], 0
+    buckets, at = [], 0
     for index, spec in enumerate(specs):
-        run = _lay_out(index, spec, topology, at)
-        runs.append(run)
-        at = aligned(run.flags + len(spec.lengths))
-    return Layout(runs=tuple(runs), topology=topology, size=at)
+        bucket_layout = _lay_out_bucket(index, spec, topology, at)
+        buckets.append(bucket_layout)
+        at = aligned(bucket_layout.flags + len(spec.lengths))
+    return Layout(buckets=tuple(buckets), topology=topology, size=at)
 
 
-def _lay_out(index: int, spec: Spec, topology: Topology, at: int) -> Run:
+def _lay_out_bucket(index: int, spec: BucketSpec, topology: Topology, at: int) -> BucketLayout:
     groups, sharing = len(topology.groups), max(map(len, topology.groups))
     item, numel = spec.dtype.itemsize, sum(spec.lengths)
     slices = _cut(0, numel, topology.local_shards, item)
@@ -220,7 +227,7 @@ def _lay_out(index: int, spec: Spec, topology: Topology, at: int) -> Run:
     longest = max(b - a for shard in shards for a, b in pairwise(shard))
     returned = max(coded, longest * item) if spec.updated else coded
     back = _rooms(cross.end, returned, groups if passed_on else 0)
-    return Run(
+    return BucketLayout(
         index=index,
         spec=spec,
         shards=shards,
