@@ -101,7 +101,7 @@ class BucketSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rooms:
+class BufferArray:
     """Places of one size, one behind another.
 
     Attributes:
@@ -140,9 +140,9 @@ class BucketLayout:
     index: int
     spec: BucketSpec
     shards: tuple[tuple[int, ...], ...]
-    local: Rooms
-    cross: Rooms
-    back: Rooms
+    local: BufferArray
+    cross: BufferArray
+    back: BufferArray
     sums: int
     flags: int
 
@@ -222,11 +222,11 @@ def _lay_out_bucket(index: int, spec: BucketSpec, topology: Topology, at: int) -
     widest = max(b - a for a, b in pairwise(slices))
     coded = spec.coded(max(b - a for shard in shards for a, b in pairwise(shard)))
     passed_on = groups > 1 and (sharing > 1 or spec.wire is not None)
-    local = _rooms(at, head + widest * item, sharing if sharing > 1 else 0)
-    cross = _rooms(local.end, head + coded, groups if groups > 1 else 0)
+    local = _buffers(at, head + widest * item, sharing if sharing > 1 else 0)
+    cross = _buffers(local.end, head + coded, groups if groups > 1 else 0)
     longest = max(b - a for shard in shards for a, b in pairwise(shard))
     returned = max(coded, longest * item) if spec.updated else coded
-    back = _rooms(cross.end, returned, groups if passed_on else 0)
+    back = _buffers(cross.end, returned, groups if passed_on else 0)
     return BucketLayout(
         index=index,
         spec=spec,
@@ -246,8 +246,8 @@ def _cut(start: int, stop: int, parts: int, itemsize: int) -> tuple[int, ...]:
     return (*(start + line * (part * lines // parts) for part in range(parts)), stop)
 
 
-def _rooms(at: int, size: int, count: int) -> Rooms:
-    return Rooms(at=at, stride=aligned(size), count=count)
+def _buffers(at: int, size: int, count: int) -> BufferArray:
+    return BufferArray(at=at, stride=aligned(size), count=count)
 
 
 def aligned(size: int) -> int:
