@@ -15,7 +15,7 @@ from paceline.comm.inprocess.window import WindowGroup
 from paceline.errors import CommTimeout
 from paceline.reduce import machine_sums
 from paceline.reduce.machine_sums import MachineSums
-from paceline.reduce.put_engine.layout import Spec, Topology, lay_out
+from paceline.reduce.put_engine.layout import BucketSpec, Topology, lay_out
 from paceline.reduce.put_engine.put_exchange import PutExchange
 from tests.harness.notified import in_threads
 from tests.harness.threads import run_ranks
@@ -30,7 +30,7 @@ def exchange_of(
 ) -> Callable[[int], MachineSums]:
     """Return what makes each rank's exchange, with limits that count once it is steady."""
     topology, near = Topology.of(machines), in_threads(machines, near_limit)
-    specs = [Spec(lengths=lengths, dtype=torch.float64) for lengths in RUNS]
+    specs = [BucketSpec(lengths=lengths, dtype=torch.float64) for lengths in RUNS]
     layout = lay_out(specs, topology.leaders)
     windows = WindowGroup(sum(machines), layout.size, layout.notifications)
     templates = [[torch.zeros(n, dtype=torch.float64) for n in lengths] for lengths in RUNS]
