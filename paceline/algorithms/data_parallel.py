@@ -123,9 +123,9 @@ class Replicated:
         if self._exchange.zero_copy:
             self.settle()
 
-    def leave(self) -> None:
+    def drain(self) -> None:
         """Stay until the peers have what they need."""
-        self._exchange.leave()
+        self._exchange.drain()
 
     def close(self) -> None:
         """Release the exchange."""

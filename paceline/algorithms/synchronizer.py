@@ -67,11 +67,11 @@ class Synchronizer(Protocol):
     def state(self) -> RankState | None:
         """What a checkpoint must keep besides model and optimizer; None on all ranks or on none."""
 
-    def leave(self) -> None:
+    def drain(self) -> None:
         """Return once the peers have all that they need of this rank, or within a limit."""
 
     def close(self) -> None:
         """Release what the synchronizer holds, and wait for nobody; it writes nowhere afterwards.
 
-        Before a good end comes `leave`; otherwise the peers lose this rank.
+        Before a good end comes `drain`; otherwise the peers lose this rank.
         """

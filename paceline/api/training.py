@@ -220,10 +220,10 @@ class Training:
                 self._steps.save()
             self._steps.finish()
 
-    def leave(self) -> None:
+    def drain(self) -> None:
         """Return once the peers need nothing more of this rank's last step."""
         if self._replica is not None:
-            self._replica.leave()
+            self._replica.drain()
 
     def rescue(self) -> None:
         """Write the newest state in memory to the disk, from any thread."""

@@ -91,7 +91,7 @@ class Collectives:
         """Wait for the run's all_reduce."""
         self.wait(index, operation)
 
-    def leave(self) -> None:
+    def drain(self) -> None:
         """Go: what has been waited for here needs nothing more of this rank."""
 
     def close(self) -> None:

@@ -59,7 +59,7 @@ class Exchange(Protocol):
             CommError: a peer was lost, or silent.
         """
 
-    def leave(self) -> None:
+    def drain(self) -> None:
         """Return once the peers have all that they need of this rank, or within a limit."""
 
     def close(self) -> None:

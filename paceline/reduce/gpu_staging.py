@@ -157,9 +157,9 @@ class Staged:
         self._exchange.discard(index, operation)
         stage.borrowed = []
 
-    def leave(self) -> None:
+    def drain(self) -> None:
         """Serve the peers until they have all their sums."""
-        self._exchange.leave()
+        self._exchange.drain()
 
     def close(self) -> None:
         """End the thread and the exchange."""

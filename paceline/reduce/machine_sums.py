@@ -159,13 +159,13 @@ class MachineSums:
         """Wait for the sums, and forget them; raises as `wait`."""
         self._wait_for(self._runs[index], operation)
 
-    def leave(self) -> None:
+    def drain(self) -> None:
         """Let the leader serve the others until they have all their sums."""
         with self._changed:
             idle = self._error is None and all(run.summed == run.sent for run in self._runs)
         if idle:
             if self._far is not None:
-                self._far.leave()
+                self._far.drain()
             self._left = True  # the neighbours have theirs, as this rank has
 
     def close(self) -> None:

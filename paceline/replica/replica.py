@@ -172,9 +172,9 @@ class Replica:
         """Make parameters and running statistics final and equal everywhere."""
         self._binding.synchronizer.settle()
 
-    def leave(self) -> None:
+    def drain(self) -> None:
         """Return once the peers have all that they need of this rank, or within a limit."""
-        self._binding.synchronizer.leave()
+        self._binding.synchronizer.drain()
 
     @property
     def stateful(self) -> bool:
@@ -226,7 +226,7 @@ class Replica:
             return
         self._plan = plan or self._plan
         device, stateful, kept = old.roster.tensors[0].device, self.stateful, self.state()
-        self.leave()
+        self.drain()
         self._unbind()
         self._binding = self._bind(set(old.roster.tensors), old.learned if same else None)
         if stateful:

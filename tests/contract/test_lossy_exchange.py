@@ -69,7 +69,7 @@ def test_ranks_get_the_same_and_errors_do_not_add_up(machines: tuple[int, ...], 
     def train(rank: int) -> list[Tensor]:
         owner = make(rank)
         got = [sums(owner, rank, step, weight_of(rank)) for step in range(steps)]
-        owner.leave()
+        owner.drain()
         owner.close()
         return got
 
@@ -98,7 +98,7 @@ def test_a_step_that_is_taken_back_leaves_no_trace(machines: tuple[int, ...], wi
             sums(owner, rank, 7, weight_of(rank))
             kept = False
         got.append(sums(owner, rank, 2, weight_of(rank), kept=kept))
-        owner.leave()
+        owner.drain()
         owner.close()
         return got
 
@@ -122,7 +122,7 @@ def test_a_parameter_that_nobody_used_has_no_sum(machines: tuple[int, ...]) -> N
             owner.begin(kept=True, scale=1.0)
             owner.send(0, values, 0.5)
             used.append([value is not None for value in owner.wait(0, "a test")])
-        owner.leave()
+        owner.drain()
         owner.close()
         return used
 

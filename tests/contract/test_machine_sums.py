@@ -93,7 +93,7 @@ def test_ranks_send_and_wait_each_in_its_own_order(machines: tuple[int, ...]) ->
             for run in random.sample(range(len(RUNS)), len(RUNS)):
                 sums = exchange.wait(run, "a test")
                 got[step, run] = [None if s is None else s.clone() for s in sums]
-        exchange.leave()
+        exchange.drain()
         exchange.close()
         return got
 

@@ -59,7 +59,7 @@ def bench_of(request: pytest.FixtureRequest, model: nn.Module) -> MakeBench:
 
 def end(bench: Bench) -> None:
     bench.replica.settle()
-    bench.replica.leave()
+    bench.replica.drain()
     bench.replica.close()
 
 

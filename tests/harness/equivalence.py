@@ -176,7 +176,7 @@ class Training:
                 step(replica, model, optimizer, x[local], y[local])
             schedule.step()
         state = {name: value.clone() for name, value in model.state_dict().items()}
-        replica.leave()
+        replica.drain()
         replica.close()
         return state
 

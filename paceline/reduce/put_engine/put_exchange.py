@@ -165,13 +165,13 @@ class PutExchange:
         """
         self._summed(index, operation)
 
-    def leave(self) -> None:
+    def drain(self) -> None:
         """Serve the peers until they have all their sums, as this rank has its own."""
         if self._reducer.error is None and all(
             bucket.contribution is None for bucket in self._buckets
         ):
             with suppress(CommError):  # a peer that has gone needs nothing
-                self._waits.leave(self._later)
+                self._waits.drain(self._later)
 
     def close(self) -> None:
         """End the thread, and the window."""

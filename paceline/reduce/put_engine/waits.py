@@ -72,7 +72,7 @@ class Waits:
             self.raise_reducer_error(operation)
             raise self._silence(index, version, operation, None)
 
-    def leave(self, limit: float) -> None:
+    def drain(self, limit: float) -> None:
         """Say that this rank has all that it needs, and return once all others have said so.
 
         It returns as well at the limit, and when another goes on: then its next wait is to learn
