@@ -51,7 +51,7 @@ class Replicated:
         self._recorder = recorder or NullRecorder()
         self._pending: set[int] = set()  # runs that were sent and not yet waited for
         self._sent: set[int] = set()  # buckets, in this step
-        self._kept = True  # the last step took effect
+        self._applied = True  # the last step took effect
         self._step, self._weight, self._scale = 0, 0.0, 1.0
         self._exchanged = 0  # the step whose sums are under way
         self._ended = True  # what is pending belongs to an ended step and may be installed
@@ -93,7 +93,7 @@ class Replicated:
         if self._reduced:
             for unit in dict.fromkeys(self._updater.unit(bucket) for bucket in self.buckets):
                 self._update(unit, [p.grad for bucket in unit for p in bucket.parameters])
-        self._kept = self._ended = True
+        self._applied = self._ended = True
 
     def abandon(self, step: int) -> None:
         """Drop the step's gradients, after the exchange that all ranks began."""
@@ -103,7 +103,7 @@ class Replicated:
                 self._pending.discard(bucket.index)
                 with self._recorder.span("wait", bucket=bucket.index):
                     self._exchange.discard(bucket.index, self._operation(bucket))
-        self._kept, self._ended = False, True
+        self._applied, self._ended = False, True
 
     def settle(self) -> None:
         """Install whatever has been exchanged for the last ended step."""
@@ -138,7 +138,7 @@ class Replicated:
         if self._sent:
             self._exchange.steady()
         self._sent.clear()
-        self._exchange.begin(kept=self._kept, scale=self._scale)
+        self._exchange.begin(applied=self._applied, scale=self._scale)
         self._exchanged = self._step
         self._ended = False
         self._statistics.pack()

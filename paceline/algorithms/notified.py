@@ -121,7 +121,7 @@ class Notified(Replicated):
         """What a lossy wire has yet to send."""
         if not self._coded:
             return None
-        return Residuals(self._coded, self._exchanging, self._rank, kept=self._kept)
+        return Residuals(self._coded, self._exchanging, self._rank, applied=self._applied)
 
 
 def _spec(tensors: Sequence[Tensor], wire: Wire, updated: bool = False) -> BucketSpec:

@@ -57,7 +57,7 @@ class Sharded(Notified):
             )
         else:
             self._return_sums(lambda bucket: partial(self._update_shard, bucket, None))
-        self._kept = self._ended = True
+        self._applied = self._ended = True
 
     def abandon(self, step: int) -> None:
         """Drop the step's gradients."""

@@ -44,7 +44,7 @@ class Collectives:
         """Tell the communicator."""
         self._communicator.steady()
 
-    def begin(self, *, kept: bool, scale: float) -> None:
+    def begin(self, *, applied: bool, scale: float) -> None:
         """Begin the order anew."""
         self._ready.clear()
         self._issued = 0

@@ -20,11 +20,11 @@ class Exchange(Protocol):
     def steady(self) -> None:
         """End the start-up: all ranks have exchanged a step, and are waited for less long."""
 
-    def begin(self, *, kept: bool, scale: float) -> None:
+    def begin(self, *, applied: bool, scale: float) -> None:
         """Expect all runs of a step; those of the step before have been waited for.
 
         Args:
-            kept: the step before took effect; otherwise it leaves no trace.
+            applied: the step before took effect; otherwise it leaves no trace.
             scale: what this step's loss is multiplied by.
         """
 

@@ -100,9 +100,9 @@ class Staged:
         self._limit = self._later
         self._exchange.steady()
 
-    def begin(self, *, kept: bool, scale: float) -> None:
+    def begin(self, *, applied: bool, scale: float) -> None:
         """Begin a step."""
-        self._exchange.begin(kept=kept, scale=scale)
+        self._exchange.begin(applied=applied, scale=scale)
 
     def traffic(self, index: int) -> tuple[int, int]:
         """Return the bytes that go to other groups and come from them."""

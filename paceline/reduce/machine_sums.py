@@ -122,10 +122,10 @@ class MachineSums:
             self._far.steady()
         self._steady()
 
-    def begin(self, *, kept: bool, scale: float) -> None:
+    def begin(self, *, applied: bool, scale: float) -> None:
         """Begin a step; the thread has nothing left to do of the one before."""
         if self._far is not None:
-            self._far.begin(kept=kept, scale=scale)
+            self._far.begin(applied=applied, scale=scale)
 
     def traffic(self, index: int) -> tuple[int, int]:
         """Return the bytes that go to other machines and come from them."""

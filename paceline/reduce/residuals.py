@@ -53,19 +53,19 @@ class Residuals:
         coded: all runs of lossy wires.
         topology: of the ranks.
         rank: this one.
-        kept: whether the last step took effect.
+        applied: whether the last step took effect.
     """
 
     def __init__(
-        self, coded: Sequence[CodedBucket], topology: Topology, rank: int, *, kept: bool
+        self, coded: Sequence[CodedBucket], topology: Topology, rank: int, *, applied: bool
     ) -> None:
         self._coded, self._topology = coded, topology
-        self._rank, self._kept = rank, kept
+        self._rank, self._applied = rank, applied
 
     def gather(self, communicator: Communicator) -> Mapping[str, Any] | None:
         """Return what all ranks have missed, by parameter and group, on rank 0."""
         feedbacks = [coded.feedback for coded in self._coded if coded.feedback is not None]
-        held = [feedback.held(kept=self._kept) for feedback in feedbacks]
+        held = [feedback.held(applied=self._applied) for feedback in feedbacks]
         flat = torch.cat(held) if held else torch.empty(0, dtype=torch.float32)
         what = "the gathering of what lossy wires missed, for which all ranks must come"
         device = self._coded[0].templates[0].device

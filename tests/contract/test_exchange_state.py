@@ -178,9 +178,9 @@ def test_gradients_as_they_are_have_no_state() -> None:
         model: nn.Module = copy.deepcopy(MODEL)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         replica: Replica = replicate(model, optimizer, c, 2_000, kind)
-        kept = replica.state(), replica.restore({"scale": 1.0, "missed": []})
+        applied = replica.state(), replica.restore({"scale": 1.0, "missed": []})
         replica.close()
-        return kept
+        return applied
 
     for wire, machines in (("fp32", (1, 1)), ("int8", (2,))):  # none goes between machines there
         kind = notified(False, machines, wire)

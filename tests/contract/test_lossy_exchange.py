@@ -43,9 +43,11 @@ def gradients(rank: int, step: int) -> list[Tensor]:
     return [torch.randn(n, generator=random) * 10 ** (rank - 1) for n in LENGTHS]
 
 
-def sums(owner: PutExchange, rank: int, step: int, weight: float, *, kept: bool = True) -> Tensor:
+def sums(
+    owner: PutExchange, rank: int, step: int, weight: float, *, applied: bool = True
+) -> Tensor:
     """Exchange a step; return the sums, (values,)."""
-    owner.begin(kept=kept, scale=1.0)
+    owner.begin(applied=applied, scale=1.0)
     owner.send(0, gradients(rank, step), weight)
     got = owner.wait(0, "a test")
     return torch.cat([value for value in got if value is not None]).clone()
@@ -93,11 +95,11 @@ def test_a_step_that_is_taken_back_leaves_no_trace(machines: tuple[int, ...], wi
     def train(make: Callable[[int], PutExchange], rank: int, taken_back: bool) -> list[Tensor]:
         owner = make(rank)
         got = [sums(owner, rank, 0, weight_of(rank)), sums(owner, rank, 1, weight_of(rank))]
-        kept = True
+        applied = True
         if taken_back:
             sums(owner, rank, 7, weight_of(rank))
-            kept = False
-        got.append(sums(owner, rank, 2, weight_of(rank), kept=kept))
+            applied = False
+        got.append(sums(owner, rank, 2, weight_of(rank), applied=applied))
         owner.drain()
         owner.close()
         return got
@@ -119,7 +121,7 @@ def test_a_parameter_that_nobody_used_has_no_sum(machines: tuple[int, ...]) -> N
             values: list[Tensor | None] = list(gradients(rank, step))
             values[0] = None
             values[1] = values[1] if rank == 1 else None
-            owner.begin(kept=True, scale=1.0)
+            owner.begin(applied=True, scale=1.0)
             owner.send(0, values, 0.5)
             used.append([value is not None for value in owner.wait(0, "a test")])
         owner.drain()

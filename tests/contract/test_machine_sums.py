@@ -87,7 +87,7 @@ def test_ranks_send_and_wait_each_in_its_own_order(machines: tuple[int, ...]) ->
         rank, got = communicator.rank, {}
         exchange, random = make(rank), Random(rank)
         for step in range(STEPS):
-            exchange.begin(kept=True, scale=1.0)
+            exchange.begin(applied=True, scale=1.0)
             for run in random.sample(range(len(RUNS)), len(RUNS)):
                 exchange.send(run, values_of(rank, step, run), (rank + 1) / 10)
             for run in random.sample(range(len(RUNS)), len(RUNS)):
@@ -135,7 +135,7 @@ def waited_in_vain(make: Callable[[int], MachineSums], silent: int) -> list[str]
         exchange, said = make(communicator.rank), ""
         if communicator.rank != silent:
             exchange.steady()
-            exchange.begin(kept=True, scale=1.0)
+            exchange.begin(applied=True, scale=1.0)
             for run in range(len(RUNS)):
                 exchange.send(run, values_of(communicator.rank, 0, run), 1.0)
             with pytest.raises(CommTimeout) as caught:

@@ -213,7 +213,7 @@ def watched(kind: type[Notified], made: dict[int, list[weakref.ref[Any]]]) -> Ca
 
 @pytest.fixture
 def uncollected() -> Iterator[None]:
-    """Look for no garbage, as if all that there is were kept for good (`cli.kept`)."""
+    """Look for no garbage, as if all that there is were kept for good (`cli.applied`)."""
     gc.disable()
     yield
     gc.enable()

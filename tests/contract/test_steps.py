@@ -208,15 +208,15 @@ def test_a_checkpoint_holds_what_all_ranks_have_before_its_step(
     had = run_ranks(2, work)[0]
     saved = {s: read_checkpoint(f) for s, f in files(tmp_path).items()}
     assert sorted(saved) == ([3, 6] if "steps" in policy else [2, 4, 6])
-    for step, kept in saved.items():
+    for step, applied in saved.items():
         if kind is Sharded:
             momenta = [
                 [entry["momentum_buffer"] for entry in state["optimizer"]["state"].values()]
-                for state in (had[step], kept)
+                for state in (had[step], applied)
             ]
             assert len(momenta[0]) == len(list(model.parameters()))
             assert all(torch.equal(a, b) for a, b in zip(*momenta, strict=True))
-        for ours, theirs in zip(had[step]["missed"], kept["exchange"]["missed"], strict=True):
+        for ours, theirs in zip(had[step]["missed"], applied["exchange"]["missed"], strict=True):
             assert ours.keys() == theirs.keys()
             assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 

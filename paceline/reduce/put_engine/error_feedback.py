@@ -100,17 +100,17 @@ class ErrorFeedback:
         """Write what another group's owner has sent back."""
         self._wire.decode(data, sums)
 
-    def begin(self, *, kept: bool, scale: float) -> None:
-        """Begin a step; `kept`: the last one took effect; `scale`: of this step's loss."""
-        if kept:
+    def begin(self, *, applied: bool, scale: float) -> None:
+        """Begin a step; `applied`: the last one took effect; `scale`: of this step's loss."""
+        if applied:
             self.residual, self._next_residual = self._next_residual, self.residual
         if scale != self.scale:
             self.residual *= scale / self.scale
             self.scale = scale
 
-    def held(self, *, kept: bool) -> Tensor:
+    def held(self, *, applied: bool) -> Tensor:
         """Return what the next step has to begin with, (slice,)."""
-        return self._next_residual if kept else self.residual
+        return self._next_residual if applied else self.residual
 
     def restore(self, residual: Tensor, scale: float, *, owned_by: int | None) -> None:
         """Begin with what was missed of the run, (numel,), or of the shard that a group owns."""

@@ -78,11 +78,11 @@ class PutExchange:
         self._waits.limit = self._later
         self._steady()
 
-    def begin(self, *, kept: bool, scale: float) -> None:
+    def begin(self, *, applied: bool, scale: float) -> None:
         """Keep what the wires missed in the step before, if it took effect."""
         for feedback in self.feedbacks:
             if feedback is not None:
-                feedback.begin(kept=kept, scale=scale)
+                feedback.begin(applied=applied, scale=scale)
 
     @property
     def feedbacks(self) -> list[ErrorFeedback | None]:
