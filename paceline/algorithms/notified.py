@@ -23,7 +23,7 @@ from paceline.comm.window import Window
 from paceline.recorder import Recorder
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.exchange import Exchange
-from paceline.reduce.gpu_staging import Staged, pinned_like
+from paceline.reduce.gpu_staging import GpuStaging, pinned_like
 from paceline.reduce.machine_sums import MachineSums
 from paceline.reduce.put_engine.layout import BucketSpec, Topology, lay_out
 from paceline.reduce.put_engine.put_exchange import PutExchange
@@ -53,7 +53,7 @@ class Notified(Replicated):
         wire: how gradients in float32 travel between groups; others travel as they are.
         recorder: measures, as `Replicated` says.
         staged: parameters are in a device's memory, and their gradients go through the CPU's.
-        near: connects the ranks of this group, which add up by its collectives, on their devices;
+        intra_machine: connects the ranks of this group, which add up by its collectives, on their devices;
             the first of them alone stages the sums and exchanges them by its window.
     """
 
@@ -71,7 +71,7 @@ class Notified(Replicated):
         wire: Wire = WIRES["fp32"],
         recorder: Recorder | None = None,
         staged: bool = False,
-        near: Communicator | None = None,
+        intra_machine: Communicator | None = None,
     ) -> None:
         templates: list[list[Tensor]] = [list(bucket.parameters) for bucket in buckets]
         names = [bucket.names for bucket in buckets]
@@ -80,7 +80,7 @@ class Notified(Replicated):
             specs.append(_spec([statistics.flat], WIRES["fp32"]))
             templates.append([statistics.flat])
             names.append(("the running statistics",))
-        exchanging = topology if near is None else topology.leaders
+        exchanging = topology if intra_machine is None else topology.leaders
         layout = lay_out(specs, exchanging)
         window = open_window(layout.size, layout.notifications)
         if recorder is not None:
@@ -92,15 +92,15 @@ class Notified(Replicated):
 
         leads = window.rank in exchanging.ranks
         exchange: Exchange
-        if near is not None:
+        if intra_machine is not None:
             ranks = topology.groups[topology.group_of(window.rank)]
             how = (len(buckets), limits, steady)
-            exchange = MachineSums(ranks, near, own, templates, names, *how)
+            exchange = MachineSums(ranks, intra_machine, own, templates, names, *how)
             if not leads:
                 window.close()  # it has no peers
         elif staged:
             sent = [[pinned_like(tensor) for tensor in tensors] for tensors in templates]
-            exchange = Staged(own(sent), templates, sent, names, limits)
+            exchange = GpuStaging(own(sent), templates, sent, names, limits)
         else:
             exchange = own(templates)
         super().__init__(buckets, exchange, updater, statistics, window.world_size, recorder)

@@ -108,7 +108,7 @@ def parallelize(
         if session.run is not None:
             for name, part in parts.items():
                 refuse_foreign(f"{name}.state_dict()", part.state_dict())
-        peers = replace(session.peers, near=link.connect_machine(sync, session.resources))
+        peers = replace(session.peers, intra_machine=link.connect_machine(sync, session.resources))
         replica = replicate(model, optimizer, peers, config, share, session.occasion)
         told = list(training.start.restore_exchange(replica))
         if len(link.joined.members.machines) == 1:

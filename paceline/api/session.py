@@ -72,10 +72,10 @@ class Link:
             CommError: a rank didn't come in time.
         """
         members, limits = self.joined.members, (self.first_timeout, self.timeout)
-        near = connect_machine(members, self.joined.store, self.device, limits, sync)
-        if near is not None:
-            resources.enter_context(until_end(near))
-        return near
+        intra_machine = connect_machine(members, self.joined.store, self.device, limits, sync)
+        if intra_machine is not None:
+            resources.enter_context(until_end(intra_machine))
+        return intra_machine
 
     def agree(self, subject: str, facts: Mapping[str, object]) -> None:
         """Require the same facts of all ranks; collective, once a subject.

@@ -48,9 +48,9 @@ def train(config: TrainConfig, members: Members, store: Store, token: str) -> No
         if layers is not None:
             stack.enter_context(until_end(layers))
         limits = (config.world.first_iter_timeout, config.world.timeout)
-        near = build.connect_machine(members, store, device, limits, config.sync.sync)
-        if near is not None:
-            stack.enter_context(until_end(near))
+        intra_machine = build.connect_machine(members, store, device, limits, config.sync.sync)
+        if intra_machine is not None:
+            stack.enter_context(until_end(intra_machine))
         start = build.find_start(config.output, folder, config.identity(), communicator, device)
         trace = build.build_trace(config.output, members, folder, communicator, device)
         recorder, log = build.build_recorder(config, members, folder, start, trace)
@@ -63,7 +63,7 @@ def train(config: TrainConfig, members: Members, store: Store, token: str) -> No
             device=device,
             recorder=recorder,
             trace=trace,
-            near=near,
+            intra_machine=intra_machine,
         )
         trainer = build.build_trainer(
             config,

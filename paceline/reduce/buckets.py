@@ -55,13 +55,13 @@ class Bucket:
         """The parameters' gradients."""
         return [p.grad for p in self.parameters]
 
-    def allocate(self) -> Memory:
+    def allocate(self) -> BucketMemory:
         """Make the bucket's staging memory."""
         return allocate(self.parameters)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Memory:
+class BucketMemory:
     """A bucket's flat memory and its parts.
 
     Attributes:
@@ -112,7 +112,7 @@ class Memory:
             self.used.copy_(torch.tensor(flags))
 
 
-def allocate(templates: Sequence[Tensor]) -> Memory:
+def allocate(templates: Sequence[Tensor]) -> BucketMemory:
     """Make memory for what is laid out as tensors of one dtype and device."""
     first = templates[0]
     numel = sum(template.numel() for template in templates)
@@ -121,7 +121,7 @@ def allocate(templates: Sequence[Tensor]) -> Memory:
     for template in templates:
         views.append(like(template, flat[offset : offset + template.numel()]))
         offset += template.numel()
-    return Memory(flat=flat, gradients=tuple(views), used=flat[offset:])
+    return BucketMemory(flat=flat, gradients=tuple(views), used=flat[offset:])
 
 
 def like(parameter: Tensor, flat: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ class _Stage:
     sent: int = 0
 
 
-class Staged:
+class GpuStaging:
     """An exchange of values in a device's memory by one in the CPU's.
 
     Args:

@@ -35,9 +35,9 @@ from torch import Tensor
 
 from paceline.comm.communicator import Communicator, Ticket
 from paceline.errors import CommError, CommTimeout, PeerLost
-from paceline.reduce.buckets import Memory, allocate
+from paceline.reduce.buckets import BucketMemory, allocate
 from paceline.reduce.exchange import Exchange
-from paceline.reduce.gpu_staging import Staged, pinned_like
+from paceline.reduce.gpu_staging import GpuStaging, pinned_like
 from paceline.reduce.side_stream import SideStream
 
 MakeFar = Callable[[Sequence[Sequence[Tensor]]], Exchange]
@@ -59,7 +59,7 @@ class _Run:
         summed: the versions whose sums are there.
     """
 
-    memory: Memory
+    memory: BucketMemory
     full: bool = True
     packed: Any = None
     sent: int = 0
@@ -71,7 +71,7 @@ class MachineSums:
 
     Args:
         ranks: of this machine, in order; the first is the leader.
-        near: connects them, the leader as its rank 0; nobody else uses it meanwhile.
+        intra_machine: connects them, the leader as its rank 0; nobody else uses it meanwhile.
         make_far: makes, on a leader, what adds up leaders' values, on the CPU.
         templates: of each run, tensors of its parameters' shapes, strides and devices.
         names: of each run, the parameters' names.
@@ -85,7 +85,7 @@ class MachineSums:
     def __init__(
         self,
         ranks: Sequence[int],
-        near: Communicator,
+        intra_machine: Communicator,
         make_far: MakeFar,
         templates: Sequence[Sequence[Tensor]],
         names: Sequence[Sequence[str]],
@@ -93,15 +93,15 @@ class MachineSums:
         limits: tuple[float, float],
         steady: Callable[[], None] = lambda: None,
     ) -> None:
-        self._near, self._steady = near, steady
-        self._rank = ranks[near.rank]
+        self._intra_machine, self._steady = intra_machine, steady
+        self._rank = ranks[intra_machine.rank]
         self._others = [rank for rank in ranks if rank != self._rank]
         self._runs = [_Run(memory=allocate(tensors)) for tensors in templates]
-        self._far: Exchange | None = None
-        if near.rank == 0:
+        self._inter_machine: Exchange | None = None
+        if intra_machine.rank == 0:
             places = [run.memory.gradients for run in self._runs]
             sent = [[pinned_like(place) for place in tensors] for tensors in places]
-            self._far = Staged(make_far(sent), places, sent, names, limits, places)
+            self._inter_machine = GpuStaging(make_far(sent), places, sent, names, limits, places)
         numbers = range(len(self._runs))
         self._reduces = (*numbers[buckets:], *numbers[:buckets])
         self._broadcasts = (*numbers[buckets:], *reversed(numbers[:buckets]))
@@ -117,19 +117,19 @@ class MachineSums:
     def steady(self) -> None:
         """Wait less long from now on."""
         self._limit = self._later
-        self._near.steady()
-        if self._far is not None:
-            self._far.steady()
+        self._intra_machine.steady()
+        if self._inter_machine is not None:
+            self._inter_machine.steady()
         self._steady()
 
     def begin(self, *, applied: bool, scale: float) -> None:
         """Begin a step; the thread has nothing left to do of the one before."""
-        if self._far is not None:
-            self._far.begin(applied=applied, scale=scale)
+        if self._inter_machine is not None:
+            self._inter_machine.begin(applied=applied, scale=scale)
 
     def traffic(self, index: int) -> tuple[int, int]:
         """Return the bytes that go to other machines and come from them."""
-        return (0, 0) if self._far is None else self._far.traffic(index)
+        return (0, 0) if self._inter_machine is None else self._inter_machine.traffic(index)
 
     def next(self, index: int) -> int:
         """Return the run itself: they arrive in the order in which they are needed."""
@@ -164,8 +164,8 @@ class MachineSums:
         with self._changed:
             idle = self._error is None and all(run.summed == run.sent for run in self._runs)
         if idle:
-            if self._far is not None:
-                self._far.drain()
+            if self._inter_machine is not None:
+                self._inter_machine.drain()
             self._left = True  # the neighbours have theirs, as this rank has
 
     def close(self) -> None:
@@ -174,9 +174,9 @@ class MachineSums:
             self._closed = True
             self._changed.notify_all()
         if not self._left:
-            self._near.close()
-        if self._far is not None:
-            self._far.close()
+            self._intra_machine.close()
+        if self._inter_machine is not None:
+            self._inter_machine.close()
         self._thread.join(_CLOSE_S)
 
     def _wait_for(self, run: _Run, operation: str) -> None:
@@ -224,17 +224,17 @@ class MachineSums:
         """Add up what the machine has of a run, and let the leader send it."""
         run = self._runs[index]
         self._stream.wait_for(run.packed)
-        self._collective(self._near.reduce, run.memory.flat)
-        if self._far is not None:
-            self._far.send(index, run.memory.reduced(used_here=run.full), 1.0)
+        self._collective(self._intra_machine.reduce, run.memory.flat)
+        if self._inter_machine is not None:
+            self._inter_machine.send(index, run.memory.reduced(used_here=run.full), 1.0)
         self._get_on()
 
     def _broadcast(self, index: int) -> None:
         """Let all ranks of the machine have what the leader's sums are."""
         run = self._runs[index]
-        if self._far is not None:
-            run.memory.mark_used(self._far.wait(index, _OPERATION))
-        self._collective(self._near.broadcast, run.memory.flat)
+        if self._inter_machine is not None:
+            run.memory.mark_used(self._inter_machine.wait(index, _OPERATION))
+        self._collective(self._intra_machine.broadcast, run.memory.flat)
         self._stream.finish()
         self._get_on(run)
 

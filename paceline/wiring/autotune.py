@@ -156,9 +156,9 @@ class Chooser:
         own = figures.pop(_short(chosen))
         others = ", ".join(f"{name} {_number(value)}" for name, value in figures.items())
         noise = f"{100 * outcome.noise:.2g}%"
-        near = "" if own <= min(figures.values()) else f" (all within {noise} are equal)"
+        intra_machine = "" if own <= min(figures.values()) else f" (all within {noise} are equal)"
         self._tell(
-            f"{_long(chosen)}: {_number(own)} ms a step; {others}{near}; fix it by --sync "
+            f"{_long(chosen)}: {_number(own)} ms a step; {others}{intra_machine}; fix it by --sync "
             f"{chosen.sync} --bucket_mb {chosen.bucket_mb:g}"
             f"{f' --connections {chosen.connections}' if chosen.connections > 1 else ''}"
         )

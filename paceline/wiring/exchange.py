@@ -54,7 +54,7 @@ class Peers:
         device: where the communicator's tensors live.
         recorder: measures the exchange.
         trace: traces it, if it is to be traced.
-        near: connects the workers of this machine, where their GPUs add up first.
+        intra_machine: connects the workers of this machine, where their GPUs add up first.
     """
 
     members: Members
@@ -64,7 +64,7 @@ class Peers:
     device: torch.device = field(default_factory=partial(torch.device, "cpu"))
     recorder: Recorder = field(default_factory=NullRecorder)
     trace: Trace | None = None
-    near: Communicator | None = None
+    intra_machine: Communicator | None = None
     _windows: Iterator[int] = field(default_factory=count)
 
     def open_window(
@@ -79,7 +79,7 @@ class Peers:
             CommError: a rank didn't come in time, or can't be reached.
         """
         members, number = self.members, next(self._windows)
-        exchanging = self.topology if self.near is None else self.topology.leaders
+        exchanging = self.topology if self.intra_machine is None else self.topology.leaders
         alone = members.rank not in exchanging.ranks
         bootstrap = Bootstrap(
             share=self._share,
@@ -134,7 +134,7 @@ def _notified(
     sharded = config.update == "sharded"
     kind: Callable[..., Synchronizer] = Sharded if sharded else Notified
     staged = any(p.device.type != "cpu" for bucket in buckets for p in bucket.parameters)
-    alone = config.transport == "nixl" and peers.near is None  # it shares no memory
+    alone = config.transport == "nixl" and peers.intra_machine is None  # it shares no memory
     return kind(
         buckets,
         partial(peers.open_window, transport=config.transport, connections=config.connections or 1),
@@ -146,7 +146,7 @@ def _notified(
         WIRES[config.wire],
         peers.recorder,
         staged,
-        peers.near,
+        peers.intra_machine,
     )
 
 

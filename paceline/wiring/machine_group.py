@@ -47,7 +47,7 @@ def connect_group(
     """
     if members.local_world_size == 1:
         return SingleRankCommunicator()
-    near = ProcessGroupCommunicator(
+    intra_machine = ProcessGroupCommunicator(
         PrefixStore(f"generation/{members.generation}/machine/{members.machine}", store),
         rank=members.local_rank,
         world_size=members.local_world_size,
@@ -57,7 +57,7 @@ def connect_group(
         timeout=limits[1],
     )
     first, what = torch.ones(1, device=device), "the first sum of this machine's workers"
-    near.reduce(first).wait(what)
-    near.broadcast(first).wait(what)
+    intra_machine.reduce(first).wait(what)
+    intra_machine.broadcast(first).wait(what)
     assert first.tolist() == [members.local_world_size]
-    return near
+    return intra_machine

@@ -43,12 +43,12 @@ def named(value: object) -> str:
 )
 @pytest.mark.parametrize("wire", ["bf16", "int8"])
 def test_a_run_goes_on_with_the_bits_of_one_that_never_stopped(
-    machines: tuple[int, ...], near: MakeNear | None, wire: str
+    machines: tuple[int, ...], intra_machine: MakeNear | None, wire: str
 ) -> None:
-    whole = train(machines, wire, range(6), near=near)
-    half = train(machines, wire, range(3), near=near)
+    whole = train(machines, wire, range(6), intra_machine=intra_machine)
+    half = train(machines, wire, range(3), intra_machine=intra_machine)
     assert all(bool(value.any()) for value in totals(half).values()), "nothing was missed"
-    assert same(train(machines, wire, range(3, 6), half, near=near), whole)
+    assert same(train(machines, wire, range(3, 6), half, intra_machine=intra_machine), whole)
 
 
 def test_what_was_missed_has_the_parameters_names_and_shapes() -> None:
@@ -66,10 +66,12 @@ def test_what_was_missed_has_the_parameters_names_and_shapes() -> None:
     ids=named,
 )
 def test_other_buckets_and_more_ranks_a_machine_keep_each_machines_part(
-    machines: tuple[int, ...], bucket_bytes: int, near: MakeNear | None
+    machines: tuple[int, ...], bucket_bytes: int, intra_machine: MakeNear | None
 ) -> None:
     state = train((1, 1), "int8", range(3))
-    again = train(machines, "int8", range(0), state, bucket_bytes=bucket_bytes, near=near)
+    again = train(
+        machines, "int8", range(0), state, bucket_bytes=bucket_bytes, intra_machine=intra_machine
+    )
     assert same(again["exchange"], state["exchange"])
 
 

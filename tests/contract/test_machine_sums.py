@@ -29,7 +29,7 @@ def exchange_of(
     machines: tuple[int, ...], limit: float = 30.0, near_limit: float = 30.0
 ) -> Callable[[int], MachineSums]:
     """Return what makes each rank's exchange, with limits that count once it is steady."""
-    topology, near = Topology.of(machines), in_threads(machines, near_limit)
+    topology, intra_machine = Topology.of(machines), in_threads(machines, near_limit)
     specs = [BucketSpec(lengths=lengths, dtype=torch.float64) for lengths in RUNS]
     layout = lay_out(specs, topology.leaders)
     windows = WindowGroup(sum(machines), layout.size, layout.notifications)
@@ -42,7 +42,7 @@ def exchange_of(
         own = windows.window(rank)
         return MachineSums(
             ranks,
-            near(rank),
+            intra_machine(rank),
             lambda sent: PutExchange(own, layout, sent, names, limits),
             templates,
             names,

@@ -93,7 +93,7 @@ def test_every_case_by_copies_as_of_a_gpus_memory(name: str) -> None:
 def test_every_case_by_sums_as_of_a_machines_gpus(name: str, machines: tuple[int, ...]) -> None:
     training = CASES[name]()
     alone = training.alone()
-    kind = notified(False, machines, near=in_threads)
+    kind = notified(False, machines, intra_machine=in_threads)
     first, *others = training.on_threads(sum(machines), 2_000, kind)
     assert largest_difference(first, alone) < 1e-10
     for other in others:
@@ -218,7 +218,7 @@ def test_two_runs_give_the_same_bits_however_late_puts_are(
 
 def test_late_puts_change_no_bit_of_sums_as_of_a_machines_gpus() -> None:
     punctual, late = (
-        CASES["usual"]().on_threads(4, 2_000, notified(late, (2, 2), near=in_threads))[0]
+        CASES["usual"]().on_threads(4, 2_000, notified(late, (2, 2), intra_machine=in_threads))[0]
         for late in (False, True)
     )
     assert largest_difference(punctual, late) == 0

@@ -34,7 +34,7 @@ KINDS = {
     "in process": lambda: notified(False, limit=LIMIT),
     "copies": lambda: notified(False, limit=LIMIT, staged=True),
     "sums of GPUs": lambda: notified(
-        False, (2, 1), limit=LIMIT, near=partial(in_threads, limit=LIMIT)
+        False, (2, 1), limit=LIMIT, intra_machine=partial(in_threads, limit=LIMIT)
     ),
     "TCP": lambda: notified_on_machines((1, 1, 1), limit=LIMIT),
     "shared memory and TCP": lambda: notified_on_machines((2, 1), limit=LIMIT),
@@ -104,7 +104,7 @@ def lose(bench: Bench, moment: str) -> None:
 def test_who_adds_up_with_a_lost_rank_names_it_and_the_other_machines_hear_of_it(
     model: nn.Module, moment: str
 ) -> None:
-    kind = notified(False, (1, 2), limit=LIMIT, near=partial(in_threads, limit=LIMIT))
+    kind = notified(False, (1, 2), limit=LIMIT, intra_machine=partial(in_threads, limit=LIMIT))
 
     def train(communicator: Communicator) -> str:
         bench = Bench.of(communicator, model, kind=kind)
@@ -226,10 +226,12 @@ def test_an_exchange_that_another_replaces_gives_its_memory_back(
 ) -> None:
     made: dict[int, list[weakref.ref[Any]]] = defaultdict(list)
     kind: type[Notified] = Sharded if how == "sharded" else Notified
-    machines, near = ((2, 1), in_threads) if how == "sums of GPUs" else ((1, 1, 1), None)
+    machines, intra_machine = ((2, 1), in_threads) if how == "sums of GPUs" else ((1, 1, 1), None)
     wire = "int8" if how == "int8" else "fp32"
     watching: Any = watched(kind, made)
-    make: Any = notified(False, machines, wire, watching, staged=how == "staged", near=near)
+    make: Any = notified(
+        False, machines, wire, watching, staged=how == "staged", intra_machine=intra_machine
+    )
     make.updater = Shards if kind is Sharded else Updater
 
     def train(communicator: Communicator) -> list[object]:

@@ -86,10 +86,10 @@ def train(
     bucket_bytes: int = 2_000,
     kind: Any = Notified,
     make_optimizer: Any = sgd,
-    near: Any = None,
+    intra_machine: Any = None,
 ) -> State:
     """Train on ranks that are threads; return the state as rank 0 would keep it."""
-    make = notified(False, machines, wire, kind, near=near)
+    make = notified(False, machines, wire, kind, intra_machine=intra_machine)
 
     def work(c: Communicator) -> State:
         rank = Rank(c, make, start, bucket_bytes, make_optimizer)

@@ -35,11 +35,11 @@ MakeNear = Callable[[Sequence[int]], Inside]  # of machines with so many ranks
 
 def in_threads(machines: Sequence[int], limit: float = 30.0) -> Inside:
     """Connect the ranks of each machine, which are threads, with each other."""
-    near: dict[int, Communicator] = {}
+    intra_machine: dict[int, Communicator] = {}
     for ranks in Topology.of(machines).groups:
         group = ThreadGroup(len(ranks), limit)
-        near |= {rank: group.communicator(number) for number, rank in enumerate(ranks)}
-    return near.__getitem__
+        intra_machine |= {rank: group.communicator(number) for number, rank in enumerate(ranks)}
+    return intra_machine.__getitem__
 
 
 def notified(
@@ -49,7 +49,7 @@ def notified(
     kind: Any = Notified,
     limit: float = 30.0,
     staged: bool = False,
-    near: MakeNear | None = None,
+    intra_machine: MakeNear | None = None,
 ) -> Callable[..., Any]:
     """Return what makes the synchronizer of each rank, with windows of one group a binding.
 
@@ -60,12 +60,12 @@ def notified(
         kind: `Notified` or `Sharded`.
         limit: seconds that waits may take.
         staged: gradients go as those of a GPU do.
-        near: connects the ranks of a machine, which add up as its GPUs do.
+        intra_machine: connects the ranks of a machine, which add up as its GPUs do.
     """
     groups: dict[int, WindowGroup] = {}
     made: Counter[int] = Counter()
     lock = threading.Lock()
-    inside = None if near is None else near(machines)
+    inside = None if intra_machine is None else intra_machine(machines)
 
     def make(buckets: Sequence[Bucket], communicator: Communicator, *parts: Any) -> Any:
         rank, world_size = communicator.rank, communicator.world_size
@@ -109,8 +109,8 @@ def notified_on_machines(machines: Sequence[int], limit: float = 30.0) -> Callab
             purpose=f"window/{made[rank]}",
             limit=30.0,
         )
-        near = topology.groups[topology.group_of(rank)]
-        open_window = partial(shm_tcp_window, bootstrap, near, "127.0.0.1")
+        intra_machine = topology.groups[topology.group_of(rank)]
+        open_window = partial(shm_tcp_window, bootstrap, intra_machine, "127.0.0.1")
         return Notified(buckets, open_window, *parts, topology, (limit, limit))
 
     return make
@@ -125,7 +125,7 @@ def notified_by_gloo(machines: Sequence[int], limit: float = 30.0) -> Callable[.
         if rank not in peers:
             peers[rank] = peers_on_gloo(machines, communicator, store, limit)
         mine = peers[rank]
-        how = (mine.limits, lambda: None, WIRES["fp32"], None, True, mine.near)
+        how = (mine.limits, lambda: None, WIRES["fp32"], None, True, mine.intra_machine)
         return Notified(buckets, mine.open_window, *parts, mine.topology, *how)
 
     return make
@@ -146,7 +146,11 @@ def peers_on_gloo(
         hosts=("localhost",) * len(machines),
     )
     limits = (limit, limit)
-    near = connect_group(members, store, torch.device("cpu"), limits)
+    intra_machine = connect_group(members, store, torch.device("cpu"), limits)
     return Peers(
-        members=members, token="token", limits=limits, communicator=communicator, near=near
+        members=members,
+        token="token",
+        limits=limits,
+        communicator=communicator,
+        intra_machine=intra_machine,
     )
