@@ -19,7 +19,7 @@ from statistics import mean
 
 from table import print_table
 
-from paceline.codecs.codecs import WIRES
+from paceline.codecs.codecs import CODECS
 
 MACHINES = 2
 MODEL = [
@@ -106,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--epoch-size", type=int, default=50_000)
     add("--batch", type=int, default=64, help="images a machine; default: %(default)s")
     add("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    add("--wires", nargs="+", choices=sorted(WIRES), default=["fp32", "bf16", "int8"])
+    add("--wires", nargs="+", choices=sorted(CODECS), default=["fp32", "bf16", "int8"])
     parser.add_argument("--markdown", action="store_true", help="print the table as markdown")
     return parser
 

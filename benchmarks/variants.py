@@ -44,7 +44,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.codecs.codecs import WIRES
+from paceline.codecs.codecs import CODECS
 from paceline.config.optim import OptimConfig
 from paceline.config.world import SyncConfig
 from paceline.models.zoo import build_model
@@ -78,7 +78,7 @@ def make(setting: Setting, row: str) -> Variant:
 def wire_of(row: str) -> str:
     """Return what a row's gradients are on their way: `bf16` for `ddp-bf16:25`."""
     manner = method_of(row).partition("-")[2]
-    return manner if manner in WIRES else "fp32"
+    return manner if manner in CODECS else "fp32"
 
 
 class Training:
@@ -224,7 +224,7 @@ def ring_bytes(model: str, ranks: int, wire: str = "fp32") -> int:
     with torch.device("meta"):
         parameters = build_model(model, num_labels=CLASSES, num_channels=3).parameters()
     numel = sum(p.numel() for p in parameters)
-    return 2 * (ranks - 1) * WIRES[wire].size(numel) // ranks
+    return 2 * (ranks - 1) * CODECS[wire].size(numel) // ranks
 
 
 def _stream(setting: Setting, store: Store, wire: str) -> Stream:

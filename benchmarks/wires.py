@@ -19,12 +19,12 @@ import torch
 from rounds import interleaved
 from torch import Tensor
 
-from paceline.codecs.codecs import Bf16, Fp32, Int8, Wire
+from paceline.codecs.codecs import Bf16, Codec, Fp32, Int8
 from paceline.codecs.kernels import plain as kernels_plain
 from paceline.codecs.kernels.kernels import KERNELS, Kernels
 
 NUMEL, SMALL, CALLS = 25_600_000, 64, 500
-WIRES: dict[str, Callable[[Kernels], Wire]] = {"fp32": Fp32, "bf16": Bf16, "int8": Int8}
+CODECS: dict[str, Callable[[Kernels], Codec]] = {"fp32": Fp32, "bf16": Bf16, "int8": Int8}
 
 Work = dict[str, Callable[[], object]]
 
@@ -55,7 +55,7 @@ def kernels_work(kernels: Kernels, values: Sequence[Tensor]) -> Work:
     *parts, out = values
     numel, error, missed, sums = len(out), parts[-1], torch.empty_like(out), torch.empty_like(out)
     work: Work = {}
-    for name, kind in WIRES.items():
+    for name, kind in CODECS.items():
         wire = kind(kernels)
         data = torch.zeros(wire.size(numel), dtype=torch.uint8)
         work[f"{name} encode"] = partial(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from paceline.algorithms.data_parallel import Replicated
-from paceline.codecs.codecs import WIRES, Wire
+from paceline.codecs.codecs import CODECS, Codec
 from paceline.comm.communicator import Communicator
 from paceline.comm.window import Window
 from paceline.recorder import Recorder
@@ -68,7 +68,7 @@ class Notified(Replicated):
         topology: Topology,
         limits: tuple[float, float],
         steady: Callable[[], None] = lambda: None,
-        wire: Wire = WIRES["fp32"],
+        wire: Codec = CODECS["fp32"],
         recorder: Recorder | None = None,
         staged: bool = False,
         intra_machine: Communicator | None = None,
@@ -77,7 +77,7 @@ class Notified(Replicated):
         names = [bucket.names for bucket in buckets]
         specs = [_spec(tensors, wire, self.returns_parameters) for tensors in templates]
         if statistics.flat is not None:
-            specs.append(_spec([statistics.flat], WIRES["fp32"]))
+            specs.append(_spec([statistics.flat], CODECS["fp32"]))
             templates.append([statistics.flat])
             names.append(("the running statistics",))
         exchanging = topology if intra_machine is None else topology.leaders
@@ -124,7 +124,7 @@ class Notified(Replicated):
         return Residuals(self._coded, self._exchanging, self._rank, applied=self._applied)
 
 
-def _spec(tensors: Sequence[Tensor], wire: Wire, updated: bool = False) -> BucketSpec:
+def _spec(tensors: Sequence[Tensor], wire: Codec, updated: bool = False) -> BucketSpec:
     """Describe the run of some tensors of one dtype."""
     dtype = tensors[0].dtype
     coded = wire.lossy and dtype is torch.float32

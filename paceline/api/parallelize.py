@@ -18,7 +18,7 @@ from paceline.api.tracked import refuse_foreign
 from paceline.api.world import World
 from paceline.cluster.rendezvous.preflight import model_facts
 from paceline.cluster.supervision.supervisor import say
-from paceline.codecs.codecs import WIRES
+from paceline.codecs.codecs import CODECS
 from paceline.comm.communicator import broadcast_bytes
 from paceline.comm.nixl.agent import require_nixl
 from paceline.config.world import SyncConfig
@@ -124,7 +124,7 @@ def parallelize(
 def _exchange_of(asked: dict[str, Any], world: World) -> SyncConfig:
     known = {
         "sync": ("auto", *SYNCHRONIZERS),
-        "wire": WIRES,
+        "wire": CODECS,
         "update": UPDATES,
         "transport": TRANSPORTS,
     }

@@ -24,7 +24,7 @@ _ALIGN = 64  # bytes, a cache line
 _BLOCK = 256  # values that share a scale
 
 
-class Wire(Protocol):
+class Codec(Protocol):
     """A codec of float32 values; tensors are flat, contiguous and on the CPU.
 
     Attributes:
@@ -88,11 +88,11 @@ class Wire(Protocol):
         """
 
 
-class InPasses:
+class MultiPassCodec:
     """Gives a wire `reduce` by its other methods, each of which goes over all values."""
 
     def reduce(
-        self: Wire,
+        self: Codec,
         parts: Sequence[Tensor | None],
         sources: Sequence[Source],
         weight: float,
@@ -101,7 +101,7 @@ class InPasses:
         after: Tensor,
         out: Tensor,
     ) -> None:
-        """See `Wire`."""
+        """See `Codec`."""
         out.zero_()
         for part in parts:
             if part is not None:
@@ -114,14 +114,14 @@ class InPasses:
         self.decode(data, out)
 
 
-class _ByKernels:
+class _KernelCodec:
     """Has the arithmetic of a twin."""
 
     def __init__(self, kernels: Kernels = KERNELS) -> None:
         self._kernels = kernels
 
 
-class Fp32(InPasses, _ByKernels):
+class Fp32(MultiPassCodec, _KernelCodec):
     """Values as they are."""
 
     lossy = False
@@ -146,7 +146,7 @@ class Fp32(InPasses, _ByKernels):
         out.add_(data.view(torch.float32))
 
 
-class Bf16(_ByKernels):
+class Bf16(_KernelCodec):
     """A float32's upper half, rounded to the nearest, ties to even: 8 bits of precision.
 
     What is missed needs 16 bits at most, so that after + decoded is v, exactly; v that rounds to an
@@ -187,7 +187,7 @@ class Bf16(_ByKernels):
         self._kernels.reduce_bf16(parts, sources, weight, before, data, after, out)
 
 
-class Int8(_ByKernels):
+class Int8(_KernelCodec):
     """Integers from -127 to 127, a scale for 256 values: off by half a 127th of the largest.
 
     After + decoded is v, exactly. A block with a value that is no number, or of 2^127 and more, is
@@ -238,4 +238,4 @@ def _codes(numel: int) -> int:
     return -(-4 * blocks // _ALIGN) * _ALIGN
 
 
-WIRES: Mapping[str, Wire] = {"fp32": Fp32(), "bf16": Bf16(), "int8": Int8()}
+CODECS: Mapping[str, Codec] = {"fp32": Fp32(), "bf16": Bf16(), "int8": Int8()}

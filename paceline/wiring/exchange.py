@@ -17,7 +17,7 @@ from paceline.algorithms.notified import Notified
 from paceline.algorithms.sharded import Sharded
 from paceline.algorithms.synchronizer import Synchronizer
 from paceline.cluster.membership.members import Members
-from paceline.codecs.codecs import WIRES
+from paceline.codecs.codecs import CODECS
 from paceline.comm.communicator import Communicator, gather_bytes
 from paceline.comm.nixl.window import nixl_window
 from paceline.comm.process_group import ProcessGroupCommunicator
@@ -143,7 +143,7 @@ def _notified(
         Topology.flat(peers.members.world_size) if alone else peers.topology,
         peers.limits,
         peers.communicator.steady,
-        WIRES[config.wire],
+        CODECS[config.wire],
         peers.recorder,
         staged,
         peers.intra_machine,

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from paceline.algorithms.allreduce import AllReduce
 from paceline.algorithms.data_parallel import Replicated
 from paceline.algorithms.notified import Notified
-from paceline.codecs.codecs import WIRES
+from paceline.codecs.codecs import CODECS
 from paceline.comm.communicator import Communicator
 from paceline.comm.inprocess.window import InProcessWindow, WindowGroup
 from paceline.comm.window import Source, Window, bytes_of
@@ -63,7 +63,7 @@ class Ranks:
         self.weighed: Counter[tuple[int, int]] = Counter()
         self.figures: dict[int, Figures] = {}
         self.buckets = 0
-        self._machines, self._wire = machines, WIRES[wire]
+        self._machines, self._wire = machines, CODECS[wire]
         self._group: WindowGroup | None = None
         self._lock = threading.Lock()
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.codecs.codecs import WIRES
+from paceline.codecs.codecs import CODECS
 from paceline.comm.inprocess.window import WindowGroup
 from paceline.reduce.put_engine import shard_reducer as reducer
 from paceline.reduce.put_engine.layout import BucketSpec, Topology, lay_out
@@ -31,7 +31,7 @@ def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 def owners(machines: tuple[int, ...], wire: str) -> Callable[[int], PutExchange]:
     """Return what makes the owner of each rank, for one run of some parameters."""
     world_size = sum(machines)
-    spec = BucketSpec(lengths=LENGTHS, dtype=torch.float32, wire=WIRES[wire])
+    spec = BucketSpec(lengths=LENGTHS, dtype=torch.float32, wire=CODECS[wire])
     layout = lay_out([spec], Topology.of(machines))
     group = WindowGroup(world_size, layout.size, layout.notifications, machines)
     templates, names = [[torch.zeros(n) for n in LENGTHS]], [[str(n) for n in LENGTHS]]

@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.codecs.codecs import Wire
+from paceline.codecs.codecs import Codec
 from paceline.codecs.pieces import Source
 
 _GUARD = 64  # bytes around each memory
@@ -41,7 +41,7 @@ class Coded:
 
 
 def code(
-    wire: Wire,
+    wire: Codec,
     sources: Sequence[Source],
     weight: float,
     before: Tensor,
@@ -71,7 +71,7 @@ def code(
     )
 
 
-def example(wire: Wire, numel: int, *, seed: int) -> tuple[Tensor, Coded]:
+def example(wire: Codec, numel: int, *, seed: int) -> tuple[Tensor, Coded]:
     """Encode gradients of many magnitudes; return the values, and what came of them."""
     generator = torch.Generator().manual_seed(seed)
     magnitudes = torch.empty(numel).uniform_(-3, 3, generator=generator)

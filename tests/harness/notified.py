@@ -14,7 +14,7 @@ from torch.distributed import HashStore, Store
 from paceline.algorithms.notified import Notified
 from paceline.algorithms.sharded import Sharded
 from paceline.cluster.membership.members import Members
-from paceline.codecs.codecs import WIRES
+from paceline.codecs.codecs import CODECS
 from paceline.comm.communicator import Communicator
 from paceline.comm.faulty_window import Faults, FaultyWindow
 from paceline.comm.inprocess.communicator import ThreadGroup
@@ -86,7 +86,7 @@ def notified(
             return FaultyWindow(window, Faults(seed=rank, ordered=flags))
 
         limits = (limit, limit)
-        how = (topology, limits, lambda: None, WIRES[wire], None, staged, inside and inside(rank))
+        how = (topology, limits, lambda: None, CODECS[wire], None, staged, inside and inside(rank))
         return kind(buckets, open_window, *parts, *how)
 
     make.updater = Shards if kind is Sharded else Updater  # type: ignore[attr-defined]
@@ -125,7 +125,7 @@ def notified_by_gloo(machines: Sequence[int], limit: float = 30.0) -> Callable[.
         if rank not in peers:
             peers[rank] = peers_on_gloo(machines, communicator, store, limit)
         mine = peers[rank]
-        how = (mine.limits, lambda: None, WIRES["fp32"], None, True, mine.intra_machine)
+        how = (mine.limits, lambda: None, CODECS["fp32"], None, True, mine.intra_machine)
         return Notified(buckets, mine.open_window, *parts, mine.topology, *how)
 
     return make

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.codecs.codecs import WIRES
+from paceline.codecs.codecs import CODECS
 from paceline.reduce.put_engine.layout import (
     BucketLayout,
     BucketSpec,
@@ -23,7 +23,7 @@ SPECS = st.builds(
     BucketSpec,
     lengths=st.lists(st.integers(0, 3000), min_size=1, max_size=5).map(tuple),
     dtype=st.sampled_from([torch.float32, torch.float64]),
-    wire=st.sampled_from([None, WIRES["bf16"], WIRES["int8"]]),
+    wire=st.sampled_from([None, CODECS["bf16"], CODECS["int8"]]),
 )
 MACHINES = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 

@@ -15,24 +15,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.codecs.codecs import WIRES, Bf16, Fp32, Int8, Wire
+from paceline.codecs.codecs import CODECS, Bf16, Codec, Fp32, Int8
 from paceline.codecs.kernels import compiled as kernels_compiled
 from paceline.codecs.kernels import kernels
 from paceline.codecs.kernels import plain as kernels_plain
 from tests.harness.coding import code, example, same, same_bits, wild
 
 TWINS = {"compiled": kernels_compiled, "plain": kernels_plain}
-KINDS: dict[str, Callable[[Any], Wire]] = {"fp32": Fp32, "bf16": Bf16, "int8": Int8}
+KINDS: dict[str, Callable[[Any], Codec]] = {"fp32": Fp32, "bf16": Bf16, "int8": Int8}
 SIZES = [0, 1, 255, 256, 257, 1_000_003]
 
 
-def contributed() -> Wire:
+def contributed() -> Codec:
     """Read the wire that CONTRIBUTING.md shows as an example."""
     text = Path(__file__, "../../../CONTRIBUTING.md").resolve().read_text()
     chapter = text[text.index("## How to add a wire") :]
     names: dict[str, Any] = {}
     exec(chapter[chapter.index("```python") + 10 : chapter.index("```\n\nThen")], names)
-    wire: Wire = names["Fp16"]()
+    wire: Codec = names["Fp16"]()
     return wire
 
 
@@ -42,7 +42,7 @@ ALL = {f"{kind}, {twin}": make(TWINS[twin]) for kind, make in KINDS.items() for 
 every_wire = pytest.mark.parametrize("wire", ALL.values(), ids=ALL.keys())
 
 
-def error_bound(wire: Wire, block: Tensor) -> Tensor:
+def error_bound(wire: Codec, block: Tensor) -> Tensor:
     """How far decoded values may be from a block's, (n,) of float64."""
     if isinstance(wire, Int8):
         return block.abs().max() * (0.5 / 127 + 2.0**-20)
@@ -53,7 +53,7 @@ def error_bound(wire: Wire, block: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("numel", SIZES)
 @every_wire
-def test_what_is_decoded_and_what_is_missed_add_up_to_the_value(wire: Wire, numel: int) -> None:
+def test_what_is_decoded_and_what_is_missed_add_up_to_the_value(wire: Codec, numel: int) -> None:
     values, coded = example(wire, numel, seed=numel)
     assert same(coded.after, values - coded.decoded)
     assert same(coded.after + coded.decoded, values)
@@ -62,7 +62,7 @@ def test_what_is_decoded_and_what_is_missed_add_up_to_the_value(wire: Wire, nume
 
 @pytest.mark.parametrize("numel", SIZES)
 @every_wire
-def test_values_are_decoded_as_precisely_as_the_wire_promises(wire: Wire, numel: int) -> None:
+def test_values_are_decoded_as_precisely_as_the_wire_promises(wire: Codec, numel: int) -> None:
     values, coded = example(wire, numel, seed=numel)
     for block, decoded in zip(values.double().split(256), coded.decoded.split(256), strict=True):
         off = (block - decoded).abs()
@@ -70,14 +70,14 @@ def test_values_are_decoded_as_precisely_as_the_wire_promises(wire: Wire, numel:
 
 
 @every_wire
-def test_a_wire_writes_its_own_memory_only(wire: Wire) -> None:
+def test_a_wire_writes_its_own_memory_only(wire: Codec) -> None:
     for numel in (0, 1, 63, 257, 4097):
         coded = code(wire, [(0, numel, torch.ones(numel))], 1.0, torch.zeros(numel))
         assert coded.untouched, numel
 
 
 @every_wire
-def test_pieces_are_encoded_as_the_whole_is(wire: Wire) -> None:
+def test_pieces_are_encoded_as_the_whole_is(wire: Codec) -> None:
     values, before = torch.randn(20_000), torch.randn(20_000)
     cuts = [0, 1, 1, 300, 4096, 9000, 20_000]
     pieces = [(a, b, values[a:b].clone()) for a, b in pairwise(cuts)]
@@ -86,7 +86,7 @@ def test_pieces_are_encoded_as_the_whole_is(wire: Wire) -> None:
 
 
 @every_wire
-def test_no_source_counts_as_zeros(wire: Wire) -> None:
+def test_no_source_counts_as_zeros(wire: Codec) -> None:
     values, before = torch.randn(1000), torch.randn(1000)
     zeros = values.clone()
     zeros[100:600] = 0
@@ -99,14 +99,14 @@ def test_no_source_counts_as_zeros(wire: Wire) -> None:
 
 
 @every_wire
-def test_a_source_of_weight_0_counts_as_zeros_whatever_it_holds(wire: Wire) -> None:
+def test_a_source_of_weight_0_counts_as_zeros_whatever_it_holds(wire: Codec) -> None:
     bad, before = torch.full((300,), torch.nan), torch.randn(300)
     expected = code(wire, [(0, 300, None)], 1.0, before)
     assert code(wire, [(0, 300, bad)], 0.0, before) == expected
 
 
 @every_wire
-def test_what_is_missed_may_replace_what_was_missed_before(wire: Wire) -> None:
+def test_what_is_missed_may_replace_what_was_missed_before(wire: Codec) -> None:
     values, before = torch.randn(5000), torch.randn(5000)
     sources = [(0, 2000, values[:2000]), (2000, 5000, None)]
     apart = code(wire, sources, 0.3, before)
@@ -116,7 +116,7 @@ def test_what_is_missed_may_replace_what_was_missed_before(wire: Wire) -> None:
 @pytest.mark.parametrize("own", [0, 1, 2])
 @pytest.mark.parametrize("numel", SIZES)
 @every_wire
-def test_a_sum_is_coded_as_its_steps_one_by_one_code_it(wire: Wire, numel: int, own: int) -> None:
+def test_a_sum_is_coded_as_its_steps_one_by_one_code_it(wire: Codec, numel: int, own: int) -> None:
     missed = torch.randn(numel)
     groups = [example(wire, numel, seed=seed)[1] for seed in (1, 2)]
     values, third = torch.randn(numel), numel // 3
@@ -137,7 +137,7 @@ def test_a_sum_is_coded_as_its_steps_one_by_one_code_it(wire: Wire, numel: int, 
 
 
 @every_wire
-def test_a_sum_leaves_out_what_has_no_weight_and_no_source(wire: Wire) -> None:
+def test_a_sum_leaves_out_what_has_no_weight_and_no_source(wire: Codec) -> None:
     (_, group), zeros = example(wire, 600, seed=1), torch.zeros(600)
     bad, n = torch.full((300,), torch.nan), len(group.data)
     for pieces, weight in ([(0, 300, bad), (300, 600, bad)], 0.0), ([(0, 600, None)], 1.0):
@@ -150,7 +150,7 @@ def test_a_sum_leaves_out_what_has_no_weight_and_no_source(wire: Wire) -> None:
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @every_wire
-def test_a_value_that_is_no_number_is_seen_and_is_forgotten(wire: Wire, bad: float) -> None:
+def test_a_value_that_is_no_number_is_seen_and_is_forgotten(wire: Codec, bad: float) -> None:
     values = torch.randn(700)
     values[300] = bad
     coded = code(wire, [(0, 700, values)], 0.5, torch.zeros(700))
@@ -164,7 +164,7 @@ def test_a_value_that_is_no_number_is_seen_and_is_forgotten(wire: Wire, bad: flo
 
 
 @every_wire
-def test_a_step_can_be_taken_back(wire: Wire) -> None:
+def test_a_step_can_be_taken_back(wire: Codec) -> None:
     before = torch.randn(600)
     kept = before.clone()
     first = code(wire, [(0, 600, torch.full((600,), torch.nan))], 1.0, before)
@@ -173,7 +173,7 @@ def test_a_step_can_be_taken_back(wire: Wire) -> None:
 
 
 @every_wire
-def test_sums_of_many_steps_follow_the_true_sums(wire: Wire) -> None:
+def test_sums_of_many_steps_follow_the_true_sums(wire: Codec) -> None:
     steps, numel = 300, 1000
     torch.manual_seed(0)
     faint = torch.full((numel,), 1e-4)
@@ -282,4 +282,4 @@ def test_without_numba_the_plain_kernels_serve(monkeypatch: pytest.MonkeyPatch) 
 
 def test_with_numba_the_compiled_kernels_serve() -> None:
     assert kernels.KERNELS is kernels_compiled
-    assert {name: type(WIRES[name]) for name in KINDS} == KINDS
+    assert {name: type(CODECS[name]) for name in KINDS} == KINDS

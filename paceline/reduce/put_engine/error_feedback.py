@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.codecs.codecs import Wire
+from paceline.codecs.codecs import Codec
 from paceline.codecs.pieces import Piece
 from paceline.reduce.put_engine.layout import BucketLayout
 
@@ -32,7 +32,7 @@ class ErrorFeedback:
         scale: what the loss, and so what was missed, was multiplied by.
     """
 
-    def __init__(self, bucket_layout: BucketLayout, local_shard: int, wire: Wire) -> None:
+    def __init__(self, bucket_layout: BucketLayout, local_shard: int, wire: Codec) -> None:
         self._wire = wire
         self.scale = 1.0
         values = bucket_layout.local_shard(local_shard)

@@ -31,7 +31,7 @@ from itertools import pairwise
 
 import torch
 
-from paceline.codecs.codecs import Wire
+from paceline.codecs.codecs import Codec
 
 _ALIGN = 64  # bytes, a cache line
 WEIGHT = 8  # bytes
@@ -92,7 +92,7 @@ class BucketSpec:
 
     lengths: tuple[int, ...]
     dtype: torch.dtype
-    wire: Wire | None = None
+    wire: Codec | None = None
     updated: bool = False
 
     def coded(self, numel: int) -> int:
