@@ -56,17 +56,17 @@ def kernels_work(kernels: Kernels, values: Sequence[Tensor]) -> Work:
     numel, error, missed, sums = len(out), parts[-1], torch.empty_like(out), torch.empty_like(out)
     work: Work = {}
     for name, kind in CODECS.items():
-        wire = kind(kernels)
-        data = torch.zeros(wire.size(numel), dtype=torch.uint8)
+        codec = kind(kernels)
+        data = torch.zeros(codec.size(numel), dtype=torch.uint8)
         work[f"{name} encode"] = partial(
-            wire.encode, [(0, numel, parts[0])], 0.5, error, data, missed
+            codec.encode, [(0, numel, parts[0])], 0.5, error, data, missed
         )
-        work[f"{name} decode"] = partial(wire.decode, data, out)
-        work[f"{name} add"] = partial(wire.add, data, out)
-        if wire.lossy:  # otherwise parts are added up as they are
+        work[f"{name} decode"] = partial(codec.decode, data, out)
+        work[f"{name} add"] = partial(codec.add, data, out)
+        if codec.lossy:  # otherwise parts are added up as they are
             coded, ours = torch.zeros_like(data), [(0, numel, parts[0])]
             work[f"{name} reduce"] = partial(
-                wire.reduce, [coded, None], ours, 0.5, error, data, missed, sums
+                codec.reduce, [coded, None], ours, 0.5, error, data, missed, sums
             )
     for count in (1, 2, 4):
         added = [[(0, numel, part)] for part in parts[:count]]

@@ -50,7 +50,7 @@ class Notified(Replicated):
         topology: which ranks share memory, and add up among themselves first.
         limits: seconds to wait for a peer, in the first step and later.
         steady: is called after the first step.
-        wire: how gradients in float32 travel between groups; others travel as they are.
+        codec: how gradients in float32 travel between groups; others travel as they are.
         recorder: measures, as `Replicated` says.
         staged: parameters are in a device's memory, and their gradients go through the CPU's.
         intra_machine: connects the ranks of this group, which add up by its collectives, on their devices;
@@ -68,14 +68,14 @@ class Notified(Replicated):
         topology: Topology,
         limits: tuple[float, float],
         steady: Callable[[], None] = lambda: None,
-        wire: Codec = CODECS["fp32"],
+        codec: Codec = CODECS["fp32"],
         recorder: Recorder | None = None,
         staged: bool = False,
         intra_machine: Communicator | None = None,
     ) -> None:
         templates: list[list[Tensor]] = [list(bucket.parameters) for bucket in buckets]
         names = [bucket.names for bucket in buckets]
-        specs = [_spec(tensors, wire, self.returns_parameters) for tensors in templates]
+        specs = [_spec(tensors, codec, self.returns_parameters) for tensors in templates]
         if statistics.flat is not None:
             specs.append(_spec([statistics.flat], CODECS["fp32"]))
             templates.append([statistics.flat])
@@ -112,7 +112,7 @@ class Notified(Replicated):
             for bucket_layout, tensors, words, feedback in zip(
                 layout.buckets, templates, names, feedbacks, strict=True
             )
-            if bucket_layout.spec.wire is not None and len(exchanging.groups) > 1
+            if bucket_layout.spec.codec is not None and len(exchanging.groups) > 1
         ]
         self._exchanging, self._rank = exchanging, window.rank
 
@@ -124,9 +124,9 @@ class Notified(Replicated):
         return Residuals(self._coded, self._exchanging, self._rank, applied=self._applied)
 
 
-def _spec(tensors: Sequence[Tensor], wire: Codec, updated: bool = False) -> BucketSpec:
+def _spec(tensors: Sequence[Tensor], codec: Codec, updated: bool = False) -> BucketSpec:
     """Describe the run of some tensors of one dtype."""
     dtype = tensors[0].dtype
-    coded = wire.lossy and dtype is torch.float32
+    coded = codec.lossy and dtype is torch.float32
     lengths = tuple(tensor.numel() for tensor in tensors)
-    return BucketSpec(lengths=lengths, dtype=dtype, wire=wire if coded else None, updated=updated)
+    return BucketSpec(lengths=lengths, dtype=dtype, codec=codec if coded else None, updated=updated)

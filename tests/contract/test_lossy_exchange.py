@@ -28,10 +28,10 @@ def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reducer, "_PATIENCE_S", 1000.0)
 
 
-def owners(machines: tuple[int, ...], wire: str) -> Callable[[int], PutExchange]:
+def owners(machines: tuple[int, ...], codec: str) -> Callable[[int], PutExchange]:
     """Return what makes the owner of each rank, for one run of some parameters."""
     world_size = sum(machines)
-    spec = BucketSpec(lengths=LENGTHS, dtype=torch.float32, wire=CODECS[wire])
+    spec = BucketSpec(lengths=LENGTHS, dtype=torch.float32, codec=CODECS[codec])
     layout = lay_out([spec], Topology.of(machines))
     group = WindowGroup(world_size, layout.size, layout.notifications, machines)
     templates, names = [[torch.zeros(n) for n in LENGTHS]], [[str(n) for n in LENGTHS]]
@@ -64,9 +64,9 @@ def true_sum(world_size: int, step: int) -> Tensor:
 
 @pytest.mark.parametrize("machines", MACHINES, ids=str)
 @pytest.mark.parametrize("wire", ["bf16", "int8"])
-def test_ranks_get_the_same_and_errors_do_not_add_up(machines: tuple[int, ...], wire: str) -> None:
+def test_ranks_get_the_same_and_errors_do_not_add_up(machines: tuple[int, ...], codec: str) -> None:
     world_size, steps = sum(machines), 30
-    make = owners(machines, wire)
+    make = owners(machines, codec)
 
     def train(rank: int) -> list[Tensor]:
         owner = make(rank)
@@ -91,7 +91,7 @@ def test_ranks_get_the_same_and_errors_do_not_add_up(machines: tuple[int, ...], 
 
 @pytest.mark.parametrize("machines", [(1, 1, 1), (2, 1)], ids=str)
 @pytest.mark.parametrize("wire", ["bf16", "int8"])
-def test_a_step_that_is_taken_back_leaves_no_trace(machines: tuple[int, ...], wire: str) -> None:
+def test_a_step_that_is_taken_back_leaves_no_trace(machines: tuple[int, ...], codec: str) -> None:
     def train(make: Callable[[int], PutExchange], rank: int, taken_back: bool) -> list[Tensor]:
         owner = make(rank)
         got = [sums(owner, rank, 0, weight_of(rank)), sums(owner, rank, 1, weight_of(rank))]
@@ -106,7 +106,7 @@ def test_a_step_that_is_taken_back_leaves_no_trace(machines: tuple[int, ...], wi
 
     plain, with_one = (
         run_ranks(sum(machines), lambda c, m=make, b=back: train(m, c.rank, b))
-        for make, back in ((owners(machines, wire), False), (owners(machines, wire), True))
+        for make, back in ((owners(machines, codec), False), (owners(machines, codec), True))
     )
     assert all(torch.equal(a, b) for a, b in zip(plain[0], with_one[0], strict=True))
 

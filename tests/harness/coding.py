@@ -41,7 +41,7 @@ class Coded:
 
 
 def code(
-    wire: Codec,
+    codec: Codec,
     sources: Sequence[Source],
     weight: float,
     before: Tensor,
@@ -50,15 +50,15 @@ def code(
 ) -> Coded:
     """Encode, and decode; adding to what is there must give what adding the decoded gives."""
     numel = before.numel()
-    data, after, decoded = (_guarded(size) for size in (wire.size(numel), 4 * numel, 4 * numel))
+    data, after, decoded = (_guarded(size) for size in (codec.size(numel), 4 * numel, 4 * numel))
     kept, arrived = _inside(after).view(torch.float32), _inside(decoded).view(torch.float32)
     if in_place:
         kept.copy_(before)
-    wire.encode(sources, weight, kept if in_place else before, _inside(data), kept)
-    wire.decode(_inside(data), arrived)
+    codec.encode(sources, weight, kept if in_place else before, _inside(data), kept)
+    codec.decode(_inside(data), arrived)
     total = torch.linspace(-3, 3, numel)
     expected = total + arrived
-    wire.add(_inside(data), total)
+    codec.add(_inside(data), total)
     assert same_bits(total, expected)
     return Coded(
         data=_inside(data),
@@ -71,7 +71,7 @@ def code(
     )
 
 
-def example(wire: Codec, numel: int, *, seed: int) -> tuple[Tensor, Coded]:
+def example(codec: Codec, numel: int, *, seed: int) -> tuple[Tensor, Coded]:
     """Encode gradients of many magnitudes; return the values, and what came of them."""
     generator = torch.Generator().manual_seed(seed)
     magnitudes = torch.empty(numel).uniform_(-3, 3, generator=generator)
@@ -79,7 +79,7 @@ def example(wire: Codec, numel: int, *, seed: int) -> tuple[Tensor, Coded]:
     before = torch.randn(numel, generator=generator)
     third = numel // 3
     sources = [(0, third, gradient[:third]), (third, numel, gradient[third:])]
-    return gradient * 0.3 + before, code(wire, sources, 0.3, before)
+    return gradient * 0.3 + before, code(codec, sources, 0.3, before)
 
 
 @st.composite

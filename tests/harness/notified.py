@@ -45,7 +45,7 @@ def in_threads(machines: Sequence[int], limit: float = 30.0) -> Inside:
 def notified(
     faults: bool,
     machines: Sequence[int] = (),
-    wire: str = "fp32",
+    codec: str = "fp32",
     kind: Any = Notified,
     limit: float = 30.0,
     staged: bool = False,
@@ -56,7 +56,7 @@ def notified(
     Args:
         faults: puts are late and overtake each other.
         machines: how many ranks share memory on each; by default nobody does.
-        wire: between them.
+        codec: between them.
         kind: `Notified` or `Sharded`.
         limit: seconds that waits may take.
         staged: gradients go as those of a GPU do.
@@ -86,7 +86,7 @@ def notified(
             return FaultyWindow(window, Faults(seed=rank, ordered=flags))
 
         limits = (limit, limit)
-        how = (topology, limits, lambda: None, CODECS[wire], None, staged, inside and inside(rank))
+        how = (topology, limits, lambda: None, CODECS[codec], None, staged, inside and inside(rank))
         return kind(buckets, open_window, *parts, *how)
 
     make.updater = Shards if kind is Sharded else Updater  # type: ignore[attr-defined]

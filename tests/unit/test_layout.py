@@ -23,7 +23,7 @@ SPECS = st.builds(
     BucketSpec,
     lengths=st.lists(st.integers(0, 3000), min_size=1, max_size=5).map(tuple),
     dtype=st.sampled_from([torch.float32, torch.float64]),
-    wire=st.sampled_from([None, CODECS["bf16"], CODECS["int8"]]),
+    codec=st.sampled_from([None, CODECS["bf16"], CODECS["int8"]]),
 )
 MACHINES = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 

@@ -32,8 +32,8 @@ def contributed() -> Codec:
     chapter = text[text.index("## How to add a wire") :]
     names: dict[str, Any] = {}
     exec(chapter[chapter.index("```python") + 10 : chapter.index("```\n\nThen")], names)
-    wire: Codec = names["Fp16"]()
-    return wire
+    codec: Codec = names["Fp16"]()
+    return codec
 
 
 ALL = {f"{kind}, {twin}": make(TWINS[twin]) for kind, make in KINDS.items() for twin in TWINS} | {
@@ -42,51 +42,51 @@ ALL = {f"{kind}, {twin}": make(TWINS[twin]) for kind, make in KINDS.items() for 
 every_wire = pytest.mark.parametrize("wire", ALL.values(), ids=ALL.keys())
 
 
-def error_bound(wire: Codec, block: Tensor) -> Tensor:
+def error_bound(codec: Codec, block: Tensor) -> Tensor:
     """How far decoded values may be from a block's, (n,) of float64."""
-    if isinstance(wire, Int8):
+    if isinstance(codec, Int8):
         return block.abs().max() * (0.5 / 127 + 2.0**-20)
-    if isinstance(wire, Fp32 | Bf16):
-        return block.abs() * (2.0**-8 if wire.lossy else 0.0)
+    if isinstance(codec, Fp32 | Bf16):
+        return block.abs() * (2.0**-8 if codec.lossy else 0.0)
     return block.abs() * 2.0**-11 + 2.0**-25  # half of float16's smallest step
 
 
 @pytest.mark.parametrize("numel", SIZES)
 @every_wire
-def test_what_is_decoded_and_what_is_missed_add_up_to_the_value(wire: Codec, numel: int) -> None:
-    values, coded = example(wire, numel, seed=numel)
+def test_what_is_decoded_and_what_is_missed_add_up_to_the_value(codec: Codec, numel: int) -> None:
+    values, coded = example(codec, numel, seed=numel)
     assert same(coded.after, values - coded.decoded)
     assert same(coded.after + coded.decoded, values)
-    assert wire.lossy or same(coded.decoded, values)
+    assert codec.lossy or same(coded.decoded, values)
 
 
 @pytest.mark.parametrize("numel", SIZES)
 @every_wire
-def test_values_are_decoded_as_precisely_as_the_wire_promises(wire: Codec, numel: int) -> None:
-    values, coded = example(wire, numel, seed=numel)
+def test_values_are_decoded_as_precisely_as_the_wire_promises(codec: Codec, numel: int) -> None:
+    values, coded = example(codec, numel, seed=numel)
     for block, decoded in zip(values.double().split(256), coded.decoded.split(256), strict=True):
         off = (block - decoded).abs()
-        assert not numel or bool((off <= error_bound(wire, block)).all())
+        assert not numel or bool((off <= error_bound(codec, block)).all())
 
 
 @every_wire
-def test_a_wire_writes_its_own_memory_only(wire: Codec) -> None:
+def test_a_wire_writes_its_own_memory_only(codec: Codec) -> None:
     for numel in (0, 1, 63, 257, 4097):
-        coded = code(wire, [(0, numel, torch.ones(numel))], 1.0, torch.zeros(numel))
+        coded = code(codec, [(0, numel, torch.ones(numel))], 1.0, torch.zeros(numel))
         assert coded.untouched, numel
 
 
 @every_wire
-def test_pieces_are_encoded_as_the_whole_is(wire: Codec) -> None:
+def test_pieces_are_encoded_as_the_whole_is(codec: Codec) -> None:
     values, before = torch.randn(20_000), torch.randn(20_000)
     cuts = [0, 1, 1, 300, 4096, 9000, 20_000]
     pieces = [(a, b, values[a:b].clone()) for a, b in pairwise(cuts)]
-    whole = code(wire, [(0, 20_000, values)], 0.7, before)
-    assert code(wire, pieces, 0.7, before) == whole
+    whole = code(codec, [(0, 20_000, values)], 0.7, before)
+    assert code(codec, pieces, 0.7, before) == whole
 
 
 @every_wire
-def test_no_source_counts_as_zeros(wire: Codec) -> None:
+def test_no_source_counts_as_zeros(codec: Codec) -> None:
     values, before = torch.randn(1000), torch.randn(1000)
     zeros = values.clone()
     zeros[100:600] = 0
@@ -95,30 +95,30 @@ def test_no_source_counts_as_zeros(wire: Codec) -> None:
         (100, 600, None),
         (600, 1000, values[600:]),
     ]
-    assert code(wire, pieces, 0.3, before) == code(wire, [(0, 1000, zeros)], 0.3, before)
+    assert code(codec, pieces, 0.3, before) == code(codec, [(0, 1000, zeros)], 0.3, before)
 
 
 @every_wire
-def test_a_source_of_weight_0_counts_as_zeros_whatever_it_holds(wire: Codec) -> None:
+def test_a_source_of_weight_0_counts_as_zeros_whatever_it_holds(codec: Codec) -> None:
     bad, before = torch.full((300,), torch.nan), torch.randn(300)
-    expected = code(wire, [(0, 300, None)], 1.0, before)
-    assert code(wire, [(0, 300, bad)], 0.0, before) == expected
+    expected = code(codec, [(0, 300, None)], 1.0, before)
+    assert code(codec, [(0, 300, bad)], 0.0, before) == expected
 
 
 @every_wire
-def test_what_is_missed_may_replace_what_was_missed_before(wire: Codec) -> None:
+def test_what_is_missed_may_replace_what_was_missed_before(codec: Codec) -> None:
     values, before = torch.randn(5000), torch.randn(5000)
     sources = [(0, 2000, values[:2000]), (2000, 5000, None)]
-    apart = code(wire, sources, 0.3, before)
-    assert code(wire, sources, 0.3, before, in_place=True) == apart
+    apart = code(codec, sources, 0.3, before)
+    assert code(codec, sources, 0.3, before, in_place=True) == apart
 
 
 @pytest.mark.parametrize("own", [0, 1, 2])
 @pytest.mark.parametrize("numel", SIZES)
 @every_wire
-def test_a_sum_is_coded_as_its_steps_one_by_one_code_it(wire: Codec, numel: int, own: int) -> None:
+def test_a_sum_is_coded_as_its_steps_one_by_one_code_it(codec: Codec, numel: int, own: int) -> None:
     missed = torch.randn(numel)
-    groups = [example(wire, numel, seed=seed)[1] for seed in (1, 2)]
+    groups = [example(codec, numel, seed=seed)[1] for seed in (1, 2)]
     values, third = torch.randn(numel), numel // 3
     pieces = [(0, third, values[:third]), (third, third, None), (third, numel, values[third:])]
     parts: list[Tensor | None] = [group.data for group in groups]
@@ -127,53 +127,53 @@ def test_a_sum_is_coded_as_its_steps_one_by_one_code_it(wire: Codec, numel: int,
     decoded = iter(groups)
     for part in parts:
         expected += values * 0.3 if part is None else next(decoded).decoded
-    once = code(wire, [(0, numel, expected)], 1.0, missed)
-    data, after = torch.zeros(wire.size(numel), dtype=torch.uint8), torch.full((numel,), 7.0)
+    once = code(codec, [(0, numel, expected)], 1.0, missed)
+    data, after = torch.zeros(codec.size(numel), dtype=torch.uint8), torch.full((numel,), 7.0)
     out = torch.full((numel,), 7.0)
-    wire.reduce(parts, pieces, 0.3, missed, data, after, out)
+    codec.reduce(parts, pieces, 0.3, missed, data, after, out)
     assert torch.equal(data, once.data)
     assert same_bits(after, once.after)
     assert same_bits(out, once.decoded)
 
 
 @every_wire
-def test_a_sum_leaves_out_what_has_no_weight_and_no_source(wire: Codec) -> None:
-    (_, group), zeros = example(wire, 600, seed=1), torch.zeros(600)
+def test_a_sum_leaves_out_what_has_no_weight_and_no_source(codec: Codec) -> None:
+    (_, group), zeros = example(codec, 600, seed=1), torch.zeros(600)
     bad, n = torch.full((300,), torch.nan), len(group.data)
     for pieces, weight in ([(0, 300, bad), (300, 600, bad)], 0.0), ([(0, 600, None)], 1.0):
         for parts in ([None, group.data], [group.data, None]):
             data, out = torch.zeros(n, dtype=torch.uint8), torch.full((600,), torch.nan)
-            wire.reduce(parts, pieces, weight, zeros, data, zeros.clone(), out)
-            again = code(wire, [(0, 600, group.decoded)], 1.0, zeros)
+            codec.reduce(parts, pieces, weight, zeros, data, zeros.clone(), out)
+            again = code(codec, [(0, 600, group.decoded)], 1.0, zeros)
             assert same_bits(out, again.decoded)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @every_wire
-def test_a_value_that_is_no_number_is_seen_and_is_forgotten(wire: Codec, bad: float) -> None:
+def test_a_value_that_is_no_number_is_seen_and_is_forgotten(codec: Codec, bad: float) -> None:
     values = torch.randn(700)
     values[300] = bad
-    coded = code(wire, [(0, 700, values)], 0.5, torch.zeros(700))
+    coded = code(codec, [(0, 700, values)], 0.5, torch.zeros(700))
     assert not coded.decoded[256:512].isfinite().all()
     assert coded.decoded[:256].isfinite().all()
     assert coded.decoded[512:].isfinite().all()
     assert coded.after.isfinite().all()
     assert coded.after[300] == 0
-    good = code(wire, [(0, 700, torch.ones(700))], 1.0, coded.after)
+    good = code(codec, [(0, 700, torch.ones(700))], 1.0, coded.after)
     assert good.decoded.isfinite().all()
 
 
 @every_wire
-def test_a_step_can_be_taken_back(wire: Codec) -> None:
+def test_a_step_can_be_taken_back(codec: Codec) -> None:
     before = torch.randn(600)
     kept = before.clone()
-    first = code(wire, [(0, 600, torch.full((600,), torch.nan))], 1.0, before)
+    first = code(codec, [(0, 600, torch.full((600,), torch.nan))], 1.0, before)
     assert not first.decoded.isfinite().any()
     assert same(before, kept)
 
 
 @every_wire
-def test_sums_of_many_steps_follow_the_true_sums(wire: Codec) -> None:
+def test_sums_of_many_steps_follow_the_true_sums(codec: Codec) -> None:
     steps, numel = 300, 1000
     torch.manual_seed(0)
     faint = torch.full((numel,), 1e-4)
@@ -183,7 +183,7 @@ def test_sums_of_many_steps_follow_the_true_sums(wire: Codec) -> None:
     for _ in range(steps):
         gradient = faint * (1 + 0.1 * torch.randn(numel))
         sum_true += (0.5 * gradient).double()
-        coded = code(wire, [(0, numel, gradient)], 0.5, missed)
+        coded = code(codec, [(0, numel, gradient)], 0.5, missed)
         sum_decoded += coded.decoded.double()
         missed, worst = coded.after, max(worst, coded.after.abs().max().item())
     rounding = steps * 2.0**-24  # of weight * gradient + before, in float32

@@ -75,9 +75,9 @@ class BucketState:
                     else rank_layout.local_buffer(bucket_layout, rank_layout.rank, peer)
                     for peer in rank_layout.members
                 ]
-            if rank_layout.peer_owners and bucket_layout.spec.wire is not None:
+            if rank_layout.peer_owners and bucket_layout.spec.codec is not None:
                 self.feedback = ErrorFeedback(
-                    bucket_layout, rank_layout.local_shard, bucket_layout.spec.wire
+                    bucket_layout, rank_layout.local_shard, bucket_layout.spec.codec
                 )
             if rank_layout.peer_owners:
                 self.from_groups = [

@@ -25,15 +25,15 @@ class ErrorFeedback:
     Args:
         bucket_layout: whose.
         local_shard: which this rank owns.
-        wire: a lossy one.
+        codec: a lossy one.
 
     Attributes:
         residual: (slice,), of each value what hasn't been sent yet, by the steps that took effect.
         scale: what the loss, and so what was missed, was multiplied by.
     """
 
-    def __init__(self, bucket_layout: BucketLayout, local_shard: int, wire: Codec) -> None:
-        self._wire = wire
+    def __init__(self, bucket_layout: BucketLayout, local_shard: int, codec: Codec) -> None:
+        self._codec = codec
         self.scale = 1.0
         values = bucket_layout.local_shard(local_shard)
         self._first = values.start
@@ -42,14 +42,14 @@ class ErrorFeedback:
         groups = len(bucket_layout.shards[local_shard]) - 1
         self._shards = [bucket_layout.shard(local_shard, group) for group in range(groups)]
         self._data = [
-            torch.zeros(wire.size(shard.stop - shard.start), dtype=torch.uint8)
+            torch.zeros(codec.size(shard.stop - shard.start), dtype=torch.uint8)
             for shard in self._shards
         ]
 
     def encode(self, group: int, pieces: Sequence[Piece], weight: float) -> Tensor:
         """Code what goes to a group's owner: pieces of its shard. Returns (bytes,)."""
         place, data = self._place(group), self._data[group]
-        self._wire.encode(pieces, weight, self.residual[place], data, self._next_residual[place])
+        self._codec.encode(pieces, weight, self.residual[place], data, self._next_residual[place])
         return data
 
     def reduce(
@@ -71,7 +71,7 @@ class ErrorFeedback:
         """
         place, data = self._place(group), self._data[group]
         residual, next_residual = self.residual[place], self._next_residual[place]
-        self._wire.reduce(parts, ours, weight, residual, data, next_residual, sums)
+        self._codec.reduce(parts, ours, weight, residual, data, next_residual, sums)
 
     def coded(self, group: int) -> Tensor:
         """Return what was coded last of a group's shard, (bytes,)."""
@@ -80,7 +80,7 @@ class ErrorFeedback:
     def encode_sums(self, group: int, sums: Tensor) -> Tensor:
         """Code this rank's own shard, (values,), and let the sums be what the others decode."""
         data = self.encode(group, [(0, len(sums), sums)], 1.0)
-        self._wire.decode(data, sums)
+        self._codec.decode(data, sums)
         return data
 
     def complete_sums(self, group: int, sums: Tensor) -> None:
@@ -94,11 +94,11 @@ class ErrorFeedback:
 
     def add(self, data: Tensor, sums: Tensor) -> None:
         """Add what another group has sent to sums."""
-        self._wire.add(data, sums)
+        self._codec.add(data, sums)
 
     def decode(self, data: Tensor, sums: Tensor) -> None:
         """Write what another group's owner has sent back."""
-        self._wire.decode(data, sums)
+        self._codec.decode(data, sums)
 
     def begin(self, *, applied: bool, scale: float) -> None:
         """Begin a step; `applied`: the last one took effect; `scale`: of this step's loss."""

@@ -86,18 +86,18 @@ class BucketSpec:
     Attributes:
         lengths: values of each parameter, in the run's order.
         dtype: of the values.
-        wire: how they travel between groups; None: as they are.
+        codec: how they travel between groups; None: as they are.
         updated: updated parameters may come back, as they are, in place of sums.
     """
 
     lengths: tuple[int, ...]
     dtype: torch.dtype
-    wire: Codec | None = None
+    codec: Codec | None = None
     updated: bool = False
 
     def coded(self, numel: int) -> int:
         """Bytes of so many values as they travel between groups."""
-        return numel * self.dtype.itemsize if self.wire is None else self.wire.size(numel)
+        return numel * self.dtype.itemsize if self.codec is None else self.codec.size(numel)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +221,7 @@ def _lay_out_bucket(index: int, spec: BucketSpec, topology: Topology, at: int) -
     head = aligned(WEIGHT + len(spec.lengths))
     widest = max(b - a for a, b in pairwise(slices))
     coded = spec.coded(max(b - a for shard in shards for a, b in pairwise(shard)))
-    passed_on = groups > 1 and (sharing > 1 or spec.wire is not None)
+    passed_on = groups > 1 and (sharing > 1 or spec.codec is not None)
     local = _buffers(at, head + widest * item, sharing if sharing > 1 else 0)
     cross = _buffers(local.end, head + coded, groups if groups > 1 else 0)
     longest = max(b - a for shard in shards for a, b in pairwise(shard))
