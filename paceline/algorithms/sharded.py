@@ -19,18 +19,18 @@ from paceline.algorithms.notified import Notified
 from paceline.comm.communicator import Communicator
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.rank_state import OPTIMIZER, RankState
-from paceline.update.shard_optimizer import Shards
+from paceline.update.shard_optimizer import ShardOptimizer
 
 
 class Sharded(Notified):
     """A synchronizer on windows whose updater has its own shards only.
 
-    The arguments are those of `Notified`, the updater's place taken by `Shards`.
+    The arguments are those of `Notified`, the updater's place taken by `ShardOptimizer`.
     """
 
     returns_parameters = True
 
-    def __init__(self, buckets: Any, open_window: Any, shards: Shards, *parts: Any) -> None:
+    def __init__(self, buckets: Any, open_window: Any, shards: ShardOptimizer, *parts: Any) -> None:
         super().__init__(buckets, open_window, shards, *parts)  # type: ignore[arg-type]
         self._shards = shards
         for bucket in self.buckets:
@@ -93,7 +93,7 @@ class Sharded(Notified):
 class _State:
     """What ranks have, and the optimizer's state of all."""
 
-    def __init__(self, residuals: RankState | None, shards: Shards) -> None:
+    def __init__(self, residuals: RankState | None, shards: ShardOptimizer) -> None:
         self._residuals, self._shards = residuals, shards
 
     def gather(self, communicator: Communicator) -> Mapping[str, Any] | None:

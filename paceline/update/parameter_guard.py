@@ -15,7 +15,7 @@ Unit = tuple[Bucket, ...]
 _Version = tuple[int, torch.dtype]
 
 
-class Writes:
+class ParameterGuard:
     """Counts the writes of parameters, as autograd does.
 
     Args:

@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 from paceline.comm.communicator import Communicator, gather_all
 from paceline.errors import ConfigError
 from paceline.reduce.buckets import Bucket, like
-from paceline.update.parameter_guard import Writes
-from paceline.update.sub_optimizer import Part
+from paceline.update.parameter_guard import ParameterGuard
+from paceline.update.sub_optimizer import SubOptimizer
 from paceline.update.updater import ELEMENTWISE
 
 _SCALARS = frozenset({"step", "eta", "mu", "mu_product"})  # of a parameter, whatever its size
@@ -50,7 +50,7 @@ class _Piece:
     values: nn.Parameter
 
 
-class Shards:
+class ShardOptimizer:
     """Updates this rank's shard of each bucket.
 
     Args:
@@ -71,10 +71,10 @@ class Shards:
         self._optimizer, self._buckets = optimizer, buckets
         self._state: dict[Tensor, Any] = defaultdict(dict)
         self._pieces: dict[int, list[_Piece]] = {}
-        self._parts: dict[int, Part] = {}
+        self._parts: dict[int, SubOptimizer] = {}
         self._memory: dict[int, Tensor] = {}
         self._strides = [[p.stride() for p in bucket.parameters] for bucket in buckets]
-        self._writes = Writes([(bucket,) for bucket in buckets])
+        self._guard = ParameterGuard([(bucket,) for bucket in buckets])
         self._gathering = False
         self._undo = [
             optimizer.register_state_dict_pre_hook(self._refuse_state).remove,
@@ -102,7 +102,7 @@ class Shards:
                 )
         if pieces:
             groups = {piece.values: bucket.group for piece in pieces}
-            self._parts[index] = Part(self._optimizer, groups, self._state)
+            self._parts[index] = SubOptimizer(self._optimizer, groups, self._state)
 
     def deal(self) -> None:
         """Take this rank's part of the optimizer's state, and leave it nothing."""
@@ -137,7 +137,7 @@ class Shards:
         Raises:
             ConfigError: a parameter was written since `freeze`, or lies otherwise in memory now.
         """
-        self._writes.refuse((bucket,))
+        self._guard.refuse((bucket,))
         self._refuse_other_strides(bucket)
         with torch.inference_mode(False), torch.no_grad():
             for p, value in zip(bucket.parameters, values, strict=True):
@@ -146,7 +146,7 @@ class Shards:
 
     def freeze(self) -> None:
         """Take the optimizer's present hyperparameters for the updates to come."""
-        self._writes.freeze()
+        self._guard.freeze()
         for part in self._parts.values():
             part.freeze()
 

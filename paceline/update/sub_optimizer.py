@@ -23,7 +23,7 @@ _FUSED = (torch.float32, torch.float64)
 _HYPERPARAMETERS = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
 
 
-class Part:
+class SubOptimizer:
     """Updates some parameters of an optimizer.
 
     Args:

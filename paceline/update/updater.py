@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from paceline.errors import ConfigError
 from paceline.reduce.buckets import Bucket
-from paceline.update.parameter_guard import Writes
-from paceline.update.sub_optimizer import Part
+from paceline.update.parameter_guard import ParameterGuard
+from paceline.update.sub_optimizer import SubOptimizer
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     {
@@ -63,9 +63,9 @@ class Updater:
             self._units: list[tuple[Bucket, ...]] = [(bucket,) for bucket in buckets]
         else:
             self._units = [tuple(buckets)] * len(buckets)
-        self._writes = Writes(self._units)
+        self._guard = ParameterGuard(self._units)
         self._parts = {
-            unit: Part(optimizer, {p: b.group for b in unit for p in b.parameters})
+            unit: SubOptimizer(optimizer, {p: b.group for b in unit for p in b.parameters})
             for unit in dict.fromkeys(self._units)
         }
 
@@ -75,7 +75,7 @@ class Updater:
 
     def freeze(self) -> None:
         """Take the optimizer's present hyperparameters for the updates to come."""
-        self._writes.freeze()
+        self._guard.freeze()
         for part in self._parts.values():
             part.freeze()
 
@@ -88,7 +88,7 @@ class Updater:
             ConfigError: a parameter was written since `freeze`, which the update would undo.
         """
         parameters = _parameters(unit)
-        self._writes.refuse(unit)
+        self._guard.refuse(unit)
         device = parameters[0].device.type
         # It runs in whatever block first reads: an evaluation's, one under autocast.
         if _is_plain(device):

@@ -37,7 +37,7 @@ from paceline.replica.replica import Plan, Replica
 from paceline.replica.trained_parameters import Roster
 from paceline.update.layer_exchange import Share
 from paceline.update.running_statistics import RunningStatistics
-from paceline.update.shard_optimizer import Shards
+from paceline.update.shard_optimizer import ShardOptimizer
 from paceline.update.updater import Updater
 from paceline.wiring.autotune import Chooser, Occasion, candidates_of
 
@@ -138,7 +138,7 @@ def _notified(
     return kind(
         buckets,
         partial(peers.open_window, transport=config.transport, connections=config.connections or 1),
-        (Shards if sharded else Updater)(optimizer, buckets),
+        (ShardOptimizer if sharded else Updater)(optimizer, buckets),
         statistics,
         Topology.flat(peers.members.world_size) if alone else peers.topology,
         peers.limits,

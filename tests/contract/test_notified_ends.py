@@ -22,7 +22,7 @@ from paceline.comm.window import Window
 from paceline.errors import CommTimeout, PeerLost
 from paceline.reduce.put_engine.layout import BucketSpec, Topology, lay_out
 from paceline.reduce.put_engine.put_exchange import PutExchange
-from paceline.update.shard_optimizer import Shards
+from paceline.update.shard_optimizer import ShardOptimizer
 from paceline.update.updater import Updater
 from tests.harness.bench import Bench
 from tests.harness.equivalence import convnet, largest_difference
@@ -232,7 +232,7 @@ def test_an_exchange_that_another_replaces_gives_its_memory_back(
     make: Any = notified(
         False, machines, wire, watching, staged=how == "staged", intra_machine=intra_machine
     )
-    make.updater = Shards if kind is Sharded else Updater
+    make.updater = ShardOptimizer if kind is Sharded else Updater
 
     def train(communicator: Communicator) -> list[object]:
         bench = Bench.of(communicator, model, kind=make)

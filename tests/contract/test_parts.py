@@ -13,7 +13,7 @@ from torch.optim import SGD, Adafactor, Optimizer
 from torch.optim import sgd as torchs_sgd
 
 from paceline.reduce.buckets import Bucket, partition
-from paceline.update.sub_optimizer import Part
+from paceline.update.sub_optimizer import SubOptimizer
 from paceline.update.updater import Updater
 
 SHAPES = [(4, 3, 3, 3), (8, 4, 1, 1), (5,), (6, 5)]
@@ -35,7 +35,7 @@ def both(make: Any, steps: Sequence[list[Tensor | None]]) -> list[list[Tensor]]:
     """Return the parameters after some steps: a part's, and the plain optimizer's."""
     ours, theirs = parameters(), parameters()
     optimizer, plain = make(ours), make(theirs)
-    part = Part(optimizer, dict.fromkeys(ours, 0))
+    part = SubOptimizer(optimizer, dict.fromkeys(ours, 0))
     for given in steps:
         for values, step in ((ours, part.step), (theirs, plain.step)):
             for p, gradient in zip(values, given, strict=True):
@@ -98,7 +98,7 @@ def test_momenta_that_lie_otherwise_are_taken_by_value() -> None:
             if contiguous:
                 again.state[p]["momentum_buffer"] = momentum.contiguous()
             p.grad = torch.empty_like(p).copy_(gradient)  # type: ignore[arg-type]
-        part = Part(again, dict.fromkeys(own, 0))
+        part = SubOptimizer(again, dict.fromkeys(own, 0))
         part.freeze()
         part.step()
         results.append([p.detach() for p in own])

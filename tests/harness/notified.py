@@ -24,7 +24,7 @@ from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.comm.window import Window
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.put_engine.layout import Topology
-from paceline.update.shard_optimizer import Shards
+from paceline.update.shard_optimizer import ShardOptimizer
 from paceline.update.updater import Updater
 from paceline.wiring.exchange import Peers
 from paceline.wiring.machine_group import connect_group
@@ -89,7 +89,7 @@ def notified(
         how = (topology, limits, lambda: None, CODECS[codec], None, staged, inside and inside(rank))
         return kind(buckets, open_window, *parts, *how)
 
-    make.updater = Shards if kind is Sharded else Updater  # type: ignore[attr-defined]
+    make.updater = ShardOptimizer if kind is Sharded else Updater  # type: ignore[attr-defined]
     return make
 
 
