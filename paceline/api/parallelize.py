@@ -25,7 +25,7 @@ from paceline.config.world import SyncConfig
 from paceline.errors import ConfigError
 from paceline.replica.patch import patch
 from paceline.replica.replica import Replica
-from paceline.update.layer_exchange import Share
+from paceline.update.layer_exchange import BatchShare
 from paceline.update.sync_batch_norm import convert_sync_batchnorm
 from paceline.wiring.exchange import (
     SYNCHRONIZERS,
@@ -97,7 +97,7 @@ def parallelize(
         link.agree("model", model_facts(state))
         link.agree("optimizer", {"the optimizer": type(optimizer).__name__, **asked})
         link.agree("parameter groups", _group_facts(optimizer))
-        share = Share()
+        share = BatchShare()
         if sync_bn:
             layers = link.connect("layers", session.resources)
             converted = convert_sync_batchnorm(model, layers, share)

@@ -38,7 +38,7 @@ from paceline.replica.hooks import Binding
 from paceline.replica.patch import patch
 from paceline.replica.read_tracing import Learned
 from paceline.replica.trained_parameters import Roster, state_of
-from paceline.update.layer_exchange import Share
+from paceline.update.layer_exchange import BatchShare
 
 MakeSynchronizer = Callable[[Sequence[Bucket]], Synchronizer]
 
@@ -86,14 +86,14 @@ class Replica:
         make_synchronizer: MakeSynchronizer,
         *,
         bucket_bytes: int,
-        share: Share | None = None,
+        share: BatchShare | None = None,
         next_plan: Callable[[], Plan | None] = _the_same,
     ) -> None:
         self._model, self._optimizer = model, optimizer
         self._communicator = communicator
         self._plan = Plan(make_synchronizer=make_synchronizer, bucket_bytes=bucket_bytes)
         self._next_plan = next_plan
-        self._share = Share() if share is None else share
+        self._share = BatchShare() if share is None else share
         self._scale: Callable[[], float] | None = None
         self._number: int | None = None  # the step that runs
         self._reduced = False

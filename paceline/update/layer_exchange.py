@@ -7,7 +7,7 @@ from torch import Tensor
 from paceline.comm.communicator import Communicator
 
 
-class Share:
+class BatchShare:
     """This rank's share of the running step's global batch.
 
     Attributes:
@@ -30,14 +30,14 @@ class Share:
         self.weight = 1.0
 
 
-class LayerExchange:
+class LayerCommunicator:
     """The layers' connection to their peers, and what this rank counts."""
 
-    def __init__(self, communicator: Communicator, share: Share) -> None:
+    def __init__(self, communicator: Communicator, share: BatchShare) -> None:
         self._communicator = communicator
         self._share = share
 
-    def __deepcopy__(self, memo: object) -> LayerExchange:
+    def __deepcopy__(self, memo: object) -> LayerCommunicator:
         """Stay one: a copy of the model has the same peers."""
         return self
 

@@ -31,10 +31,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.comm.communicator import Communicator
 from paceline.errors import ConfigError
-from paceline.update.layer_exchange import LayerExchange, Share
+from paceline.update.layer_exchange import BatchShare, LayerCommunicator
 
 
-def convert_sync_batchnorm(model: nn.Module, communicator: Communicator, share: Share) -> nn.Module:
+def convert_sync_batchnorm(
+    model: nn.Module, communicator: Communicator, share: BatchShare
+) -> nn.Module:
     """Replace every BatchNorm, torch's `SyncBatchNorm` included; return the model.
 
     Parameters, buffers, hooks and the names in the state dict stay.
@@ -44,7 +46,7 @@ def convert_sync_batchnorm(model: nn.Module, communicator: Communicator, share: 
         communicator: the layers' own, of the same ranks as the buckets'.
         share: tells what this rank's samples count; the replica's.
     """
-    exchange = LayerExchange(communicator, share)
+    exchange = LayerCommunicator(communicator, share)
     converted = {
         module: SyncBatchNorm.like(module, exchange, name or "the model")
         for name, module in model.named_modules()
@@ -60,11 +62,11 @@ def convert_sync_batchnorm(model: nn.Module, communicator: Communicator, share: 
 class SyncBatchNorm(_BatchNorm):
     """A BatchNorm of any number of dimensions; made by `like`."""
 
-    _exchange: LayerExchange
+    _exchange: LayerCommunicator
     _name: str
 
     @staticmethod
-    def like(module: _BatchNorm, exchange: LayerExchange, name: str) -> SyncBatchNorm:
+    def like(module: _BatchNorm, exchange: LayerCommunicator, name: str) -> SyncBatchNorm:
         """Make one of a BatchNorm's own parameters, buffers, options and hooks."""
         made: SyncBatchNorm = SyncBatchNorm.__new__(SyncBatchNorm)
         made.__dict__.update(module.__dict__)

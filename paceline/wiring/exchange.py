@@ -35,7 +35,7 @@ from paceline.reduce.put_engine.layout import Topology
 from paceline.replica.pass_spans import watch_passes
 from paceline.replica.replica import Plan, Replica
 from paceline.replica.trained_parameters import Roster
-from paceline.update.layer_exchange import Share
+from paceline.update.layer_exchange import BatchShare
 from paceline.update.running_statistics import RunningStatistics
 from paceline.update.shard_optimizer import ShardOptimizer
 from paceline.update.updater import Updater
@@ -221,7 +221,7 @@ def replicate(
     optimizer: Optimizer,
     peers: Peers,
     config: SyncConfig,
-    share: Share | None = None,
+    share: BatchShare | None = None,
     occasion: Occasion | None = None,
 ) -> Replica:
     """Give all ranks rank 0's model and bind it to a synchronizer; collective.

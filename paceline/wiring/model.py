@@ -21,7 +21,7 @@ from paceline.replica.compiled_modules import compile_blocks
 from paceline.run.bfloat16_support import capabilities_of, computes_bfloat16
 from paceline.run.learning_rate import base_rate
 from paceline.state.weights import load_weights
-from paceline.update.layer_exchange import Share
+from paceline.update.layer_exchange import BatchShare
 from paceline.update.sync_batch_norm import convert_sync_batchnorm
 
 _KINDS = {"cpu": "processor", "cuda": "GPU"}
@@ -31,7 +31,7 @@ def make_model(
     config: TrainConfig,
     device: torch.device,
     layers: Communicator | None = None,
-    share: Share | None = None,
+    share: BatchShare | None = None,
     tell: Callable[[str], object] = lambda note: None,
 ) -> nn.Module:
     """Make the model on its device, from torch's random seed or from given weights.

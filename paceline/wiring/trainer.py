@@ -25,7 +25,7 @@ from paceline.state.checkpoint_files import FOLDER, Checkpoints
 from paceline.state.checkpointer import Keeper, Stateful
 from paceline.state.weights import save_weights
 from paceline.trainer import Trainer
-from paceline.update.layer_exchange import Share
+from paceline.update.layer_exchange import BatchShare
 from paceline.wiring.autotune import Occasion
 from paceline.wiring.exchange import Peers, replicate
 from paceline.wiring.model import make_model, make_optimizer
@@ -65,7 +65,7 @@ def build_trainer(
     optim, start = config.optim, start or Start()
     members, communicator = peers.members, peers.communicator
     torch.manual_seed(optim.seed)
-    share = Share()
+    share = BatchShare()
     told = config if start.state is None else config.without_weights()
     model = make_model(told, device, layers, share, lambda note: recorder.event("note", text=note))
     agree(model)

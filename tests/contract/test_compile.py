@@ -23,7 +23,7 @@ from paceline.replica.compiled_modules import (
     visible_modules,
 )
 from paceline.replica.replica import Replica
-from paceline.update.layer_exchange import Share
+from paceline.update.layer_exchange import BatchShare
 from paceline.update.sync_batch_norm import convert_sync_batchnorm
 from tests.harness.equivalence import (
     Training,
@@ -93,7 +93,7 @@ def trained(
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "sync_bn"])
 def test_compiled_blocks_train_as_others_do(backend: str, norm: bool) -> None:
     training = Training.of(net(norm=norm), steps=6)
-    model, share = copy.deepcopy(training.model), Share()
+    model, share = copy.deepcopy(training.model), BatchShare()
     names = list(model.state_dict())
     optimizer = sgd(model)
     if norm:

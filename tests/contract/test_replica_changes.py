@@ -17,7 +17,7 @@ from paceline.comm.communicator import Communicator
 from paceline.comm.inprocess.communicator import ThreadCommunicator, ThreadGroup
 from paceline.errors import ConfigError
 from paceline.replica.replica import Replica
-from paceline.update.layer_exchange import Share
+from paceline.update.layer_exchange import BatchShare
 from paceline.update.sync_batch_norm import convert_sync_batchnorm
 from tests.harness.bench import Bench
 from tests.harness.equivalence import Training, convnet, largest_difference, replicate, sgd
@@ -194,7 +194,7 @@ def test_a_copy_of_a_model_with_sync_bn_evaluates_by_itself() -> None:
     torch.manual_seed(4)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
     layers = Counting(ThreadGroup(1), 0)
-    share = Share()
+    share = BatchShare()
     synced = convert_sync_batchnorm(model, layers, share)
     replica = replicate(synced, sgd(synced), ThreadGroup(1).communicator(0), 2_000, share=share)
     x = torch.randn(5, 4, dtype=torch.float64)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from paceline.comm.communicator import Communicator
 from paceline.comm.inprocess.communicator import ThreadCommunicator, ThreadGroup
 from paceline.errors import CommTimeout, ConfigError
-from paceline.update.layer_exchange import Share
+from paceline.update.layer_exchange import BatchShare
 from paceline.update.running_statistics import RunningStatistics
 from paceline.update.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 from tests.harness.threads import run_ranks
@@ -25,8 +25,8 @@ SHAPE = (9, 4, 5, 6)
 CUTS = ((0, 4), (4, 9))  # of a batch of 9, on two ranks
 
 
-def share_of(first: int, last: int, whole: int) -> Share:
-    share = Share()
+def share_of(first: int, last: int, whole: int) -> BatchShare:
+    share = BatchShare()
     share.begin((last - first) / whole)
     return share
 
@@ -100,7 +100,7 @@ def test_statistics_are_stable_far_from_zero(offset: float) -> None:
 
 def test_channels_last_stays_channels_last() -> None:
     def run(communicator: Communicator) -> None:
-        layer = convert_sync_batchnorm(nn.BatchNorm2d(4), communicator, Share())
+        layer = convert_sync_batchnorm(nn.BatchNorm2d(4), communicator, BatchShare())
         x = torch.randn(SHAPE).to(memory_format=torch.channels_last).requires_grad_()
         output = layer(x)
         output.backward(torch.randn_like(output))
@@ -129,7 +129,7 @@ def test_names_parameters_buffers_hooks_and_modes_are_kept() -> None:
     model.first.register_forward_hook(lambda *_: calls.append("hook"))
     parameters, names = list(model.parameters()), list(model.state_dict())
     communicator = ThreadGroup(1).communicator(0)
-    converted: Any = convert_sync_batchnorm(model, communicator, Share())
+    converted: Any = convert_sync_batchnorm(model, communicator, BatchShare())
     assert converted is model
     assert list(model.state_dict()) == names
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
@@ -144,7 +144,9 @@ def test_names_parameters_buffers_hooks_and_modes_are_kept() -> None:
 
 
 def test_a_model_that_is_a_batch_norm_is_replaced() -> None:
-    converted = convert_sync_batchnorm(nn.BatchNorm1d(3), ThreadGroup(1).communicator(0), Share())
+    converted = convert_sync_batchnorm(
+        nn.BatchNorm1d(3), ThreadGroup(1).communicator(0), BatchShare()
+    )
     assert type(converted) is SyncBatchNorm
 
 
@@ -152,7 +154,7 @@ def test_nothing_is_exchanged_in_evaluation() -> None:
     def run(communicator: Communicator) -> None:
         for tracks in (True, False):
             plain = nn.BatchNorm1d(4, track_running_stats=tracks)
-            layer = convert_sync_batchnorm(copy.deepcopy(plain), communicator, Share()).eval()
+            layer = convert_sync_batchnorm(copy.deepcopy(plain), communicator, BatchShare()).eval()
             x = torch.randn(6, 4)
             if communicator.rank == 0:  # alone
                 assert torch.equal(layer(x), plain.eval()(x))
@@ -187,7 +189,7 @@ def test_one_value_a_channel_in_the_whole_batch_is_refused_by_name() -> None:
 
 def test_equal_statistics_are_not_averaged_again() -> None:
     model = nn.Sequential(nn.BatchNorm1d(3), nn.InstanceNorm1d(3, track_running_stats=True))
-    synced = convert_sync_batchnorm(model, ThreadGroup(1).communicator(0), Share())
+    synced = convert_sync_batchnorm(model, ThreadGroup(1).communicator(0), BatchShare())
     flat = RunningStatistics(synced).flat
     assert flat is not None
     assert flat.numel() == 6  # the InstanceNorm's
@@ -196,7 +198,7 @@ def test_equal_statistics_are_not_averaged_again() -> None:
 def test_a_silent_peer_is_named_with_the_layer() -> None:
     communicator = ThreadGroup(2, timeout=0.01).communicator(0)
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    layer = convert_sync_batchnorm(model, communicator, Share())
+    layer = convert_sync_batchnorm(model, communicator, BatchShare())
     with pytest.raises(CommTimeout, match=r"ranks \[1\] were silent .*the forward of 1"):
         layer(torch.ones(2, 2))
 
@@ -211,7 +213,7 @@ class CountsSteady(ThreadCommunicator):
 
 
 def test_the_start_up_is_over_with_the_first_step() -> None:
-    communicator, share = CountsSteady(ThreadGroup(1), 0), Share()
+    communicator, share = CountsSteady(ThreadGroup(1), 0), BatchShare()
     layer = convert_sync_batchnorm(nn.BatchNorm1d(2), communicator, share)
     share.begin(1.0)
     layer(torch.randn(3, 2))

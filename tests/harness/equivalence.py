@@ -24,7 +24,7 @@ from paceline.comm.communicator import Communicator
 from paceline.comm.inprocess.communicator import ThreadGroup
 from paceline.reduce.buckets import Bucket
 from paceline.replica.replica import Plan, Replica
-from paceline.update.layer_exchange import Share
+from paceline.update.layer_exchange import BatchShare
 from paceline.update.running_statistics import RunningStatistics
 from paceline.update.sync_batch_norm import convert_sync_batchnorm
 from paceline.update.updater import Updater
@@ -157,7 +157,7 @@ class Training:
         later: Later = (),
     ) -> State:
         """Train this rank's slices by Paceline; return the state dict."""
-        model, share = copy.deepcopy(self.model), Share()
+        model, share = copy.deepcopy(self.model), BatchShare()
         with torch.no_grad():
             for p in model.parameters():
                 p.add_(communicator.rank)  # must not matter: rank 0's are broadcast
@@ -205,7 +205,7 @@ def replicate(
     communicator: Communicator,
     bucket_bytes: int,
     kind: Callable[..., Any] = AllReduce,
-    share: Share | None = None,
+    share: BatchShare | None = None,
     later: Later = (),
 ) -> Replica:
     """Give all ranks rank 0's model and bind it to a synchronizer, and later to others."""

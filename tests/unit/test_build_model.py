@@ -19,7 +19,7 @@ from paceline.config.world import SyncConfig
 from paceline.errors import ConfigError
 from paceline.models.resnet import BasicBlock
 from paceline.replica.compiled_modules import is_compiled
-from paceline.update.layer_exchange import Share
+from paceline.update.layer_exchange import BatchShare
 from paceline.update.sync_batch_norm import SyncBatchNorm
 from paceline.wiring.model import refuse_emulation
 
@@ -39,7 +39,7 @@ def test_sync_bn_connects_the_layers_and_replaces_every_batch_norm() -> None:
     config = config_of("--sync_bn")
     layers = build.connect_layers(config, Members.alone(), HashStore(), CPU)
     assert layers is not None
-    model = build.make_model(config, CPU, layers, Share())
+    model = build.make_model(config, CPU, layers, BatchShare())
     assert kinds(model) == {SyncBatchNorm}
     assert model(torch.randn(2, 3, 32, 32)).shape == (2, config.data.num_labels)
     layers.close()
@@ -48,7 +48,7 @@ def test_sync_bn_connects_the_layers_and_replaces_every_batch_norm() -> None:
 def test_without_the_flag_there_is_no_second_connection_and_no_replacement() -> None:
     config = config_of()
     assert build.connect_layers(config, Members.alone(), HashStore(), CPU) is None
-    assert kinds(build.make_model(config, CPU, None, Share())) == {nn.BatchNorm2d}
+    assert kinds(build.make_model(config, CPU, None, BatchShare())) == {nn.BatchNorm2d}
 
 
 def test_both_connections_of_one_store_are_apart() -> None:
@@ -99,7 +99,7 @@ def test_bfloat16_is_allowed_where_it_is_computed_or_insisted_on() -> None:
 
 def test_a_layer_trains_on_real_ranks_that_are_threads() -> None:
     """The pieces as a worker puts them together: layers' connection, share, replica."""
-    config, share = config_of("--sync_bn"), Share()
+    config, share = config_of("--sync_bn"), BatchShare()
     model = build.make_model(config, CPU, ThreadGroup(1).communicator(0), share)
     optimizer = build.make_optimizer(model, config.optim, 4)
     communicator = ThreadGroup(1).communicator(0)
