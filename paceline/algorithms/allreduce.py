@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.algorithms.data_parallel import Replicated
+from paceline.algorithms.data_parallel import DataParallel
 from paceline.comm.communicator import Communicator
 from paceline.recorder import Recorder
 from paceline.reduce.buckets import Bucket
@@ -19,7 +19,7 @@ from paceline.update.running_statistics import RunningStatistics
 from paceline.update.updater import Updater
 
 
-class AllReduce(Replicated):
+class AllReduce(DataParallel):
     """A synchronizer on collectives, of NCCL or Gloo."""
 
     def __init__(

@@ -21,7 +21,7 @@ from paceline.update.running_statistics import RunningStatistics
 from paceline.update.updater import Updater
 
 
-class Replicated:
+class DataParallel:
     """A synchronizer: sums of gradients, and an update of everything on every rank.
 
     Args:

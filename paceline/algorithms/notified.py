@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from paceline.algorithms.data_parallel import Replicated
+from paceline.algorithms.data_parallel import DataParallel
 from paceline.codecs.codecs import CODECS, Codec
 from paceline.comm.communicator import Communicator
 from paceline.comm.window import Window
@@ -35,7 +35,7 @@ from paceline.update.updater import Updater
 OpenWindow = Callable[[int, int], Window]  # of a size and a number of notifications
 
 
-class Notified(Replicated):
+class Notified(DataParallel):
     """A synchronizer on windows.
 
     Attributes:
@@ -51,7 +51,7 @@ class Notified(Replicated):
         limits: seconds to wait for a peer, in the first step and later.
         steady: is called after the first step.
         codec: how gradients in float32 travel between groups; others travel as they are.
-        recorder: measures, as `Replicated` says.
+        recorder: measures, as `DataParallel` says.
         staged: parameters are in a device's memory, and their gradients go through the CPU's.
         intra_machine: connects the ranks of this group, which add up by its collectives, on their devices;
             the first of them alone stages the sums and exchanges them by its window.

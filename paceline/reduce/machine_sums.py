@@ -14,7 +14,7 @@ rank does all of this, for every step in one order:
 Collectives are matched by their order, and so the thread takes all reduces of a step before its
 broadcasts, in whatever order gradients are complete or layers wait. Nobody waits for ever:
 
-- A rank sends all its runs of a step before it waits for one, as `Replicated` does. So a thread's
+- A rank sends all its runs of a step before it waits for one, as `DataParallel` does. So a thread's
   reduces need nothing but its machine's backwards, and those the broadcasts of the step before.
 - A broadcast needs the leader's sum, and that what all leaders have sent, in any order: reduces.
 - Who computes waits in `wait` only, for a thread that waits for him only before his next `send`.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.algorithms.allreduce import AllReduce
-from paceline.algorithms.data_parallel import Replicated
+from paceline.algorithms.data_parallel import DataParallel
 from paceline.algorithms.notified import Notified
 from paceline.codecs.codecs import CODECS
 from paceline.comm.communicator import Communicator
@@ -67,11 +67,11 @@ class Ranks:
         self._group: WindowGroup | None = None
         self._lock = threading.Lock()
 
-    def allreduce(self, buckets: Sequence[Bucket], c: Communicator, *parts: Any) -> Replicated:
+    def allreduce(self, buckets: Sequence[Bucket], c: Communicator, *parts: Any) -> DataParallel:
         self.buckets, self.figures[c.rank] = len(buckets), Figures()
         return AllReduce(buckets, c, *parts, self.figures[c.rank])
 
-    def notified(self, buckets: Sequence[Bucket], c: Communicator, *parts: Any) -> Replicated:
+    def notified(self, buckets: Sequence[Bucket], c: Communicator, *parts: Any) -> DataParallel:
         def open_window(size: int, notifications: int) -> Window:
             with self._lock:
                 self._group = self._group or WindowGroup(
