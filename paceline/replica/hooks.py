@@ -17,7 +17,7 @@ from paceline.algorithms.synchronizer import Synchronizer
 from paceline.reduce.buckets import Bucket
 from paceline.replica.compiled_modules import around_call, is_compiled
 from paceline.replica.gradient_guard import StepGradients
-from paceline.replica.read_tracing import Learned, ReaderLesson, Readers, owners
+from paceline.replica.read_tracing import Readers, ReadMap, ReadTracer, owners
 from paceline.replica.trained_parameters import Roster
 
 
@@ -26,7 +26,7 @@ class Binding:
 
     Attributes:
         exchanging: gradients are sent as they arrive; otherwise they accumulate.
-        learned: who reads what, once it is known.
+        reads: who reads what, once it is known.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Binding:
         model: nn.Module,
         roster: Roster,
         synchronizer: Synchronizer,
-        learned: Learned | None = None,
+        reads: ReadMap | None = None,
     ) -> None:
         self.roster, self.synchronizer = roster, synchronizer
         self.gradients = StepGradients(synchronizer.buckets, roster.names)
@@ -43,13 +43,13 @@ class Binding:
         self._running = False
         self._prompt: tuple[Bucket, ...] = ()  # read where nobody can wait: updated in `end`
         self._undo_waits: list[Callable[[], None]] = []
-        self.learned: Learned | None = None
-        self._lesson: ReaderLesson | None = None
-        if learned is not None:
-            self._follow(learned)
+        self.reads: ReadMap | None = None
+        self._tracer: ReadTracer | None = None
+        if reads is not None:
+            self._follow(reads)
         else:
             self._wait_in(owners(model))
-            self._lesson = ReaderLesson(model)
+            self._tracer = ReadTracer(model)
         self._handles = [
             p.register_post_accumulate_grad_hook(partial(self._gradient_done, place))
             for place, p in enumerate(self.gradients.parameters)
@@ -70,39 +70,39 @@ class Binding:
 
     def learn(self) -> None:
         """Take from the first step, which is over, who reads what."""
-        if self._lesson is None:
+        if self._tracer is None:
             return
-        outside = self._lesson.outside(self.gradients.parameters)
-        readers = self._lesson.finish()
-        self._lesson = None
-        self._follow(Learned(readers=readers, outside=outside))
+        outside = self._tracer.outside(self.gradients.parameters)
+        readers = self._tracer.finish()
+        self._tracer = None
+        self._follow(ReadMap(readers=readers, outside=outside))
         for bucket in self._prompt:
             self.synchronizer.before_read(bucket)
 
     def close(self) -> None:
         """Take the hooks off and close the synchronizer."""
-        if self._lesson is not None:
-            self._lesson.finish()
+        if self._tracer is not None:
+            self._tracer.finish()
         for handle in self._handles:
             handle.remove()
         self._undo_all_waits()
         self.synchronizer.close()
 
-    def _follow(self, learned: Learned) -> None:
-        self.learned = learned
-        self._wait_in(learned.readers)
+    def _follow(self, reads: ReadMap) -> None:
+        self.reads = reads
+        self._wait_in(reads.readers)
         self._prompt = tuple(
             bucket
             for bucket in self.synchronizer.buckets
-            if not learned.outside.isdisjoint(bucket.parameters)
+            if not reads.outside.isdisjoint(bucket.parameters)
         )
 
     def _gradient_done(self, place: int, parameter: Tensor) -> None:
         if not self._running:
             return
         assert isinstance(parameter, nn.Parameter)
-        if self._lesson is not None:
-            self._lesson.use(parameter)
+        if self._tracer is not None:
+            self._tracer.use(parameter)
         bucket = self.gradients.arrive(place, parameter, exchanging=self.exchanging)
         if bucket is not None:
             self.synchronizer.gradient_ready(bucket)

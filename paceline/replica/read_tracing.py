@@ -30,7 +30,7 @@ Readers = dict[nn.Module, list[nn.Parameter]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Learned:
+class ReadMap:
     """What a lesson has shown.
 
     Attributes:
@@ -52,7 +52,7 @@ def owners(model: nn.Module) -> Readers:
     return found
 
 
-class ReaderLesson:
+class ReadTracer:
     """Watches a model's calls until `finish` and tells who read what."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -74,7 +74,7 @@ class ReaderLesson:
                 )
                 self._undo += [handle.remove for handle in handles]
 
-    def __deepcopy__(self, memo: object) -> ReaderLesson:
+    def __deepcopy__(self, memo: object) -> ReadTracer:
         """Stay one: a copy of the model takes its hooks along, and they end with the lesson."""
         return self
 

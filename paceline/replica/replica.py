@@ -36,7 +36,7 @@ from paceline.reduce.buckets import Bucket, partition
 from paceline.replica.grad_scaler import meet_scaler
 from paceline.replica.hooks import Binding
 from paceline.replica.patch import patch
-from paceline.replica.read_tracing import Learned
+from paceline.replica.read_tracing import ReadMap
 from paceline.replica.trained_parameters import Roster, state_of
 from paceline.update.layer_exchange import BatchShare
 
@@ -210,14 +210,14 @@ class Replica:
         for undo in self._patches:
             undo()
 
-    def _bind(self, known: set[Tensor], learned: Learned | None = None) -> Binding:
+    def _bind(self, known: set[Tensor], reads: ReadMap | None = None) -> Binding:
         """Bind what is trained now; `known` tensors are equal on all ranks, others become so."""
         roster = Roster.of(self._model, self._optimizer)
         fresh = [tensor for tensor in roster.tensors if tensor not in known]
         broadcast_all(self._communicator, fresh, "the broadcast of rank 0's weights")
         buckets = partition(roster.names, roster.groups, self._plan.bucket_bytes)
         synchronizer = self._plan.make_synchronizer(buckets)
-        return Binding(self._model, roster, synchronizer, learned)
+        return Binding(self._model, roster, synchronizer, reads)
 
     def _bind_anew_if_changed(self) -> None:
         old, plan = self._binding, self._next_plan()
@@ -228,7 +228,7 @@ class Replica:
         device, stateful, kept = old.roster.tensors[0].device, self.stateful, self.state()
         self.drain()
         self._unbind()
-        self._binding = self._bind(set(old.roster.tensors), old.learned if same else None)
+        self._binding = self._bind(set(old.roster.tensors), old.reads if same else None)
         if stateful:
             what = "the broadcast of what ranks have besides the model"
             self.restore(broadcast_state(self._communicator, kept, device, what))
