@@ -18,7 +18,7 @@ from paceline.reduce.buckets import Bucket
 from paceline.replica.compiled_modules import around_call, is_compiled
 from paceline.replica.gradient_guard import StepGradients
 from paceline.replica.read_tracing import Readers, ReadMap, ReadTracer, owners
-from paceline.replica.trained_parameters import Roster
+from paceline.replica.trained_parameters import TrainedParameters
 
 
 class Binding:
@@ -32,12 +32,12 @@ class Binding:
     def __init__(
         self,
         model: nn.Module,
-        roster: Roster,
+        trained: TrainedParameters,
         synchronizer: Synchronizer,
         reads: ReadMap | None = None,
     ) -> None:
-        self.roster, self.synchronizer = roster, synchronizer
-        self.gradients = StepGradients(synchronizer.buckets, roster.names)
+        self.trained, self.synchronizer = trained, synchronizer
+        self.gradients = StepGradients(synchronizer.buckets, trained.names)
         self.exchanging = True
         self._model = model
         self._running = False

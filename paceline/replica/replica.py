@@ -37,7 +37,7 @@ from paceline.replica.grad_scaler import meet_scaler
 from paceline.replica.hooks import Binding
 from paceline.replica.patch import patch
 from paceline.replica.read_tracing import ReadMap
-from paceline.replica.trained_parameters import Roster, state_of
+from paceline.replica.trained_parameters import TrainedParameters, state_of
 from paceline.update.layer_exchange import BatchShare
 
 MakeSynchronizer = Callable[[Sequence[Bucket]], Synchronizer]
@@ -212,23 +212,23 @@ class Replica:
 
     def _bind(self, known: set[Tensor], reads: ReadMap | None = None) -> Binding:
         """Bind what is trained now; `known` tensors are equal on all ranks, others become so."""
-        roster = Roster.of(self._model, self._optimizer)
-        fresh = [tensor for tensor in roster.tensors if tensor not in known]
+        trained = TrainedParameters.of(self._model, self._optimizer)
+        fresh = [tensor for tensor in trained.tensors if tensor not in known]
         broadcast_all(self._communicator, fresh, "the broadcast of rank 0's weights")
-        buckets = partition(roster.names, roster.groups, self._plan.bucket_bytes)
+        buckets = partition(trained.names, trained.groups, self._plan.bucket_bytes)
         synchronizer = self._plan.make_synchronizer(buckets)
-        return Binding(self._model, roster, synchronizer, reads)
+        return Binding(self._model, trained, synchronizer, reads)
 
     def _bind_anew_if_changed(self) -> None:
         old, plan = self._binding, self._next_plan()
-        same = state_of(self._optimizer) == old.roster.state
+        same = state_of(self._optimizer) == old.trained.state
         if same and plan is None:
             return
         self._plan = plan or self._plan
-        device, stateful, kept = old.roster.tensors[0].device, self.stateful, self.state()
+        device, stateful, kept = old.trained.tensors[0].device, self.stateful, self.state()
         self.drain()
         self._unbind()
-        self._binding = self._bind(set(old.roster.tensors), old.reads if same else None)
+        self._binding = self._bind(set(old.trained.tensors), old.reads if same else None)
         if stateful:
             what = "the broadcast of what ranks have besides the model"
             self.restore(broadcast_state(self._communicator, kept, device, what))
@@ -289,7 +289,7 @@ class Replica:
         for group in self._optimizer.param_groups:
             for p in group["params"]:
                 if p.grad is not None and p not in exchanged:
-                    name = self._binding.roster.names.get(p, f"a new parameter, {tuple(p.shape)},")
+                    name = self._binding.trained.names.get(p, f"a new parameter, {tuple(p.shape)},")
                     raise ConfigError(
                         f"{name} has a gradient that isn't exchanged: freeze and unfreeze "
                         "parameters, and give them to the optimizer, between steps, and "

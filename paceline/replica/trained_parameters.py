@@ -21,7 +21,7 @@ State = tuple[tuple[tuple[int, bool, torch.dtype, torch.device], ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Roster:
+class TrainedParameters:
     """The parameters that are trained.
 
     Attributes:
@@ -37,7 +37,7 @@ class Roster:
     buffers: tuple[Tensor, ...]
 
     @staticmethod
-    def of(model: nn.Module, optimizer: Optimizer) -> Roster:
+    def of(model: nn.Module, optimizer: Optimizer) -> TrainedParameters:
         """List what model and optimizer have at this moment.
 
         Raises:
@@ -54,7 +54,7 @@ class Roster:
                     "begin."
                 )
         state, buffers = state_of(optimizer), tuple(model.buffers())
-        return Roster(state=state, names=names, groups=groups, buffers=buffers)
+        return TrainedParameters(state=state, names=names, groups=groups, buffers=buffers)
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -25,7 +25,7 @@ from paceline.cluster.membership.members import Members
 from paceline.comm.communicator import Communicator, broadcast_bytes, total
 from paceline.config.world import SyncConfig
 from paceline.reduce.buckets import partition
-from paceline.replica.trained_parameters import Roster
+from paceline.replica.trained_parameters import TrainedParameters
 from paceline.run.autotune_trials import Outcome, Trials, steps_of_trials
 from paceline.state.exchange_choice import CHOICE_NAME, Choice, read_choice, write_choice
 
@@ -169,13 +169,13 @@ class Chooser:
 
 
 def candidates_of(
-    config: SyncConfig, roster: Roster, machines: Sequence[int], device: torch.device
+    config: SyncConfig, trained: TrainedParameters, machines: Sequence[int], device: torch.device
 ) -> list[SyncConfig]:
     """List the exchanges to choose from: those that fit what was asked for, and differ.
 
     Args:
         config: what was asked for.
-        roster: what is trained; sizes that give it the same buckets are one.
+        trained: what is trained; sizes that give it the same buckets are one.
         machines: the number of ranks of each.
         device: where the parameters are.
     """
@@ -196,7 +196,7 @@ def candidates_of(
             bucket_mb=config.bucket_mb or size,
             connections=connections,
         )
-        buckets = partition(roster.names, roster.groups, fixed.bucket_bytes)
+        buckets = partition(trained.names, trained.groups, fixed.bucket_bytes)
         names = tuple(bucket.names for bucket in buckets)
         different.setdefault((sync, names, connections), fixed)
     return list(different.values())

@@ -34,7 +34,7 @@ from paceline.reduce.buckets import Bucket
 from paceline.reduce.put_engine.layout import Topology
 from paceline.replica.pass_spans import watch_passes
 from paceline.replica.replica import Plan, Replica
-from paceline.replica.trained_parameters import Roster
+from paceline.replica.trained_parameters import TrainedParameters
 from paceline.update.layer_exchange import BatchShare
 from paceline.update.running_statistics import RunningStatistics
 from paceline.update.shard_optimizer import ShardOptimizer
@@ -255,9 +255,9 @@ def replicate(
         return None if config is None else plan(config)
 
     members, communicator = peers.members, peers.communicator
-    roster = Roster.of(model, optimizer)
-    device = next((p.device for p in roster.groups), torch.device("cpu"))
-    candidates = candidates_of(config, roster, members.machines, device)
+    trained = TrainedParameters.of(model, optimizer)
+    device = next((p.device for p in trained.groups), torch.device("cpu"))
+    candidates = candidates_of(config, trained, members.machines, device)
     chooser = Chooser(candidates, members, communicator, device, occasion or Occasion())
     first = plan(chooser.first)
     replica = Replica(

@@ -15,7 +15,7 @@ from torch import nn
 from paceline.cluster.membership.members import Members
 from paceline.comm.communicator import Communicator
 from paceline.config.world import SyncConfig
-from paceline.replica.trained_parameters import Roster
+from paceline.replica.trained_parameters import TrainedParameters
 from paceline.run.autotune_trials import steps_of_trials
 from paceline.state.exchange_choice import CHOICE_NAME, read_choice
 from paceline.wiring.autotune import A_WHILE, Chooser, Occasion, candidates_of
@@ -26,16 +26,19 @@ TWO = [SyncConfig(sync="notified", bucket_mb=16.0), SyncConfig(sync="allreduce",
 NEEDED = steps_of_trials(len(TWO))
 
 
-def roster(layers: int, megabytes: float) -> Roster:
+def trained(layers: int, megabytes: float) -> TrainedParameters:
     """List a model of layers of some MiB each."""
     model = nn.Sequential(*(nn.Linear(round(megabytes * 2**18), 1) for _ in range(layers)))
-    return Roster.of(model, torch.optim.SGD(model.parameters()))
+    return TrainedParameters.of(model, torch.optim.SGD(model.parameters()))
 
 
 def names(
-    config: SyncConfig, roster: Roster, machines: Sequence[int] = (2,), device: Any = CPU
+    config: SyncConfig,
+    trained: TrainedParameters,
+    machines: Sequence[int] = (2,),
+    device: Any = CPU,
 ) -> list[str]:
-    found = candidates_of(config, roster, machines, device)
+    found = candidates_of(config, trained, machines, device)
     return [
         f"{c.sync}:{c.bucket_mb:g}:{c.wire}{f':x{c.connections}' * bool(c.connections)}"
         for c in found
@@ -43,15 +46,15 @@ def names(
 
 
 def test_a_large_model_has_all_methods_and_sizes_to_choose_from() -> None:
-    assert names(SyncConfig(), roster(30, 1)) == [
+    assert names(SyncConfig(), trained(30, 1)) == [
         *("notified:16:fp32", "allreduce:8:fp32", "notified:8:fp32", "notified:4:fp32"),
         "allreduce:25:fp32",
     ]
 
 
 def test_sizes_that_make_the_same_buckets_are_one() -> None:
-    assert names(SyncConfig(), roster(3, 0.1)) == ["notified:16:fp32", "allreduce:8:fp32"]
-    assert names(SyncConfig(), roster(4, 1.5)) == [
+    assert names(SyncConfig(), trained(3, 0.1)) == ["notified:16:fp32", "allreduce:8:fp32"]
+    assert names(SyncConfig(), trained(4, 1.5)) == [
         *("notified:16:fp32", "allreduce:8:fp32", "notified:4:fp32")
     ]
 
@@ -73,11 +76,11 @@ def test_sizes_that_make_the_same_buckets_are_one() -> None:
     ids=str,
 )
 def test_what_was_asked_for_is_not_chosen_otherwise(asked: dict[str, Any], left: list[str]) -> None:
-    assert names(SyncConfig(**asked), roster(30, 1)) == left
+    assert names(SyncConfig(**asked), trained(30, 1)) == left
 
 
 def test_several_connections_are_tried_between_machines_unless_their_number_was_told() -> None:
-    machines, model = (1, 2), roster(3, 0.1)
+    machines, model = (1, 2), trained(3, 0.1)
     one = ["notified:16:fp32", "allreduce:8:fp32"]
     assert names(SyncConfig(), model, machines) == [*one, "notified:16:fp32:x4"]
     assert names(SyncConfig(wire="int8"), model, machines) == [
@@ -91,7 +94,7 @@ def test_several_connections_are_tried_between_machines_unless_their_number_was_
 
 def test_on_gpus_there_are_collectives_only() -> None:
     gpu = torch.device("cuda")
-    assert names(SyncConfig(), roster(30, 1), device=gpu) == [
+    assert names(SyncConfig(), trained(30, 1), device=gpu) == [
         "allreduce:8:fp32",
         "allreduce:25:fp32",
     ]
@@ -99,7 +102,7 @@ def test_on_gpus_there_are_collectives_only() -> None:
 
 def test_one_rank_has_nothing_to_choose() -> None:
     for asked in (SyncConfig(wire="int8"), SyncConfig(update="sharded")):
-        (left,) = candidates_of(asked, roster(30, 1), (1,), CPU)
+        (left,) = candidates_of(asked, trained(30, 1), (1,), CPU)
         assert left == SyncConfig(sync="allreduce")
 
 
