@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 FLAG = "_step_supports_amp_scaling"
 
 
-class ScalerWitness:
+class ScalerFlag:
     """The flag's value, and a call when a scaler asks for it."""
 
     def __init__(self, value: bool, asked: Callable[[], None]) -> None:
@@ -24,11 +24,11 @@ class ScalerWitness:
         return self._value
 
 
-def meet_scaler(optimizer: Optimizer, asked: Callable[[], None]) -> Callable[[], None]:
+def watch_scaler(optimizer: Optimizer, asked: Callable[[], None]) -> Callable[[], None]:
     """Call `asked` when a `GradScaler.step(optimizer)` begins; return what undoes that."""
     attributes = vars(optimizer)
     before = attributes.get(FLAG)
-    attributes[FLAG] = ScalerWitness(bool(before), asked)
+    attributes[FLAG] = ScalerFlag(bool(before), asked)
 
     def undo() -> None:
         del attributes[FLAG]

@@ -18,7 +18,7 @@ from paceline.errors import ConfigError
 from paceline.reduce.buckets import Bucket
 
 
-class StepGradients:
+class GradientGuard:
     """The gradients of the step that runs.
 
     A parameter is known by its place: to look one up in a dictionary takes longer than all the rest

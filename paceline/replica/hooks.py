@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from paceline.algorithms.synchronizer import Synchronizer
 from paceline.reduce.buckets import Bucket
 from paceline.replica.compiled_modules import around_call, is_compiled
-from paceline.replica.gradient_guard import StepGradients
+from paceline.replica.gradient_guard import GradientGuard
 from paceline.replica.read_tracing import Readers, ReadMap, ReadTracer, owners
 from paceline.replica.trained_parameters import TrainedParameters
 
 
-class Binding:
+class ReplicaHooks:
     """Calls `before_read` and `gradient_ready` of a synchronizer.
 
     Attributes:
@@ -37,7 +37,7 @@ class Binding:
         reads: ReadMap | None = None,
     ) -> None:
         self.trained, self.synchronizer = trained, synchronizer
-        self.gradients = StepGradients(synchronizer.buckets, trained.names)
+        self.gradients = GradientGuard(synchronizer.buckets, trained.names)
         self.exchanging = True
         self._model = model
         self._running = False

@@ -33,8 +33,8 @@ from paceline.algorithms.synchronizer import Synchronizer
 from paceline.comm.communicator import Communicator, broadcast_all, broadcast_state
 from paceline.errors import ConfigError
 from paceline.reduce.buckets import Bucket, partition
-from paceline.replica.grad_scaler import meet_scaler
-from paceline.replica.hooks import Binding
+from paceline.replica.grad_scaler import watch_scaler
+from paceline.replica.hooks import ReplicaHooks
 from paceline.replica.patch import patch
 from paceline.replica.read_tracing import ReadMap
 from paceline.replica.trained_parameters import TrainedParameters, state_of
@@ -44,7 +44,7 @@ MakeSynchronizer = Callable[[Sequence[Bucket]], Synchronizer]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class ExchangePlan:
     """How to exchange.
 
     Attributes:
@@ -87,11 +87,11 @@ class Replica:
         *,
         bucket_bytes: int,
         share: BatchShare | None = None,
-        next_plan: Callable[[], Plan | None] = _the_same,
+        next_plan: Callable[[], ExchangePlan | None] = _the_same,
     ) -> None:
         self._model, self._optimizer = model, optimizer
         self._communicator = communicator
-        self._plan = Plan(make_synchronizer=make_synchronizer, bucket_bytes=bucket_bytes)
+        self._plan = ExchangePlan(make_synchronizer=make_synchronizer, bucket_bytes=bucket_bytes)
         self._next_plan = next_plan
         self._share = BatchShare() if share is None else share
         self._scale: Callable[[], float] | None = None
@@ -107,7 +107,7 @@ class Replica:
             patch(optimizer, "zero_grad", self._zero_optimizer),
             patch(model, "train", self._train),
             patch(model, "zero_grad", self._zero_model),
-            meet_scaler(optimizer, self._refuse_early_unscaling),
+            watch_scaler(optimizer, self._refuse_early_unscaling),
         ]
 
     @property
@@ -210,14 +210,14 @@ class Replica:
         for undo in self._patches:
             undo()
 
-    def _bind(self, known: set[Tensor], reads: ReadMap | None = None) -> Binding:
+    def _bind(self, known: set[Tensor], reads: ReadMap | None = None) -> ReplicaHooks:
         """Bind what is trained now; `known` tensors are equal on all ranks, others become so."""
         trained = TrainedParameters.of(self._model, self._optimizer)
         fresh = [tensor for tensor in trained.tensors if tensor not in known]
         broadcast_all(self._communicator, fresh, "the broadcast of rank 0's weights")
         buckets = partition(trained.names, trained.groups, self._plan.bucket_bytes)
         synchronizer = self._plan.make_synchronizer(buckets)
-        return Binding(self._model, trained, synchronizer, reads)
+        return ReplicaHooks(self._model, trained, synchronizer, reads)
 
     def _bind_anew_if_changed(self) -> None:
         old, plan = self._binding, self._next_plan()

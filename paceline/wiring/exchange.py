@@ -33,7 +33,7 @@ from paceline.recorder import NullRecorder, Recorder
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.put_engine.layout import Topology
 from paceline.replica.pass_spans import watch_passes
-from paceline.replica.replica import Plan, Replica
+from paceline.replica.replica import ExchangePlan, Replica
 from paceline.replica.trained_parameters import TrainedParameters
 from paceline.update.layer_exchange import BatchShare
 from paceline.update.running_statistics import RunningStatistics
@@ -239,7 +239,7 @@ def replicate(
         CommError: a peer was lost, or silent.
     """
 
-    def plan(config: SyncConfig) -> Plan:
+    def plan(config: SyncConfig) -> ExchangePlan:
         def make(buckets: Sequence[Bucket]) -> Synchronizer:
             statistics = RunningStatistics(model)
             names = [bucket.names for bucket in buckets]
@@ -248,9 +248,9 @@ def replicate(
             peers.recorder.event("buckets", parameters=names)
             return SYNCHRONIZERS[config.sync](buckets, peers, optimizer, statistics, config)
 
-        return Plan(make_synchronizer=make, bucket_bytes=config.bucket_bytes)
+        return ExchangePlan(make_synchronizer=make, bucket_bytes=config.bucket_bytes)
 
-    def next_plan() -> Plan | None:
+    def next_plan() -> ExchangePlan | None:
         config = chooser.next()
         return None if config is None else plan(config)
 

@@ -23,7 +23,7 @@ from paceline.algorithms.synchronizer import Synchronizer
 from paceline.comm.communicator import Communicator
 from paceline.comm.inprocess.communicator import ThreadGroup
 from paceline.reduce.buckets import Bucket
-from paceline.replica.replica import Plan, Replica
+from paceline.replica.replica import ExchangePlan, Replica
 from paceline.update.layer_exchange import BatchShare
 from paceline.update.running_statistics import RunningStatistics
 from paceline.update.sync_batch_norm import convert_sync_batchnorm
@@ -210,18 +210,18 @@ def replicate(
 ) -> Replica:
     """Give all ranks rank 0's model and bind it to a synchronizer, and later to others."""
 
-    def plan(kind: Kind, bucket_bytes: int) -> Plan:
+    def plan(kind: Kind, bucket_bytes: int) -> ExchangePlan:
         def make(buckets: Sequence[Bucket]) -> Synchronizer:
             updater = getattr(kind, "updater", Updater)(optimizer, buckets)
             parts = updater, RunningStatistics(model)
             synchronizer: Synchronizer = kind(buckets, communicator, *parts)
             return synchronizer
 
-        return Plan(make_synchronizer=make, bucket_bytes=bucket_bytes)
+        return ExchangePlan(make_synchronizer=make, bucket_bytes=bucket_bytes)
 
     changes = iter(later)
 
-    def next_plan() -> Plan | None:
+    def next_plan() -> ExchangePlan | None:
         change = next(changes, None)
         return None if change is None else plan(*change)
 
