@@ -26,7 +26,7 @@ from paceline.data.batch_slice import Place
 from paceline.data.order import Order
 from paceline.errors import ConfigError
 from paceline.replica.replica import Replica
-from paceline.run.step_summary import Agreement
+from paceline.run.step_summary import StepSummaries
 from paceline.run.steps import Steps, Stop
 from paceline.wiring import Start
 
@@ -92,7 +92,7 @@ class Training:
         self._replica, self._optimizer = replica, optimizer
         self._steps = Steps(
             replica,
-            Agreement(session.communicator),
+            StepSummaries(session.communicator),
             session.recorder,
             session.keeper(kept),
             rank=session.communicator.rank,

@@ -24,7 +24,7 @@ from paceline.comm.communicator import Communicator, Ticket
 
 
 @dataclass(frozen=True, kw_only=True)
-class Heard:
+class StepSummary:
     """A step as all ranks know it.
 
     Attributes:
@@ -40,7 +40,7 @@ class Heard:
     wish: int
 
 
-class Agreement:
+class StepSummaries:
     """Adds up what the ranks tell of each step.
 
     Args:
@@ -78,7 +78,7 @@ class Agreement:
         flat = torch.cat([sums, sums.new_tensor([stop, wish])])
         self._told.append((step, flat, self._communicator.all_reduce(flat)))
 
-    def hear(self, *, before: int) -> Iterator[Heard]:
+    def hear(self, *, before: int) -> Iterator[StepSummary]:
         """Yield what was told of the steps below `before` and not heard yet; waits for it.
 
         Raises:
@@ -88,4 +88,4 @@ class Agreement:
             step, flat, ticket = self._told.popleft()
             ticket.wait(f"the sums of step {step}")
             *values, stops, wish = flat.tolist()
-            yield Heard(step=step, sums=tuple(values), stop=stops > 0, wish=int(wish))
+            yield StepSummary(step=step, sums=tuple(values), stop=stops > 0, wish=int(wish))

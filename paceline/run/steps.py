@@ -30,7 +30,7 @@ from paceline.data.batch_slice import Place
 from paceline.recorder import Recorder
 from paceline.reduce.rank_state import OPTIMIZER
 from paceline.replica.replica import Replica
-from paceline.run.step_summary import Agreement
+from paceline.run.step_summary import StepSummaries
 from paceline.state.checkpoint_files import EXCHANGE
 from paceline.state.checkpointer import Keeper
 
@@ -89,7 +89,7 @@ class Steps:
 
     Args:
         replica: the model's copy.
-        agreement: with the other ranks.
+        summaries: with the other ranks.
         recorder: receives an event a step, and measures it.
         keeper: keeps the state; rank 0's, None elsewhere.
         rank: this rank.
@@ -106,7 +106,7 @@ class Steps:
     def __init__(
         self,
         replica: Replica,
-        agreement: Agreement,
+        summaries: StepSummaries,
         recorder: Recorder,
         keeper: Keeper | None,
         *,
@@ -120,7 +120,7 @@ class Steps:
         values: int,
         device: torch.device,
     ) -> None:
-        self._replica, self._agreement = replica, agreement
+        self._replica, self._summaries = replica, summaries
         self._recorder, self._keeper = recorder, keeper
         self._rank, self._seed = rank, seed
         self.generation = generation
@@ -129,7 +129,7 @@ class Steps:
         self._stopping, self._listen = stopping, listen
         self._values, self._device = values, device
         self._stop_told: int | None = None  # the step in which somebody wished to stop
-        kept, steps = agreement.of_rank_0([keeper is not None, policy.steps], device)
+        kept, steps = summaries.of_rank_0([keeper is not None, policy.steps], device)
         self._kept, self._policy = bool(kept), replace(policy, steps=steps)
         # Rank 0's wishes, by the steps in which they were told; two boundaries later they are done.
         self._wishes = deque([(self.position.number - 2, Wish.SNAPSHOT)])
@@ -175,8 +175,8 @@ class Steps:
             **told,
         )
         self.position.step, self.position.number = place.step + 1, number + 1
-        wish = Wish.NOTHING if self._agreement.alone else self._wish()
-        self._agreement.tell(number, sums, stop=self._stopping(), wish=wish)
+        wish = Wish.NOTHING if self._summaries.alone else self._wish()
+        self._summaries.tell(number, sums, stop=self._stopping(), wish=wish)
 
     def seed(self, number: int) -> None:
         """Start the random streams of what a script computes before a step begins."""
@@ -241,7 +241,7 @@ class Steps:
     def _boundary(self, number: int) -> None:
         self._hear(before=number - 1)
         told = self._stop_told is not None and self._stop_told < number - 1
-        if told or (self._agreement.alone and self._stopping()):
+        if told or (self._summaries.alone and self._stopping()):
             self._stop()
         if self._keeper is not None:
             self._tell_published(self._keeper.published)
@@ -262,7 +262,7 @@ class Steps:
                 heard.append(wish)
         if not self._kept:
             return Wish.NOTHING
-        if self._agreement.alone:
+        if self._summaries.alone:
             heard.append(self._wish())
         done = self.position.number
         if done > self._saved_number and self._policy.due_by_steps(done):
@@ -280,7 +280,7 @@ class Steps:
         return Wish.SNAPSHOT if self._keeper.ask() else Wish.NOTHING
 
     def _hear(self, *, before: int) -> None:
-        for heard in self._agreement.hear(before=before):
+        for heard in self._summaries.hear(before=before):
             sums = zip(self.position.sums, heard.sums, strict=True)
             self.position.sums = [total + told for total, told in sums]
             if heard.stop and self._stop_told is None:

@@ -19,7 +19,7 @@ from paceline.observe.score_counter import TOLD
 from paceline.recorder import NullRecorder, Recorder
 from paceline.run.learning_rate import LearningRate
 from paceline.run.precision import Precision
-from paceline.run.step_summary import Agreement
+from paceline.run.step_summary import StepSummaries
 from paceline.run.steps import SavePolicy, Steps
 from paceline.state.checkpoint_files import FOLDER, Checkpoints
 from paceline.state.checkpointer import Keeper, Stateful
@@ -106,7 +106,7 @@ def build_trainer(
     teller = recorder if members.rank == 0 else NullRecorder()  # all hear the same losses
     steps = Steps(
         replica,
-        Agreement(communicator),
+        StepSummaries(communicator),
         recorder,
         keeper_of(config, folder, parts, len(sources.train)) if members.rank == 0 else None,
         rank=members.rank,

@@ -16,7 +16,7 @@ from paceline.comm.communicator import Communicator
 from paceline.data.batch_slice import Place
 from paceline.data.order import Order
 from paceline.recorder import NullRecorder
-from paceline.run.step_summary import Agreement
+from paceline.run.step_summary import StepSummaries
 from paceline.run.steps import Position, SavePolicy, Steps, Stop
 from paceline.state.checkpoint_files import Checkpoints, read_checkpoint
 from paceline.state.checkpointer import Keeper
@@ -55,7 +55,7 @@ class Rank:
         keeper = Keeper(parts, Checkpoints(folder, 9), constant={})
         self.steps = Steps(
             self.bench.replica,
-            Agreement(communicator),
+            StepSummaries(communicator),
             self.recorder,
             keeper if communicator.rank == 0 else None,
             rank=communicator.rank,
