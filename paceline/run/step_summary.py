@@ -31,13 +31,13 @@ class StepSummary:
         step: its number.
         sums: what the ranks told, added up.
         stop: somebody wishes to stop.
-        wish: rank 0's.
+        request: rank 0's.
     """
 
     step: int
     sums: tuple[float, ...]
     stop: bool
-    wish: int
+    request: int
 
 
 class StepSummaries:
@@ -66,16 +66,16 @@ class StepSummaries:
         self._communicator.broadcast(told).wait("what rank 0 decides")
         return [int(value) for value in told.tolist()]
 
-    def tell(self, step: int, sums: Tensor, *, stop: bool, wish: int = 0) -> None:
+    def tell(self, step: int, sums: Tensor, *, stop: bool, request: int = 0) -> None:
         """Send this rank's part of a step's sums, and its wish; never blocks.
 
         Args:
             step: the step's number; larger than the one told before.
             sums: (values,) float64, on the communicator's device.
             stop: this rank wishes to stop.
-            wish: what rank 0 wishes of all; others' 0.
+            request: what rank 0 wishes of all; others' 0.
         """
-        flat = torch.cat([sums, sums.new_tensor([stop, wish])])
+        flat = torch.cat([sums, sums.new_tensor([stop, request])])
         self._told.append((step, flat, self._communicator.all_reduce(flat)))
 
     def hear(self, *, before: int) -> Iterator[StepSummary]:
@@ -87,5 +87,5 @@ class StepSummaries:
         while self._told and self._told[0][0] < before:
             step, flat, ticket = self._told.popleft()
             ticket.wait(f"the sums of step {step}")
-            *values, stops, wish = flat.tolist()
-            yield StepSummary(step=step, sums=tuple(values), stop=stops > 0, wish=int(wish))
+            *values, stops, request = flat.tolist()
+            yield StepSummary(step=step, sums=tuple(values), stop=stops > 0, request=int(request))

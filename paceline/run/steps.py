@@ -76,7 +76,7 @@ class SavePolicy:
         return 0 < self.minutes * 60 <= seconds
 
 
-class Wish(IntEnum):
+class Request(IntEnum):
     """What rank 0 wishes to do at a boundary."""
 
     NOTHING = 0
@@ -132,7 +132,7 @@ class Steps:
         kept, steps = summaries.of_rank_0([keeper is not None, policy.steps], device)
         self._kept, self._policy = bool(kept), replace(policy, steps=steps)
         # Rank 0's wishes, by the steps in which they were told; two boundaries later they are done.
-        self._wishes = deque([(self.position.number - 2, Wish.SNAPSHOT)])
+        self._requests = deque([(self.position.number - 2, Request.SNAPSHOT)])
         self._saved_at = time.monotonic()
         self._saved_number = self.position.number
 
@@ -175,8 +175,8 @@ class Steps:
             **told,
         )
         self.position.step, self.position.number = place.step + 1, number + 1
-        wish = Wish.NOTHING if self._summaries.alone else self._wish()
-        self._summaries.tell(number, sums, stop=self._stopping(), wish=wish)
+        request = Request.NOTHING if self._summaries.alone else self._request()
+        self._summaries.tell(number, sums, stop=self._stopping(), request=request)
 
     def seed(self, number: int) -> None:
         """Start the random streams of what a script computes before a step begins."""
@@ -245,39 +245,39 @@ class Steps:
             self._stop()
         if self._keeper is not None:
             self._tell_published(self._keeper.published)
-        wish = self._wish_for(number)
+        request = self._request_of_all(number)
         if self._keeper is None and not self._replica.stateful:
             return
-        if wish is Wish.SAVE:
+        if request is Request.SAVE:
             self.save()
-        elif wish is Wish.SNAPSHOT:
+        elif request is Request.SNAPSHOT:
             self._snapshot()
 
-    def _wish_for(self, number: int) -> Wish:
+    def _request_of_all(self, number: int) -> Request:
         """Return what all ranks do before step `number`, by what rank 0 wished and the policy."""
-        heard = [Wish.NOTHING]
-        while self._wishes and self._wishes[0][0] <= number - 2:
-            step, wish = self._wishes.popleft()
-            if wish is Wish.SNAPSHOT or step >= self._saved_number:  # else it was saved since
-                heard.append(wish)
+        heard = [Request.NOTHING]
+        while self._requests and self._requests[0][0] <= number - 2:
+            step, request = self._requests.popleft()
+            if request is Request.SNAPSHOT or step >= self._saved_number:  # else it was saved since
+                heard.append(request)
         if not self._kept:
-            return Wish.NOTHING
+            return Request.NOTHING
         if self._summaries.alone:
-            heard.append(self._wish())
+            heard.append(self._request())
         done = self.position.number
         if done > self._saved_number and self._policy.due_by_steps(done):
-            heard.append(Wish.SAVE)
+            heard.append(Request.SAVE)
         return max(heard)
 
-    def _wish(self) -> Wish:
+    def _request(self) -> Request:
         """Return what this rank wishes; it is wished once."""
         if self._keeper is None:
-            return Wish.NOTHING
+            return Request.NOTHING
         due = self._policy.due_by_time(time.monotonic() - self._saved_at)
         if due and self.position.number > self._saved_number:
             self._saved_at = time.monotonic()
-            return Wish.SAVE
-        return Wish.SNAPSHOT if self._keeper.ask() else Wish.NOTHING
+            return Request.SAVE
+        return Request.SNAPSHOT if self._keeper.ask() else Request.NOTHING
 
     def _hear(self, *, before: int) -> None:
         for heard in self._summaries.hear(before=before):
@@ -285,8 +285,8 @@ class Steps:
             self.position.sums = [total + told for total, told in sums]
             if heard.stop and self._stop_told is None:
                 self._stop_told = heard.step
-            if heard.wish:
-                self._wishes.append((heard.step, Wish(heard.wish)))
+            if heard.request:
+                self._requests.append((heard.step, Request(heard.request)))
             self._listen(heard.step, heard.sums)
 
     def _snapshot(self, *, best: bool = False) -> None:

@@ -49,7 +49,7 @@ class Rank:
         self.communicator = communicator
         self.recorder = Lines()
         self.heard: list[tuple[int, tuple[float, ...]]] = []
-        self.wishes: set[int] = options.get("stop_in", set())
+        self.requests: set[int] = options.get("stop_in", set())
         self.number = 0
         parts = {"model": self.bench.model, "optimizer": self.bench.optimizer}
         keeper = Keeper(parts, Checkpoints(folder, 9), constant={})
@@ -63,7 +63,7 @@ class Rank:
             seed=5,
             position=options.get("position", Position()),
             policy=options.get("policy", SavePolicy()),
-            stopping=lambda: self.number in self.wishes,
+            stopping=lambda: self.number in self.requests,
             listen=lambda step, sums: self.heard.append((step, tuple(sums))),
             values=2,
             device=torch.device("cpu"),
@@ -123,12 +123,12 @@ def test_each_rank_hears_the_sum_over_all_one_step_later(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "wishes", [{1: {3}}, {0: {3}}, {0: {3}, 2: {3}}, {0: {4}, 1: {3}, 2: {4, 5}}, {2: {0}}]
 )
-def test_all_ranks_stop_at_the_same_boundary(tmp_path: Path, wishes: dict[int, set[int]]) -> None:
+def test_all_ranks_stop_at_the_same_boundary(tmp_path: Path, requests: dict[int, set[int]]) -> None:
     def work(communicator: Communicator) -> int:
-        stop_in = wishes.get(communicator.rank, set())
+        stop_in = requests.get(communicator.rank, set())
         return until_stopped(Rank(communicator, tmp_path, stop_in=stop_in))
 
-    first = min(min(steps) for steps in wishes.values())
+    first = min(min(steps) for steps in requests.values())
     assert run_ranks(3, work) == [first + 2] * 3
     saved = read_checkpoint(tmp_path / "checkpoints" / f"step-{first + 2:08}.pt")
     assert saved["position"]["number"] == first + 2
