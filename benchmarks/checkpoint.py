@@ -37,7 +37,7 @@ from variants import Setting, Training, bind
 from paceline.cluster.supervision.allocator import keep_freed_memory
 from paceline.config.world import SyncConfig
 from paceline.state.checkpoint_files import Checkpoints
-from paceline.state.checkpointer import Keeper, Stateful
+from paceline.state.checkpointer import Checkpointer, Stateful
 
 MINUTE = 60  # seconds
 
@@ -99,7 +99,7 @@ def serve(setting: Saving) -> None:
     training = Training(setting)
     replica = bind(training, setting, meet(setting, "checkpoint"), SyncConfig(sync="allreduce"))
     parts: dict[str, Stateful] = {"model": training.model, "optimizer": training.optimizer}
-    keeper = Keeper(parts, Checkpoints(Path(setting.folder), keep=1), constant={})
+    checkpointer = Checkpointer(parts, Checkpoints(Path(setting.folder), keep=1), constant={})
     numbers, files = count(), count()
 
     def step() -> None:
@@ -109,14 +109,14 @@ def serve(setting: Saving) -> None:
     def save() -> None:
         replica.settle()
         if setting.rank == 0:
-            keeper.capture(next(files), {})
-            keeper.publish()
+            checkpointer.capture(next(files), {})
+            checkpointer.publish()
 
     step()
     print("ready", flush=True)
     for told in sys.stdin:
         seconds = timed({"step": step, "save": save}[told.strip()])
-        print(seconds, keeper.published.qsize(), flush=True)
+        print(seconds, checkpointer.published.qsize(), flush=True)
 
 
 def timed(function: Callable[[], None]) -> float:

@@ -25,7 +25,7 @@ from paceline.observe.trace.step_trace import Trace
 from paceline.recorder import Recorder
 from paceline.run.steps import SavePolicy
 from paceline.state.checkpoint_files import Checkpoints
-from paceline.state.checkpointer import Keeper, Stateful
+from paceline.state.checkpointer import Checkpointer, Stateful
 from paceline.wiring.autotune import Occasion
 from paceline.wiring.exchange import Peers
 from paceline.wiring.machine_group import connect_machine
@@ -157,12 +157,12 @@ class Session:
         """What the choice of an exchange has to go by; only the script knows how many steps."""
         return Occasion(folder=self.run, tell=self._tell)
 
-    def keeper(self, parts: Mapping[str, Stateful]) -> Keeper | None:
+    def checkpointer(self, parts: Mapping[str, Stateful]) -> Checkpointer | None:
         """Make what saves the state of `parts`, on rank 0 of a world with a run."""
         if self.run is None or self.communicator.rank > 0:
             return None
         checkpoints = Checkpoints(self.run, self.output.keep_checkpoints)
-        return Keeper(parts, checkpoints, constant={"config": dict(self.identity)})
+        return Checkpointer(parts, checkpoints, constant={"config": dict(self.identity)})
 
     def tell_saved(self) -> None:
         """Say where a stopped run goes on, where our supervisor says that it stops."""

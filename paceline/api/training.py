@@ -94,7 +94,7 @@ class Training:
             replica,
             StepSummaries(session.communicator),
             session.recorder,
-            session.keeper(kept),
+            session.checkpointer(kept),
             rank=session.communicator.rank,
             generation=self.start.generation,
             seed=session.identity["seed"],

@@ -32,7 +32,7 @@ from paceline.reduce.rank_state import OPTIMIZER
 from paceline.replica.replica import Replica
 from paceline.run.step_summary import StepSummaries
 from paceline.state.checkpoint_files import EXCHANGE
-from paceline.state.checkpointer import Keeper
+from paceline.state.checkpointer import Checkpointer
 
 _RANDOM, _BEFORE = 3, 4  # purposes of the seed's, beside the data's
 
@@ -91,7 +91,7 @@ class Steps:
         replica: the model's copy.
         summaries: with the other ranks.
         recorder: receives an event a step, and measures it.
-        keeper: keeps the state; rank 0's, None elsewhere.
+        checkpointer: keeps the state; rank 0's, None elsewhere.
         rank: this rank.
         generation: of the world, in the ledger.
         seed: of the random streams.
@@ -108,7 +108,7 @@ class Steps:
         replica: Replica,
         summaries: StepSummaries,
         recorder: Recorder,
-        keeper: Keeper | None,
+        checkpointer: Checkpointer | None,
         *,
         rank: int,
         generation: int,
@@ -121,7 +121,7 @@ class Steps:
         device: torch.device,
     ) -> None:
         self._replica, self._summaries = replica, summaries
-        self._recorder, self._keeper = recorder, keeper
+        self._recorder, self._checkpointer = recorder, checkpointer
         self._rank, self._seed = rank, seed
         self.generation = generation
         self.position = position
@@ -129,7 +129,7 @@ class Steps:
         self._stopping, self._listen = stopping, listen
         self._values, self._device = values, device
         self._stop_told: int | None = None  # the step in which somebody wished to stop
-        kept, steps = summaries.of_rank_0([keeper is not None, policy.steps], device)
+        kept, steps = summaries.of_rank_0([checkpointer is not None, policy.steps], device)
         self._kept, self._policy = bool(kept), replace(policy, steps=steps)
         # Rank 0's wishes, by the steps in which they were told; two boundaries later they are done.
         self._requests = deque([(self.position.number - 2, Request.SNAPSHOT)])
@@ -217,14 +217,14 @@ class Steps:
             CheckpointError: an earlier checkpoint couldn't be written.
         """
         self._snapshot(best=best)
-        if self._keeper is not None:
-            self._keeper.publish()
+        if self._checkpointer is not None:
+            self._checkpointer.publish()
         self._saved_at, self._saved_number = time.monotonic(), self.position.number
 
     def rescue(self) -> None:
         """Write the newest state in memory to the disk, from another thread."""
-        if self._keeper is not None:
-            self._keeper.rescue()
+        if self._checkpointer is not None:
+            self._checkpointer.rescue()
 
     def finish(self) -> None:
         """Return once everything is on the disk, and say that no step follows. All ranks call it.
@@ -233,9 +233,9 @@ class Steps:
             CommError: a peer was lost, or silent.
             CheckpointError: it couldn't be written.
         """
-        if self._keeper is not None:
-            self._keeper.wait()
-            self._tell_published(self._keeper.published)
+        if self._checkpointer is not None:
+            self._checkpointer.wait()
+            self._tell_published(self._checkpointer.published)
         self._recorder.event("finish")
 
     def _boundary(self, number: int) -> None:
@@ -243,10 +243,10 @@ class Steps:
         told = self._stop_told is not None and self._stop_told < number - 1
         if told or (self._summaries.alone and self._stopping()):
             self._stop()
-        if self._keeper is not None:
-            self._tell_published(self._keeper.published)
+        if self._checkpointer is not None:
+            self._tell_published(self._checkpointer.published)
         request = self._request_of_all(number)
-        if self._keeper is None and not self._replica.stateful:
+        if self._checkpointer is None and not self._replica.stateful:
             return
         if request is Request.SAVE:
             self.save()
@@ -271,13 +271,13 @@ class Steps:
 
     def _request(self) -> Request:
         """Return what this rank wishes; it is wished once."""
-        if self._keeper is None:
+        if self._checkpointer is None:
             return Request.NOTHING
         due = self._policy.due_by_time(time.monotonic() - self._saved_at)
         if due and self.position.number > self._saved_number:
             self._saved_at = time.monotonic()
             return Request.SAVE
-        return Request.SNAPSHOT if self._keeper.ask() else Request.NOTHING
+        return Request.SNAPSHOT if self._checkpointer.ask() else Request.NOTHING
 
     def _hear(self, *, before: int) -> None:
         for heard in self._summaries.hear(before=before):
@@ -295,14 +295,14 @@ class Steps:
         self._hear(before=self.position.number)
         started = time.monotonic()
         state = self._replica.state() if self._kept else None
-        if self._keeper is not None:
+        if self._checkpointer is not None:
             spent = time.monotonic() - started
             position = {**asdict(self.position), "generation": self.generation}
             gathered = dict(state or {})
             exchange = {name: gathered.pop(name) for name in list(gathered) if name != OPTIMIZER}
             gathered |= {EXCHANGE: exchange} if exchange else {}
             number = self.position.number
-            self._keeper.capture(number, position, gathered, spent=spent, best=best)
+            self._checkpointer.capture(number, position, gathered, spent=spent, best=best)
 
     def _stop(self) -> None:
         self.save()

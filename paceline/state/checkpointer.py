@@ -52,7 +52,7 @@ class _Snapshot:
     wanted: bool = False
 
 
-class Keeper:
+class Checkpointer:
     """Captures and publishes the state of some parts. Rank 0 has one.
 
     Args:

@@ -21,7 +21,7 @@ _NAMED = 3  # of many names
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fit:
+class WeightsFit:
     """How a file's weights fit a model.
 
     Attributes:
@@ -35,7 +35,7 @@ class Fit:
     differences: tuple[str, ...]
 
 
-def fit(state: Mapping[str, Any], model: nn.Module) -> Fit:
+def fit(state: Mapping[str, Any], model: nn.Module) -> WeightsFit:
     """Compare a file's weights, by name, with a model."""
     there, wanted = _without_wrappers(state), _without_wrappers(model.state_dict(keep_vars=True))
     common = [name for name in wanted if name in there]
@@ -47,7 +47,7 @@ def fit(state: Mapping[str, Any], model: nn.Module) -> Fit:
         _some("unknown ", [name for name in there if name not in wanted]),
         _some("", [] if head else list(wrong.values())),
     )
-    return Fit(
+    return WeightsFit(
         weights={wanted[name][0]: there[name][1] for name in common if name not in wrong},
         notes=tuple(f"the last layer's {wrong[name]}: it starts anew." for name in head),
         differences=tuple(part for part in parts if part),

@@ -22,7 +22,7 @@ from paceline.run.precision import Precision
 from paceline.run.step_summary import StepSummaries
 from paceline.run.steps import SavePolicy, Steps
 from paceline.state.checkpoint_files import FOLDER, Checkpoints
-from paceline.state.checkpointer import Keeper, Stateful
+from paceline.state.checkpointer import Checkpointer, Stateful
 from paceline.state.weights import save_weights
 from paceline.trainer import Trainer
 from paceline.update.layer_exchange import BatchShare
@@ -108,7 +108,7 @@ def build_trainer(
         replica,
         StepSummaries(communicator),
         recorder,
-        keeper_of(config, folder, parts, len(sources.train)) if members.rank == 0 else None,
+        make_checkpointer(config, folder, parts, len(sources.train)) if members.rank == 0 else None,
         rank=members.rank,
         generation=start.generation,
         seed=optim.seed,
@@ -138,13 +138,13 @@ def build_trainer(
     )
 
 
-def keeper_of(
+def make_checkpointer(
     config: TrainConfig, folder: Path, parts: Mapping[str, Stateful], records: int
-) -> Keeper:
+) -> Checkpointer:
     """Make what saves the run's state, with the order of its `records`, into `folder`."""
     checkpoints = Checkpoints(folder, config.output.keep_checkpoints)
     constant = {"config": config.identity(), "order": asdict(order_of(config, records))}
-    return Keeper(parts, checkpoints, constant=constant)
+    return Checkpointer(parts, checkpoints, constant=constant)
 
 
 def watch_of(config: TrainConfig, recorder: Recorder, folder: Path, generation: int) -> LossWatch:

@@ -19,7 +19,7 @@ from paceline.recorder import NullRecorder
 from paceline.run.step_summary import StepSummaries
 from paceline.run.steps import Position, SavePolicy, Steps, Stop
 from paceline.state.checkpoint_files import Checkpoints, read_checkpoint
-from paceline.state.checkpointer import Keeper
+from paceline.state.checkpointer import Checkpointer
 from paceline.state.state_copy import copy_state
 from tests.harness.bench import Bench
 from tests.harness.equivalence import convnet
@@ -52,12 +52,12 @@ class Rank:
         self.requests: set[int] = options.get("stop_in", set())
         self.number = 0
         parts = {"model": self.bench.model, "optimizer": self.bench.optimizer}
-        keeper = Keeper(parts, Checkpoints(folder, 9), constant={})
+        checkpointer = Checkpointer(parts, Checkpoints(folder, 9), constant={})
         self.steps = Steps(
             self.bench.replica,
             StepSummaries(communicator),
             self.recorder,
-            keeper if communicator.rank == 0 else None,
+            checkpointer if communicator.rank == 0 else None,
             rank=communicator.rank,
             generation=0,
             seed=5,
@@ -241,7 +241,7 @@ def test_the_lines_of_all_steps_are_there_before_their_checkpoint_is(tmp_path: P
     def work(communicator: Communicator) -> None:
         rank = ranks[communicator.rank] = Rank(communicator, tmp_path, policy=SavePolicy(steps=1))
         if communicator.rank == 0:
-            rank.steps._keeper._checkpoints = Watched(tmp_path, 3)  # type: ignore[union-attr]
+            rank.steps._checkpointer._checkpoints = Watched(tmp_path, 3)  # type: ignore[union-attr]
         for number in range(8):
             rank.train(number)
         rank.steps.finish()

@@ -13,7 +13,7 @@ from torch import nn
 
 from paceline.errors import CheckpointError
 from paceline.state.checkpoint_files import Checkpoints, read_checkpoint
-from paceline.state.checkpointer import Keeper
+from paceline.state.checkpointer import Checkpointer
 
 
 class Part:
@@ -39,9 +39,9 @@ class SlowDisk(Checkpoints):
         return super().write(step, state, best=best)
 
 
-def keeper_of(part: Part, checkpoints: Checkpoints, **more: Any) -> Keeper:
+def make_checkpointer(part: Part, checkpoints: Checkpoints, **more: Any) -> Checkpointer:
     parts = {"model": part, "optimizer": part}
-    return Keeper(parts, checkpoints, constant={"config": {"a": 1}}, **more)
+    return Checkpointer(parts, checkpoints, constant={"config": {"a": 1}}, **more)
 
 
 def written(folder: Path, step: int) -> dict[str, Any]:
@@ -51,86 +51,86 @@ def written(folder: Path, step: int) -> dict[str, Any]:
 def test_a_model_is_judged_by_what_it_has_learned(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     model.register_buffer("mask", torch.full((2, 2), -torch.inf))
-    keeper = Keeper(
+    checkpointer = Checkpointer(
         {"model": model, "optimizer": Part()}, Checkpoints(tmp_path, keep=5), constant={}
     )
-    keeper.capture(1, {})
-    keeper.publish()
-    keeper.wait()
+    checkpointer.capture(1, {})
+    checkpointer.publish()
+    checkpointer.wait()
     assert written(tmp_path, 1)["model"]["mask"].isinf().all()
     nn.init.constant_(model.weight, torch.inf)
-    keeper.capture(2, {})
-    keeper.publish()
-    keeper.wait()
+    checkpointer.capture(2, {})
+    checkpointer.publish()
+    checkpointer.wait()
     assert not (tmp_path / "checkpoints" / "step-00000002.pt").exists()
 
 
 def test_what_was_captured_is_written_whatever_changes_afterwards(tmp_path: Path) -> None:
     part, disk = Part(), SlowDisk(tmp_path)
-    keeper = keeper_of(part, disk)
-    keeper.capture(1, {"number": 1})
-    keeper.publish()
+    checkpointer = make_checkpointer(part, disk)
+    checkpointer.capture(1, {"number": 1})
+    checkpointer.publish()
     assert disk.begun.wait(10)
     for step in (2, 3, 4):
         part.weight.fill_(float(step))
-        keeper.capture(step, {"number": step})
+        checkpointer.capture(step, {"number": step})
     disk.go.set()
-    keeper.wait()
+    checkpointer.wait()
     assert torch.equal(written(tmp_path, 1)["model"]["weight"], torch.zeros(2))
     assert written(tmp_path, 1)["position"] == {"number": 1}
     assert written(tmp_path, 1)["config"] == {"a": 1}
-    assert keeper.published.get() == (1, tmp_path / "checkpoints" / "step-00000001.pt")
+    assert checkpointer.published.get() == (1, tmp_path / "checkpoints" / "step-00000001.pt")
 
 
 def test_a_rescue_writes_the_newest_and_only_once(tmp_path: Path) -> None:
     part = Part()
-    keeper = keeper_of(part, Checkpoints(tmp_path, 5))
-    keeper.rescue()  # nothing yet
+    checkpointer = make_checkpointer(part, Checkpoints(tmp_path, 5))
+    checkpointer.rescue()  # nothing yet
     for step in (1, 2):
         part.weight.fill_(float(step))
-        keeper.capture(step, {})
-    keeper.rescue()
+        checkpointer.capture(step, {})
+    checkpointer.rescue()
     file = tmp_path / "checkpoints" / "step-00000002.pt"
     assert torch.equal(written(tmp_path, 2)["model"]["weight"], torch.full((2,), 2.0))
     file.unlink()
-    keeper.rescue()
+    checkpointer.rescue()
     assert not file.exists()
 
 
 def test_a_broken_model_is_not_published(tmp_path: Path) -> None:
     part = Part()
-    keeper = keeper_of(part, Checkpoints(tmp_path, 5))
+    checkpointer = make_checkpointer(part, Checkpoints(tmp_path, 5))
     part.weight[0] = float("nan")
-    keeper.capture(1, {})
-    keeper.publish()
-    keeper.wait()
+    checkpointer.capture(1, {})
+    checkpointer.publish()
+    checkpointer.wait()
     assert not (tmp_path / "checkpoints").exists()
 
 
 def test_a_disk_that_refuses_is_told_at_the_next_occasion(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file")
-    keeper = keeper_of(Part(), Checkpoints(tmp_path, 5))
-    keeper.capture(1, {})
-    keeper.publish()
+    checkpointer = make_checkpointer(Part(), Checkpoints(tmp_path, 5))
+    checkpointer.capture(1, {})
+    checkpointer.publish()
     with pytest.raises(CheckpointError, match="can't be written"):
-        keeper.wait()
-    keeper.wait()  # told once
+        checkpointer.wait()
+    checkpointer.wait()  # told once
 
 
 def test_snapshots_take_under_a_hundredth_of_the_time(tmp_path: Path) -> None:
     now = iter([0.0, 10.0, 10.5, 60.0, 60.4, 60.6, 60.7, 110.7])
-    keeper = keeper_of(Part(), Checkpoints(tmp_path, 5), clock=lambda: next(now))
-    keeper.capture(1, {})  # from 10.0 to 10.5: the next is due 50 s later
-    assert not keeper.ask()  # 60.0
-    assert not keeper.ask()  # 60.4
-    assert keeper.ask()  # 60.6, and it is on its way
-    assert not keeper.ask()  # 60.7
-    assert keeper.ask()  # 110.7
+    checkpointer = make_checkpointer(Part(), Checkpoints(tmp_path, 5), clock=lambda: next(now))
+    checkpointer.capture(1, {})  # from 10.0 to 10.5: the next is due 50 s later
+    assert not checkpointer.ask()  # 60.0
+    assert not checkpointer.ask()  # 60.4
+    assert checkpointer.ask()  # 60.6, and it is on its way
+    assert not checkpointer.ask()  # 60.7
+    assert checkpointer.ask()  # 110.7
 
 
 def test_what_a_snapshot_waited_for_counts_as_its_cost(tmp_path: Path) -> None:
     now = iter([0.0, 10.0, 10.5, 110.0, 160.6])
-    keeper = keeper_of(Part(), Checkpoints(tmp_path, 5), clock=lambda: next(now))
-    keeper.capture(1, {}, spent=1.0)  # 1.5 s
-    assert not keeper.ask()  # 110.0
-    assert keeper.ask()  # 160.6
+    checkpointer = make_checkpointer(Part(), Checkpoints(tmp_path, 5), clock=lambda: next(now))
+    checkpointer.capture(1, {}, spent=1.0)  # 1.5 s
+    assert not checkpointer.ask()  # 110.0
+    assert checkpointer.ask()  # 160.6
