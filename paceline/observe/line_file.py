@@ -33,7 +33,7 @@ class LineFile:
             self._file.close()
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a file whole or not at all.
 
     Raises:

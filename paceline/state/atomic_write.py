@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 
-def save_whole(path: Path, value: Any) -> None:
+def save_atomically(path: Path, value: Any) -> None:
     """Write what `torch.load` reads, at once or not at all.
 
     Raises:

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from paceline.errors import CheckpointError
-from paceline.state.atomic_write import save_whole
-from paceline.state.file_integrity import check_header, check_whole
+from paceline.state.atomic_write import save_atomically
+from paceline.state.file_integrity import check_header, check_integrity
 
 FORMAT = 1
 FOLDER = "checkpoints"
@@ -58,7 +58,7 @@ class Checkpoints:
             self.folder.mkdir(parents=True, exist_ok=True)
             # The best first: killed in between, a run repeats the epoch's end.
             first = self.folder / BEST if best else path
-            save_whole(first, {"paceline": FORMAT, **state})
+            save_atomically(first, {"paceline": FORMAT, **state})
             if best:
                 _link(first, path)
             _sync(self.folder)
@@ -90,7 +90,7 @@ def read_checkpoint(path: Path, *, peek: bool = False) -> dict[str, Any]:
     Raises:
         CheckpointError: the file is torn, damaged, or something else; names it and the reason.
     """
-    (check_header if peek else check_whole)(path)
+    (check_header if peek else check_integrity)(path)
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=peek)
     except Exception as error:  # torch's unpickler stumbles over foreign files in many ways

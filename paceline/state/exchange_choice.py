@@ -22,7 +22,7 @@ from pathlib import Path
 
 import tomli_w
 
-from paceline.state.run_folder import no_room, write_whole
+from paceline.state.run_folder import no_room, write_atomically
 
 CHOICE_NAME = "exchange.toml"
 
@@ -65,6 +65,6 @@ def write_choice(run: Path, choice: Choice) -> None:
     """
     path = run / CHOICE_NAME
     try:
-        write_whole(path, tomli_w.dumps({**asdict(choice), "machines": list(choice.machines)}))
+        write_atomically(path, tomli_w.dumps({**asdict(choice), "machines": list(choice.machines)}))
     except OSError as error:
         raise no_room(path, error) from error

@@ -32,7 +32,7 @@ _FOLDER = 0x10  # MS-DOS's mark, in a member's attributes
 _DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, ValueError)
 
 
-def check_whole(path: Path) -> None:
+def check_integrity(path: Path) -> None:
     """Read a whole file and compare it with its checksums and lengths.
 
     Raises:

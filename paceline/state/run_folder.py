@@ -78,7 +78,7 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             self._take_lock()
             if not self.begun:
-                write_whole(self.path / CONFIG_NAME, tomli_w.dumps(dict(config)))
+                write_atomically(self.path / CONFIG_NAME, tomli_w.dumps(dict(config)))
         except OSError as error:
             if error.errno in _FULL:
                 raise no_room(self.path, error) from error
@@ -155,7 +155,7 @@ def next_generation(run: Path, at_least: int = 0) -> int:
     if path.exists():
         generation = max(generation, _number(path) + 1)
     try:
-        write_whole(path, f"{generation}\n")
+        write_atomically(path, f"{generation}\n")
     except OSError as error:
         raise no_room(path, error) from error
     return generation
@@ -205,7 +205,7 @@ def _read(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a file at once or not at all.
 
     Raises:

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from paceline.errors import CheckpointError, ConfigError
-from paceline.state.atomic_write import save_whole
-from paceline.state.file_integrity import check_header, check_whole
+from paceline.state.atomic_write import save_atomically
+from paceline.state.file_integrity import check_header, check_integrity
 from paceline.state.weights_fit import fit
 
 _GLOBAL = re.compile(r"GLOBAL (\S+)")  # in torch's message: what a pickle wanted to call
@@ -36,7 +36,7 @@ def save_weights(path: Path, model: nn.Module) -> None:
     for name, value in state.items():
         state[name] = value.contiguous() if isinstance(value, torch.Tensor) else value
     try:
-        save_whole(path, state)
+        save_atomically(path, state)
     except OSError as error:
         raise CheckpointError(
             f"{path}: the weights can't be written ({error.strerror}); make room, or give another "
@@ -59,7 +59,7 @@ def load_weights(path: Path, model: nn.Module) -> tuple[str, ...]:
         CheckpointError: the file is damaged or holds something else.
     """
     check_weights(path)
-    check_whole(path)
+    check_integrity(path)
     fitted = fit(_read(path), model)
     if fitted.differences:
         raise ConfigError(

@@ -14,7 +14,7 @@ from paceline import wiring as build
 from paceline.cli.flags import parse
 from paceline.config.train import TrainConfig
 from paceline.errors import CheckpointError
-from paceline.state.file_integrity import check_header, check_whole
+from paceline.state.file_integrity import check_header, check_integrity
 
 STATE = {"model": {"weight": torch.arange(30.0), "bias": torch.ones(3)}, "epoch": 4}
 
@@ -38,7 +38,7 @@ def test_whole_files_are_told_by_their_content_whatever_their_name(tmp_path: Pat
         old: "old torch",
     }
     for path, kind in kinds.items():
-        check_whole(path)
+        check_integrity(path)
         assert check_header(path) == kind
 
 
@@ -62,7 +62,7 @@ def test_no_flipped_bit_becomes_a_weight(tmp_path: Path, bit: int, stride: int) 
     for place in range(0, len(content), stride):
         path.write_bytes(content[:place] + bytes([content[place] ^ bit]) + content[place + 1 :])
         try:
-            check_whole(path)
+            check_integrity(path)
             state = torch.load(path, weights_only=True)
         except Exception as error:
             caught += isinstance(error, CheckpointError)
@@ -79,7 +79,7 @@ def test_a_flipped_bit_in_a_tensor_is_a_wrong_checksum(tmp_path: Path) -> None:
     path.write_bytes(content)
     check_header(path)
     with pytest.raises(CheckpointError, match=r"w\.pt: torn or damaged \(the checksum of .*data/0"):
-        check_whole(path)
+        check_integrity(path)
 
 
 def test_a_file_written_without_checksums_passes(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_a_file_written_without_checksums_passes(tmp_path: Path) -> None:
         torch.serialization.set_crc32_options(True)
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is not None
-    check_whole(path)
+    check_integrity(path)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_something_else_is_named(tmp_path: Path, content: bytes, reason: str) ->
     path = tmp_path / "w.pt"
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=rf"w\.pt: {reason}"):
-        check_whole(path)
+        check_integrity(path)
 
 
 def test_an_archive_that_torch_save_did_not_write_is_named(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_an_archive_that_torch_save_did_not_write_is_named(tmp_path: Path) -> No
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("letter.txt", "hello")
     with pytest.raises(CheckpointError, match="a zip archive, but not one"):
-        check_whole(path)
+        check_integrity(path)
 
 
 def test_torchscript_is_named(tmp_path: Path) -> None:
@@ -124,13 +124,13 @@ def test_torchscript_is_named(tmp_path: Path) -> None:
         archive.writestr("w/data.pkl", b"")
         archive.writestr("w/constants.pkl", b"")
     with pytest.raises(CheckpointError, match="a zip archive, but not one"):
-        check_whole(path)
+        check_integrity(path)
 
 
 def test_a_folder_and_a_missing_file_are_sentences(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none.pt"):
         with pytest.raises(CheckpointError, match=r"can't be read \((Is a dir|No such file)"):
-            check_whole(path)
+            check_integrity(path)
 
 
 def test_a_torn_file_is_named_before_anything_is_written(tmp_path: Path) -> None:

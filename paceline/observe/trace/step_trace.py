@@ -20,7 +20,7 @@ import torch
 
 from paceline.comm.communicator import Communicator, gather_bytes
 from paceline.comm.put_event import PutEvent
-from paceline.observe.line_file import write_whole
+from paceline.observe.line_file import write_atomically
 from paceline.observe.trace.chrome_trace import chrome_trace
 from paceline.observe.trace.clock_offsets import offsets, rounds, running_system
 from paceline.observe.trace.recorder_buffer import Span, Tape, TracedPut
@@ -119,7 +119,7 @@ class Trace(NullRecorder):
         if self._communicator.rank == 0:
             tapes = [Tape.from_bytes(part) for part in data]
             apart = offsets(made, [tape.system for tape in tapes])
-            write_whole(self.path, json.dumps(chrome_trace(tapes, apart)))
+            write_atomically(self.path, json.dumps(chrome_trace(tapes, apart)))
             self._tell(f"the trace is {self.path}.")
         self._spans.clear()
 

@@ -26,7 +26,7 @@ import numpy as np
 
 from paceline.config.db import RecordFormat
 from paceline.data.db.database_files import beside, stamp
-from paceline.data.db.index.index_file import Index, pack, read_index, write_whole
+from paceline.data.db.index.index_file import Index, pack, read_index, write_atomically
 from paceline.data.db.index.key_list import KeyList
 from paceline.errors import ConfigError, DataError
 
@@ -68,8 +68,8 @@ def write_index(
     )
     try:
         if index.label_names is not None:
-            write_whole(beside(folder, LABELS_NAME), _lines(index.label_names))
-        write_whole(beside(folder, INDEX_NAME), pack(index, stamp(folder)))
+            write_atomically(beside(folder, LABELS_NAME), _lines(index.label_names))
+        write_atomically(beside(folder, INDEX_NAME), pack(index, stamp(folder)))
     except OSError as error:
         raise DataError(f"{folder}: its index can't be written ({error.strerror}).") from error
 
@@ -85,7 +85,7 @@ def save_index(folder: Path, index: Index, *, cache_dir: Path | None) -> str | N
     for path in _places(folder, cache_dir):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, content)
+            write_atomically(path, content)
         except OSError as error:
             reasons.append(f"{path.parent}: {error.strerror}")
         else:

@@ -82,7 +82,7 @@ def read_index(path: Path, stamp: str) -> Index | None:
     return _index(header, content, arrays) if header["stamp"] == stamp else None
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes) -> None:
     """Write a file so that its name never stands for a part of it, not even after a power cut."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
     try:
