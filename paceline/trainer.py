@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from paceline.comm.communicator import Communicator, total
 from paceline.data.loader import Batch, Loader
 from paceline.models.output_check import check_output, explained_errors, explained_memory
-from paceline.observe.score_counter import NO_TEST, TOLD, Scores, Tally, scores
+from paceline.observe.score_counter import NO_TEST, TOLD, ScoreCounter, Scores, scores
 from paceline.recorder import Recorder
 from paceline.replica.replica import Replica
 from paceline.run.precision import Precision
@@ -76,7 +76,9 @@ class Trainer:
         with self.steps.step(batch.place, learning_rate=rate) as sums:
             logits, loss = self._predict(batch)
             updated = self.precision.backward_and_update(loss, self.replica, self.optimizer)
-            Tally(sums[:TOLD]).add(loss.detach(), logits.detach(), batch.labels, batch.place.count)
+            ScoreCounter(sums[:TOLD]).add(
+                loss.detach(), logits.detach(), batch.labels, batch.place.count
+            )
             sums[TOLD] = not updated
         self.schedule.step()
 
@@ -90,10 +92,10 @@ class Trainer:
     def _evaluate(self, epoch: int) -> Scores:
         assert self.test is not None
         self.model.eval()
-        tally = Tally(torch.zeros(TOLD, dtype=torch.float64, device=self.device))
+        counter = ScoreCounter(torch.zeros(TOLD, dtype=torch.float64, device=self.device))
         for step in range(self.test.steps):
             batch = self.test.batch(epoch, step)
             logits, loss = self._predict(batch)
-            tally.add(loss, logits, batch.labels, batch.place.count)
+            counter.add(loss, logits, batch.labels, batch.place.count)
             self.recorder.event("evaluate", step=step, steps=self.test.steps)
-        return scores(total(self.communicator, tally.sums, "the sums of an evaluation").tolist())
+        return scores(total(self.communicator, counter.sums, "the sums of an evaluation").tolist())

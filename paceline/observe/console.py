@@ -17,9 +17,9 @@ from typing import Any, TextIO
 
 from rich.text import Text
 
-from paceline.observe.progress_rate import Pace, duration
+from paceline.observe.progress_rate import ProgressRate, duration
 from paceline.observe.score_counter import so_far
-from paceline.observe.terminal import Screen
+from paceline.observe.terminal import Terminal
 from paceline.recorder import NullRecorder
 
 LIVE_INTERVAL = 0.2  # seconds between looks, on a terminal
@@ -56,11 +56,11 @@ class Console(NullRecorder):
         width: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._screen = Screen(file or sys.stdout, terminal=terminal, width=width)
-        self._interval = LIVE_INTERVAL if self._screen.live else PIPE_INTERVAL
+        self._terminal = Terminal(file or sys.stdout, terminal=terminal, width=width)
+        self._interval = LIVE_INTERVAL if self._terminal.live else PIPE_INTERVAL
         self._clock = clock
         self._started = self._shown = clock()
-        self._pace = Pace(self._started)
+        self._rate = ProgressRate(self._started)
         self._epochs, self._world_size = 0, 1
         self._exposed: list[float] = []  # ms, of the steps since the last look
         self._samples = 0  # seen since the epoch's start; a resumed one has others before
@@ -80,26 +80,26 @@ class Console(NullRecorder):
 
     def close(self) -> None:
         """Leave the terminal at the start of a line."""
-        self._screen.close()
+        self._terminal.close()
 
     def _run(self, fields: Mapping[str, Any]) -> None:
         self._started = self._shown = self._clock()
-        self._pace = Pace(self._started)
+        self._rate = ProgressRate(self._started)
         self._epochs, self._world_size = fields["epochs"], fields["world_size"]
         for line in run_lines(fields):
-            self._screen.line(line)
+            self._terminal.line(line)
 
     def _step(self, fields: Mapping[str, Any]) -> None:
         now = self._clock()
-        self._pace.step(fields["samples"], now)
+        self._rate.step(fields["samples"], now)
         self._samples += fields["samples"]
         if self._world_size > 1 and "exposed_ms" in fields:
             self._exposed.append(fields["exposed_ms"])
         if now - self._shown < self._interval:
             return
         self._shown = now
-        speed = self._pace.samples_per_second(now)
-        left = self._pace.seconds_left(self._epochs * fields["steps"] - fields["step"] - 1, now)
+        speed = self._rate.samples_per_second(now)
+        left = self._rate.seconds_left(self._epochs * fields["steps"] - fields["step"] - 1, now)
         parts = step_parts(fields, speed, left)
         if self._exposed:
             parts.append(f"{sum(self._exposed) / len(self._exposed):,.1f} ms exposed")
@@ -115,24 +115,24 @@ class Console(NullRecorder):
 
     def _epoch(self, fields: Mapping[str, Any]) -> None:
         self._shown = self._clock()
-        self._pace.pause(self._shown)
+        self._rate.pause(self._shown)
         seen, self._samples = self._samples, 0
-        self._screen.line(epoch_line(fields, self._epochs, seen), style="bold")
+        self._terminal.line(epoch_line(fields, self._epochs, seen), style="bold")
 
     def _note(self, fields: Mapping[str, Any]) -> None:
-        self._screen.line(fields["text"])
+        self._terminal.line(fields["text"])
 
     def _end(self, fields: Mapping[str, Any]) -> None:
-        self._screen.line(f"Finished after {duration(self._clock() - self._started)}.")
+        self._terminal.line(f"Finished after {duration(self._clock() - self._started)}.")
 
     def _show(self, what: str, done: int, steps: int, parts: list[str]) -> None:
-        if not self._screen.live:
-            self._screen.status(Text(", ".join([f"{what}, step {done}/{steps}", *parts])))
+        if not self._terminal.live:
+            self._terminal.status(Text(", ".join([f"{what}, step {done}/{steps}", *parts])))
             return
         rest = "  ".join([f"{done}/{steps}", *parts])
-        room = self._screen.columns - len(f"{what}    {rest}")
-        progress = bar(done, steps, max(0, min(room, BAR_WIDTH)), self._screen.ascii_only)
-        self._screen.status(Text.assemble((what, "bold"), "  ", progress, "  ", rest))
+        room = self._terminal.columns - len(f"{what}    {rest}")
+        progress = bar(done, steps, max(0, min(room, BAR_WIDTH)), self._terminal.ascii_only)
+        self._terminal.status(Text.assemble((what, "bold"), "  ", progress, "  ", rest))
 
 
 def run_lines(fields: Mapping[str, Any]) -> list[str]:

@@ -7,7 +7,7 @@ from collections import deque
 WINDOW = 10.0  # seconds over which speed is averaged
 
 
-class Pace:
+class ProgressRate:
     """Speed over the last seconds, and the time left at the average speed.
 
     Args:

@@ -32,7 +32,7 @@ class Scores:
         return {"test_accuracy": self.accuracy, "top5": self.top5}
 
 
-class Tally:
+class ScoreCounter:
     """Running sums of one rank.
 
     Args:
@@ -70,7 +70,7 @@ def so_far(sums: Sequence[float]) -> tuple[float, float] | None:
 
 
 def scores(sums: Sequence[float]) -> Scores:
-    """Read sums, those of `Tally`, as means."""
+    """Read sums, those of `ScoreCounter`, as means."""
     loss, top1, top5, samples = sums[:TOLD]
     return Scores(
         loss=loss / samples, accuracy=top1 / samples, top5=top5 / samples, samples=round(samples)

@@ -19,7 +19,7 @@ from rich.text import Text
 _ERASE = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2))
 
 
-class Screen:
+class Terminal:
     """Show lines and a status in `file`.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from paceline.observe.console import Console
-from paceline.observe.progress_rate import Pace, duration
+from paceline.observe.progress_rate import ProgressRate, duration
 
 RUN: dict[str, Any] = {
     "model": "resnet20",
@@ -251,22 +251,22 @@ def test_durations_are_written_like_a_clock(seconds: float, text: str) -> None:
 
 
 def test_speed_is_that_of_the_last_seconds_without_the_evaluation() -> None:
-    pace = Pace(0.0)
-    look: Callable[[float], float] = pace.samples_per_second
-    pace.step(100, 1.0)
+    rate = ProgressRate(0.0)
+    look: Callable[[float], float] = rate.samples_per_second
+    rate.step(100, 1.0)
     assert look(1.0) == 100.0
-    pace.step(300, 11.0)
+    rate.step(300, 11.0)
     assert look(11.0) == 30.0  # 300 in the 10 seconds since the look before
-    pace.pause(50.0)
-    pace.step(10, 51.0)
+    rate.pause(50.0)
+    rate.step(10, 51.0)
     assert look(51.0) == 10.0
 
 
 def test_time_left_is_known_from_the_second_step_on_and_counts_evaluations() -> None:
-    pace = Pace(0.0)
-    assert pace.seconds_left(10, 5.0) is None
-    pace.step(1, 100.0)  # starting up was slow
-    assert pace.seconds_left(10, 100.0) is None
-    pace.step(1, 102.0)
-    assert pace.seconds_left(10, 102.0) == 20.0
-    assert pace.seconds_left(10, 112.0) == 120.0
+    rate = ProgressRate(0.0)
+    assert rate.seconds_left(10, 5.0) is None
+    rate.step(1, 100.0)  # starting up was slow
+    assert rate.seconds_left(10, 100.0) is None
+    rate.step(1, 102.0)
+    assert rate.seconds_left(10, 102.0) == 20.0
+    assert rate.seconds_left(10, 112.0) == 120.0

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from paceline.observe.trace.recorder_buffer import Span, Tape, TracedPut
+from paceline.observe.trace.recorder_buffer import RecorderBuffer, Span, TracedPut
 
 _THREADS = {"MainThread": "main", "owner": "owner", "network": "network"}
 _INSTANT = 0.001  # µs; a flow begins and ends at slices
@@ -20,33 +20,33 @@ _Event = dict[str, Any]
 _Put = tuple[int, int, int, int, int]  # window, from, to, notification, value
 
 
-def chrome_trace(tapes: Sequence[Tape], offsets: Sequence[int]) -> dict[str, Any]:
+def chrome_trace(buffers: Sequence[RecorderBuffer], offsets: Sequence[int]) -> dict[str, Any]:
     """Join tapes, in rank order, on rank 0's clock.
 
     Args:
-        tapes: of all ranks.
+        buffers: of all ranks.
         offsets: what to add to each one's times, in nanoseconds.
     """
     begins = [
         span.start + offset
-        for tape, offset in zip(tapes, offsets, strict=True)
-        for span in tape.spans
+        for buffer, offset in zip(buffers, offsets, strict=True)
+        for span in buffer.spans
     ]
     base = min(begins, default=0)
     puts = {
         put: number
         for number, put in enumerate(
-            _put(tape, span) for tape in tapes for span in tape.spans if span.name == "put"
+            _put(buffer, span) for buffer in buffers for span in buffer.spans if span.name == "put"
         )
     }
     events: list[_Event] = []
-    for tape, offset in zip(tapes, offsets, strict=True):
-        events += _Rank(tape, offset - base, puts).events()
+    for buffer, offset in zip(buffers, offsets, strict=True):
+        events += _Rank(buffer, offset - base, puts).events()
     return {
         "schemaVersion": 1,
         "displayTimeUnit": "ms",
         "baseTimeNanoseconds": base,
-        "distributedInfo": {"world_size": len(tapes)},
+        "distributedInfo": {"world_size": len(buffers)},
         "traceEvents": events,
     }
 
@@ -55,29 +55,29 @@ class _Rank:
     """Writes the events of one rank.
 
     Args:
-        tape: its.
+        buffer: its.
         shift: what to add to its times, in nanoseconds.
         puts: the number of each put of all ranks.
     """
 
-    def __init__(self, tape: Tape, shift: int, puts: dict[_Put, int]) -> None:
-        self._tape, self._shift, self._puts = tape, shift, puts
-        threads = dict.fromkeys([*_THREADS, *(span.thread for span in tape.spans)])
+    def __init__(self, buffer: RecorderBuffer, shift: int, puts: dict[_Put, int]) -> None:
+        self._buffer, self._shift, self._puts = buffer, shift, puts
+        threads = dict.fromkeys([*_THREADS, *(span.thread for span in buffer.spans)])
         self._tids = {thread: number for number, thread in enumerate(threads)}
 
     def events(self) -> Iterator[_Event]:
         """Yield the names of process and threads, spans, moments, and the flows between them."""
         yield from self._names()
-        for span in self._tape.spans:
+        for span in self._buffer.spans:
             yield self._slice(span)
             if span.name == "put":
-                yield self._flow("s", self._puts[_put(self._tape, span)], span.start, span.thread)
-        for moment in self._tape.moments:
+                yield self._flow("s", self._puts[_put(self._buffer, span)], span.start, span.thread)
+        for moment in self._buffer.moments:
             yield from self._moment(moment)
 
     def _names(self) -> Iterator[_Event]:
-        rank = self._tape.rank
-        text = f"rank {rank} (machine {self._tape.machine})"
+        rank = self._buffer.rank
+        text = f"rank {rank} (machine {self._buffer.machine})"
         yield self._meta("process_name", 0, name=text)
         yield self._meta("process_sort_index", 0, sort_index=rank)
         for thread, tid in self._tids.items():
@@ -85,7 +85,7 @@ class _Rank:
             yield self._meta("thread_sort_index", tid, sort_index=tid)
 
     def _meta(self, kind: str, tid: int, **args: object) -> _Event:
-        return {"ph": "M", "name": kind, "pid": self._tape.rank, "tid": tid, "args": args}
+        return {"ph": "M", "name": kind, "pid": self._buffer.rank, "tid": tid, "args": args}
 
     def _slice(self, span: Span) -> _Event:
         return {
@@ -99,12 +99,12 @@ class _Rank:
 
     def _parameters(self, span: Span) -> dict[str, object]:
         """Name what a span's bucket holds."""
-        bucket, known = span.fields.get("bucket"), self._tape.buckets
+        bucket, known = span.fields.get("bucket"), self._buffer.buckets
         return {"parameters": known[bucket]} if bucket is not None and bucket < len(known) else {}
 
     def _moment(self, moment: TracedPut) -> Iterator[_Event]:
         """Yield a moment of a traced put."""
-        rank, peer = self._tape.rank, moment.peer
+        rank, peer = self._buffer.rank, moment.peer
         ends = (peer, rank) if moment.arrived else (rank, peer)
         number = self._puts.get((moment.window, *ends, moment.notification, moment.value))
         if number is None:
@@ -132,7 +132,7 @@ class _Rank:
 
     def _at(self, time: int, thread: str) -> _Event:
         ts = (time + self._shift) / 1e3
-        return {"ts": ts, "pid": self._tape.rank, "tid": self._tids[thread]}
+        return {"ts": ts, "pid": self._buffer.rank, "tid": self._tids[thread]}
 
     def _title(self, span: Span) -> str:
         told = span.fields
@@ -146,11 +146,11 @@ class _Rank:
         return f"{span.name}: bucket {told['bucket']}" if "bucket" in told else span.name
 
     def _what(self, window: int, notification: int) -> str:
-        names = self._tape.names.get(window, ())
+        names = self._buffer.names.get(window, ())
         known = notification < len(names)
         return names[notification] if known else f"notification {notification}"
 
 
-def _put(tape: Tape, span: Span) -> _Put:
+def _put(buffer: RecorderBuffer, span: Span) -> _Put:
     told = span.fields
-    return (told["window"], tape.rank, told["peer"], told["notification"], told["value"])
+    return (told["window"], buffer.rank, told["peer"], told["notification"], told["value"])

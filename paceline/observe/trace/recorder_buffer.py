@@ -39,7 +39,7 @@ class TracedPut(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tape:
+class RecorderBuffer:
     """A rank's.
 
     Attributes:
@@ -64,7 +64,7 @@ class Tape:
         return zlib.compress(json.dumps(asdict(self), default=list).encode())
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Tape:
+    def from_bytes(cls, data: bytes) -> RecorderBuffer:
         """Read what `to_bytes` wrote."""
         told = json.loads(zlib.decompress(data))
         told["spans"] = [Span(*span) for span in told["spans"]]

@@ -23,7 +23,7 @@ from paceline.comm.put_event import PutEvent
 from paceline.observe.line_file import write_atomically
 from paceline.observe.trace.chrome_trace import chrome_trace
 from paceline.observe.trace.clock_offsets import offsets, rounds, running_system
-from paceline.observe.trace.recorder_buffer import Span, Tape, TracedPut
+from paceline.observe.trace.recorder_buffer import RecorderBuffer, Span, TracedPut
 from paceline.recorder import NullRecorder
 
 MARKS = 2**16  # moments of puts that a window remembers
@@ -115,21 +115,23 @@ class Trace(NullRecorder):
             return
         self._on, self._written = False, True
         made = rounds(self._communicator, self._device, self._clock)
-        data = gather_bytes(self._communicator, self._tape().to_bytes(), self._device, "the trace")
+        data = gather_bytes(
+            self._communicator, self._buffer().to_bytes(), self._device, "the trace"
+        )
         if self._communicator.rank == 0:
-            tapes = [Tape.from_bytes(part) for part in data]
-            apart = offsets(made, [tape.system for tape in tapes])
-            write_atomically(self.path, json.dumps(chrome_trace(tapes, apart)))
+            buffers = [RecorderBuffer.from_bytes(part) for part in data]
+            apart = offsets(made, [buffer.system for buffer in buffers])
+            write_atomically(self.path, json.dumps(chrome_trace(buffers, apart)))
             self._tell(f"the trace is {self.path}.")
         self._spans.clear()
 
-    def _tape(self) -> Tape:
+    def _buffer(self) -> RecorderBuffer:
         moments = [
             TracedPut(number, *moment)
             for number, window in self._windows.items()
             for moment in window()
         ]
-        return Tape(
+        return RecorderBuffer(
             rank=self._communicator.rank,
             machine=self._machine,
             system=running_system(),
