@@ -29,7 +29,7 @@ from paceline.config.rules import positive
 from paceline.config.run import OutputConfig
 from paceline.errors import ConfigError
 from paceline.observe.event_file import EventFile
-from paceline.observe.step_account import Account
+from paceline.observe.step_account import StepAccount
 from paceline.observe.trace.step_trace import Trace
 from paceline.recorder import NullRecorder, Recorder
 from paceline.state.run_folder import RunFolder
@@ -193,7 +193,7 @@ def _begun(
         say(note)
     run.mkdir(parents=True, exist_ok=True)  # of a machine whose first rank isn't rank 0
     trace = build_trace(asked.output, members, run, communicator, device, _say_in_python)
-    return start, Account(EventFile(run, members.rank), trace), trace
+    return start, StepAccount(EventFile(run, members.rank), trace), trace
 
 
 def _say_in_python(text: str) -> None:

@@ -22,7 +22,7 @@ _EXCHANGE = ("wait", "send", "update")
 _WORTH_TELLING = 0.2  # ms; looking takes something, too
 
 
-class Account:
+class StepAccount:
     """Stands before the run's recorder: adds spans and counts up, and tells them with each step.
 
     What an event `step` gets besides, where the step was in a span `train`:
@@ -120,7 +120,7 @@ class _Span:
 
     __slots__ = ("_account", "_began", "_fields", "_name")
 
-    def __init__(self, account: Account, name: str, fields: dict[str, object]) -> None:
+    def __init__(self, account: StepAccount, name: str, fields: dict[str, object]) -> None:
         self._account, self._name, self._fields = account, name, fields
 
     def __enter__(self) -> None:

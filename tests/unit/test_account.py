@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.observe.event_file import EventFile, read_events
-from paceline.observe.step_account import Account
+from paceline.observe.step_account import StepAccount
 from paceline.recorder import NullRecorder
 
 PLACE = {"generation": 0, "step": 3, "epoch": 0, "first": 0, "last": 8, "skipped": 0}
@@ -35,12 +35,12 @@ class Told(NullRecorder):
         self.events.append((name, fields))
 
 
-def spend(account: Account, clock: Clock, ms: float, name: str, **fields: object) -> None:
+def spend(account: StepAccount, clock: Clock, ms: float, name: str, **fields: object) -> None:
     with account.span(name, **fields):
         clock.passes(ms)
 
 
-def a_step(account: Account, clock: Clock) -> None:
+def a_step(account: StepAccount, clock: Clock) -> None:
     """Wait 7 ms since the step before, compute 100, wait 2 + 3 + 1."""
     spend(account, clock, 7, "wait", bucket=2)
     with account.span("step", step=3):
@@ -61,7 +61,7 @@ def a_step(account: Account, clock: Clock) -> None:
 
 def test_a_step_is_told_with_its_account() -> None:
     told, clock = Told(), Clock()
-    a_step(Account(told, clock=clock), clock)
+    a_step(StepAccount(told, clock=clock), clock)
     figures = {
         "compute_ms": 100.0,
         "exposed_ms": 13.0,
@@ -76,7 +76,7 @@ def test_a_step_is_told_with_its_account() -> None:
 
 def test_a_step_is_accounted_for_once_and_the_next_one_anew() -> None:
     told, clock = Told(), Clock()
-    account = Account(told, clock=clock)
+    account = StepAccount(told, clock=clock)
     a_step(account, clock)
     account.event("step", **PLACE)  # an earlier share of the same step
     account.event("note", text="a note")
@@ -87,7 +87,7 @@ def test_a_step_is_accounted_for_once_and_the_next_one_anew() -> None:
 
 def test_a_wait_of_nothing_is_not_worth_telling() -> None:
     told, clock = Told(), Clock()
-    account = Account(told, clock=clock)
+    account = StepAccount(told, clock=clock)
     with account.span("train"):
         spend(account, clock, 0.19, "wait", bucket=1)
     account.event("step", **PLACE)
@@ -98,7 +98,7 @@ def test_a_wait_of_nothing_is_not_worth_telling() -> None:
 def test_the_event_file_keeps_the_account_behind_what_the_ledger_reads(tmp_path: Path) -> None:
     clock = Clock()
     events = EventFile(tmp_path, rank=0)
-    account = Account(events, clock=clock)
+    account = StepAccount(events, clock=clock)
     account.event("buckets", parameters=[("fc.bias", "fc.weight"), ("conv.weight",)])
     a_step(account, clock)
     account.close()
