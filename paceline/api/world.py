@@ -195,7 +195,7 @@ class World:
             return
         try:
             self._training.finish()
-            self._training.leave()
+            self._training.drain()
         except BaseException:
             self._release(*sys.exc_info())
             raise

@@ -95,9 +95,9 @@ def _run(trainer: Trainer, signals: StopSignals) -> bool:
         try:
             trainer.run()
         except Stop:
-            trainer.replica.leave()
+            trainer.replica.drain()
             return False
-        trainer.replica.leave()
+        trainer.replica.drain()
         return True
 
 

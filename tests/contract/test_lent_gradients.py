@@ -33,7 +33,7 @@ def steps(bench: Bench, between: Callable[[Tensor], object], *, settle: bool) ->
         weight = bench.model[1].weight  # type: ignore[index]
         between(weight)
     state = {name: value.clone() for name, value in bench.model.state_dict().items()}
-    bench.replica.leave()
+    bench.replica.drain()
     bench.replica.close()
     return state
 

@@ -34,7 +34,7 @@ def test_none_hangs_on_windows_between_processes(kind: str) -> None:
 
 
 def test_a_run_that_hangs_is_shown_with_its_stacks() -> None:
-    ended = subprocess.bucket_layout(
+    ended = subprocess.run(
         [sys.executable, "-c", LOSING], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert ended.returncode == 1
