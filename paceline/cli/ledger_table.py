@@ -13,7 +13,7 @@ from rich.console import Console, ConsoleRenderable
 from rich.table import Table
 from rich.text import Text
 
-from paceline.observe.ledger import Account, Fault, Proof
+from paceline.observe.ledger import EpochAccount, Fault, Proof
 
 _ROWS = 12  # epochs that are shown one by one; of more, like ones share a row
 _FAULTS = 5  # that are told
@@ -67,7 +67,7 @@ def _table(proof: Proof) -> ConsoleRenderable:
     return table
 
 
-def _rows(accounts: Sequence[Account]) -> Iterator[list[Account]]:
+def _rows(accounts: Sequence[EpochAccount]) -> Iterator[list[EpochAccount]]:
     """Yield the epochs of each row: one, or consecutive like ones where there are many."""
     few = len(accounts) <= _ROWS
     for _, group in groupby(accounts, lambda a: (a.epoch if few else -1, *astuple(a)[1:])):

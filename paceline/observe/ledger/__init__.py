@@ -7,6 +7,6 @@ It knows nothing of the loader: positions of an epoch are 0 to N - 1, and batch 
 """
 
 from paceline.observe.ledger.faults import Fault
-from paceline.observe.ledger.proof import Account, Proof, prove
+from paceline.observe.ledger.proof import EpochAccount, Proof, prove
 
-__all__ = ["Account", "Fault", "Proof", "prove"]
+__all__ = ["EpochAccount", "Fault", "Proof", "prove"]

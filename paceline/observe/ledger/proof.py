@@ -21,7 +21,7 @@ KEPT = 20  # faults in a proof; the others are counted
 
 
 @dataclass(kw_only=True)
-class Account:
+class EpochAccount:
     """The samples of an epoch as far as the run went; owed are `once + skipped + lost + twice`.
 
     Attributes:
@@ -65,7 +65,7 @@ class Proof:
     committed: int
     done: int
     begun: int
-    accounts: tuple[Account, ...]
+    accounts: tuple[EpochAccount, ...]
     faults: tuple[Fault, ...]
     fault_count: int
 
@@ -76,7 +76,7 @@ class Proof:
 
 
 def prove(files: Iterable[tuple[int, Events]]) -> Proof:
-    """Account for every sample of a run.
+    """EpochAccount for every sample of a run.
 
     Args:
         files: a rank and its events, in the order in which they were written. Of a run that goes on
@@ -107,11 +107,11 @@ def prove(files: Iterable[tuple[int, Events]]) -> Proof:
     )
 
 
-def _accounts(extent: Extent, times: Timeline) -> dict[int, Account]:
+def _accounts(extent: Extent, times: Timeline) -> dict[int, EpochAccount]:
     """Open an account for each epoch between where the run began and what is done."""
     base = times.periods[0].start
     return {
-        epoch: Account(
+        epoch: EpochAccount(
             epoch=epoch,
             owed=extent.reached(epoch, times.done) - extent.reached(epoch, base),
             committed=extent.reached(epoch, times.committed) - extent.reached(epoch, base),
@@ -120,7 +120,9 @@ def _accounts(extent: Extent, times: Timeline) -> dict[int, Account]:
     }
 
 
-def _faults(history: History, times: Timeline, accounts: dict[int, Account]) -> Iterator[Fault]:
+def _faults(
+    history: History, times: Timeline, accounts: dict[int, EpochAccount]
+) -> Iterator[Fault]:
     """Fill the accounts; yield what isn't right."""
     yield from contradictions(history, times)
     for period in times.periods:
