@@ -16,7 +16,7 @@ import pytest
 
 from paceline.cluster.membership.lease import BEAT_S, LeaseOptions
 from paceline.cluster.membership.process_identity import Identity
-from paceline.cluster.rendezvous.registration import Claim, RunRecord
+from paceline.cluster.rendezvous.registration import MachineRegistration, RunRecord
 from paceline.cluster.stores.store_spec import StoreSpec, open_store
 from paceline.cluster.supervision.worker import join_world
 from tests.harness.meeting import KINDS, SPACE, left_behind, meeting_of, plan
@@ -257,8 +257,10 @@ def test_a_signal_ends_the_wait_and_leaves_nothing(
 def elsewhere(machines: int) -> RunRecord:
     """The record of a run whose machine 0 is another machine: its kernel can't be asked."""
     who = replace(Identity.of_this_process(), kernel="another boot", host="farnode")
-    claim = Claim(id="far", who=who, workers=1, addresses=("127.0.0.1",), port=1)
-    return RunRecord(incarnation="old", machines=machines, leader=claim)
+    registration = MachineRegistration(
+        id="far", who=who, workers=1, addresses=("127.0.0.1",), port=1
+    )
+    return RunRecord(incarnation="old", machines=machines, leader=registration)
 
 
 def test_another_machines_dead_run_is_known_by_its_lease(stage: Stage, folder: StoreSpec) -> None:

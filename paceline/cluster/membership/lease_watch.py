@@ -8,7 +8,7 @@ from torch._C._distributed_c10d import Store
 
 from paceline.cluster.membership.lease import LeaseOptions, Observation, Verdict, judge
 from paceline.cluster.membership.process_identity import Identity
-from paceline.cluster.rendezvous.registration import Claim
+from paceline.cluster.rendezvous.registration import MachineRegistration
 from paceline.cluster.stores.store_spec import peek
 
 
@@ -17,33 +17,37 @@ class LeaseWatch:
 
     Args:
         store: the incarnation's.
-        claim: whose lease.
+        registration: whose lease.
         here: this process.
         options: when a lease counts as dead.
     """
 
     def __init__(
-        self, store: Store, claim: Claim, here: Identity, options: LeaseOptions | None = None
+        self,
+        store: Store,
+        registration: MachineRegistration,
+        here: Identity,
+        options: LeaseOptions | None = None,
     ) -> None:
-        self.claim = claim
+        self.registration = registration
         self._store = store
         self._here = here
         self._options = options or LeaseOptions()
         counter = peek(store, self._key)
-        self._seen = Observation.first(claim.who, here, counter, time.monotonic())
+        self._seen = Observation.first(registration.who, here, counter, time.monotonic())
 
     def verdict(self) -> Verdict:
         """Look at the lease, and judge by all that was seen of it."""
         counter = peek(self._store, self._key)
         now = time.monotonic()
-        self._seen = self._seen.then(self.claim.who, self._here, counter, now)
+        self._seen = self._seen.then(self.registration.who, self._here, counter, now)
         return judge(self._seen, now, self._options)
 
     @property
     def _key(self) -> str:
-        return lease_key(self.claim)
+        return lease_key(self.registration)
 
 
-def lease_key(claim: Claim) -> str:
+def lease_key(registration: MachineRegistration) -> str:
     """Return the key of a claim's lease."""
-    return f"lease/{claim.id}"
+    return f"lease/{registration.id}"

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from paceline.cluster.membership.lease_watch import LeaseWatch
 from paceline.cluster.rendezvous.registered_machine import Seat
-from paceline.cluster.rendezvous.registration import World
+from paceline.cluster.rendezvous.registration import RegisteredWorld
 from paceline.cluster.stores.store_spec import STORE_ERRORS, peek
 from paceline.errors import CommError
 
@@ -58,8 +58,8 @@ def await_finished(seat: Seat, host: str, pause: Callable[[float], None], limit:
 
 def _silence(seat: Seat, pause: Callable[[float], None], limit: float) -> str:
     """Wait for machine 0's word; return "" once it is there, or why it won't come."""
-    leader = World.from_text(seat.store.get("world")).claims[0]
-    watch = LeaseWatch(seat.store, leader, seat.claim.who)
+    leader = RegisteredWorld.from_text(seat.store.get("world")).registrations[0]
+    watch = LeaseWatch(seat.store, leader, seat.registration.who)
     deadline = time.monotonic() + limit
     while True:
         verdict = watch.verdict()

@@ -12,7 +12,7 @@ from contextlib import suppress
 from paceline.cluster.rendezvous.deadline import Patience
 from paceline.cluster.rendezvous.finished import FINISHED
 from paceline.cluster.rendezvous.leader import take_over
-from paceline.cluster.rendezvous.machine_rendezvous import claim_of, host
+from paceline.cluster.rendezvous.machine_rendezvous import host, registration_of
 from paceline.cluster.rendezvous.reachability import Doorbell
 from paceline.cluster.rendezvous.registered_machine import STORE_LIMIT, Seat
 from paceline.cluster.rendezvous.registration import RunRecord
@@ -34,9 +34,9 @@ def answer(plan: RunPlan, limit: float = 5.0) -> None:
         server, meeting = host(plan)
         if server is None and _is_told(meeting):
             return
-        claim = claim_of(plan, bell)
-        name = take_over(plan, meeting, claim, patience)
-        seat = Seat(plan, meeting, name, claim, notice=_say_nothing, warn=_say_nothing)
+        registration = registration_of(plan, bell)
+        name = take_over(plan, meeting, registration, patience)
+        seat = Seat(plan, meeting, name, registration, notice=_say_nothing, warn=_say_nothing)
         try:
             seat.store.set(FINISHED, "1")
             seat.store.set(seat.key("left"), "1")

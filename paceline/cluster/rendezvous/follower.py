@@ -18,8 +18,8 @@ from paceline.cluster.membership.lease_watch import LeaseWatch
 from paceline.cluster.membership.process_identity import Identity
 from paceline.cluster.rendezvous.deadline import Patience, TooLate, name_machines
 from paceline.cluster.rendezvous.finished import FINISHED, Finished
-from paceline.cluster.rendezvous.registered_machine import STORE_LIMIT, Seat, read_claims
-from paceline.cluster.rendezvous.registration import Claim, RunRecord, World
+from paceline.cluster.rendezvous.registered_machine import STORE_LIMIT, Seat, read_registrations
+from paceline.cluster.rendezvous.registration import MachineRegistration, RegisteredWorld, RunRecord
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.stores.store_spec import STORE_ERRORS, StoreSpec, open_store, peek
 from paceline.cluster.supervision.failure_report import Failure
@@ -27,13 +27,13 @@ from paceline.errors import CommError, ConfigError
 
 
 def follow(
-    plan: RunPlan, claim: Claim, patience: Patience, sit: Callable[[str], Seat]
-) -> tuple[Seat, World]:
+    plan: RunPlan, registration: MachineRegistration, patience: Patience, sit: Callable[[str], Seat]
+) -> tuple[Seat, RegisteredWorld]:
     """Find this machine's place in the run.
 
     Args:
         plan: this machine's part.
-        claim: its entry.
+        registration: its entry.
         patience: the limit.
         sit: takes a seat in the incarnation of a name.
 
@@ -52,12 +52,12 @@ def follow(
     while True:
         reason = ""
         try:
-            live = _live_incarnation(meeting, claim, plan, patience)
+            live = _live_incarnation(meeting, registration, plan, patience)
             if _finished(live, plan):
                 with suppress(*STORE_ERRORS):  # somebody else has tidied up
                     sit(live.record.incarnation).leave()
                 raise Finished
-            if not _sealed_without_us(live, plan, claim.who, patience):
+            if not _sealed_without_us(live, plan, registration.who, patience):
                 seated = _join(live, sit(live.record.incarnation), patience)
                 if seated is not None:
                     return seated
@@ -78,7 +78,9 @@ class _Live:
     leader: LeaseWatch
 
 
-def _live_incarnation(meeting: StoreSpec, claim: Claim, plan: RunPlan, patience: Patience) -> _Live:
+def _live_incarnation(
+    meeting: StoreSpec, registration: MachineRegistration, plan: RunPlan, patience: Patience
+) -> _Live:
     """Wait for an incarnation that is alive or finished."""
     store = open_store(meeting, STORE_LIMIT)
     live: _Live | None = None
@@ -87,7 +89,7 @@ def _live_incarnation(meeting: StoreSpec, claim: Claim, plan: RunPlan, patience:
         if text is not None and (live is None or text != live.text):
             record = RunRecord.from_text(text)
             inside = open_store(meeting.within(record.incarnation), STORE_LIMIT)
-            leader = LeaseWatch(inside, record.leader, claim.who)
+            leader = LeaseWatch(inside, record.leader, registration.who)
             live = _Live(text=text, record=record, store=inside, leader=leader)
         if text is not None and live is not None and _standing(live, plan):
             return live
@@ -110,19 +112,19 @@ def _sealed_without_us(live: _Live, plan: RunPlan, here: Identity, patience: Pat
         return False
     if live.record.machines != plan.machines:
         raise _disagree(plan, live.record)
-    claim = World.from_text(text).claims[plan.machine]
-    _refuse_live_holder(LeaseWatch(live.store, claim, here), plan, patience)
+    registration = RegisteredWorld.from_text(text).registrations[plan.machine]
+    _refuse_live_holder(LeaseWatch(live.store, registration, here), plan, patience)
     return True
 
 
-def _join(live: _Live, seat: Seat, patience: Patience) -> tuple[Seat, World] | None:
-    """Claim a place and wait for the world; None where it won't come, or without us."""
+def _join(live: _Live, seat: Seat, patience: Patience) -> tuple[Seat, RegisteredWorld] | None:
+    """MachineRegistration a place and wait for the world; None where it won't come, or without us."""
     try:
         if live.record.machines != seat.plan.machines:
             error = _disagree(seat.plan, live.record)
             seat.post(Failure.of(error))
             raise error
-        _claim(seat, patience)
+        _registration(seat, patience)
         world = _await_world(seat, live, patience)
     except BaseException:
         seat.abandon()
@@ -133,10 +135,10 @@ def _join(live: _Live, seat: Seat, patience: Patience) -> tuple[Seat, World] | N
     return seat, world
 
 
-def _claim(seat: Seat, patience: Patience) -> None:
-    key, own = seat.key("machine"), seat.claim.to_text()
+def _registration(seat: Seat, patience: Patience) -> None:
+    key, own = seat.key("machine"), seat.registration.to_text()
     while (holder := seat.store.compare_set(key, "", own)) != own.encode():
-        watch = LeaseWatch(seat.store, Claim.from_text(holder), seat.claim.who)
+        watch = LeaseWatch(seat.store, MachineRegistration.from_text(holder), seat.registration.who)
         _refuse_live_holder(watch, seat.plan, patience)
         seat.store.compare_set(key, holder.decode(), own)
 
@@ -147,7 +149,7 @@ def _refuse_live_holder(holder: LeaseWatch, plan: RunPlan, patience: Patience) -
     Raises:
         ConfigError: it is alive.
     """
-    host = holder.claim.who.host
+    host = holder.registration.who.host
     while (verdict := holder.verdict()).state == "unknown":
         patience.wait(f"a sign of life of machine {plan.machine} ({host})")
     if verdict.state == "alive":
@@ -157,15 +159,15 @@ def _refuse_live_holder(holder: LeaseWatch, plan: RunPlan, patience: Patience) -
         )
 
 
-def _await_world(seat: Seat, live: _Live, patience: Patience) -> World | None:
+def _await_world(seat: Seat, live: _Live, patience: Patience) -> RegisteredWorld | None:
     while True:
         text = peek(seat.store, "world")
         if text is not None:
-            world = World.from_text(text)
-            return world if seat.claim in world.claims else None
+            world = RegisteredWorld.from_text(text)
+            return world if seat.registration in world.registrations else None
         if peek(seat.run_store, "run") != live.text or live.leader.verdict().state == "dead":
             return None
-        there = read_claims(seat.store, seat.plan.machines)
+        there = read_registrations(seat.store, seat.plan.machines)
         missing = [i for i in range(seat.plan.machines) if i not in there] or [0]
         patience.wait(name_machines(missing, seat.plan.machines))
 

@@ -16,8 +16,8 @@ from torch._C._distributed_c10d import Store
 from paceline.cluster.membership.lease_watch import LeaseWatch
 from paceline.cluster.membership.process_identity import Identity
 from paceline.cluster.rendezvous.deadline import Patience, TooLate, name_machines
-from paceline.cluster.rendezvous.registered_machine import STORE_LIMIT, Seat, read_claims
-from paceline.cluster.rendezvous.registration import Claim, RunRecord, World
+from paceline.cluster.rendezvous.registered_machine import STORE_LIMIT, Seat, read_registrations
+from paceline.cluster.rendezvous.registration import MachineRegistration, RegisteredWorld, RunRecord
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.stores.folder_store import FolderRemoved
 from paceline.cluster.stores.store_spec import StoreSpec, erase, open_store, peek
@@ -26,7 +26,9 @@ from paceline.errors import ConfigError
 _ENDING_S = 15.0
 
 
-def take_over(plan: RunPlan, meeting: StoreSpec, claim: Claim, patience: Patience) -> str:
+def take_over(
+    plan: RunPlan, meeting: StoreSpec, registration: MachineRegistration, patience: Patience
+) -> str:
     """Make a new incarnation the run's newest; return its name.
 
     Nothing of it is in the store before, so that a process killed on the way leaves nothing that
@@ -35,13 +37,13 @@ def take_over(plan: RunPlan, meeting: StoreSpec, claim: Claim, patience: Patienc
     Raises:
         ConfigError: the run is alive; names its machine.
     """
-    record = RunRecord(incarnation=uuid.uuid4().hex, machines=plan.machines, leader=claim)
+    record = RunRecord(incarnation=uuid.uuid4().hex, machines=plan.machines, leader=registration)
     while True:
         store = open_store(meeting, STORE_LIMIT, make=True)
         found = peek(store, "run")
         old = None if found is None else RunRecord.from_text(found)
         if old is not None:
-            _wait_until_over(plan, meeting, old, claim.who, patience)
+            _wait_until_over(plan, meeting, old, registration.who, patience)
         expected, wanted = "" if found is None else found.decode(), record.to_text()
         with suppress(FolderRemoved):  # just now, by the last machine of the run before
             if store.compare_set("run", expected, wanted) == wanted.encode():
@@ -50,31 +52,31 @@ def take_over(plan: RunPlan, meeting: StoreSpec, claim: Claim, patience: Patienc
                 return record.incarnation
 
 
-def seal(seat: Seat, patience: Patience) -> World:
+def seal(seat: Seat, patience: Patience) -> RegisteredWorld:
     """Wait for all machines and write the world.
 
     Raises:
         TooLate: a machine didn't come; names it.
     """
-    seat.store.set(seat.key("machine"), seat.claim.to_text())
+    seat.store.set(seat.key("machine"), seat.registration.to_text())
     watches: dict[int, LeaseWatch] = {}
     while missing := _missing(seat, watches):
         patience.wait(name_machines(missing, seat.plan.machines))
-    claims = tuple(watches[machine].claim for machine in range(seat.plan.machines))
-    world = World(token=secrets.token_hex(16), claims=claims)
+    registrations = tuple(watches[machine].registration for machine in range(seat.plan.machines))
+    world = RegisteredWorld(token=secrets.token_hex(16), registrations=registrations)
     seat.store.set("world", world.to_text())
     return world
 
 
 def _missing(seat: Seat, watches: dict[int, LeaseWatch]) -> list[int]:
-    claims = read_claims(seat.store, seat.plan.machines)
-    for machine, claim in claims.items():
-        if machine not in watches or watches[machine].claim != claim:
-            watches[machine] = LeaseWatch(seat.store, claim, seat.claim.who)
+    registrations = read_registrations(seat.store, seat.plan.machines)
+    for machine, registration in registrations.items():
+        if machine not in watches or watches[machine].registration != registration:
+            watches[machine] = LeaseWatch(seat.store, registration, seat.registration.who)
     return [
         machine
         for machine in range(seat.plan.machines)
-        if machine not in claims or watches[machine].verdict().state != "alive"
+        if machine not in registrations or watches[machine].verdict().state != "alive"
     ]
 
 
@@ -87,25 +89,28 @@ def _wait_until_over(
     while watches:
         verdicts = {watch: watch.verdict() for watch in watches}
         for watch, verdict in verdicts.items():
-            if verdict.state == "alive" and watch.claim.id == old.leader.id:
-                raise _in_use(plan, watch.claim, verdict.reason)
+            if verdict.state == "alive" and watch.registration.id == old.leader.id:
+                raise _in_use(plan, watch.registration, verdict.reason)
         watches = [watch for watch in watches if verdicts[watch].state != "dead"]
         if watches:
             try:
-                ending.wait(f"the end of run {plan.run_id!r} on {watches[0].claim.who.host}")
+                ending.wait(f"the end of run {plan.run_id!r} on {watches[0].registration.who.host}")
             except TooLate:
                 reason = verdicts[watches[0]].reason
-                raise _in_use(plan, watches[0].claim, reason) from None
+                raise _in_use(plan, watches[0].registration, reason) from None
 
 
 def _old_watches(meeting: StoreSpec, old: RunRecord, here: Identity) -> list[LeaseWatch]:
     store: Store = open_store(meeting.within(old.incarnation), STORE_LIMIT)
-    claims = {claim.id: claim for claim in read_claims(store, old.machines).values()}
-    claims[old.leader.id] = old.leader
-    return [LeaseWatch(store, claim, here) for claim in claims.values()]
+    registrations = {
+        registration.id: registration
+        for registration in read_registrations(store, old.machines).values()
+    }
+    registrations[old.leader.id] = old.leader
+    return [LeaseWatch(store, registration, here) for registration in registrations.values()]
 
 
-def _in_use(plan: RunPlan, by: Claim, reason: str) -> ConfigError:
+def _in_use(plan: RunPlan, by: MachineRegistration, reason: str) -> ConfigError:
     return ConfigError(
         f"--run_id {plan.run_id} is in use by a live run on host {by.who.host} (process "
         f"{by.who.pid}; {reason}): choose another, or stop that one."

@@ -30,7 +30,11 @@ from paceline.cluster.rendezvous.follower import follow
 from paceline.cluster.rendezvous.leader import seal, take_over
 from paceline.cluster.rendezvous.reachability import Doorbell, candidates, choose, interfaces, reach
 from paceline.cluster.rendezvous.registered_machine import STORE_LIMIT, Seat
-from paceline.cluster.rendezvous.registration import Claim, Formation, World
+from paceline.cluster.rendezvous.registration import (
+    GenerationInfo,
+    MachineRegistration,
+    RegisteredWorld,
+)
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.stores.store_spec import StoreSpec, peek, run_space
 from paceline.cluster.stores.tcp_store import serve_tcp, split_address
@@ -70,23 +74,23 @@ def open_run(
     patience = Patience(plan.first_iter_timeout, tell, pause, remedy)
     with ExitStack() as undo:
         bell = undo.enter_context(Doorbell())
-        claim = claim_of(plan, bell)
+        registration = registration_of(plan, bell)
         try:
-            server, seat, world = _take_seat(plan, claim, patience, notice, warn)
+            server, seat, world = _take_seat(plan, registration, patience, notice, warn)
             undo.callback(seat.abandon)
-            formation = _form(seat, world, bell, patience)
+            generation_info = _form(seat, world, bell, patience)
         except DistError as error:
             reason = str(error).splitlines()[0]
             raise CommError(f"The meeting place was lost during the start: {reason}") from error
         undo.pop_all()
         bell.close()
-    return Run(seat, formation, server)
+    return Run(seat, generation_info, server)
 
 
-def claim_of(plan: RunPlan, bell: Doorbell) -> Claim:
+def registration_of(plan: RunPlan, bell: Doorbell) -> MachineRegistration:
     """Make this machine's entry, new at each call."""
     addresses = candidates(interfaces(), plan.interfaces) if plan.machines > 1 else ("127.0.0.1",)
-    return Claim(
+    return MachineRegistration(
         id=uuid.uuid4().hex,
         who=Identity.of_this_process(),
         workers=plan.workers,
@@ -97,20 +101,20 @@ def claim_of(plan: RunPlan, bell: Doorbell) -> Claim:
 
 def _take_seat(
     plan: RunPlan,
-    claim: Claim,
+    registration: MachineRegistration,
     patience: Patience,
     notice: Callable[[Failure], None],
     warn: Callable[[str], None],
-) -> tuple[TCPStore | None, Seat, World]:
+) -> tuple[TCPStore | None, Seat, RegisteredWorld]:
     def sit(meeting: StoreSpec, incarnation: str) -> Seat:
-        return Seat(plan, meeting, incarnation, claim, notice=notice, warn=warn)
+        return Seat(plan, meeting, incarnation, registration, notice=notice, warn=warn)
 
     if plan.machine > 0:
         assert plan.meeting is not None
         meeting = plan.meeting
-        return None, *follow(plan, claim, patience, lambda name: sit(meeting, name))
+        return None, *follow(plan, registration, patience, lambda name: sit(meeting, name))
     server, meeting = host(plan)
-    seat = sit(meeting, take_over(plan, meeting, claim, patience))
+    seat = sit(meeting, take_over(plan, meeting, registration, patience))
     try:
         return server, seat, seal(seat, patience)
     except BaseException:
@@ -131,25 +135,25 @@ def host(plan: RunPlan) -> tuple[TCPStore | None, StoreSpec]:
     return server, StoreSpec(kind="tcp", address=f"127.0.0.1:{server.port}", space=space)
 
 
-def _form(seat: Seat, world: World, bell: Doorbell, patience: Patience) -> Formation:
-    formation = Formation(
+def _form(seat: Seat, world: RegisteredWorld, bell: Doorbell, patience: Patience) -> GenerationInfo:
+    generation_info = GenerationInfo(
         token=world.token,
         machines=world.machines,
-        addresses=("127.0.0.1",) * len(world.claims),
+        addresses=("127.0.0.1",) * len(world.registrations),
         hosts=world.hosts,
     )
-    one_place = len({claim.who.network for claim in world.claims}) == 1
+    one_place = len({registration.who.network for registration in world.registrations}) == 1
     if not one_place or seat.plan.interfaces:
         bell.answer(world.token, seat.plan.machine)
-        formation = replace(formation, addresses=_addresses(seat, world, patience))
-    seat.store.set(seat.key("formed"), formation.to_text())
-    return formation
+        generation_info = replace(generation_info, addresses=_addresses(seat, world, patience))
+    seat.store.set(seat.key("formed"), generation_info.to_text())
+    return generation_info
 
 
-def _addresses(seat: Seat, world: World, patience: Patience) -> tuple[str, ...]:
-    numbers = range(len(world.claims))
+def _addresses(seat: Seat, world: RegisteredWorld, patience: Patience) -> tuple[str, ...]:
+    numbers = range(len(world.registrations))
     others = {
-        machine: (world.claims[machine].addresses, world.claims[machine].port)
+        machine: (world.registrations[machine].addresses, world.registrations[machine].port)
         for machine in numbers
         if machine != seat.plan.machine
     }
@@ -160,7 +164,7 @@ def _addresses(seat: Seat, world: World, patience: Patience) -> tuple[str, ...]:
     reached = [{int(peer): tries for peer, tries in report.items()} for report in reports]
     seat.store.set(seat.key("judged"), "1")
     try:
-        return choose([claim.addresses for claim in world.claims], reached)
+        return choose([registration.addresses for registration in world.registrations], reached)
     except CommError:
         # All machines judge the same reports, and machine 0 takes them away when it leaves.
         deadline = time.monotonic() + _JUDGE_S
@@ -170,8 +174,11 @@ def _addresses(seat: Seat, world: World, patience: Patience) -> tuple[str, ...]:
         raise
 
 
-def _await_reports(seat: Seat, world: World, patience: Patience) -> None:
-    watches = [LeaseWatch(seat.store, claim, seat.claim.who) for claim in world.claims]
+def _await_reports(seat: Seat, world: RegisteredWorld, patience: Patience) -> None:
+    watches = [
+        LeaseWatch(seat.store, registration, seat.registration.who)
+        for registration in world.registrations
+    ]
     while missing := [
         machine
         for machine in range(len(watches))
@@ -180,7 +187,7 @@ def _await_reports(seat: Seat, world: World, patience: Patience) -> None:
         for machine in missing:
             verdict = watches[machine].verdict()
             if verdict.state == "dead":
-                host = world.claims[machine].who.host
+                host = world.registrations[machine].who.host
                 raise CommError(
                     f"Machine {machine} ({host}) ended during the start ({verdict.reason}): see "
                     "what it says, and start the run again."

@@ -23,7 +23,7 @@ from paceline.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arrival:
+class ProcessRegistration:
     """One process's entry in the store.
 
     Attributes:
@@ -61,17 +61,17 @@ class Arrival:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Company:
+class RegisteredProcesses:
     """All processes of a start, and the secret by which they know each other.
 
     Attributes:
         token: the job token.
-        arrivals: the entries, by the launcher's rank.
-        lost: why the start failed, if it did: some didn't come, and `arrivals` are those who did.
+        registrations: the entries, by the launcher's rank.
+        lost: why the start failed, if it did: some didn't come, and `registrations` are those who did.
     """
 
     token: str
-    arrivals: tuple[Arrival, ...]
+    registrations: tuple[ProcessRegistration, ...]
     lost: str = ""
 
     def to_text(self) -> str:
@@ -82,32 +82,38 @@ class Company:
     def from_text(cls, text: str | bytes) -> Self:
         """Read what `to_text` wrote."""
         values = json.loads(text)
-        arrivals = tuple(Arrival.from_values(entry) for entry in values["arrivals"])
-        return cls(**(values | {"arrivals": arrivals}))
+        registrations = tuple(
+            ProcessRegistration.from_values(entry) for entry in values["arrivals"]
+        )
+        return cls(**(values | {"arrivals": registrations}))
 
-    def machines(self) -> tuple[tuple[Arrival, ...], ...]:
+    def machines(self) -> tuple[tuple[ProcessRegistration, ...], ...]:
         """Return the processes of each machine, by their local ranks.
 
         Raises:
             ConfigError: the launcher's numbers contradict each other.
         """
-        groups: dict[object, list[Arrival]] = {}
+        groups: dict[object, list[ProcessRegistration]] = {}
         seen: Counter[object] = Counter()
-        for arrival in self.arrivals:
+        for registration in self.registrations:
             # mpirun may be given one machine under two names: each then has a local rank 0.
-            seen[arrival.who.network, arrival.local_rank] += 1
-            count = seen[arrival.who.network, arrival.local_rank]
-            key = (arrival.who.network, count) if arrival.node is None else arrival.node
-            groups.setdefault(key, []).append(arrival)
-        if self.arrivals[0].node is not None:
+            seen[registration.who.network, registration.local_rank] += 1
+            count = seen[registration.who.network, registration.local_rank]
+            key = (
+                (registration.who.network, count)
+                if registration.node is None
+                else registration.node
+            )
+            groups.setdefault(key, []).append(registration)
+        if self.registrations[0].node is not None:
             groups = dict(sorted(groups.items(), key=lambda item: item[1][0].node or 0))
         return tuple(_in_order(group) for group in groups.values())
 
 
-def _in_order(group: Sequence[Arrival]) -> tuple[Arrival, ...]:
-    ordered = sorted(group, key=lambda arrival: arrival.local_rank)
-    if [arrival.local_rank for arrival in ordered] != list(range(len(ordered))):
-        local = ", ".join(str(arrival.local_rank) for arrival in ordered)
+def _in_order(group: Sequence[ProcessRegistration]) -> tuple[ProcessRegistration, ...]:
+    ordered = sorted(group, key=lambda registration: registration.local_rank)
+    if [registration.local_rank for registration in ordered] != list(range(len(ordered))):
+        local = ", ".join(str(registration.local_rank) for registration in ordered)
         raise ConfigError(
             f"The processes on {ordered[0].who.host} have the local ranks {local} by the "
             f"launcher's variables, and must have 0 to {len(ordered) - 1}: see what set them."

@@ -4,7 +4,7 @@
     make a start: a space of a random name
     write its name to `start`                 wait for `start`; in its space, write here/<i>
     wait for all here/<i>
-    write `company`: all that came, a token   wait for a company that it is in
+    write `processes`: all that came, a token   wait for a company that it is in
     -- local rank 0 of each machine: connect to each other's addresses, post which ones worked --
     every machine's address is the first of its own at which all others reached it
 
@@ -30,7 +30,10 @@ from paceline.cluster.launchers.launched_process import Launched
 from paceline.cluster.membership.members import Members
 from paceline.cluster.membership.process_identity import Identity
 from paceline.cluster.rendezvous.deadline import Patience, TooLate, name_machines
-from paceline.cluster.rendezvous.process_registration import Arrival, Company
+from paceline.cluster.rendezvous.process_registration import (
+    ProcessRegistration,
+    RegisteredProcesses,
+)
 from paceline.cluster.rendezvous.reachability import Doorbell, candidates, choose, interfaces, reach
 from paceline.cluster.rendezvous.registered_machine import STORE_LIMIT
 from paceline.cluster.stores.folder_store import FolderRemoved
@@ -74,16 +77,16 @@ def gather(
         ConfigError: the launcher's numbers contradict each other, or there is no such interface.
     """
     with Doorbell() as bell:
-        own = _arrival(launched, wanted, bell.port)
+        own = _registration(launched, wanted, bell.port)
         try:
             meet = _open if launched.rank == 0 else _find
-            space, company = meet(meeting, own, launched.world_size, patience)
+            space, processes = meet(meeting, own, launched.world_size, patience)
             store = open_store(space, STORE_LIMIT)
-            members = _members(company, own, store, bell, wanted, patience)
+            members = _members(processes, own, store, bell, wanted, patience)
         except DistError as error:
             reason = str(error).splitlines()[0]
             raise CommError(f"The meeting place was lost during the start: {reason}") from error
-    return Gathering(members=members, token=company.token, space=space, store=store)
+    return Gathering(members=members, token=processes.token, space=space, store=store)
 
 
 def name_ranks(missing: Sequence[int], world_size: int) -> str:
@@ -92,9 +95,9 @@ def name_ranks(missing: Sequence[int], world_size: int) -> str:
     return f"rank{plural} {', '.join(map(str, missing))} of {world_size}"
 
 
-def _arrival(launched: Launched, wanted: Sequence[str], port: int) -> Arrival:
+def _registration(launched: Launched, wanted: Sequence[str], port: int) -> ProcessRegistration:
     apart = bool(wanted) or not launched.one_machine
-    return Arrival(
+    return ProcessRegistration(
         id=uuid.uuid4().hex,
         rank=launched.rank,
         node=launched.node,
@@ -106,8 +109,8 @@ def _arrival(launched: Launched, wanted: Sequence[str], port: int) -> Arrival:
 
 
 def _open(
-    meeting: StoreSpec, own: Arrival, world_size: int, patience: Patience
-) -> tuple[StoreSpec, Company]:
+    meeting: StoreSpec, own: ProcessRegistration, world_size: int, patience: Patience
+) -> tuple[StoreSpec, RegisteredProcesses]:
     """Make a start, and wait for all."""
     outer = open_store(meeting, STORE_LIMIT, make=True)
     old, name = peek(outer, START), uuid.uuid4().hex
@@ -123,24 +126,28 @@ def _open(
     except TooLate as error:
         _give_up(store, world_size, str(error), patience)
         raise
-    company = Company(token=secrets.token_hex(16), arrivals=_arrivals(store, world_size))
-    store.set("company", company.to_text())
-    return space, company
+    processes = RegisteredProcesses(
+        token=secrets.token_hex(16), registrations=_registrations(store, world_size)
+    )
+    store.set("company", processes.to_text())
+    return space, processes
 
 
 def _give_up(store: Store, world_size: int, why: str, patience: Patience) -> None:
     """Tell those who came, and keep the store until they have read it."""
-    arrivals = _arrivals(store, world_size)
-    store.set("company", Company(token="", arrivals=arrivals, lost=why).to_text())
-    readers = [f"read/{arrival.rank}" for arrival in arrivals[1:]]
+    registrations = _registrations(store, world_size)
+    store.set(
+        "company", RegisteredProcesses(token="", registrations=registrations, lost=why).to_text()
+    )
+    readers = [f"read/{registration.rank}" for registration in registrations[1:]]
     deadline = time.monotonic() + _READ_S
     while not store.check(readers) and time.monotonic() < deadline:
         patience.pause()
 
 
 def _find(
-    meeting: StoreSpec, own: Arrival, world_size: int, patience: Patience
-) -> tuple[StoreSpec, Company]:
+    meeting: StoreSpec, own: ProcessRegistration, world_size: int, patience: Patience
+) -> tuple[StoreSpec, RegisteredProcesses]:
     """Wait for a start, and for a company in it that this process is in."""
     outer = _reached(meeting, world_size, patience)
     found: bytes | None = None
@@ -155,12 +162,12 @@ def _find(
                 found = name
             if found is not None:
                 text = peek(store, "company")
-                company = None if text is None else Company.from_text(text)
-                if company is not None and own in company.arrivals:
+                processes = None if text is None else RegisteredProcesses.from_text(text)
+                if processes is not None and own in processes.registrations:
                     store.set(f"read/{own.rank}", "")
-                    if company.lost:
-                        raise CommError(company.lost)
-                    return space, company
+                    if processes.lost:
+                        raise CommError(processes.lost)
+                    return space, processes
                 missing = _missing(store, world_size) or [0]
         patience.wait(name_ranks(missing, world_size))
 
@@ -174,10 +181,10 @@ def _reached(meeting: StoreSpec, world_size: int, patience: Patience) -> Store:
             patience.wait(f"{name_ranks([0], world_size)} ({str(error).rstrip('.')})")
 
 
-def _arrivals(store: Store, world_size: int) -> tuple[Arrival, ...]:
+def _registrations(store: Store, world_size: int) -> tuple[ProcessRegistration, ...]:
     missing = _missing(store, world_size)
     texts = [store.get(f"here/{rank}") for rank in range(world_size) if rank not in missing]
-    return tuple(map(Arrival.from_text, texts))
+    return tuple(map(ProcessRegistration.from_text, texts))
 
 
 def _missing(store: Store, world_size: int) -> list[int]:
@@ -185,21 +192,21 @@ def _missing(store: Store, world_size: int) -> list[int]:
 
 
 def _members(
-    company: Company,
-    own: Arrival,
+    processes: RegisteredProcesses,
+    own: ProcessRegistration,
     store: Store,
     bell: Doorbell,
     wanted: Sequence[str],
     patience: Patience,
 ) -> Members:
-    machines = company.machines()
+    machines = processes.machines()
     machine = next(i for i, group in enumerate(machines) if own in group)
     addresses: tuple[str, ...] = ("127.0.0.1",) * len(machines)
-    if wanted or len({arrival.who.network for arrival in company.arrivals}) > 1:
+    if wanted or len({registration.who.network for registration in processes.registrations}) > 1:
         leaders = [group[0] for group in machines]
         if own in leaders:
-            bell.answer(company.token, machine)
-            _post_reached(leaders, machine, company.token, store, patience)
+            bell.answer(processes.token, machine)
+            _post_reached(leaders, machine, processes.token, store, patience)
         addresses = _chosen(leaders, store, patience)
     return Members.on(
         machine,
@@ -211,7 +218,11 @@ def _members(
 
 
 def _post_reached(
-    leaders: Sequence[Arrival], machine: int, token: str, store: Store, patience: Patience
+    leaders: Sequence[ProcessRegistration],
+    machine: int,
+    token: str,
+    store: Store,
+    patience: Patience,
 ) -> None:
     others = {
         peer: (leader.addresses, leader.port)
@@ -221,7 +232,9 @@ def _post_reached(
     store.set(f"reach/{machine}", json.dumps(reach(token, machine, others, patience.pause)))
 
 
-def _chosen(leaders: Sequence[Arrival], store: Store, patience: Patience) -> tuple[str, ...]:
+def _chosen(
+    leaders: Sequence[ProcessRegistration], store: Store, patience: Patience
+) -> tuple[str, ...]:
     """Return each machine's address; every process comes to the same."""
     numbers = range(len(leaders))
     while missing := [i for i in numbers if not store.check([f"reach/{i}"])]:

@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import Store
 from paceline.cluster.membership.heartbeat import Heartbeat
 from paceline.cluster.membership.lease import ENDED
 from paceline.cluster.membership.lease_watch import lease_key
-from paceline.cluster.rendezvous.registration import Claim, RunRecord
+from paceline.cluster.rendezvous.registration import MachineRegistration, RunRecord
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.stores.store_spec import (
     STORE_ERRORS,
@@ -33,7 +33,7 @@ class Seat:
         plan: this machine's part.
         meeting: the run's space, as this machine reaches it.
         incarnation: the incarnation's name.
-        claim: this machine's entry.
+        registration: this machine's entry.
         notice: told, from the heartbeat's thread, of the failure that ended the run.
         warn: told, from the heartbeat's thread, that the meeting place is lost.
     """
@@ -43,14 +43,14 @@ class Seat:
         plan: RunPlan,
         meeting: StoreSpec,
         incarnation: str,
-        claim: Claim,
+        registration: MachineRegistration,
         *,
         notice: Callable[[Failure], None],
         warn: Callable[[str], None],
     ) -> None:
         self.plan = plan
         self.incarnation = incarnation
-        self.claim = claim
+        self.registration = registration
         self.meeting = meeting
         self.space = meeting.within(incarnation)
         self.store = open_store(self.space, STORE_LIMIT, make=self.leads)
@@ -78,7 +78,7 @@ class Seat:
             if self.leads:
                 self._remove_run()
             elif self._is_newest():
-                self.store.set(lease_key(self.claim), ENDED)
+                self.store.set(lease_key(self.registration), ENDED)
             else:
                 self._clear()  # as machine 0 did; our lease may have come back since
 
@@ -98,7 +98,9 @@ class Seat:
         return f"{name}/{self.plan.machine if machine is None else machine}"
 
     def _wins(self, key: str) -> bool:
-        return self.store.compare_set(key, "", self.claim.id) == self.claim.id.encode()
+        return (
+            self.store.compare_set(key, "", self.registration.id) == self.registration.id.encode()
+        )
 
     def _remove_run(self) -> None:
         """Remove this incarnation, and the run's record if it is this incarnation's."""
@@ -118,7 +120,7 @@ class Seat:
         return text is not None and RunRecord.from_text(text).incarnation == self.incarnation
 
     def _beat(self, count: int) -> None:
-        self._pulse.set(lease_key(self.claim), str(count))
+        self._pulse.set(lease_key(self.registration), str(count))
         if self.leads:
             self._run_pulse.set("beat", str(count))
         text = peek(self._pulse, "failure")
@@ -132,7 +134,11 @@ def _lost(error: Exception) -> str:
     return f"the meeting place is lost ({reason}); the run goes on, but nobody new finds it."
 
 
-def read_claims(store: Store, machines: int) -> dict[int, Claim]:
+def read_registrations(store: Store, machines: int) -> dict[int, MachineRegistration]:
     """Return the machines' entries that are there."""
     texts = {machine: peek(store, f"machine/{machine}") for machine in range(machines)}
-    return {machine: Claim.from_text(text) for machine, text in texts.items() if text is not None}
+    return {
+        machine: MachineRegistration.from_text(text)
+        for machine, text in texts.items()
+        if text is not None
+    }

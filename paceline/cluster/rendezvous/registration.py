@@ -7,11 +7,11 @@ In the run's space:
 
 In the incarnation's:
 
-    machine/<i>         who is machine i                                        Claim
+    machine/<i>         who is machine i                                        MachineRegistration
     lease/<claim's id>  that machine's lease                                    a counter
-    world               all claims, sealed by machine 0                         World
+    world               all claims, sealed by machine 0                         RegisteredWorld
     reach/<i>           at which addresses machine i reached each of the others
-    formed/<i>          what machine i's workers need to know                   Formation
+    formed/<i>          what machine i's workers need to know                   GenerationInfo
     failure             why the run ended, the first word on it                 Failure
     finished            machine 0 has written down that the run is finished
     left/<i>            machine i has ended and stopped its lease
@@ -30,7 +30,7 @@ from paceline.cluster.membership.process_identity import Identity
 
 
 @dataclass(frozen=True, kw_only=True)
-class Claim:
+class MachineRegistration:
     """One machine's entry.
 
     Attributes:
@@ -69,7 +69,7 @@ class RunRecord:
 
     incarnation: str
     machines: int
-    leader: Claim
+    leader: MachineRegistration
 
     def to_text(self) -> str:
         """Return the record as JSON."""
@@ -79,15 +79,15 @@ class RunRecord:
     def from_text(cls, text: str | bytes) -> Self:
         """Read what `to_text` wrote."""
         values = json.loads(text)
-        return cls(**(values | {"leader": Claim.from_values(values["leader"])}))
+        return cls(**(values | {"leader": MachineRegistration.from_values(values["leader"])}))
 
 
 @dataclass(frozen=True, kw_only=True)
-class World:
+class RegisteredWorld:
     """All machines of an incarnation, and the secret by which they know each other."""
 
     token: str
-    claims: tuple[Claim, ...]
+    registrations: tuple[MachineRegistration, ...]
 
     def to_text(self) -> str:
         """Return the world as JSON."""
@@ -97,22 +97,24 @@ class World:
     def from_text(cls, text: str | bytes) -> Self:
         """Read what `to_text` wrote."""
         values = json.loads(text)
-        claims = tuple(Claim.from_values(claim) for claim in values["claims"])
-        return cls(token=values["token"], claims=claims)
+        registrations = tuple(
+            MachineRegistration.from_values(registration) for registration in values["claims"]
+        )
+        return cls(token=values["token"], registrations=registrations)
 
     @property
     def machines(self) -> tuple[int, ...]:
         """The number of workers of each machine."""
-        return tuple(claim.workers for claim in self.claims)
+        return tuple(registration.workers for registration in self.registrations)
 
     @property
     def hosts(self) -> tuple[str, ...]:
         """Each machine's name, for people."""
-        return tuple(claim.who.host for claim in self.claims)
+        return tuple(registration.who.host for registration in self.registrations)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Formation:
+class GenerationInfo:
     """What a worker needs to know of the world, beyond its own place."""
 
     token: str

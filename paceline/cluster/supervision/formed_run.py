@@ -13,7 +13,7 @@ from paceline.cluster.environment import WorkerEnvironment
 from paceline.cluster.membership.members import Members
 from paceline.cluster.rendezvous.finished import FINISHED, await_finished
 from paceline.cluster.rendezvous.registered_machine import Seat
-from paceline.cluster.rendezvous.registration import Formation
+from paceline.cluster.rendezvous.registration import GenerationInfo
 from paceline.cluster.stores.store_spec import STORE_ERRORS
 from paceline.cluster.supervision.failure_report import Failure
 
@@ -23,13 +23,15 @@ class Run:
 
     Args:
         seat: its place in the incarnation.
-        formation: the world.
+        generation_info: the world.
         server: the TCP store, where this machine serves it.
     """
 
-    def __init__(self, seat: Seat, formation: Formation, server: TCPStore | None) -> None:
+    def __init__(
+        self, seat: Seat, generation_info: GenerationInfo, server: TCPStore | None
+    ) -> None:
         self._seat = seat
-        self.formation = formation
+        self.generation_info = generation_info
         self._server = server
 
     def members(self, local_rank: int) -> Members:
@@ -37,9 +39,9 @@ class Run:
         return Members.on(
             self._seat.plan.machine,
             local_rank,
-            machines=self.formation.machines,
-            addresses=self.formation.addresses,
-            hosts=self.formation.hosts,
+            machines=self.generation_info.machines,
+            addresses=self.generation_info.addresses,
+            hosts=self.generation_info.hosts,
         )
 
     def worker(self, local_rank: int, error_file: Path) -> WorkerEnvironment:
@@ -77,7 +79,7 @@ class Run:
             PacelineError: it can't be written, or machine 0 was killed or says nothing.
         """
         if not self._seat.leads:
-            await_finished(self._seat, self.formation.hosts[0], pause, limit)
+            await_finished(self._seat, self.generation_info.hosts[0], pause, limit)
         write()
         if self._seat.leads:
             with suppress(*STORE_ERRORS):  # the run doesn't need its meeting place any more

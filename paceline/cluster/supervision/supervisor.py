@@ -167,7 +167,7 @@ class _Crew:
 
     def _start(self, argv: Sequence[str], folder: Path) -> Failure | None:
         if self._plan.machines > 1:
-            first = self._run.formation.hosts[0]
+            first = self._run.generation_info.hosts[0]
             self._tell(f"all {self._plan.machines} machines have met; rank 0 is on {first}.")
         for local_rank in range(self._plan.workers):
             place = self._run.worker(local_rank, folder / f"error.{local_rank}.json")
@@ -262,7 +262,9 @@ class _Crew:
         return members.describe(members.rank)
 
     def _machine(self) -> str:
-        return f"machine {self._plan.machine} ({self._run.formation.hosts[self._plan.machine]})"
+        return (
+            f"machine {self._plan.machine} ({self._run.generation_info.hosts[self._plan.machine]})"
+        )
 
 
 def _finish_late(plan: RunPlan, finish: Callable[[], None] | None) -> Failure:

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Store
 
 from paceline.cluster.environment import WorkerEnvironment
 from paceline.cluster.membership.members import Members
-from paceline.cluster.rendezvous.registration import Formation
+from paceline.cluster.rendezvous.registration import GenerationInfo
 from paceline.cluster.stores.store_spec import open_store
 from paceline.cluster.supervision.allocator import keep_freed_memory
 from paceline.cluster.supervision.failure_report import Failure
@@ -56,15 +56,15 @@ def join_world(environment: WorkerEnvironment) -> tuple[Members, Store, str]:
         CommError: the store can't be reached.
     """
     store = open_store(environment.store, timedelta(seconds=environment.first_iter_timeout))
-    formation = Formation.from_text(store.get(f"formed/{environment.machine}"))
+    generation_info = GenerationInfo.from_text(store.get(f"formed/{environment.machine}"))
     members = Members.on(
         environment.machine,
         environment.local_rank,
-        machines=formation.machines,
-        addresses=formation.addresses,
-        hosts=formation.hosts,
+        machines=generation_info.machines,
+        addresses=generation_info.addresses,
+        hosts=generation_info.hosts,
     )
-    return members, store, formation.token
+    return members, store, generation_info.token
 
 
 def report_error(environment: WorkerEnvironment, error: BaseException) -> int:
