@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 
 from paceline.cluster.membership.lease_watch import LeaseWatch
-from paceline.cluster.rendezvous.registered_machine import Seat
+from paceline.cluster.rendezvous.registered_machine import RegisteredMachine
 from paceline.cluster.rendezvous.registration import RegisteredWorld
 from paceline.cluster.stores.store_spec import STORE_ERRORS, peek
 from paceline.errors import CommError
@@ -29,13 +29,15 @@ class Finished(Exception):
     """The run came to its end in an earlier start; nothing is left to do."""
 
 
-def await_finished(seat: Seat, host: str, pause: Callable[[float], None], limit: float) -> None:
+def await_finished(
+    registered: RegisteredMachine, host: str, pause: Callable[[float], None], limit: float
+) -> None:
     """Wait until machine 0 says that the run is finished.
 
     A meeting place that was lost in mid-run says nothing any more, and ends nobody's run.
 
     Args:
-        seat: another machine's.
+        registered: another machine's.
         host: machine 0's name.
         pause: sleeps; may raise to end the wait.
         limit: seconds to wait.
@@ -44,9 +46,9 @@ def await_finished(seat: Seat, host: str, pause: Callable[[float], None], limit:
         CommError: machine 0 was killed before it could, or says nothing.
     """
     try:
-        reason = _silence(seat, pause, limit)
+        reason = _silence(registered, pause, limit)
     except STORE_ERRORS:
-        if seat.meeting.kind != "tcp":
+        if registered.meeting.kind != "tcp":
             return
         reason = "it has gone, and its store with it"
     if reason:
@@ -56,14 +58,14 @@ def await_finished(seat: Seat, host: str, pause: Callable[[float], None], limit:
         )
 
 
-def _silence(seat: Seat, pause: Callable[[float], None], limit: float) -> str:
+def _silence(registered: RegisteredMachine, pause: Callable[[float], None], limit: float) -> str:
     """Wait for machine 0's word; return "" once it is there, or why it won't come."""
-    leader = RegisteredWorld.from_text(seat.store.get("world")).registrations[0]
-    watch = LeaseWatch(seat.store, leader, seat.registration.who)
+    leader = RegisteredWorld.from_text(registered.store.get("world")).registrations[0]
+    watch = LeaseWatch(registered.store, leader, registered.registration.who)
     deadline = time.monotonic() + limit
     while True:
         verdict = watch.verdict()
-        if peek(seat.store, FINISHED) is not None:
+        if peek(registered.store, FINISHED) is not None:
             return ""
         if verdict.state == "dead" or time.monotonic() > deadline:
             return verdict.reason

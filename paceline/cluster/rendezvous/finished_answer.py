@@ -14,7 +14,7 @@ from paceline.cluster.rendezvous.finished import FINISHED
 from paceline.cluster.rendezvous.leader import take_over
 from paceline.cluster.rendezvous.machine_rendezvous import host, registration_of
 from paceline.cluster.rendezvous.reachability import Doorbell
-from paceline.cluster.rendezvous.registered_machine import STORE_LIMIT, Seat
+from paceline.cluster.rendezvous.registered_machine import STORE_LIMIT, RegisteredMachine
 from paceline.cluster.rendezvous.registration import RunRecord
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.stores.store_spec import STORE_ERRORS, StoreSpec, open_store, peek
@@ -36,14 +36,16 @@ def answer(plan: RunPlan, limit: float = 5.0) -> None:
             return
         registration = registration_of(plan, bell)
         name = take_over(plan, meeting, registration, patience)
-        seat = Seat(plan, meeting, name, registration, notice=_say_nothing, warn=_say_nothing)
+        registered = RegisteredMachine(
+            plan, meeting, name, registration, notice=_say_nothing, warn=_say_nothing
+        )
         try:
-            seat.store.set(FINISHED, "1")
-            seat.store.set(seat.key("left"), "1")
-            while not seat.others_left():
+            registered.store.set(FINISHED, "1")
+            registered.store.set(registered.key("left"), "1")
+            while not registered.others_left():
                 patience.wait("the other machines")
         finally:
-            seat.abandon()
+            registered.abandon()
 
 
 def _is_told(meeting: StoreSpec) -> bool:

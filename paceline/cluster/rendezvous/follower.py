@@ -18,7 +18,11 @@ from paceline.cluster.membership.lease_watch import LeaseWatch
 from paceline.cluster.membership.process_identity import Identity
 from paceline.cluster.rendezvous.deadline import Patience, TooLate, name_machines
 from paceline.cluster.rendezvous.finished import FINISHED, Finished
-from paceline.cluster.rendezvous.registered_machine import STORE_LIMIT, Seat, read_registrations
+from paceline.cluster.rendezvous.registered_machine import (
+    STORE_LIMIT,
+    RegisteredMachine,
+    read_registrations,
+)
 from paceline.cluster.rendezvous.registration import MachineRegistration, RegisteredWorld, RunRecord
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.stores.store_spec import STORE_ERRORS, StoreSpec, open_store, peek
@@ -27,8 +31,11 @@ from paceline.errors import CommError, ConfigError
 
 
 def follow(
-    plan: RunPlan, registration: MachineRegistration, patience: Patience, sit: Callable[[str], Seat]
-) -> tuple[Seat, RegisteredWorld]:
+    plan: RunPlan,
+    registration: MachineRegistration,
+    patience: Patience,
+    sit: Callable[[str], RegisteredMachine],
+) -> tuple[RegisteredMachine, RegisteredWorld]:
     """Find this machine's place in the run.
 
     Args:
@@ -117,30 +124,34 @@ def _sealed_without_us(live: _Live, plan: RunPlan, here: Identity, patience: Pat
     return True
 
 
-def _join(live: _Live, seat: Seat, patience: Patience) -> tuple[Seat, RegisteredWorld] | None:
+def _join(
+    live: _Live, registered: RegisteredMachine, patience: Patience
+) -> tuple[RegisteredMachine, RegisteredWorld] | None:
     """MachineRegistration a place and wait for the world; None where it won't come, or without us."""
     try:
-        if live.record.machines != seat.plan.machines:
-            error = _disagree(seat.plan, live.record)
-            seat.post(Failure.of(error))
+        if live.record.machines != registered.plan.machines:
+            error = _disagree(registered.plan, live.record)
+            registered.post(Failure.of(error))
             raise error
-        _registration(seat, patience)
-        world = _await_world(seat, live, patience)
+        _registration(registered, patience)
+        world = _await_world(registered, live, patience)
     except BaseException:
-        seat.abandon()
+        registered.abandon()
         raise
     if world is None:
-        seat.abandon()
+        registered.abandon()
         return None
-    return seat, world
+    return registered, world
 
 
-def _registration(seat: Seat, patience: Patience) -> None:
-    key, own = seat.key("machine"), seat.registration.to_text()
-    while (holder := seat.store.compare_set(key, "", own)) != own.encode():
-        watch = LeaseWatch(seat.store, MachineRegistration.from_text(holder), seat.registration.who)
-        _refuse_live_holder(watch, seat.plan, patience)
-        seat.store.compare_set(key, holder.decode(), own)
+def _registration(registered: RegisteredMachine, patience: Patience) -> None:
+    key, own = registered.key("machine"), registered.registration.to_text()
+    while (holder := registered.store.compare_set(key, "", own)) != own.encode():
+        watch = LeaseWatch(
+            registered.store, MachineRegistration.from_text(holder), registered.registration.who
+        )
+        _refuse_live_holder(watch, registered.plan, patience)
+        registered.store.compare_set(key, holder.decode(), own)
 
 
 def _refuse_live_holder(holder: LeaseWatch, plan: RunPlan, patience: Patience) -> None:
@@ -159,17 +170,19 @@ def _refuse_live_holder(holder: LeaseWatch, plan: RunPlan, patience: Patience) -
         )
 
 
-def _await_world(seat: Seat, live: _Live, patience: Patience) -> RegisteredWorld | None:
+def _await_world(
+    registered: RegisteredMachine, live: _Live, patience: Patience
+) -> RegisteredWorld | None:
     while True:
-        text = peek(seat.store, "world")
+        text = peek(registered.store, "world")
         if text is not None:
             world = RegisteredWorld.from_text(text)
-            return world if seat.registration in world.registrations else None
-        if peek(seat.run_store, "run") != live.text or live.leader.verdict().state == "dead":
+            return world if registered.registration in world.registrations else None
+        if peek(registered.run_store, "run") != live.text or live.leader.verdict().state == "dead":
             return None
-        there = read_registrations(seat.store, seat.plan.machines)
-        missing = [i for i in range(seat.plan.machines) if i not in there] or [0]
-        patience.wait(name_machines(missing, seat.plan.machines))
+        there = read_registrations(registered.store, registered.plan.machines)
+        missing = [i for i in range(registered.plan.machines) if i not in there] or [0]
+        patience.wait(name_machines(missing, registered.plan.machines))
 
 
 def _disagree(plan: RunPlan, record: RunRecord) -> ConfigError:

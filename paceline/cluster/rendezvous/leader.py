@@ -16,7 +16,11 @@ from torch._C._distributed_c10d import Store
 from paceline.cluster.membership.lease_watch import LeaseWatch
 from paceline.cluster.membership.process_identity import Identity
 from paceline.cluster.rendezvous.deadline import Patience, TooLate, name_machines
-from paceline.cluster.rendezvous.registered_machine import STORE_LIMIT, Seat, read_registrations
+from paceline.cluster.rendezvous.registered_machine import (
+    STORE_LIMIT,
+    RegisteredMachine,
+    read_registrations,
+)
 from paceline.cluster.rendezvous.registration import MachineRegistration, RegisteredWorld, RunRecord
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.stores.folder_store import FolderRemoved
@@ -52,30 +56,34 @@ def take_over(
                 return record.incarnation
 
 
-def seal(seat: Seat, patience: Patience) -> RegisteredWorld:
+def seal(registered: RegisteredMachine, patience: Patience) -> RegisteredWorld:
     """Wait for all machines and write the world.
 
     Raises:
         TooLate: a machine didn't come; names it.
     """
-    seat.store.set(seat.key("machine"), seat.registration.to_text())
+    registered.store.set(registered.key("machine"), registered.registration.to_text())
     watches: dict[int, LeaseWatch] = {}
-    while missing := _missing(seat, watches):
-        patience.wait(name_machines(missing, seat.plan.machines))
-    registrations = tuple(watches[machine].registration for machine in range(seat.plan.machines))
+    while missing := _missing(registered, watches):
+        patience.wait(name_machines(missing, registered.plan.machines))
+    registrations = tuple(
+        watches[machine].registration for machine in range(registered.plan.machines)
+    )
     world = RegisteredWorld(token=secrets.token_hex(16), registrations=registrations)
-    seat.store.set("world", world.to_text())
+    registered.store.set("world", world.to_text())
     return world
 
 
-def _missing(seat: Seat, watches: dict[int, LeaseWatch]) -> list[int]:
-    registrations = read_registrations(seat.store, seat.plan.machines)
+def _missing(registered: RegisteredMachine, watches: dict[int, LeaseWatch]) -> list[int]:
+    registrations = read_registrations(registered.store, registered.plan.machines)
     for machine, registration in registrations.items():
         if machine not in watches or watches[machine].registration != registration:
-            watches[machine] = LeaseWatch(seat.store, registration, seat.registration.who)
+            watches[machine] = LeaseWatch(
+                registered.store, registration, registered.registration.who
+            )
     return [
         machine
-        for machine in range(seat.plan.machines)
+        for machine in range(registered.plan.machines)
         if machine not in registrations or watches[machine].verdict().state != "alive"
     ]
 

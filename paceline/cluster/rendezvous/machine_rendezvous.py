@@ -29,7 +29,7 @@ from paceline.cluster.rendezvous.deadline import Patience, name_machines
 from paceline.cluster.rendezvous.follower import follow
 from paceline.cluster.rendezvous.leader import seal, take_over
 from paceline.cluster.rendezvous.reachability import Doorbell, candidates, choose, interfaces, reach
-from paceline.cluster.rendezvous.registered_machine import STORE_LIMIT, Seat
+from paceline.cluster.rendezvous.registered_machine import STORE_LIMIT, RegisteredMachine
 from paceline.cluster.rendezvous.registration import (
     GenerationInfo,
     MachineRegistration,
@@ -76,15 +76,15 @@ def open_run(
         bell = undo.enter_context(Doorbell())
         registration = registration_of(plan, bell)
         try:
-            server, seat, world = _take_seat(plan, registration, patience, notice, warn)
-            undo.callback(seat.abandon)
-            generation_info = _form(seat, world, bell, patience)
+            server, registered, world = _register(plan, registration, patience, notice, warn)
+            undo.callback(registered.abandon)
+            generation_info = _form(registered, world, bell, patience)
         except DistError as error:
             reason = str(error).splitlines()[0]
             raise CommError(f"The meeting place was lost during the start: {reason}") from error
         undo.pop_all()
         bell.close()
-    return Run(seat, generation_info, server)
+    return Run(registered, generation_info, server)
 
 
 def registration_of(plan: RunPlan, bell: Doorbell) -> MachineRegistration:
@@ -99,26 +99,26 @@ def registration_of(plan: RunPlan, bell: Doorbell) -> MachineRegistration:
     )
 
 
-def _take_seat(
+def _register(
     plan: RunPlan,
     registration: MachineRegistration,
     patience: Patience,
     notice: Callable[[Failure], None],
     warn: Callable[[str], None],
-) -> tuple[TCPStore | None, Seat, RegisteredWorld]:
-    def sit(meeting: StoreSpec, incarnation: str) -> Seat:
-        return Seat(plan, meeting, incarnation, registration, notice=notice, warn=warn)
+) -> tuple[TCPStore | None, RegisteredMachine, RegisteredWorld]:
+    def sit(meeting: StoreSpec, incarnation: str) -> RegisteredMachine:
+        return RegisteredMachine(plan, meeting, incarnation, registration, notice=notice, warn=warn)
 
     if plan.machine > 0:
         assert plan.meeting is not None
         meeting = plan.meeting
         return None, *follow(plan, registration, patience, lambda name: sit(meeting, name))
     server, meeting = host(plan)
-    seat = sit(meeting, take_over(plan, meeting, registration, patience))
+    registered = sit(meeting, take_over(plan, meeting, registration, patience))
     try:
-        return server, seat, seal(seat, patience)
+        return server, registered, seal(registered, patience)
     except BaseException:
-        seat.abandon()
+        registered.abandon()
         raise
 
 
@@ -135,7 +135,9 @@ def host(plan: RunPlan) -> tuple[TCPStore | None, StoreSpec]:
     return server, StoreSpec(kind="tcp", address=f"127.0.0.1:{server.port}", space=space)
 
 
-def _form(seat: Seat, world: RegisteredWorld, bell: Doorbell, patience: Patience) -> GenerationInfo:
+def _form(
+    registered: RegisteredMachine, world: RegisteredWorld, bell: Doorbell, patience: Patience
+) -> GenerationInfo:
     generation_info = GenerationInfo(
         token=world.token,
         machines=world.machines,
@@ -143,46 +145,54 @@ def _form(seat: Seat, world: RegisteredWorld, bell: Doorbell, patience: Patience
         hosts=world.hosts,
     )
     one_place = len({registration.who.network for registration in world.registrations}) == 1
-    if not one_place or seat.plan.interfaces:
-        bell.answer(world.token, seat.plan.machine)
-        generation_info = replace(generation_info, addresses=_addresses(seat, world, patience))
-    seat.store.set(seat.key("formed"), generation_info.to_text())
+    if not one_place or registered.plan.interfaces:
+        bell.answer(world.token, registered.plan.machine)
+        generation_info = replace(
+            generation_info, addresses=_addresses(registered, world, patience)
+        )
+    registered.store.set(registered.key("formed"), generation_info.to_text())
     return generation_info
 
 
-def _addresses(seat: Seat, world: RegisteredWorld, patience: Patience) -> tuple[str, ...]:
+def _addresses(
+    registered: RegisteredMachine, world: RegisteredWorld, patience: Patience
+) -> tuple[str, ...]:
     numbers = range(len(world.registrations))
     others = {
         machine: (world.registrations[machine].addresses, world.registrations[machine].port)
         for machine in numbers
-        if machine != seat.plan.machine
+        if machine != registered.plan.machine
     }
-    found = reach(world.token, seat.plan.machine, others, patience.pause)
-    seat.store.set(seat.key("reach"), json.dumps(found))
-    _await_reports(seat, world, patience.at_most(_CONNECT_S, "start the run again"))
-    reports = [json.loads(seat.store.get(seat.key("reach", machine))) for machine in numbers]
+    found = reach(world.token, registered.plan.machine, others, patience.pause)
+    registered.store.set(registered.key("reach"), json.dumps(found))
+    _await_reports(registered, world, patience.at_most(_CONNECT_S, "start the run again"))
+    reports = [
+        json.loads(registered.store.get(registered.key("reach", machine))) for machine in numbers
+    ]
     reached = [{int(peer): tries for peer, tries in report.items()} for report in reports]
-    seat.store.set(seat.key("judged"), "1")
+    registered.store.set(registered.key("judged"), "1")
     try:
         return choose([registration.addresses for registration in world.registrations], reached)
     except CommError:
         # All machines judge the same reports, and machine 0 takes them away when it leaves.
         deadline = time.monotonic() + _JUDGE_S
-        judged = [seat.key("judged", machine) for machine in numbers]
-        while not seat.store.check(judged) and time.monotonic() < deadline:
+        judged = [registered.key("judged", machine) for machine in numbers]
+        while not registered.store.check(judged) and time.monotonic() < deadline:
             patience.pause()
         raise
 
 
-def _await_reports(seat: Seat, world: RegisteredWorld, patience: Patience) -> None:
+def _await_reports(
+    registered: RegisteredMachine, world: RegisteredWorld, patience: Patience
+) -> None:
     watches = [
-        LeaseWatch(seat.store, registration, seat.registration.who)
+        LeaseWatch(registered.store, registration, registered.registration.who)
         for registration in world.registrations
     ]
     while missing := [
         machine
         for machine in range(len(watches))
-        if peek(seat.store, seat.key("reach", machine)) is None
+        if peek(registered.store, registered.key("reach", machine)) is None
     ]:
         for machine in missing:
             verdict = watches[machine].verdict()

@@ -26,7 +26,7 @@ from paceline.cluster.supervision.failure_report import Failure
 STORE_LIMIT = timedelta(seconds=10)
 
 
-class Seat:
+class RegisteredMachine:
     """What a supervisor holds of an incarnation; its lease beats from construction on.
 
     Args:

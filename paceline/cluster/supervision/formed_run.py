@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import TCPStore
 from paceline.cluster.environment import WorkerEnvironment
 from paceline.cluster.membership.members import Members
 from paceline.cluster.rendezvous.finished import FINISHED, await_finished
-from paceline.cluster.rendezvous.registered_machine import Seat
+from paceline.cluster.rendezvous.registered_machine import RegisteredMachine
 from paceline.cluster.rendezvous.registration import GenerationInfo
 from paceline.cluster.stores.store_spec import STORE_ERRORS
 from paceline.cluster.supervision.failure_report import Failure
@@ -22,22 +22,25 @@ class Run:
     """This machine's part in a formed run.
 
     Args:
-        seat: its place in the incarnation.
+        registered: its place in the incarnation.
         generation_info: the world.
         server: the TCP store, where this machine serves it.
     """
 
     def __init__(
-        self, seat: Seat, generation_info: GenerationInfo, server: TCPStore | None
+        self,
+        registered: RegisteredMachine,
+        generation_info: GenerationInfo,
+        server: TCPStore | None,
     ) -> None:
-        self._seat = seat
+        self._registered = registered
         self.generation_info = generation_info
         self._server = server
 
     def members(self, local_rank: int) -> Members:
         """Return the world as one of this machine's workers sees it."""
         return Members.on(
-            self._seat.plan.machine,
+            self._registered.plan.machine,
             local_rank,
             machines=self.generation_info.machines,
             addresses=self.generation_info.addresses,
@@ -46,15 +49,15 @@ class Run:
 
     def worker(self, local_rank: int, error_file: Path) -> WorkerEnvironment:
         """Return what a worker is told of its place."""
-        plan = self._seat.plan
+        plan = self._registered.plan
         return WorkerEnvironment(
             run_id=plan.run_id,
-            incarnation=self._seat.incarnation,
+            incarnation=self._registered.incarnation,
             machine=plan.machine,
             machines=plan.machines,
             local_rank=local_rank,
             local_world_size=plan.workers,
-            store=self._seat.space,
+            store=self._registered.space,
             first_iter_timeout=plan.first_iter_timeout,
             timeout=plan.timeout,
             error_file=str(error_file),
@@ -63,7 +66,7 @@ class Run:
 
     def post(self, failure: Failure) -> Failure:
         """Give this machine's reason for the run's end; returns the run's, which came first."""
-        return self._seat.post(failure)
+        return self._registered.post(failure)
 
     def finish(
         self, write: Callable[[], None], pause: Callable[[float], None], limit: float
@@ -78,12 +81,12 @@ class Run:
         Raises:
             PacelineError: it can't be written, or machine 0 was killed or says nothing.
         """
-        if not self._seat.leads:
-            await_finished(self._seat, self.generation_info.hosts[0], pause, limit)
+        if not self._registered.leads:
+            await_finished(self._registered, self.generation_info.hosts[0], pause, limit)
         write()
-        if self._seat.leads:
+        if self._registered.leads:
             with suppress(*STORE_ERRORS):  # the run doesn't need its meeting place any more
-                self._seat.store.set(FINISHED, "1")
+                self._registered.store.set(FINISHED, "1")
 
     def leave(self, pause: Callable[[float], None], linger: float) -> None:
         """Leave the run; whoever serves the store stays until all have left, within a limit.
@@ -92,11 +95,11 @@ class Run:
             pause: sleeps; may raise to end the wait.
             linger: seconds that the store's server waits for the other machines.
         """
-        self._seat.leave()
+        self._registered.leave()
         deadline = time.monotonic() + linger
         while (
             self._server is not None
-            and not self._seat.others_left()
+            and not self._registered.others_left()
             and time.monotonic() < deadline
         ):
             pause(0.05)
