@@ -22,7 +22,7 @@ from paceline.cluster.environment import Environment
 from paceline.cluster.launchers.launched_process import Launched
 from paceline.cluster.membership.members import Members
 from paceline.cluster.membership.process_identity import Identity
-from paceline.cluster.rendezvous.deadline import Patience
+from paceline.cluster.rendezvous.deadline import Deadline
 from paceline.cluster.rendezvous.launcher_store import meet
 from paceline.cluster.rendezvous.process_rendezvous import gather
 from paceline.cluster.stores.store_spec import StoreSpec
@@ -163,9 +163,9 @@ def _launched(
     wanted: Sequence[str],
 ) -> Joined:
     remedy = "see what they say, or give a longer --first_iter_timeout"
-    patience = Patience(first_iter_timeout, _say_nothing, time.sleep, remedy)
+    deadline = Deadline(first_iter_timeout, _say_nothing, time.sleep, remedy)
     server, place = meet(launched, meeting, wanted, first_iter_timeout)
-    world = gather(place, launched, wanted, patience)
+    world = gather(place, launched, wanted, deadline)
     world.store.set_timeout(timedelta(seconds=first_iter_timeout))
     return Joined(
         members=world.members,

@@ -28,7 +28,7 @@ from tests.harness.notified import (
 @pytest.fixture(autouse=True)
 def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let an owner that isn't told go on sleeping, rather than look by itself now and then."""
-    monkeypatch.setattr(reducer, "_PATIENCE_S", 1000.0)
+    monkeypatch.setattr(reducer, "_WAIT_SLICE_S", 1000.0)
 
 
 @pytest.mark.parametrize(

@@ -278,7 +278,7 @@ def test_a_rank_that_doesnt_come_is_named() -> None:
 def test_a_stranger_that_says_nothing_keeps_nobody_beyond_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(mesh, "_PATIENCE_S", 1000.0)
+    monkeypatch.setattr(mesh, "_WAIT_SLICE_S", 1000.0)
     ours, theirs = bootstraps(2, limit=0.3)
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(tcp_window, ours, "127.0.0.1", 64, 1)

@@ -10,11 +10,11 @@ from paceline.errors import CommError
 _PAUSE_S = 0.1
 
 
-class TooLate(CommError):
+class DeadlinePassed(CommError):
     """Somebody didn't come within the limit."""
 
 
-class Patience:
+class Deadline:
     """One limit over all waits of a start.
 
     Args:
@@ -42,10 +42,10 @@ class Patience:
         """Pause for a moment, having told whom the wait is for, if that is new.
 
         Raises:
-            TooLate: the limit is over.
+            DeadlinePassed: the limit is over.
         """
         if time.monotonic() > self._deadline:
-            raise TooLate(f"{whom} didn't come within {self._limit:g} s: {self._remedy}.")
+            raise DeadlinePassed(f"{whom} didn't come within {self._limit:g} s: {self._remedy}.")
         if whom != self._told:
             self._tell(f"waiting for {whom}")
             self._told = whom
@@ -55,10 +55,10 @@ class Patience:
         """Pause for a moment of a wait that has a limit of its own and isn't worth a line."""
         self._pause(_PAUSE_S)
 
-    def at_most(self, limit: float, remedy: str) -> Patience:
+    def at_most(self, limit: float, remedy: str) -> Deadline:
         """Return a patience that ends sooner, if `limit` is sooner."""
         left = max(0.0, self._deadline - time.monotonic())
-        return Patience(min(limit, left), self._tell, self._pause, remedy)
+        return Deadline(min(limit, left), self._tell, self._pause, remedy)
 
 
 def name_machines(missing: list[int], machines: int) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 
-from paceline.cluster.rendezvous.deadline import Patience
+from paceline.cluster.rendezvous.deadline import Deadline
 from paceline.cluster.rendezvous.finished import FINISHED
 from paceline.cluster.rendezvous.leader import take_over
 from paceline.cluster.rendezvous.machine_rendezvous import host, registration_of
@@ -29,13 +29,13 @@ def answer(plan: RunPlan, limit: float = 5.0) -> None:
         plan: machine 0's part in the run.
         limit: seconds to wait for machines to come.
     """
-    patience = Patience(limit, _say_nothing, time.sleep, "")
+    deadline = Deadline(limit, _say_nothing, time.sleep, "")
     with suppress(*STORE_ERRORS), Doorbell() as bell:
         server, meeting = host(plan)
         if server is None and _is_told(meeting):
             return
         registration = registration_of(plan, bell)
-        name = take_over(plan, meeting, registration, patience)
+        name = take_over(plan, meeting, registration, deadline)
         registered = RegisteredMachine(
             plan, meeting, name, registration, notice=_say_nothing, warn=_say_nothing
         )
@@ -43,7 +43,7 @@ def answer(plan: RunPlan, limit: float = 5.0) -> None:
             registered.store.set(FINISHED, "1")
             registered.store.set(registered.key("left"), "1")
             while not registered.others_left():
-                patience.wait("the other machines")
+                deadline.wait("the other machines")
         finally:
             registered.abandon()
 

@@ -16,7 +16,7 @@ from torch.distributed import DistError
 
 from paceline.cluster.membership.lease_watch import LeaseWatch
 from paceline.cluster.membership.process_identity import Identity
-from paceline.cluster.rendezvous.deadline import Patience, TooLate, name_machines
+from paceline.cluster.rendezvous.deadline import Deadline, DeadlinePassed, name_machines
 from paceline.cluster.rendezvous.finished import FINISHED, Finished
 from paceline.cluster.rendezvous.registered_machine import (
     STORE_LIMIT,
@@ -33,7 +33,7 @@ from paceline.errors import CommError, ConfigError
 def follow(
     plan: RunPlan,
     registration: MachineRegistration,
-    patience: Patience,
+    deadline: Deadline,
     sit: Callable[[str], RegisteredMachine],
 ) -> tuple[RegisteredMachine, RegisteredWorld]:
     """Find this machine's place in the run.
@@ -41,7 +41,7 @@ def follow(
     Args:
         plan: this machine's part.
         registration: its entry.
-        patience: the limit.
+        deadline: the limit.
         sit: takes a seat in the incarnation of a name.
 
     Returns:
@@ -49,7 +49,7 @@ def follow(
 
     Raises:
         ConfigError: the machines disagree on their number, or the place is taken.
-        TooLate: a machine didn't come; names it.
+        DeadlinePassed: a machine didn't come; names it.
         Finished: this machine was in the run before, and it is over.
     """
     meeting = plan.meeting
@@ -59,20 +59,20 @@ def follow(
     while True:
         reason = ""
         try:
-            live = _live_incarnation(meeting, registration, plan, patience)
+            live = _live_incarnation(meeting, registration, plan, deadline)
             if _finished(live, plan):
                 with suppress(*STORE_ERRORS):  # somebody else has tidied up
                     sit(live.record.incarnation).leave()
                 raise Finished
-            if not _sealed_without_us(live, plan, registration.who, patience):
-                seated = _join(live, sit(live.record.incarnation), patience)
+            if not _sealed_without_us(live, plan, registration.who, deadline):
+                seated = _join(live, sit(live.record.incarnation), deadline)
                 if seated is not None:
                     return seated
-        except TooLate:
+        except DeadlinePassed:
             raise
         except (CommError, DistError) as error:  # machine 0 went, and took the store with it
             reason = f" ({str(error).splitlines()[0].rstrip('.')})"
-        patience.wait(name_machines([0], plan.machines) + reason)
+        deadline.wait(name_machines([0], plan.machines) + reason)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class _Live:
 
 
 def _live_incarnation(
-    meeting: StoreSpec, registration: MachineRegistration, plan: RunPlan, patience: Patience
+    meeting: StoreSpec, registration: MachineRegistration, plan: RunPlan, deadline: Deadline
 ) -> _Live:
     """Wait for an incarnation that is alive or finished."""
     store = open_store(meeting, STORE_LIMIT)
@@ -100,7 +100,7 @@ def _live_incarnation(
             live = _Live(text=text, record=record, store=inside, leader=leader)
         if text is not None and live is not None and _standing(live, plan):
             return live
-        patience.wait(name_machines([0], plan.machines))
+        deadline.wait(name_machines([0], plan.machines))
 
 
 def _standing(live: _Live, plan: RunPlan) -> bool:
@@ -112,7 +112,7 @@ def _finished(live: _Live, plan: RunPlan) -> bool:
     return plan.begun and peek(live.store, FINISHED) is not None
 
 
-def _sealed_without_us(live: _Live, plan: RunPlan, here: Identity, patience: Patience) -> bool:
+def _sealed_without_us(live: _Live, plan: RunPlan, here: Identity, deadline: Deadline) -> bool:
     """Tell whether the run is in its course and this machine's predecessor in it is gone."""
     text = peek(live.store, "world")
     if text is None:
@@ -120,12 +120,12 @@ def _sealed_without_us(live: _Live, plan: RunPlan, here: Identity, patience: Pat
     if live.record.machines != plan.machines:
         raise _disagree(plan, live.record)
     registration = RegisteredWorld.from_text(text).registrations[plan.machine]
-    _refuse_live_holder(LeaseWatch(live.store, registration, here), plan, patience)
+    _refuse_live_holder(LeaseWatch(live.store, registration, here), plan, deadline)
     return True
 
 
 def _join(
-    live: _Live, registered: RegisteredMachine, patience: Patience
+    live: _Live, registered: RegisteredMachine, deadline: Deadline
 ) -> tuple[RegisteredMachine, RegisteredWorld] | None:
     """MachineRegistration a place and wait for the world; None where it won't come, or without us."""
     try:
@@ -133,8 +133,8 @@ def _join(
             error = _disagree(registered.plan, live.record)
             registered.post(Failure.of(error))
             raise error
-        _registration(registered, patience)
-        world = _await_world(registered, live, patience)
+        _registration(registered, deadline)
+        world = _await_world(registered, live, deadline)
     except BaseException:
         registered.abandon()
         raise
@@ -144,17 +144,17 @@ def _join(
     return registered, world
 
 
-def _registration(registered: RegisteredMachine, patience: Patience) -> None:
+def _registration(registered: RegisteredMachine, deadline: Deadline) -> None:
     key, own = registered.key("machine"), registered.registration.to_text()
     while (holder := registered.store.compare_set(key, "", own)) != own.encode():
         watch = LeaseWatch(
             registered.store, MachineRegistration.from_text(holder), registered.registration.who
         )
-        _refuse_live_holder(watch, registered.plan, patience)
+        _refuse_live_holder(watch, registered.plan, deadline)
         registered.store.compare_set(key, holder.decode(), own)
 
 
-def _refuse_live_holder(holder: LeaseWatch, plan: RunPlan, patience: Patience) -> None:
+def _refuse_live_holder(holder: LeaseWatch, plan: RunPlan, deadline: Deadline) -> None:
     """Wait until the holder of this machine's number is known to be dead.
 
     Raises:
@@ -162,7 +162,7 @@ def _refuse_live_holder(holder: LeaseWatch, plan: RunPlan, patience: Patience) -
     """
     host = holder.registration.who.host
     while (verdict := holder.verdict()).state == "unknown":
-        patience.wait(f"a sign of life of machine {plan.machine} ({host})")
+        deadline.wait(f"a sign of life of machine {plan.machine} ({host})")
     if verdict.state == "alive":
         raise ConfigError(
             f"--shard_id {plan.machine} of run {plan.run_id!r} is taken by a live machine, host "
@@ -171,7 +171,7 @@ def _refuse_live_holder(holder: LeaseWatch, plan: RunPlan, patience: Patience) -
 
 
 def _await_world(
-    registered: RegisteredMachine, live: _Live, patience: Patience
+    registered: RegisteredMachine, live: _Live, deadline: Deadline
 ) -> RegisteredWorld | None:
     while True:
         text = peek(registered.store, "world")
@@ -182,7 +182,7 @@ def _await_world(
             return None
         there = read_registrations(registered.store, registered.plan.machines)
         missing = [i for i in range(registered.plan.machines) if i not in there] or [0]
-        patience.wait(name_machines(missing, registered.plan.machines))
+        deadline.wait(name_machines(missing, registered.plan.machines))
 
 
 def _disagree(plan: RunPlan, record: RunRecord) -> ConfigError:

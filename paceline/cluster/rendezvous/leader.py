@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import Store
 
 from paceline.cluster.membership.lease_watch import LeaseWatch
 from paceline.cluster.membership.process_identity import Identity
-from paceline.cluster.rendezvous.deadline import Patience, TooLate, name_machines
+from paceline.cluster.rendezvous.deadline import Deadline, DeadlinePassed, name_machines
 from paceline.cluster.rendezvous.registered_machine import (
     STORE_LIMIT,
     RegisteredMachine,
@@ -31,7 +31,7 @@ _ENDING_S = 15.0
 
 
 def take_over(
-    plan: RunPlan, meeting: StoreSpec, registration: MachineRegistration, patience: Patience
+    plan: RunPlan, meeting: StoreSpec, registration: MachineRegistration, deadline: Deadline
 ) -> str:
     """Make a new incarnation the run's newest; return its name.
 
@@ -47,7 +47,7 @@ def take_over(
         found = peek(store, "run")
         old = None if found is None else RunRecord.from_text(found)
         if old is not None:
-            _wait_until_over(plan, meeting, old, registration.who, patience)
+            _wait_until_over(plan, meeting, old, registration.who, deadline)
         expected, wanted = "" if found is None else found.decode(), record.to_text()
         with suppress(FolderRemoved):  # just now, by the last machine of the run before
             if store.compare_set("run", expected, wanted) == wanted.encode():
@@ -56,16 +56,16 @@ def take_over(
                 return record.incarnation
 
 
-def seal(registered: RegisteredMachine, patience: Patience) -> RegisteredWorld:
+def seal(registered: RegisteredMachine, deadline: Deadline) -> RegisteredWorld:
     """Wait for all machines and write the world.
 
     Raises:
-        TooLate: a machine didn't come; names it.
+        DeadlinePassed: a machine didn't come; names it.
     """
     registered.store.set(registered.key("machine"), registered.registration.to_text())
     watches: dict[int, LeaseWatch] = {}
     while missing := _missing(registered, watches):
-        patience.wait(name_machines(missing, registered.plan.machines))
+        deadline.wait(name_machines(missing, registered.plan.machines))
     registrations = tuple(
         watches[machine].registration for machine in range(registered.plan.machines)
     )
@@ -89,11 +89,11 @@ def _missing(registered: RegisteredMachine, watches: dict[int, LeaseWatch]) -> l
 
 
 def _wait_until_over(
-    plan: RunPlan, meeting: StoreSpec, old: RunRecord, here: Identity, patience: Patience
+    plan: RunPlan, meeting: StoreSpec, old: RunRecord, here: Identity, deadline: Deadline
 ) -> None:
     """Wait until no machine of an incarnation is alive; its machine 0 alive is an error at once."""
     watches = _old_watches(meeting, old, here)
-    ending = patience.at_most(_ENDING_S, "")
+    ending = deadline.at_most(_ENDING_S, "")
     while watches:
         verdicts = {watch: watch.verdict() for watch in watches}
         for watch, verdict in verdicts.items():
@@ -103,7 +103,7 @@ def _wait_until_over(
         if watches:
             try:
                 ending.wait(f"the end of run {plan.run_id!r} on {watches[0].registration.who.host}")
-            except TooLate:
+            except DeadlinePassed:
                 reason = verdicts[watches[0]].reason
                 raise _in_use(plan, watches[0].registration, reason) from None
 

@@ -25,7 +25,7 @@ from torch.distributed import DistError
 
 from paceline.cluster.membership.lease_watch import LeaseWatch
 from paceline.cluster.membership.process_identity import Identity
-from paceline.cluster.rendezvous.deadline import Patience, name_machines
+from paceline.cluster.rendezvous.deadline import Deadline, name_machines
 from paceline.cluster.rendezvous.follower import follow
 from paceline.cluster.rendezvous.leader import seal, take_over
 from paceline.cluster.rendezvous.reachability import Doorbell, candidates, choose, interfaces, reach
@@ -71,14 +71,14 @@ def open_run(
     """
     remedy = f"start {'them' if plan.machines > 2 else 'it'} with --run_id {plan.run_id} and the "
     remedy += "same meeting place, or give a longer --first_iter_timeout"
-    patience = Patience(plan.first_iter_timeout, tell, pause, remedy)
+    deadline = Deadline(plan.first_iter_timeout, tell, pause, remedy)
     with ExitStack() as undo:
         bell = undo.enter_context(Doorbell())
         registration = registration_of(plan, bell)
         try:
-            server, registered, world = _register(plan, registration, patience, notice, warn)
+            server, registered, world = _register(plan, registration, deadline, notice, warn)
             undo.callback(registered.abandon)
-            generation_info = _form(registered, world, bell, patience)
+            generation_info = _form(registered, world, bell, deadline)
         except DistError as error:
             reason = str(error).splitlines()[0]
             raise CommError(f"The meeting place was lost during the start: {reason}") from error
@@ -102,7 +102,7 @@ def registration_of(plan: RunPlan, bell: Doorbell) -> MachineRegistration:
 def _register(
     plan: RunPlan,
     registration: MachineRegistration,
-    patience: Patience,
+    deadline: Deadline,
     notice: Callable[[Failure], None],
     warn: Callable[[str], None],
 ) -> tuple[TCPStore | None, RegisteredMachine, RegisteredWorld]:
@@ -112,11 +112,11 @@ def _register(
     if plan.machine > 0:
         assert plan.meeting is not None
         meeting = plan.meeting
-        return None, *follow(plan, registration, patience, lambda name: sit(meeting, name))
+        return None, *follow(plan, registration, deadline, lambda name: sit(meeting, name))
     server, meeting = host(plan)
-    registered = sit(meeting, take_over(plan, meeting, registration, patience))
+    registered = sit(meeting, take_over(plan, meeting, registration, deadline))
     try:
-        return server, registered, seal(registered, patience)
+        return server, registered, seal(registered, deadline)
     except BaseException:
         registered.abandon()
         raise
@@ -136,7 +136,7 @@ def host(plan: RunPlan) -> tuple[TCPStore | None, StoreSpec]:
 
 
 def _form(
-    registered: RegisteredMachine, world: RegisteredWorld, bell: Doorbell, patience: Patience
+    registered: RegisteredMachine, world: RegisteredWorld, bell: Doorbell, deadline: Deadline
 ) -> GenerationInfo:
     generation_info = GenerationInfo(
         token=world.token,
@@ -148,14 +148,14 @@ def _form(
     if not one_place or registered.plan.interfaces:
         bell.answer(world.token, registered.plan.machine)
         generation_info = replace(
-            generation_info, addresses=_addresses(registered, world, patience)
+            generation_info, addresses=_addresses(registered, world, deadline)
         )
     registered.store.set(registered.key("formed"), generation_info.to_text())
     return generation_info
 
 
 def _addresses(
-    registered: RegisteredMachine, world: RegisteredWorld, patience: Patience
+    registered: RegisteredMachine, world: RegisteredWorld, deadline: Deadline
 ) -> tuple[str, ...]:
     numbers = range(len(world.registrations))
     others = {
@@ -163,9 +163,9 @@ def _addresses(
         for machine in numbers
         if machine != registered.plan.machine
     }
-    found = reach(world.token, registered.plan.machine, others, patience.pause)
+    found = reach(world.token, registered.plan.machine, others, deadline.pause)
     registered.store.set(registered.key("reach"), json.dumps(found))
-    _await_reports(registered, world, patience.at_most(_CONNECT_S, "start the run again"))
+    _await_reports(registered, world, deadline.at_most(_CONNECT_S, "start the run again"))
     reports = [
         json.loads(registered.store.get(registered.key("reach", machine))) for machine in numbers
     ]
@@ -178,12 +178,12 @@ def _addresses(
         deadline = time.monotonic() + _JUDGE_S
         judged = [registered.key("judged", machine) for machine in numbers]
         while not registered.store.check(judged) and time.monotonic() < deadline:
-            patience.pause()
+            deadline.pause()
         raise
 
 
 def _await_reports(
-    registered: RegisteredMachine, world: RegisteredWorld, patience: Patience
+    registered: RegisteredMachine, world: RegisteredWorld, deadline: Deadline
 ) -> None:
     watches = [
         LeaseWatch(registered.store, registration, registered.registration.who)
@@ -202,4 +202,4 @@ def _await_reports(
                     f"Machine {machine} ({host}) ended during the start ({verdict.reason}): see "
                     "what it says, and start the run again."
                 )
-        patience.wait(f"the connections of {name_machines(missing, len(watches))}")
+        deadline.wait(f"the connections of {name_machines(missing, len(watches))}")

@@ -29,7 +29,7 @@ from torch.distributed import DistError
 from paceline.cluster.launchers.launched_process import Launched
 from paceline.cluster.membership.members import Members
 from paceline.cluster.membership.process_identity import Identity
-from paceline.cluster.rendezvous.deadline import Patience, TooLate, name_machines
+from paceline.cluster.rendezvous.deadline import Deadline, DeadlinePassed, name_machines
 from paceline.cluster.rendezvous.process_registration import (
     ProcessRegistration,
     RegisteredProcesses,
@@ -62,7 +62,7 @@ class Gathering:
 
 
 def gather(
-    meeting: StoreSpec, launched: Launched, wanted: Sequence[str], patience: Patience
+    meeting: StoreSpec, launched: Launched, wanted: Sequence[str], deadline: Deadline
 ) -> Gathering:
     """Find the others; collective.
 
@@ -70,7 +70,7 @@ def gather(
         meeting: the job's space in a store that all processes reach.
         launched: this process's place by its launcher.
         wanted: the network interfaces to use; none: all.
-        patience: the limit.
+        deadline: the limit.
 
     Raises:
         CommError: processes didn't come in time (names them), or can't reach each other.
@@ -80,9 +80,9 @@ def gather(
         own = _registration(launched, wanted, bell.port)
         try:
             meet = _open if launched.rank == 0 else _find
-            space, processes = meet(meeting, own, launched.world_size, patience)
+            space, processes = meet(meeting, own, launched.world_size, deadline)
             store = open_store(space, STORE_LIMIT)
-            members = _members(processes, own, store, bell, wanted, patience)
+            members = _members(processes, own, store, bell, wanted, deadline)
         except DistError as error:
             reason = str(error).splitlines()[0]
             raise CommError(f"The meeting place was lost during the start: {reason}") from error
@@ -109,7 +109,7 @@ def _registration(launched: Launched, wanted: Sequence[str], port: int) -> Proce
 
 
 def _open(
-    meeting: StoreSpec, own: ProcessRegistration, world_size: int, patience: Patience
+    meeting: StoreSpec, own: ProcessRegistration, world_size: int, deadline: Deadline
 ) -> tuple[StoreSpec, RegisteredProcesses]:
     """Make a start, and wait for all."""
     outer = open_store(meeting, STORE_LIMIT, make=True)
@@ -122,9 +122,9 @@ def _open(
         erase(meeting.within(old.decode()))
     try:
         while missing := _missing(store, world_size):
-            patience.wait(name_ranks(missing, world_size))
-    except TooLate as error:
-        _give_up(store, world_size, str(error), patience)
+            deadline.wait(name_ranks(missing, world_size))
+    except DeadlinePassed as error:
+        _give_up(store, world_size, str(error), deadline)
         raise
     processes = RegisteredProcesses(
         token=secrets.token_hex(16), registrations=_registrations(store, world_size)
@@ -133,7 +133,7 @@ def _open(
     return space, processes
 
 
-def _give_up(store: Store, world_size: int, why: str, patience: Patience) -> None:
+def _give_up(store: Store, world_size: int, why: str, deadline: Deadline) -> None:
     """Tell those who came, and keep the store until they have read it."""
     registrations = _registrations(store, world_size)
     store.set(
@@ -142,14 +142,14 @@ def _give_up(store: Store, world_size: int, why: str, patience: Patience) -> Non
     readers = [f"read/{registration.rank}" for registration in registrations[1:]]
     deadline = time.monotonic() + _READ_S
     while not store.check(readers) and time.monotonic() < deadline:
-        patience.pause()
+        deadline.pause()
 
 
 def _find(
-    meeting: StoreSpec, own: ProcessRegistration, world_size: int, patience: Patience
+    meeting: StoreSpec, own: ProcessRegistration, world_size: int, deadline: Deadline
 ) -> tuple[StoreSpec, RegisteredProcesses]:
     """Wait for a start, and for a company in it that this process is in."""
-    outer = _reached(meeting, world_size, patience)
+    outer = _reached(meeting, world_size, deadline)
     found: bytes | None = None
     missing = [0]
     while True:
@@ -169,16 +169,16 @@ def _find(
                         raise CommError(processes.lost)
                     return space, processes
                 missing = _missing(store, world_size) or [0]
-        patience.wait(name_ranks(missing, world_size))
+        deadline.wait(name_ranks(missing, world_size))
 
 
-def _reached(meeting: StoreSpec, world_size: int, patience: Patience) -> Store:
+def _reached(meeting: StoreSpec, world_size: int, deadline: Deadline) -> Store:
     """Open the store once it is there: rank 0 may be yet to serve it."""
     while True:
         try:
             return open_store(meeting, STORE_LIMIT)
         except CommError as error:
-            patience.wait(f"{name_ranks([0], world_size)} ({str(error).rstrip('.')})")
+            deadline.wait(f"{name_ranks([0], world_size)} ({str(error).rstrip('.')})")
 
 
 def _registrations(store: Store, world_size: int) -> tuple[ProcessRegistration, ...]:
@@ -197,7 +197,7 @@ def _members(
     store: Store,
     bell: Doorbell,
     wanted: Sequence[str],
-    patience: Patience,
+    deadline: Deadline,
 ) -> Members:
     machines = processes.machines()
     machine = next(i for i, group in enumerate(machines) if own in group)
@@ -206,8 +206,8 @@ def _members(
         leaders = [group[0] for group in machines]
         if own in leaders:
             bell.answer(processes.token, machine)
-            _post_reached(leaders, machine, processes.token, store, patience)
-        addresses = _chosen(leaders, store, patience)
+            _post_reached(leaders, machine, processes.token, store, deadline)
+        addresses = _chosen(leaders, store, deadline)
     return Members.on(
         machine,
         machines[machine].index(own),
@@ -222,23 +222,23 @@ def _post_reached(
     machine: int,
     token: str,
     store: Store,
-    patience: Patience,
+    deadline: Deadline,
 ) -> None:
     others = {
         peer: (leader.addresses, leader.port)
         for peer, leader in enumerate(leaders)
         if peer != machine
     }
-    store.set(f"reach/{machine}", json.dumps(reach(token, machine, others, patience.pause)))
+    store.set(f"reach/{machine}", json.dumps(reach(token, machine, others, deadline.pause)))
 
 
 def _chosen(
-    leaders: Sequence[ProcessRegistration], store: Store, patience: Patience
+    leaders: Sequence[ProcessRegistration], store: Store, deadline: Deadline
 ) -> tuple[str, ...]:
     """Return each machine's address; every process comes to the same."""
     numbers = range(len(leaders))
     while missing := [i for i in numbers if not store.check([f"reach/{i}"])]:
-        patience.wait(name_machines(missing, len(leaders)))
+        deadline.wait(name_machines(missing, len(leaders)))
     reports = [json.loads(store.get(f"reach/{machine}")) for machine in numbers]
     reached = [{int(peer): tries for peer, tries in report.items()} for report in reports]
     return choose([leader.addresses for leader in leaders], reached)

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.comm.nixl.agent import NixlAgent
-from paceline.comm.nixl.peer import PATIENCE_S, Peer, Put
+from paceline.comm.nixl.peer import WAIT_SLICE_S, Peer, Put
 
 PIECE = 2**22  # bytes that go before something more urgent can
 PROMISE, ARRIVED = b"p", b"a"
@@ -116,7 +116,7 @@ class NixlEngine:
         for _, peer in self._there:
             peer.puts.clear()
         self._inbox.clear()
-        end = time.monotonic() + PATIENCE_S
+        end = time.monotonic() + WAIT_SLICE_S
         while any(peer.unconfirmed for _, peer in self._there) and time.monotonic() < end:
             self._look(self._turn())
 

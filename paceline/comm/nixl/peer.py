@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-PATIENCE_S = 1.0  # with what was promised before a line ended, and with what isn't confirmed
+WAIT_SLICE_S = 1.0  # with what was promised before a line ended, and with what isn't confirmed
 
 
 @dataclass(order=True)
@@ -82,4 +82,4 @@ class Peer:
     def heard_out(self, now: float) -> bool:
         """Tell, of one whose line has ended, whether all has come that can be expected."""
         assert self.gone_at is not None
-        return self.came >= self.promised or now > self.gone_at + PATIENCE_S
+        return self.came >= self.promised or now > self.gone_at + WAIT_SLICE_S

@@ -23,7 +23,7 @@ from paceline.errors import CommTimeout, PeerLost
 
 _GREETING = struct.Struct("!8s32sI")
 _NAME = b"paceline"
-_PATIENCE_S = 5.0  # with a caller that says nothing
+_WAIT_SLICE_S = 5.0  # with a caller that says nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +159,7 @@ def _answer(
             break
         left = deadline - time.monotonic()
         with suppress(OSError):
-            peer = bootstrap.rank_in(_received(end, min(_PATIENCE_S, max(0.1, left))))
+            peer = bootstrap.rank_in(_received(end, min(_WAIT_SLICE_S, max(0.1, left))))
             if peer in missing:
                 end.sendall(bootstrap.greeting)
                 return peer, end

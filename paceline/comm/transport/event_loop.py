@@ -63,7 +63,7 @@ ENDED, NONSENSE = -1, -2  # errors of a link that the system has no number for
 _IN, _OUT, _BAD = 0x1, 0x4, 0x8 | 0x10 | 0x20  # poll(2)
 _FLAGS = 0x40 | 0x4000  # MSG_DONTWAIT, MSG_NOSIGNAL
 _INTERRUPTED, _AGAIN = 4, 11  # errno(3)
-_PATIENCE_MS = 500
+_WAIT_SLICE_MS = 500
 _SOL_SOCKET, _SO_RCVLOWAT = 1, 18  # socket(7)
 _ENOUGH = 2**17  # bytes that the loop wakes for, of a long frame
 _MONOTONIC = 1  # clock_gettime(2)
@@ -309,7 +309,7 @@ def run(  # type: ignore[no-untyped-def]
             polled[i, 0] = links[i, FD] if links[i, ALIVE] else -1
             polled[i, 1] = _IN | _OUT if links[i, FULL] else _IN
         polled[count, 0], polled[count, 1] = state[CONTROL], _IN
-        poll(address(polled), count + 1, _PATIENCE_MS)
+        poll(address(polled), count + 1, _WAIT_SLICE_MS)
         told = (polled[count, 1] >> 16) & _IN
         if told and not take(state, puts, inbox):
             return

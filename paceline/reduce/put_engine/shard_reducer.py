@@ -27,7 +27,7 @@ from paceline.reduce.put_engine.bucket_state import BucketState
 from paceline.reduce.put_engine.gradient_views import Flags
 from paceline.reduce.put_engine.rank_layout import RankLayout, head_of
 
-_PATIENCE_S = 0.5
+_WAIT_SLICE_S = 0.5
 _Versions = NDArray[np.int64]
 
 
@@ -147,7 +147,7 @@ class ShardReducer:
         try:
             while not self._closed:
                 self._advance()  # to what had come by then; later news are seen at once
-                events = self._window.wait_for_event(events, _PATIENCE_S)
+                events = self._window.wait_for_event(events, _WAIT_SLICE_S)
         except BaseException as error:
             with self._changed:
                 self.error = error

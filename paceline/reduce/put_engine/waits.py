@@ -13,7 +13,7 @@ from paceline.errors import CommTimeout, PeerLost
 from paceline.reduce.put_engine.rank_layout import RankLayout
 from paceline.reduce.put_engine.shard_reducer import ShardReducer
 
-_PATIENCE_S = 0.5  # until a lost rank is noticed by who waits for another
+_WAIT_SLICE_S = 0.5  # until a lost rank is noticed by who waits for another
 
 
 class Waits:
@@ -54,7 +54,7 @@ class Waits:
         """
         deadline = time.monotonic() + self.limit
         while True:
-            limit = min(_PATIENCE_S, deadline - time.monotonic())
+            limit = min(_WAIT_SLICE_S, deadline - time.monotonic())
             try:
                 self._window.wait(peer, row, version, limit=limit, operation=operation)
                 return
@@ -91,7 +91,7 @@ class Waits:
             goes_on = (window.values[staying, : self._count] > self._reducer.sent).any()
             if goes_on or self._reducer.error is not None or time.monotonic() >= deadline:
                 return
-            events = window.wait_for_event(events, _PATIENCE_S)
+            events = window.wait_for_event(events, _WAIT_SLICE_S)
         for peer in peers:
             window.flush(peer, limit=limit, operation="the end")
 
