@@ -8,7 +8,13 @@ from threading import Event
 
 import pytest
 
-from paceline.cluster.rendezvous.reachability import Doorbell, candidates, choose, interfaces, reach
+from paceline.cluster.rendezvous.reachability import (
+    ProbeListener,
+    candidates,
+    choose,
+    interfaces,
+    reach,
+)
 from paceline.errors import CommError, ConfigError
 
 TOKEN = "0123456789abcdef"
@@ -43,57 +49,57 @@ def test_a_machine_without_a_network_is_told_so() -> None:
 
 
 def test_a_peer_is_reached_at_the_addresses_where_it_listens() -> None:
-    with Doorbell() as bell:
-        bell.answer(TOKEN, 1)
+    with ProbeListener() as listener:
+        listener.answer(TOKEN, 1)
         # 127.0.0.9 reaches the bell, too; at port 1 nobody listens.
-        peers = {1: (["127.0.0.1", "127.0.0.9"], bell.port), 2: (["127.0.0.1"], 1)}
+        peers = {1: (["127.0.0.1", "127.0.0.9"], listener.port), 2: (["127.0.0.1"], 1)}
         assert reach(TOKEN, 0, peers, nap) == {1: ["127.0.0.1", "127.0.0.9"], 2: []}
 
 
 def test_a_peer_that_answers_late_is_reached() -> None:
-    with Doorbell() as bell:
+    with ProbeListener() as listener:
         naps = iter(range(1000))
 
         def pause() -> None:
             if next(naps) == 3:
-                bell.answer(TOKEN, 1)
+                listener.answer(TOKEN, 1)
             nap()
 
-        assert reach(TOKEN, 0, {1: (["127.0.0.1"], bell.port)}, pause) == {1: ["127.0.0.1"]}
+        assert reach(TOKEN, 0, {1: (["127.0.0.1"], listener.port)}, pause) == {1: ["127.0.0.1"]}
 
 
 def test_a_wait_for_peers_can_be_ended() -> None:
     def interrupted() -> None:
         raise InterruptedError
 
-    with Doorbell() as bell, pytest.raises(InterruptedError):
-        reach(TOKEN, 0, {1: (["127.0.0.1"], bell.port)}, interrupted)
+    with ProbeListener() as listener, pytest.raises(InterruptedError):
+        reach(TOKEN, 0, {1: (["127.0.0.1"], listener.port)}, interrupted)
 
 
 def test_another_machine_behind_an_address_is_not_taken_for_the_peer() -> None:
-    with Doorbell() as bell:
-        bell.answer(TOKEN, 3)
-        assert reach(TOKEN, 0, {1: (["127.0.0.1"], bell.port)}, nap) == {1: []}
+    with ProbeListener() as listener:
+        listener.answer(TOKEN, 3)
+        assert reach(TOKEN, 0, {1: (["127.0.0.1"], listener.port)}, nap) == {1: []}
 
 
 def test_another_runs_machine_is_not_taken_for_the_peer() -> None:
-    with Doorbell() as bell:
-        bell.answer("another token", 1)
-        assert reach(TOKEN, 0, {1: (["127.0.0.1"], bell.port)}, nap) == {1: []}
+    with ProbeListener() as listener:
+        listener.answer("another token", 1)
+        assert reach(TOKEN, 0, {1: (["127.0.0.1"], listener.port)}, nap) == {1: []}
 
 
 def test_strangers_get_no_answer_and_stop_nobody() -> None:
-    with Doorbell() as bell:
-        bell.answer(TOKEN, 1)
+    with ProbeListener() as listener:
+        listener.answer(TOKEN, 1)
         for message in (b"GET / HTTP/1.1\r\n\r\n".ljust(48), b"x" * 1000, b""):
-            with socket.create_connection(("127.0.0.1", bell.port), timeout=5) as stranger:
+            with socket.create_connection(("127.0.0.1", listener.port), timeout=5) as stranger:
                 answer = b""
                 with suppress(OSError):  # the bell may close before it has read everything
                     stranger.sendall(message)
                     stranger.shutdown(socket.SHUT_WR)
                     answer = stranger.recv(100)
                 assert answer == b""
-        assert reach(TOKEN, 0, {1: (["127.0.0.1"], bell.port)}, nap) == {1: ["127.0.0.1"]}
+        assert reach(TOKEN, 0, {1: (["127.0.0.1"], listener.port)}, nap) == {1: ["127.0.0.1"]}
 
 
 def test_each_machines_address_is_the_first_that_all_others_reached() -> None:

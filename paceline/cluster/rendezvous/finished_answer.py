@@ -13,7 +13,7 @@ from paceline.cluster.rendezvous.deadline import Deadline
 from paceline.cluster.rendezvous.finished import FINISHED
 from paceline.cluster.rendezvous.leader import take_over
 from paceline.cluster.rendezvous.machine_rendezvous import host, registration_of
-from paceline.cluster.rendezvous.reachability import Doorbell
+from paceline.cluster.rendezvous.reachability import ProbeListener
 from paceline.cluster.rendezvous.registered_machine import STORE_LIMIT, RegisteredMachine
 from paceline.cluster.rendezvous.registration import RunRecord
 from paceline.cluster.rendezvous.run_plan import RunPlan
@@ -30,11 +30,11 @@ def answer(plan: RunPlan, limit: float = 5.0) -> None:
         limit: seconds to wait for machines to come.
     """
     deadline = Deadline(limit, _say_nothing, time.sleep, "")
-    with suppress(*STORE_ERRORS), Doorbell() as bell:
+    with suppress(*STORE_ERRORS), ProbeListener() as listener:
         server, meeting = host(plan)
         if server is None and _is_told(meeting):
             return
-        registration = registration_of(plan, bell)
+        registration = registration_of(plan, listener)
         name = take_over(plan, meeting, registration, deadline)
         registered = RegisteredMachine(
             plan, meeting, name, registration, notice=_say_nothing, warn=_say_nothing

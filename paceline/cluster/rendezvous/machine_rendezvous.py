@@ -28,7 +28,13 @@ from paceline.cluster.membership.process_identity import Identity
 from paceline.cluster.rendezvous.deadline import Deadline, name_machines
 from paceline.cluster.rendezvous.follower import follow
 from paceline.cluster.rendezvous.leader import seal, take_over
-from paceline.cluster.rendezvous.reachability import Doorbell, candidates, choose, interfaces, reach
+from paceline.cluster.rendezvous.reachability import (
+    ProbeListener,
+    candidates,
+    choose,
+    interfaces,
+    reach,
+)
 from paceline.cluster.rendezvous.registered_machine import STORE_LIMIT, RegisteredMachine
 from paceline.cluster.rendezvous.registration import (
     GenerationInfo,
@@ -73,21 +79,21 @@ def open_run(
     remedy += "same meeting place, or give a longer --first_iter_timeout"
     deadline = Deadline(plan.first_iter_timeout, tell, pause, remedy)
     with ExitStack() as undo:
-        bell = undo.enter_context(Doorbell())
-        registration = registration_of(plan, bell)
+        listener = undo.enter_context(ProbeListener())
+        registration = registration_of(plan, listener)
         try:
             server, registered, world = _register(plan, registration, deadline, notice, warn)
             undo.callback(registered.abandon)
-            generation_info = _form(registered, world, bell, deadline)
+            generation_info = _form(registered, world, listener, deadline)
         except DistError as error:
             reason = str(error).splitlines()[0]
             raise CommError(f"The meeting place was lost during the start: {reason}") from error
         undo.pop_all()
-        bell.close()
+        listener.close()
     return Run(registered, generation_info, server)
 
 
-def registration_of(plan: RunPlan, bell: Doorbell) -> MachineRegistration:
+def registration_of(plan: RunPlan, listener: ProbeListener) -> MachineRegistration:
     """Make this machine's entry, new at each call."""
     addresses = candidates(interfaces(), plan.interfaces) if plan.machines > 1 else ("127.0.0.1",)
     return MachineRegistration(
@@ -95,7 +101,7 @@ def registration_of(plan: RunPlan, bell: Doorbell) -> MachineRegistration:
         who=Identity.of_this_process(),
         workers=plan.workers,
         addresses=addresses,
-        port=bell.port,
+        port=listener.port,
     )
 
 
@@ -136,7 +142,10 @@ def host(plan: RunPlan) -> tuple[TCPStore | None, StoreSpec]:
 
 
 def _form(
-    registered: RegisteredMachine, world: RegisteredWorld, bell: Doorbell, deadline: Deadline
+    registered: RegisteredMachine,
+    world: RegisteredWorld,
+    listener: ProbeListener,
+    deadline: Deadline,
 ) -> GenerationInfo:
     generation_info = GenerationInfo(
         token=world.token,
@@ -146,7 +155,7 @@ def _form(
     )
     one_place = len({registration.who.network for registration in world.registrations}) == 1
     if not one_place or registered.plan.interfaces:
-        bell.answer(world.token, registered.plan.machine)
+        listener.answer(world.token, registered.plan.machine)
         generation_info = replace(
             generation_info, addresses=_addresses(registered, world, deadline)
         )

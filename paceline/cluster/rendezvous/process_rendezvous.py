@@ -34,7 +34,13 @@ from paceline.cluster.rendezvous.process_registration import (
     ProcessRegistration,
     RegisteredProcesses,
 )
-from paceline.cluster.rendezvous.reachability import Doorbell, candidates, choose, interfaces, reach
+from paceline.cluster.rendezvous.reachability import (
+    ProbeListener,
+    candidates,
+    choose,
+    interfaces,
+    reach,
+)
 from paceline.cluster.rendezvous.registered_machine import STORE_LIMIT
 from paceline.cluster.stores.folder_store import FolderRemoved
 from paceline.cluster.stores.store_spec import StoreSpec, erase, open_store, peek
@@ -76,13 +82,13 @@ def gather(
         CommError: processes didn't come in time (names them), or can't reach each other.
         ConfigError: the launcher's numbers contradict each other, or there is no such interface.
     """
-    with Doorbell() as bell:
-        own = _registration(launched, wanted, bell.port)
+    with ProbeListener() as listener:
+        own = _registration(launched, wanted, listener.port)
         try:
             meet = _open if launched.rank == 0 else _find
             space, processes = meet(meeting, own, launched.world_size, deadline)
             store = open_store(space, STORE_LIMIT)
-            members = _members(processes, own, store, bell, wanted, deadline)
+            members = _members(processes, own, store, listener, wanted, deadline)
         except DistError as error:
             reason = str(error).splitlines()[0]
             raise CommError(f"The meeting place was lost during the start: {reason}") from error
@@ -195,7 +201,7 @@ def _members(
     processes: RegisteredProcesses,
     own: ProcessRegistration,
     store: Store,
-    bell: Doorbell,
+    listener: ProbeListener,
     wanted: Sequence[str],
     deadline: Deadline,
 ) -> Members:
@@ -205,7 +211,7 @@ def _members(
     if wanted or len({registration.who.network for registration in processes.registrations}) > 1:
         leaders = [group[0] for group in machines]
         if own in leaders:
-            bell.answer(processes.token, machine)
+            listener.answer(processes.token, machine)
             _post_reached(leaders, machine, processes.token, store, deadline)
         addresses = _chosen(leaders, store, deadline)
     return Members.on(

@@ -84,7 +84,7 @@ def candidates(available: Mapping[str, str], wanted: Sequence[str]) -> tuple[str
     return tuple(addresses)
 
 
-class Doorbell:
+class ProbeListener:
     """Answers peers that try this machine's addresses, until closed.
 
     Attributes:
@@ -142,17 +142,17 @@ def reach(
         peers: each other machine's candidate addresses and port.
         pause: called while the tries go on; may raise to end the wait.
     """
-    rings = [
-        _Ring((address, port), _proof(token), machine, peer)
+    probes = [
+        _Probe((address, port), _proof(token), machine, peer)
         for peer, (addresses, port) in peers.items()
         for address in addresses
     ]
-    for ring in rings:
-        ring.start()
-    while any(ring.is_alive() for ring in rings):
+    for probe in probes:
+        probe.start()
+    while any(probe.is_alive() for probe in probes):
         pause()
     return {
-        peer: [ring.address[0] for ring in rings if ring.peer == peer and ring.worked]
+        peer: [probe.address[0] for probe in probes if probe.peer == peer and probe.worked]
         for peer in peers
     }
 
@@ -187,7 +187,7 @@ def _common(
     )
 
 
-class _Ring(threading.Thread):
+class _Probe(threading.Thread):
     """One try of one address. A daemon: a wait that is ended leaves it to its own limit."""
 
     def __init__(self, address: tuple[str, int], proof: bytes, machine: int, peer: int) -> None:
