@@ -17,7 +17,7 @@ import torch
 
 from paceline.cli.flags import parse, takes
 from paceline.cluster.rendezvous.run_plan import RunPlan
-from paceline.cluster.supervision import parent_death_watchdog as lifeline
+from paceline.cluster.supervision import parent_death_watchdog as parent_death_watchdog
 from paceline.cluster.supervision.supervisor import supervise
 from paceline.config.launch import LaunchConfig
 from paceline.config.world import WorldConfig
@@ -39,7 +39,7 @@ _EXAMPLE = "paceline launch -n 2 -- python train.py"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command with the arguments after its name; return its exit status.
+    """FormedRun the command with the arguments after its name; return its exit status.
 
     Raises:
         PacelineError: the caller's mistake, told before anything is started.
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     config = parse(LaunchConfig, flags, prog="paceline launch", description=DESCRIPTION)
     _check(command)
     plan = RunPlan.of(config.world, workers=_workers(config.world))
-    guarded = [sys.executable, "-I", "-S", lifeline.__file__, *command]
+    guarded = [sys.executable, "-I", "-S", parent_death_watchdog.__file__, *command]
     return supervise(replace(plan, command=True), guarded)
 
 

@@ -12,8 +12,8 @@ from contextlib import closing
 import pytest
 
 from paceline.cluster.supervision.event_queue import (
+    EventQueue,
     Exited,
-    Inbox,
     Interrupted,
     Noticed,
     Signalled,
@@ -23,35 +23,35 @@ from paceline.cluster.supervision.failure_report import Failure
 
 
 @pytest.fixture
-def inbox() -> Iterator[Inbox]:
-    with closing(Inbox()) as made:
+def events() -> Iterator[EventQueue]:
+    with closing(EventQueue()) as made:
         yield made
 
 
-def test_events_come_in_the_order_they_were_put(inbox: Inbox) -> None:
+def test_events_come_in_the_order_they_were_put(events: EventQueue) -> None:
     events = [Exited(local_rank=rank, returncode=0) for rank in range(1000)]
     for event in events:
-        inbox.put(event)
-    assert [inbox.get() for _ in events] == events
-    assert inbox.get(timeout=0) is None
+        events.put(event)
+    assert [events.get() for _ in events] == events
+    assert events.get(timeout=0) is None
 
 
-def test_a_thread_wakes_the_reader(inbox: Inbox) -> None:
-    thread = threading.Thread(target=inbox.put, args=(Warned(text="hello"),))
+def test_a_thread_wakes_the_reader(events: EventQueue) -> None:
+    thread = threading.Thread(target=events.put, args=(Warned(text="hello"),))
     thread.start()
-    assert inbox.get(timeout=30) == Warned(text="hello")
+    assert events.get(timeout=30) == Warned(text="hello")
     thread.join()
 
 
-def test_signals_are_events_inside_the_block_only(inbox: Inbox) -> None:
+def test_signals_are_events_inside_the_block_only(events: EventQueue) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with inbox.signals():
+    with events.signals():
         os.kill(os.getpid(), signal.SIGTERM)
-        assert inbox.get(timeout=30) == Signalled(number=signal.SIGTERM)
+        assert events.get(timeout=30) == Signalled(number=signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_signal_that_another_thread_gets_wakes_the_reader_at_once(inbox: Inbox) -> None:
+def test_a_signal_that_another_thread_gets_wakes_the_reader_at_once(events: EventQueue) -> None:
     """The kernel may hand a signal to any thread; here the main thread doesn't want it."""
     ready = threading.Event()
 
@@ -60,27 +60,27 @@ def test_a_signal_that_another_thread_gets_wakes_the_reader_at_once(inbox: Inbox
         os.kill(os.getpid(), signal.SIGTERM)
 
     thread = threading.Thread(target=receive)
-    with inbox.signals():
+    with events.signals():
         thread.start()
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         try:
             begin = time.monotonic()
             ready.set()
-            assert inbox.get(timeout=30) == Signalled(number=signal.SIGTERM)
+            assert events.get(timeout=30) == Signalled(number=signal.SIGTERM)
             assert time.monotonic() - begin < 10
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
             thread.join()
 
 
-def test_a_pause_ends_early_for_what_ends_a_run(inbox: Inbox) -> None:
+def test_a_pause_ends_early_for_what_ends_a_run(events: EventQueue) -> None:
     for event in (
         Signalled(number=signal.SIGINT),
         Noticed(failure=Failure(text="machine 1 …", status=1)),
     ):
-        inbox.put(event)
+        events.put(event)
         with pytest.raises(Interrupted) as caught:
-            inbox.pause(30)
+            events.pause(30)
         assert caught.value.event == event
-    inbox.put(Warned(text="the meeting place is lost"))
-    inbox.pause(30)
+    events.put(Warned(text="the meeting place is lost"))
+    events.pause(30)

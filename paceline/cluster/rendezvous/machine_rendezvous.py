@@ -45,7 +45,7 @@ from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.stores.store_spec import StoreSpec, peek, run_space
 from paceline.cluster.stores.tcp_store import serve_tcp, split_address
 from paceline.cluster.supervision.failure_report import Failure
-from paceline.cluster.supervision.formed_run import Run
+from paceline.cluster.supervision.formed_run import FormedRun
 from paceline.errors import CommError
 
 _CONNECT_S = 60.0
@@ -59,7 +59,7 @@ def open_run(
     notice: Callable[[Failure], None],
     warn: Callable[[str], None],
     pause: Callable[[float], None] = time.sleep,
-) -> Run:
+) -> FormedRun:
     """Form a run with the other machines.
 
     Args:
@@ -90,7 +90,7 @@ def open_run(
             raise CommError(f"The meeting place was lost during the start: {reason}") from error
         undo.pop_all()
         listener.close()
-    return Run(registered, generation_info, server)
+    return FormedRun(registered, generation_info, server)
 
 
 def registration_of(plan: RunPlan, listener: ProbeListener) -> MachineRegistration:

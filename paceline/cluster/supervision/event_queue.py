@@ -58,7 +58,7 @@ class Interrupted(Exception):
         self.event = event
 
 
-class Inbox:
+class EventQueue:
     """A queue that threads and signal handlers put events into.
 
     The reader sleeps in `select` on a socket, not in a lock: the kernel may hand a signal to any

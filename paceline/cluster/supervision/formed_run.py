@@ -18,7 +18,7 @@ from paceline.cluster.stores.store_spec import STORE_ERRORS
 from paceline.cluster.supervision.failure_report import Failure
 
 
-class Run:
+class FormedRun:
     """This machine's part in a formed run.
 
     Args:

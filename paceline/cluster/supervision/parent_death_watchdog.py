@@ -21,8 +21,8 @@ import threading
 
 
 def main(argv: list[str]) -> int:
-    """Run the command; return its exit status."""
-    lifeline = os.dup(0)
+    """FormedRun the command; return its exit status."""
+    parent_death_watchdog = os.dup(0)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # the command doesn't inherit a handler
     try:
@@ -30,15 +30,15 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         print(f"paceline: {argv[0]} can't be started: {error.strerror}.", file=sys.stderr)
         return 2
-    threading.Thread(target=_watch, args=(lifeline,), daemon=True).start()
+    threading.Thread(target=_watch, args=(parent_death_watchdog,), daemon=True).start()
     status = process.wait()
     if status < 0:
         _die_of(-status)
     return status
 
 
-def _watch(lifeline: int) -> None:
-    while os.read(lifeline, 1):
+def _watch(parent_death_watchdog: int) -> None:
+    while os.read(parent_death_watchdog, 1):
         pass
     os.killpg(0, signal.SIGKILL)
 

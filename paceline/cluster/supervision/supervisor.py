@@ -27,16 +27,16 @@ from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.stores.store_spec import STORE_ERRORS
 from paceline.cluster.stores.waiting import within
 from paceline.cluster.supervision.event_queue import (
+    EventQueue,
     Exited,
-    Inbox,
     Interrupted,
     Noticed,
     Signalled,
     Warned,
 )
 from paceline.cluster.supervision.failure_report import Failure, cause
-from paceline.cluster.supervision.formed_run import Run
-from paceline.cluster.supervision.worker_process import Worker
+from paceline.cluster.supervision.formed_run import FormedRun
+from paceline.cluster.supervision.worker_process import WorkerProcess
 from paceline.errors import ConfigError, PacelineError
 
 _CAUSE_S = 2.0
@@ -72,7 +72,7 @@ def supervise(
     formed: Callable[[], None] = lambda: None,
     finish: Callable[[], None] | None = None,
 ) -> int:
-    """Run this machine's workers to their end; errors are told, not raised. Main thread only.
+    """FormedRun this machine's workers to their end; errors are told, not raised. Main thread only.
 
     Args:
         plan: this machine's part of the run.
@@ -87,17 +87,17 @@ def supervise(
         the exit status: 0, that of the run's failure, 130 for SIGINT, 143 for SIGTERM.
     """
     with (
-        closing(Inbox()) as inbox,
-        inbox.signals(),
+        closing(EventQueue()) as events,
+        events.signals(),
         tempfile.TemporaryDirectory(prefix="paceline-") as folder,
     ):
         try:
             run = open_run(
                 plan,
                 tell=tell,
-                notice=lambda failure: inbox.put(Noticed(failure=failure)),
-                warn=lambda text: inbox.put(Warned(text=text)),
-                pause=inbox.pause,
+                notice=lambda failure: events.put(Noticed(failure=failure)),
+                warn=lambda text: events.put(Warned(text=text)),
+                pause=events.pause,
             )
         except Interrupted as end:
             failure = _reason(end.event, f"machine {plan.machine}")
@@ -106,7 +106,7 @@ def supervise(
         except Finished:
             failure = _finish_late(plan, finish)
         else:
-            return _Crew(plan, run, inbox, tell).work(argv, Path(folder), formed, finish)
+            return _Crew(plan, run, events, tell).work(argv, Path(folder), formed, finish)
         tell(failure.text)
         return failure.status
 
@@ -114,12 +114,16 @@ def supervise(
 class _Crew:
     """The workers of one machine, from their start to their end."""
 
-    def __init__(self, plan: RunPlan, run: Run, inbox: Inbox, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, plan: RunPlan, run: FormedRun, events: EventQueue, tell: Callable[[str], None]
+    ) -> None:
         self._plan = plan
         self._run = run
-        self._inbox = inbox
+        self._events = events
         self._tell = tell
-        self._workers: dict[int, Worker] = {}  # those that haven't ended, as far as events say
+        self._workers: dict[
+            int, WorkerProcess
+        ] = {}  # those that haven't ended, as far as events say
 
     def work(
         self,
@@ -154,7 +158,7 @@ class _Crew:
 
     def _finish(self, finish: Callable[[], None]) -> Failure | None:
         try:
-            self._run.finish(finish, self._inbox.pause, self._plan.timeout)
+            self._run.finish(finish, self._events.pause, self._plan.timeout)
         except Interrupted as end:
             return _reason(end.event, self._machine())
         except PacelineError as error:
@@ -172,14 +176,14 @@ class _Crew:
         for local_rank in range(self._plan.workers):
             place = self._run.worker(local_rank, folder / f"error.{local_rank}.json")
             try:
-                self._workers[local_rank] = Worker(argv, place, self._putter(local_rank))
+                self._workers[local_rank] = WorkerProcess(argv, place, self._putter(local_rank))
             except OSError as error:
                 sentence = f"{argv[0]} can't be started: {error.strerror}; see if it is installed."
                 return Failure.of(ConfigError(sentence)).by(self._name(local_rank))
         return None
 
     def _putter(self, local_rank: int) -> Callable[[int], None]:
-        return lambda code: self._inbox.put(Exited(local_rank=local_rank, returncode=code))
+        return lambda code: self._events.put(Exited(local_rank=local_rank, returncode=code))
 
     def _first_failure(self) -> Failure | None:
         """Wait until all workers have ended well (None), or for the reason that they won't."""
@@ -207,7 +211,7 @@ class _Crew:
 
     def _next(self, timeout: float | None) -> Failure | None:
         """Take the next event; return the failure in it, if it is one."""
-        event = self._inbox.get(timeout)
+        event = self._events.get(timeout)
         if isinstance(event, Warned):
             self._tell(event.text)
         elif isinstance(event, Exited):
@@ -234,7 +238,7 @@ class _Crew:
         deadline = started + limit
         while self._workers:
             left = deadline - time.monotonic()
-            event = self._inbox.get(left) if left > 0 else None
+            event = self._events.get(left) if left > 0 else None
             if isinstance(event, Exited):
                 del self._workers[event.local_rank]
             if hurry and isinstance(event, Signalled):
@@ -249,7 +253,7 @@ class _Crew:
             return
         with suppress(Interrupted):  # the person doesn't want to wait for the other machines
             try:
-                self._run.leave(self._inbox.pause, self._plan.timeout)
+                self._run.leave(self._events.pause, self._plan.timeout)
             except STORE_ERRORS as error:
                 self._tell(f"the meeting place couldn't be cleaned up: {error}")
 

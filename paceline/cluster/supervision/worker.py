@@ -76,11 +76,13 @@ def report_error(environment: WorkerEnvironment, error: BaseException) -> int:
 
 def end_with_supervisor() -> None:
     """Kill this worker and its children as soon as its supervisor is gone."""
-    lifeline = os.dup(0)
+    parent_death_watchdog = os.dup(0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-    threading.Thread(target=_watch, args=(lifeline,), name="lifeline", daemon=True).start()
+    threading.Thread(
+        target=_watch, args=(parent_death_watchdog,), name="lifeline", daemon=True
+    ).start()
 
 
 def _leave(status: int) -> NoReturn:
@@ -89,7 +91,7 @@ def _leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _watch(lifeline: int) -> None:
-    while os.read(lifeline, 1):
+def _watch(parent_death_watchdog: int) -> None:
+    while os.read(parent_death_watchdog, 1):
         pass
     os.killpg(0, signal.SIGKILL)

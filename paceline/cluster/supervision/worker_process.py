@@ -18,7 +18,7 @@ from paceline.cluster.environment import WorkerEnvironment, environment_of
 from paceline.cluster.supervision.failure_report import Failure
 
 
-class Worker:
+class WorkerProcess:
     """A running worker.
 
     Args:
