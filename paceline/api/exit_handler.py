@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from paceline.cluster.environment import Environment
 from paceline.cluster.join import Joined
-from paceline.cluster.supervision.process_end import Private, Supervised
+from paceline.cluster.supervision.process_end import SingleProcessEnd, SupervisedEnd
 from paceline.errors import PacelineError
 
 _INTERRUPTED = 130
@@ -49,8 +49,8 @@ class LastWord:
         self.failed = False
         self.standing = False
         worker = environment.worker
-        self._ending: Private | Supervised | Joined
-        self._ending = Private() if worker is None else Supervised(worker)
+        self._ending: SingleProcessEnd | SupervisedEnd | Joined
+        self._ending = SingleProcessEnd() if worker is None else SupervisedEnd(worker)
         self.rescue: Callable[[], object] = _nothing
         self._alone = worker is None
         current = sys.excepthook

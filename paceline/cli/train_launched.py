@@ -28,7 +28,7 @@ from paceline.cli.notes import notes
 from paceline.cli.worker import train
 from paceline.cluster.environment import Environment
 from paceline.cluster.join import Joined, join_world_of
-from paceline.cluster.launchers.launched_process import Launched
+from paceline.cluster.launchers.launched_process import LaunchedProcess
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.supervision.supervisor import finished_sentence, say
 from paceline.config.train import TrainConfig
@@ -146,7 +146,7 @@ def _prepare(config: TrainConfig, joined: Joined, folder: RunFolder, *, anew: bo
     joined.store.set(opened, "")
 
 
-def _require_run_id(world: WorldConfig, launched: Launched | None) -> None:
+def _require_run_id(world: WorldConfig, launched: LaunchedProcess | None) -> None:
     """Require what tells a run's keys in a lasting store from another's; mpirun has no name."""
     lasting = world.file_store_path or world.redis_host or world.redis_url
     if launched is not None and launched.launcher == "mpirun" and lasting and not world.run_id:
@@ -178,7 +178,7 @@ def _end(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _here(launched: Launched | None) -> str:
+def _here(launched: LaunchedProcess | None) -> str:
     """Name this process, as far as it is known before the world stands."""
     if launched is None:
         return ""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from paceline.cluster.launchers.launched_process import Launched
+from paceline.cluster.launchers.launched_process import LaunchedProcess
 from paceline.cluster.launchers.mpirun import by_mpirun, read_mpirun
 from paceline.cluster.launchers.slurm import by_srun, read_srun
 from paceline.cluster.launchers.torchrun import by_hand, by_torchrun, read_torchrun
@@ -29,7 +29,9 @@ WORKER_VARIABLE = "PACELINE_WORKER"
 _DEFAULTS = {"OMP_WAIT_POLICY": "PASSIVE", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
-_Launcher = tuple[Callable[[Mapping[str, str]], bool], Callable[[Mapping[str, str]], Launched]]
+_Launcher = tuple[
+    Callable[[Mapping[str, str]], bool], Callable[[Mapping[str, str]], LaunchedProcess]
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +85,7 @@ class Environment:
     """
 
     worker: WorkerEnvironment | None = None
-    launched: Launched | None = None
+    launched: LaunchedProcess | None = None
 
 
 # The launchers, the innermost first: how each is known, and who reads what it says.

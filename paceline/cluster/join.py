@@ -19,16 +19,21 @@ from typing import Literal
 from torch._C._distributed_c10d import HashStore, Store
 
 from paceline.cluster.environment import Environment
-from paceline.cluster.launchers.launched_process import Launched
+from paceline.cluster.launchers.launched_process import LaunchedProcess
 from paceline.cluster.membership.members import Members
-from paceline.cluster.membership.process_identity import Identity
+from paceline.cluster.membership.process_identity import ProcessIdentity
 from paceline.cluster.rendezvous.deadline import Deadline
 from paceline.cluster.rendezvous.launcher_store import meet
 from paceline.cluster.rendezvous.process_rendezvous import gather
 from paceline.cluster.stores.store_spec import StoreSpec
 from paceline.cluster.stores.waiting import await_keys
 from paceline.cluster.supervision.allocator import keep_freed_memory
-from paceline.cluster.supervision.process_end import Ending, Foreign, Private, Supervised
+from paceline.cluster.supervision.process_end import (
+    LaunchedEnd,
+    ProcessEnd,
+    SingleProcessEnd,
+    SupervisedEnd,
+)
 from paceline.cluster.supervision.worker import join_world
 
 LauncherName = Literal["paceline", "torchrun", "mpirun", "slurm", "alone"]
@@ -52,7 +57,7 @@ class Joined:
         store: Store,
         token: str,
         launcher: LauncherName,
-        ending: Ending,
+        ending: ProcessEnd,
         meeting: str = "",
     ) -> None:
         self.members = members
@@ -136,7 +141,7 @@ def join_world_of(
             store=store,
             token=token,
             launcher="paceline",
-            ending=Supervised(environment.worker),
+            ending=SupervisedEnd(environment.worker),
         )
     launched = environment.launched
     if launched is None or launched.world_size == 1:
@@ -145,18 +150,18 @@ def join_world_of(
 
 
 def _alone(launcher: LauncherName) -> Joined:
-    host = Identity.of_this_process().host
+    host = ProcessIdentity.of_this_process().host
     return Joined(
         members=Members.on(0, 0, machines=(1,), addresses=("127.0.0.1",), hosts=(host,)),
         store=HashStore(),
         token=secrets.token_hex(16),
         launcher=launcher,
-        ending=Private(),
+        ending=SingleProcessEnd(),
     )
 
 
 def _launched(
-    launched: Launched,
+    launched: LaunchedProcess,
     first_iter_timeout: float,
     timeout: float,
     meeting: StoreSpec | None,
@@ -173,7 +178,7 @@ def _launched(
         token=world.token,
         launcher=launched.launcher,
         meeting=place.address if place.kind == "tcp" else "",
-        ending=Foreign(world, place, server, keeps=launched.rank == 0, timeout=timeout),
+        ending=LaunchedEnd(world, place, server, keeps=launched.rank == 0, timeout=timeout),
     )
 
 

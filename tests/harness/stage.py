@@ -21,7 +21,7 @@ from typing import Self
 
 from paceline.cluster.environment import WorkerEnvironment
 from paceline.cluster.rendezvous.run_plan import RunPlan
-from paceline.cluster.supervision.failure_report import Failure
+from paceline.cluster.supervision.failure_report import FailureReport
 from paceline.cluster.supervision.supervisor import supervise
 
 LIMIT = 30.0
@@ -45,13 +45,13 @@ class Actor:
         """Return the worker's next line; "" if it ended."""
         return self._lines.readline().strip()
 
-    def leave_word(self, failure: Failure) -> None:
+    def leave_word(self, failure: FailureReport) -> None:
         """Write down why the worker fails; it doesn't end yet."""
         failure.write(Path(self.place.error_file))
 
     def fail(self, error: Exception) -> None:
         """Let the worker end with a report of this error."""
-        failure = Failure.of(error)
+        failure = FailureReport.of(error)
         self.leave_word(failure)
         self.tell(f"exit {failure.status}")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cluster.membership.lease import BEAT_S, LeaseOptions
-from paceline.cluster.membership.process_identity import Identity
+from paceline.cluster.membership.process_identity import ProcessIdentity
 from paceline.cluster.rendezvous.registration import MachineRegistration, RunRecord
 from paceline.cluster.stores.store_spec import StoreSpec, open_store
 from paceline.cluster.supervision.worker import join_world
@@ -256,7 +256,7 @@ def test_a_signal_ends_the_wait_and_leaves_nothing(
 
 def elsewhere(machines: int) -> RunRecord:
     """The record of a run whose machine 0 is another machine: its kernel can't be asked."""
-    who = replace(Identity.of_this_process(), kernel="another boot", host="farnode")
+    who = replace(ProcessIdentity.of_this_process(), kernel="another boot", host="farnode")
     registration = MachineRegistration(
         id="far", who=who, workers=1, addresses=("127.0.0.1",), port=1
     )

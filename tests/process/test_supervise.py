@@ -11,7 +11,7 @@ import pytest
 
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.stores.store_spec import StoreSpec, run_space
-from paceline.cluster.supervision.failure_report import Failure
+from paceline.cluster.supervision.failure_report import FailureReport
 from paceline.errors import ConfigError, DataError, PeerLost
 from tests.harness.stage import FULL, Stage, at_most
 
@@ -88,7 +88,7 @@ def test_a_lost_peer_is_said_where_nobody_says_more(stage: Stage) -> None:
 def test_the_cause_is_said_of_a_worker_that_takes_its_time_to_end(stage: Stage) -> None:
     supervisor = stage.start(RunPlan(workers=2))
     first, second = stage.actors(2)
-    second.leave_word(Failure.of_status(3))
+    second.leave_word(FailureReport.of_status(3))
     first.fail(PeerLost("rank 1 ended its connection."))
     assert supervisor.status() == 3
     host = os.uname().nodename

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.cluster.membership.process_identity import Identity
+from paceline.cluster.membership.process_identity import ProcessIdentity
 from paceline.cluster.rendezvous.process_registration import (
     ProcessRegistration,
     RegisteredProcesses,
@@ -20,7 +20,7 @@ def registration(
         rank=rank,
         node=node,
         local_rank=local_rank,
-        who=Identity(host=host, kernel=host, network=host, pid=rank, started=0),
+        who=ProcessIdentity(host=host, kernel=host, network=host, pid=rank, started=0),
         addresses=("127.0.0.1",),
         port=1,
     )

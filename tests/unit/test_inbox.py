@@ -19,7 +19,7 @@ from paceline.cluster.supervision.event_queue import (
     Signalled,
     Warned,
 )
-from paceline.cluster.supervision.failure_report import Failure
+from paceline.cluster.supervision.failure_report import FailureReport
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_a_signal_that_another_thread_gets_wakes_the_reader_at_once(events: Even
 def test_a_pause_ends_early_for_what_ends_a_run(events: EventQueue) -> None:
     for event in (
         Signalled(number=signal.SIGINT),
-        Noticed(failure=Failure(text="machine 1 …", status=1)),
+        Noticed(failure=FailureReport(text="machine 1 …", status=1)),
     ):
         events.put(event)
         with pytest.raises(Interrupted) as caught:

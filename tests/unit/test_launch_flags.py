@@ -12,9 +12,9 @@ from paceline.cli.notes import notes
 from paceline.cli.train_launched import fitted, train_launched
 from paceline.cluster.environment import Environment
 from paceline.cluster.join import Joined, LauncherName
-from paceline.cluster.launchers.launched_process import Launched
+from paceline.cluster.launchers.launched_process import LaunchedProcess
 from paceline.cluster.membership.members import Members
-from paceline.cluster.supervision.process_end import Private
+from paceline.cluster.supervision.process_end import SingleProcessEnd
 from paceline.config.data import DataConfig
 from paceline.config.train import TrainConfig
 from paceline.config.world import WorldConfig
@@ -30,7 +30,7 @@ def joined(launcher: LauncherName, machines: tuple[int, ...], machine: int = 0) 
         store=HashStore(),
         token="t",
         launcher=launcher,
-        ending=Private(),
+        ending=SingleProcessEnd(),
         meeting="node0:1234",
     )
 
@@ -82,7 +82,9 @@ def test_launchers_are_named_by_their_commands() -> None:
 def test_mpiruns_processes_need_a_name_for_a_place_that_lasts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    launched = Launched(launcher="mpirun", rank=1, world_size=2, local_rank=1, local_world_size=2)
+    launched = LaunchedProcess(
+        launcher="mpirun", rank=1, world_size=2, local_rank=1, local_world_size=2
+    )
     world = WorldConfig(file_store_path=str(tmp_path))
     config = TrainConfig(data=DataConfig(train_data="db"), world=world)
     assert train_launched(config, Environment(launched=launched)) == 2

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from paceline.cluster.environment import read_environment
-from paceline.cluster.launchers.launched_process import Launched
+from paceline.cluster.launchers.launched_process import LaunchedProcess
 from paceline.cluster.launchers.slurm import expand_counts, expand_nodes, port_of
 from paceline.errors import ConfigError
 
@@ -78,14 +78,14 @@ SHELL_IN_SALLOC = {
 }
 
 
-def launched(variables: Mapping[str, str]) -> Launched:
+def launched(variables: Mapping[str, str]) -> LaunchedProcess:
     place = read_environment(variables).launched
     assert place is not None
     return place
 
 
 def test_torchruns_variables_are_read() -> None:
-    assert launched(TORCHRUN) == Launched(
+    assert launched(TORCHRUN) == LaunchedProcess(
         launcher="torchrun",
         rank=3,
         world_size=4,
@@ -111,20 +111,20 @@ def test_a_restart_has_another_name() -> None:
 
 
 def test_mpichs_variables_are_read() -> None:
-    assert launched(MPICH) == Launched(
+    assert launched(MPICH) == LaunchedProcess(
         launcher="mpirun", rank=3, world_size=4, local_rank=1, local_world_size=2
     )
 
 
 def test_open_mpis_variables_are_read() -> None:
-    assert launched(OPEN_MPI) == Launched(
+    assert launched(OPEN_MPI) == LaunchedProcess(
         launcher="mpirun", rank=1, world_size=2, local_rank=0, local_world_size=1
     )
 
 
 def test_sruns_variables_are_read() -> None:
     place = launched(SRUN)
-    assert place == Launched(
+    assert place == LaunchedProcess(
         launcher="slurm",
         rank=6,
         world_size=7,

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from paceline.cluster.membership.lease import LeaseOptions, Observation, judge
-from paceline.cluster.membership.process_identity import Identity, ask_kernel
+from paceline.cluster.membership.process_identity import ProcessIdentity, ask_kernel
 
 OPTIONS = LeaseOptions(limit=5.0)
-HERE = Identity.of_this_process()
+HERE = ProcessIdentity.of_this_process()
 FAR = replace(HERE, kernel="another machine's boot", pid=1, started=1)
 
 
-def watch(readings: list[tuple[float, bytes | None]], who: Identity = FAR) -> Observation:
+def watch(readings: list[tuple[float, bytes | None]], who: ProcessIdentity = FAR) -> Observation:
     """Observe a counter at the given times."""
     (now, counter), *later = readings
     seen = Observation.first(who, HERE, counter, now)
@@ -62,7 +62,7 @@ def test_on_the_same_machine_a_running_process_is_alive_at_once() -> None:
     assert judge(watch([(0, b"1")], HERE), 0, OPTIONS).state == "alive"
 
 
-def identity_of(pid: int) -> Identity:
+def identity_of(pid: int) -> ProcessIdentity:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return replace(HERE, pid=pid, started=int(fields[19]))
 

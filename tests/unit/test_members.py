@@ -13,7 +13,7 @@ from paceline.cluster.environment import (
 from paceline.cluster.membership.members import Members
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.stores.store_spec import StoreSpec
-from paceline.cluster.supervision.failure_report import Failure, cause
+from paceline.cluster.supervision.failure_report import FailureReport, cause
 from paceline.config.world import WorldConfig
 from paceline.errors import CommTimeout, ConfigError, DataError, PeerLost
 
@@ -80,20 +80,22 @@ def test_a_workers_place_survives_its_environment() -> None:
 
 
 def test_the_cause_is_the_first_failure_that_follows_from_no_other() -> None:
-    lost = Failure.of(PeerLost("rank 0 ended"))
-    late = Failure.of(CommTimeout("rank 0 said nothing"))
-    damaged = Failure.of(DataError("record 7"))
+    lost = FailureReport.of(PeerLost("rank 0 ended"))
+    late = FailureReport.of(CommTimeout("rank 0 said nothing"))
+    damaged = FailureReport.of(DataError("record 7"))
     assert cause([lost, damaged, late]) == damaged
     assert cause([late, lost]) == late
     assert cause([]) is None
 
 
 def test_our_errors_are_sentences_and_others_are_tracebacks() -> None:
-    assert Failure.of(ConfigError("--seed -1: …")) == Failure(text="--seed -1: …", status=2)
+    assert FailureReport.of(ConfigError("--seed -1: …")) == FailureReport(
+        text="--seed -1: …", status=2
+    )
     try:
         raise KeyError("k")
     except KeyError as error:
-        failure = Failure.of(error)
+        failure = FailureReport.of(error)
     assert failure.status == 1
     assert failure.text.startswith("Traceback")
     assert failure.text.endswith("KeyError: 'k'")

@@ -6,11 +6,11 @@ from importlib.machinery import BuiltinImporter
 
 import pytest
 
-from paceline.cluster.launchers.launched_process import Launched
+from paceline.cluster.launchers.launched_process import LaunchedProcess
 from paceline.cluster.launchers.mpi_address import share_address
 from paceline.errors import CommError, ConfigError
 
-FIRST = Launched(launcher="mpirun", rank=0, world_size=2, local_rank=0, local_world_size=2)
+FIRST = LaunchedProcess(launcher="mpirun", rank=0, world_size=2, local_rank=0, local_world_size=2)
 
 
 def test_without_mpi4py_both_remedies_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

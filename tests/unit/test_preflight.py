@@ -20,7 +20,7 @@ from paceline.cluster.rendezvous.preflight import (
     version_facts,
 )
 from paceline.cluster.stores.waiting import FAILURE
-from paceline.cluster.supervision.failure_report import Failure
+from paceline.cluster.supervision.failure_report import FailureReport
 from paceline.config.data import DataConfig
 from paceline.config.optim import OptimConfig
 from paceline.config.train import TrainConfig
@@ -112,7 +112,7 @@ def test_a_rank_that_says_nothing_is_named(subject: str, advice: str) -> None:
 
 def test_a_rank_that_failed_isnt_waited_for() -> None:
     store = HashStore()
-    store.set(FAILURE, Failure(text="rank 2: no disk", status=1).to_text())
+    store.set(FAILURE, FailureReport(text="rank 2: no disk", status=1).to_text())
     with pytest.raises(PeerLost, match="rank 2: no disk"):
         compare(store, member(0), "versions", {}, timeout=60)
 

@@ -1,7 +1,7 @@
 """A process's place as somebody else's launcher tells it: torchrun, mpirun, Slurm's srun.
 
 Each launcher has variables of its own, and a file here that reads them. What they share is four
-numbers (`Names` says what a launcher calls them) and the rules that the numbers obey.
+numbers (`VariableNames` says what a launcher calls them) and the rules that the numbers obey.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Launcher = Literal["torchrun", "mpirun", "slurm"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launched:
+class LaunchedProcess:
     """One process among those that a launcher started.
 
     Attributes:
@@ -53,7 +53,7 @@ class Launched:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Names:
+class VariableNames:
     """What a launcher calls its variables."""
 
     launcher: Launcher
@@ -62,7 +62,7 @@ class Names:
     local_rank: str
     local_world_size: str
 
-    def read(self, variables: Mapping[str, str]) -> Launched:
+    def read(self, variables: Mapping[str, str]) -> LaunchedProcess:
         """Return the four numbers.
 
         Raises:
@@ -78,7 +78,7 @@ class Names:
             raise ConfigError(
                 f"{words}: a machine's number can't be larger than the world's; see what set them."
             )
-        return Launched(
+        return LaunchedProcess(
             launcher=self.launcher,
             rank=rank,
             world_size=size,

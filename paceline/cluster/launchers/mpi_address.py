@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from paceline.cluster.launchers.launched_process import Launched
+from paceline.cluster.launchers.launched_process import LaunchedProcess
 from paceline.errors import CommError, ConfigError
 
 _PROGRAM = Path(__file__).with_name("mpi_broadcast.py")
@@ -20,7 +20,7 @@ _OTHERS = "or give them a meeting place: --master, --file_store_path, --redis_ho
 
 
 def share_address(
-    launched: Launched, addresses: Sequence[str], port: int, timeout: float
+    launched: LaunchedProcess, addresses: Sequence[str], port: int, timeout: float
 ) -> tuple[tuple[str, ...], int]:
     """Return rank 0's addresses and port; collective.
 
@@ -44,7 +44,7 @@ def share_address(
     return tuple(shared), port
 
 
-def _broadcast(text: bytes, launched: Launched, timeout: float) -> bytes:
+def _broadcast(text: bytes, launched: LaunchedProcess, timeout: float) -> bytes:
     try:
         done = subprocess.run(
             [sys.executable, "-P", str(_PROGRAM)],

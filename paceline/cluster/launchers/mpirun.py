@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from paceline.cluster.launchers.launched_process import Launched, Names
+from paceline.cluster.launchers.launched_process import LaunchedProcess, VariableNames
 
-_MPICH = Names(
+_MPICH = VariableNames(
     launcher="mpirun",
     rank="PMI_RANK",
     world_size="PMI_SIZE",
     local_rank="MPI_LOCALRANKID",
     local_world_size="MPI_LOCALNRANKS",
 )
-_OPEN_MPI = Names(
+_OPEN_MPI = VariableNames(
     launcher="mpirun",
     rank="OMPI_COMM_WORLD_RANK",
     world_size="OMPI_COMM_WORLD_SIZE",
@@ -31,7 +31,7 @@ def by_mpirun(variables: Mapping[str, str]) -> bool:
     return _MPICH.local_rank in variables or _OPEN_MPI.rank in variables
 
 
-def read_mpirun(variables: Mapping[str, str]) -> Launched:
+def read_mpirun(variables: Mapping[str, str]) -> LaunchedProcess:
     """Return the process's place.
 
     Raises:

@@ -16,7 +16,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
 
-from paceline.cluster.launchers.launched_process import Launched, Names, port_in, require, whole
+from paceline.cluster.launchers.launched_process import (
+    LaunchedProcess,
+    VariableNames,
+    port_in,
+    require,
+    whole,
+)
 from paceline.errors import ConfigError
 
 _OWN_STEPS = 0xFFFFFFF0  # from here on, Slurm numbers steps of its own: batch script, shell …
@@ -35,7 +41,7 @@ def by_srun(variables: Mapping[str, str]) -> bool:
     return whole(variables, "SLURM_STEP_ID") < _OWN_STEPS and tasks != "1"
 
 
-def read_srun(variables: Mapping[str, str]) -> Launched:
+def read_srun(variables: Mapping[str, str]) -> LaunchedProcess:
     """Return the process's place.
 
     Raises:
@@ -51,7 +57,7 @@ def read_srun(variables: Mapping[str, str]) -> Launched:
             f"{counts_name} {variables[counts_name]}, {size} {variables[size]} and SLURM_NODEID "
             f"{node} contradict each other: see what set them."
         )
-    names = Names(
+    names = VariableNames(
         launcher="slurm",
         rank="SLURM_PROCID",
         world_size=size,

@@ -10,9 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from paceline.cluster.launchers.launched_process import Launched, Names, port_in, require, whole
+from paceline.cluster.launchers.launched_process import (
+    LaunchedProcess,
+    VariableNames,
+    port_in,
+    require,
+    whole,
+)
 
-_NAMES = Names(
+_NAMES = VariableNames(
     launcher="torchrun",
     rank="RANK",
     world_size="WORLD_SIZE",
@@ -31,7 +37,7 @@ def by_hand(variables: Mapping[str, str]) -> bool:
     return "RANK" in variables or "WORLD_SIZE" in variables
 
 
-def read_torchrun(variables: Mapping[str, str]) -> Launched:
+def read_torchrun(variables: Mapping[str, str]) -> LaunchedProcess:
     """Return the process's place.
 
     Raises:

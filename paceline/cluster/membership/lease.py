@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
-from paceline.cluster.membership.process_identity import Identity, ask_kernel
+from paceline.cluster.membership.process_identity import ProcessIdentity, ask_kernel
 
 BEAT_S = 0.5
 ENDED = "ended"
@@ -46,11 +46,15 @@ class Observation:
     process: Literal["runs", "ended", "elsewhere"]
 
     @classmethod
-    def first(cls, who: Identity, here: Identity, counter: bytes | None, now: float) -> Self:
+    def first(
+        cls, who: ProcessIdentity, here: ProcessIdentity, counter: bytes | None, now: float
+    ) -> Self:
         """Begin to watch."""
         return cls(counter=counter, since=now, advanced=False, process=ask_kernel(who, here))
 
-    def then(self, who: Identity, here: Identity, counter: bytes | None, now: float) -> Self:
+    def then(
+        self, who: ProcessIdentity, here: ProcessIdentity, counter: bytes | None, now: float
+    ) -> Self:
         """Look again."""
         process = ask_kernel(who, here)
         if counter == self.counter:

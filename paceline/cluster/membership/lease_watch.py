@@ -7,7 +7,7 @@ import time
 from torch._C._distributed_c10d import Store
 
 from paceline.cluster.membership.lease import LeaseOptions, Observation, Verdict, judge
-from paceline.cluster.membership.process_identity import Identity
+from paceline.cluster.membership.process_identity import ProcessIdentity
 from paceline.cluster.rendezvous.registration import MachineRegistration
 from paceline.cluster.stores.store_spec import peek
 
@@ -26,7 +26,7 @@ class LeaseWatch:
         self,
         store: Store,
         registration: MachineRegistration,
-        here: Identity,
+        here: ProcessIdentity,
         options: LeaseOptions | None = None,
     ) -> None:
         self.registration = registration

@@ -15,7 +15,7 @@ from typing import Literal, Self
 
 
 @dataclass(frozen=True, kw_only=True)
-class Identity:
+class ProcessIdentity:
     """One process, among all that ever ran anywhere.
 
     Attributes:
@@ -47,7 +47,9 @@ class Identity:
         )
 
 
-def ask_kernel(who: Identity, here: Identity) -> Literal["runs", "ended", "elsewhere"]:
+def ask_kernel(
+    who: ProcessIdentity, here: ProcessIdentity
+) -> Literal["runs", "ended", "elsewhere"]:
     """Tell whether a process runs, if it is (or was) one of this machine's.
 
     Args:

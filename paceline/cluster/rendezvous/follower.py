@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistError
 
 from paceline.cluster.membership.lease_watch import LeaseWatch
-from paceline.cluster.membership.process_identity import Identity
+from paceline.cluster.membership.process_identity import ProcessIdentity
 from paceline.cluster.rendezvous.deadline import Deadline, DeadlinePassed, name_machines
 from paceline.cluster.rendezvous.finished import FINISHED, Finished
 from paceline.cluster.rendezvous.registered_machine import (
@@ -26,7 +26,7 @@ from paceline.cluster.rendezvous.registered_machine import (
 from paceline.cluster.rendezvous.registration import MachineRegistration, RegisteredWorld, RunRecord
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.stores.store_spec import STORE_ERRORS, StoreSpec, open_store, peek
-from paceline.cluster.supervision.failure_report import Failure
+from paceline.cluster.supervision.failure_report import FailureReport
 from paceline.errors import CommError, ConfigError
 
 
@@ -112,7 +112,9 @@ def _finished(live: _Live, plan: RunPlan) -> bool:
     return plan.begun and peek(live.store, FINISHED) is not None
 
 
-def _sealed_without_us(live: _Live, plan: RunPlan, here: Identity, deadline: Deadline) -> bool:
+def _sealed_without_us(
+    live: _Live, plan: RunPlan, here: ProcessIdentity, deadline: Deadline
+) -> bool:
     """Tell whether the run is in its course and this machine's predecessor in it is gone."""
     text = peek(live.store, "world")
     if text is None:
@@ -131,7 +133,7 @@ def _join(
     try:
         if live.record.machines != registered.plan.machines:
             error = _disagree(registered.plan, live.record)
-            registered.post(Failure.of(error))
+            registered.post(FailureReport.of(error))
             raise error
         _registration(registered, deadline)
         world = _await_world(registered, live, deadline)

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from torch._C._distributed_c10d import TCPStore
 
-from paceline.cluster.launchers.launched_process import Launched
+from paceline.cluster.launchers.launched_process import LaunchedProcess
 from paceline.cluster.launchers.mpi_address import share_address
 from paceline.cluster.rendezvous.reachability import candidates, interfaces
 from paceline.cluster.rendezvous.registered_machine import STORE_LIMIT
@@ -26,7 +26,7 @@ _HERE = ("127.0.0.1", "localhost")
 
 
 def meet(
-    launched: Launched, flags: StoreSpec | None, wanted: Sequence[str], timeout: float
+    launched: LaunchedProcess, flags: StoreSpec | None, wanted: Sequence[str], timeout: float
 ) -> tuple[TCPStore | None, StoreSpec]:
     """Return where the processes meet; rank 0 serves the place if nobody else does.
 
@@ -58,7 +58,7 @@ def meet(
 
 
 def _meet_by_mpi(
-    launched: Launched, wanted: Sequence[str], timeout: float
+    launched: LaunchedProcess, wanted: Sequence[str], timeout: float
 ) -> tuple[TCPStore | None, StoreSpec]:
     apart = not launched.one_machine
     addresses: Sequence[str] = candidates(interfaces(), wanted) if apart else ["127.0.0.1"]
@@ -86,5 +86,5 @@ def _answering(addresses: Sequence[str], port: int) -> str:
     )
 
 
-def _space(launched: Launched) -> str:
+def _space(launched: LaunchedProcess) -> str:
     return run_space(launched.start)

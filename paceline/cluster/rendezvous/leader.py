@@ -14,7 +14,7 @@ from contextlib import suppress
 from torch._C._distributed_c10d import Store
 
 from paceline.cluster.membership.lease_watch import LeaseWatch
-from paceline.cluster.membership.process_identity import Identity
+from paceline.cluster.membership.process_identity import ProcessIdentity
 from paceline.cluster.rendezvous.deadline import Deadline, DeadlinePassed, name_machines
 from paceline.cluster.rendezvous.registered_machine import (
     STORE_LIMIT,
@@ -89,7 +89,7 @@ def _missing(registered: RegisteredMachine, watches: dict[int, LeaseWatch]) -> l
 
 
 def _wait_until_over(
-    plan: RunPlan, meeting: StoreSpec, old: RunRecord, here: Identity, deadline: Deadline
+    plan: RunPlan, meeting: StoreSpec, old: RunRecord, here: ProcessIdentity, deadline: Deadline
 ) -> None:
     """Wait until no machine of an incarnation is alive; its machine 0 alive is an error at once."""
     watches = _old_watches(meeting, old, here)
@@ -108,7 +108,7 @@ def _wait_until_over(
                 raise _in_use(plan, watches[0].registration, reason) from None
 
 
-def _old_watches(meeting: StoreSpec, old: RunRecord, here: Identity) -> list[LeaseWatch]:
+def _old_watches(meeting: StoreSpec, old: RunRecord, here: ProcessIdentity) -> list[LeaseWatch]:
     store: Store = open_store(meeting.within(old.incarnation), STORE_LIMIT)
     registrations = {
         registration.id: registration

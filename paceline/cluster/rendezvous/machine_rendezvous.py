@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 
 from paceline.cluster.membership.lease_watch import LeaseWatch
-from paceline.cluster.membership.process_identity import Identity
+from paceline.cluster.membership.process_identity import ProcessIdentity
 from paceline.cluster.rendezvous.deadline import Deadline, name_machines
 from paceline.cluster.rendezvous.follower import follow
 from paceline.cluster.rendezvous.leader import seal, take_over
@@ -44,7 +44,7 @@ from paceline.cluster.rendezvous.registration import (
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.stores.store_spec import StoreSpec, peek, run_space
 from paceline.cluster.stores.tcp_store import serve_tcp, split_address
-from paceline.cluster.supervision.failure_report import Failure
+from paceline.cluster.supervision.failure_report import FailureReport
 from paceline.cluster.supervision.formed_run import FormedRun
 from paceline.errors import CommError
 
@@ -56,7 +56,7 @@ def open_run(
     plan: RunPlan,
     *,
     tell: Callable[[str], None],
-    notice: Callable[[Failure], None],
+    notice: Callable[[FailureReport], None],
     warn: Callable[[str], None],
     pause: Callable[[float], None] = time.sleep,
 ) -> FormedRun:
@@ -98,7 +98,7 @@ def registration_of(plan: RunPlan, listener: ProbeListener) -> MachineRegistrati
     addresses = candidates(interfaces(), plan.interfaces) if plan.machines > 1 else ("127.0.0.1",)
     return MachineRegistration(
         id=uuid.uuid4().hex,
-        who=Identity.of_this_process(),
+        who=ProcessIdentity.of_this_process(),
         workers=plan.workers,
         addresses=addresses,
         port=listener.port,
@@ -109,7 +109,7 @@ def _register(
     plan: RunPlan,
     registration: MachineRegistration,
     deadline: Deadline,
-    notice: Callable[[Failure], None],
+    notice: Callable[[FailureReport], None],
     warn: Callable[[str], None],
 ) -> tuple[TCPStore | None, RegisteredMachine, RegisteredWorld]:
     def sit(meeting: StoreSpec, incarnation: str) -> RegisteredMachine:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from paceline.cluster.membership.process_identity import Identity
+from paceline.cluster.membership.process_identity import ProcessIdentity
 from paceline.errors import ConfigError
 
 
@@ -40,14 +40,14 @@ class ProcessRegistration:
     rank: int
     node: int | None
     local_rank: int
-    who: Identity
+    who: ProcessIdentity
     addresses: tuple[str, ...]
     port: int
 
     @classmethod
     def from_values(cls, values: dict[str, Any]) -> Self:
         """Read what `dataclasses.asdict` made."""
-        who, addresses = Identity(**values["who"]), tuple(values["addresses"])
+        who, addresses = ProcessIdentity(**values["who"]), tuple(values["addresses"])
         return cls(**(values | {"who": who, "addresses": addresses}))
 
     def to_text(self) -> str:

@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistError
 
-from paceline.cluster.launchers.launched_process import Launched
+from paceline.cluster.launchers.launched_process import LaunchedProcess
 from paceline.cluster.membership.members import Members
-from paceline.cluster.membership.process_identity import Identity
+from paceline.cluster.membership.process_identity import ProcessIdentity
 from paceline.cluster.rendezvous.deadline import Deadline, DeadlinePassed, name_machines
 from paceline.cluster.rendezvous.process_registration import (
     ProcessRegistration,
@@ -51,7 +51,7 @@ _READ_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gathering:
+class FormedWorld:
     """A world that stands, as one of its processes sees it.
 
     Attributes:
@@ -68,8 +68,8 @@ class Gathering:
 
 
 def gather(
-    meeting: StoreSpec, launched: Launched, wanted: Sequence[str], deadline: Deadline
-) -> Gathering:
+    meeting: StoreSpec, launched: LaunchedProcess, wanted: Sequence[str], deadline: Deadline
+) -> FormedWorld:
     """Find the others; collective.
 
     Args:
@@ -92,7 +92,7 @@ def gather(
         except DistError as error:
             reason = str(error).splitlines()[0]
             raise CommError(f"The meeting place was lost during the start: {reason}") from error
-    return Gathering(members=members, token=processes.token, space=space, store=store)
+    return FormedWorld(members=members, token=processes.token, space=space, store=store)
 
 
 def name_ranks(missing: Sequence[int], world_size: int) -> str:
@@ -101,14 +101,16 @@ def name_ranks(missing: Sequence[int], world_size: int) -> str:
     return f"rank{plural} {', '.join(map(str, missing))} of {world_size}"
 
 
-def _registration(launched: Launched, wanted: Sequence[str], port: int) -> ProcessRegistration:
+def _registration(
+    launched: LaunchedProcess, wanted: Sequence[str], port: int
+) -> ProcessRegistration:
     apart = bool(wanted) or not launched.one_machine
     return ProcessRegistration(
         id=uuid.uuid4().hex,
         rank=launched.rank,
         node=launched.node,
         local_rank=launched.local_rank,
-        who=Identity.of_this_process(),
+        who=ProcessIdentity.of_this_process(),
         addresses=candidates(interfaces(), wanted) if apart else ("127.0.0.1",),
         port=port,
     )

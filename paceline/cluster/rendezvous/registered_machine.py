@@ -21,7 +21,7 @@ from paceline.cluster.stores.store_spec import (
     peek,
     tidy,
 )
-from paceline.cluster.supervision.failure_report import Failure
+from paceline.cluster.supervision.failure_report import FailureReport
 
 STORE_LIMIT = timedelta(seconds=10)
 
@@ -45,7 +45,7 @@ class RegisteredMachine:
         incarnation: str,
         registration: MachineRegistration,
         *,
-        notice: Callable[[Failure], None],
+        notice: Callable[[FailureReport], None],
         warn: Callable[[str], None],
     ) -> None:
         self.plan = plan
@@ -58,7 +58,7 @@ class RegisteredMachine:
         # The heartbeat has connections of its own: a wait on one blocks its other users.
         self._pulse = open_store(self.space, STORE_LIMIT)
         self._run_pulse = open_store(meeting, STORE_LIMIT)
-        self._notice: Callable[[Failure], None] | None = notice
+        self._notice: Callable[[FailureReport], None] | None = notice
         self._heartbeat = Heartbeat(self._beat, lambda error: warn(_lost(error)))
 
     @property
@@ -66,10 +66,10 @@ class RegisteredMachine:
         """Whether this is machine 0."""
         return self.plan.machine == 0
 
-    def post(self, failure: Failure) -> Failure:
+    def post(self, failure: FailureReport) -> FailureReport:
         """Give a reason for the run's end; returns the one that came first."""
         text = self.store.compare_set("failure", "", failure.to_text())
-        return Failure.from_text(text)
+        return FailureReport.from_text(text)
 
     def abandon(self) -> None:
         """Leave before the world stands, so that the next start finds the place free."""
@@ -125,7 +125,7 @@ class RegisteredMachine:
             self._run_pulse.set("beat", str(count))
         text = peek(self._pulse, "failure")
         if text is not None and self._notice is not None:
-            self._notice(Failure.from_text(text))
+            self._notice(FailureReport.from_text(text))
             self._notice = None
 
 

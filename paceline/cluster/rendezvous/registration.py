@@ -12,7 +12,7 @@ In the incarnation's:
     world               all claims, sealed by machine 0                         RegisteredWorld
     reach/<i>           at which addresses machine i reached each of the others
     formed/<i>          what machine i's workers need to know                   GenerationInfo
-    failure             why the run ended, the first word on it                 Failure
+    failure             why the run ended, the first word on it                 FailureReport
     finished            machine 0 has written down that the run is finished
     left/<i>            machine i has ended and stopped its lease
     remover             which of those removes all this                         a claim's id
@@ -26,7 +26,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from paceline.cluster.membership.process_identity import Identity
+from paceline.cluster.membership.process_identity import ProcessIdentity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class MachineRegistration:
     """
 
     id: str
-    who: Identity
+    who: ProcessIdentity
     workers: int
     addresses: tuple[str, ...]
     port: int
@@ -54,7 +54,7 @@ class MachineRegistration:
     @classmethod
     def from_values(cls, values: dict[str, Any]) -> Self:
         """Read what `dataclasses.asdict` made."""
-        who, addresses = Identity(**values["who"]), tuple(values["addresses"])
+        who, addresses = ProcessIdentity(**values["who"]), tuple(values["addresses"])
         return cls(**(values | {"who": who, "addresses": addresses}))
 
     @classmethod

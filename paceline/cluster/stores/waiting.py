@@ -11,7 +11,7 @@ from typing import TypeVar
 from torch._C._distributed_c10d import Store
 
 from paceline.cluster.stores.store_spec import STORE_ERRORS, peek
-from paceline.cluster.supervision.failure_report import Failure
+from paceline.cluster.supervision.failure_report import FailureReport
 from paceline.errors import CommTimeout, PeerLost
 
 _T = TypeVar("_T")
@@ -54,7 +54,7 @@ def check_failure(store: Store) -> None:
     """
     text = peek(store, FAILURE)
     if text is not None:
-        raise PeerLost(f"the run has ended: {Failure.from_text(text).text}")
+        raise PeerLost(f"the run has ended: {FailureReport.from_text(text).text}")
 
 
 def within(limit: float, work: Callable[[], _T]) -> _T | None:

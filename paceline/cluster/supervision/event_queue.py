@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
-from paceline.cluster.supervision.failure_report import Failure
+from paceline.cluster.supervision.failure_report import FailureReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Signalled:
 class Noticed:
     """Another machine gave the reason for the run's end."""
 
-    failure: Failure
+    failure: FailureReport
 
 
 @dataclass(frozen=True, kw_only=True)

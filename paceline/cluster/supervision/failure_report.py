@@ -23,7 +23,7 @@ _LOST = "See what became of it, and give the same command again."
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failure:
+class FailureReport:
     """A reason to end a run.
 
     Attributes:
@@ -83,7 +83,7 @@ class Failure:
         os.replace(half, path)
 
 
-def cause(failures: Iterable[Failure]) -> Failure | None:
+def cause(failures: Iterable[FailureReport]) -> FailureReport | None:
     """Return the first failure that isn't another's consequence, else the first of all."""
     failures = list(failures)
     primary = [failure for failure in failures if not failure.consequence]

@@ -15,7 +15,7 @@ from paceline.cluster.rendezvous.finished import FINISHED, await_finished
 from paceline.cluster.rendezvous.registered_machine import RegisteredMachine
 from paceline.cluster.rendezvous.registration import GenerationInfo
 from paceline.cluster.stores.store_spec import STORE_ERRORS
-from paceline.cluster.supervision.failure_report import Failure
+from paceline.cluster.supervision.failure_report import FailureReport
 
 
 class FormedRun:
@@ -64,7 +64,7 @@ class FormedRun:
             command=plan.command,
         )
 
-    def post(self, failure: Failure) -> Failure:
+    def post(self, failure: FailureReport) -> FailureReport:
         """Give this machine's reason for the run's end; returns the run's, which came first."""
         return self._registered.post(failure)
 

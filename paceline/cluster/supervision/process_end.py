@@ -21,7 +21,7 @@ from typing import Protocol
 from torch._C._distributed_c10d import TCPStore
 
 from paceline.cluster.environment import WorkerEnvironment
-from paceline.cluster.rendezvous.process_rendezvous import START, Gathering
+from paceline.cluster.rendezvous.process_rendezvous import START, FormedWorld
 from paceline.cluster.rendezvous.registered_machine import STORE_LIMIT
 from paceline.cluster.stores.store_spec import (
     STORE_ERRORS,
@@ -32,7 +32,7 @@ from paceline.cluster.stores.store_spec import (
     tidy,
 )
 from paceline.cluster.stores.waiting import FAILURE, within
-from paceline.cluster.supervision.failure_report import Failure
+from paceline.cluster.supervision.failure_report import FailureReport
 from paceline.cluster.supervision.supervisor import say
 from paceline.cluster.supervision.worker import report_error
 from paceline.errors import CommTimeout
@@ -41,7 +41,7 @@ _CAUSE_S = 2.0
 _PAUSE_S = 0.05
 
 
-class Ending(Protocol):
+class ProcessEnd(Protocol):
     """A process's leave-taking."""
 
     def fail(self, error: BaseException) -> int:
@@ -54,7 +54,7 @@ class Ending(Protocol):
         """Leave well."""
 
 
-class Supervised:
+class SupervisedEnd:
     """A worker of ours: its supervisor tells, and keeps the store."""
 
     def __init__(self, environment: WorkerEnvironment) -> None:
@@ -64,17 +64,17 @@ class Supervised:
         return report_error(self._environment, error)
 
     def warn(self, status: int) -> None:
-        Failure.of_status(status).write(Path(self._environment.error_file))
+        FailureReport.of_status(status).write(Path(self._environment.error_file))
 
     def close(self) -> None:
         """Leave: the supervisor sees it."""
 
 
-class Private:
+class SingleProcessEnd:
     """A process alone: nobody else wants to know."""
 
     def fail(self, error: BaseException) -> int:
-        failure = Failure.of(error)
+        failure = FailureReport.of(error)
         say(failure.text)
         return failure.status
 
@@ -85,7 +85,7 @@ class Private:
         """Leave."""
 
 
-class Foreign:
+class LaunchedEnd:
     """A process of another launcher.
 
     Args:
@@ -98,7 +98,7 @@ class Foreign:
 
     def __init__(
         self,
-        world: Gathering,
+        world: FormedWorld,
         meeting: StoreSpec,
         server: TCPStore | None,
         *,
@@ -111,7 +111,7 @@ class Foreign:
         self._whom = members.describe(members.rank)
 
     def fail(self, error: BaseException) -> int:
-        failure = Failure.of(error)
+        failure = FailureReport.of(error)
         # Who saw a peer lost waits longer than who saw one hang, and left because of that.
         limit = _CAUSE_S / 2 if isinstance(error, CommTimeout) else _CAUSE_S
         status = within(2 * _CAUSE_S, lambda: self._tell(failure, limit))
@@ -122,13 +122,13 @@ class Foreign:
         return status
 
     def warn(self, status: int) -> None:
-        within(_CAUSE_S, lambda: self._post(Failure.of_status(status)))
+        within(_CAUSE_S, lambda: self._post(FailureReport.of_status(status)))
 
     def close(self) -> None:
         with suppress(*STORE_ERRORS):  # nobody is left who needs it
             self._leave(self._timeout)
 
-    def _tell(self, failure: Failure, limit: float) -> int:
+    def _tell(self, failure: FailureReport, limit: float) -> int:
         first = self._cause(limit) if failure.consequence else None
         if first is None:
             self._post(failure)
@@ -138,7 +138,7 @@ class Foreign:
         say(f"{self._whom}: ended because {whom} failed: {why.splitlines()[-1]}")
         return first.status
 
-    def _post(self, failure: Failure) -> None:
+    def _post(self, failure: FailureReport) -> None:
         self._world.store.compare_set(FAILURE, "", failure.by(self._whom).to_text())
 
     def _say_once(self, text: str) -> None:
@@ -148,14 +148,14 @@ class Foreign:
         if self._world.store.compare_set(key, "", self._whom) == self._whom.encode():
             say(f"{self._whom}: {text}")
 
-    def _cause(self, limit: float) -> Failure | None:
+    def _cause(self, limit: float) -> FailureReport | None:
         """Wait for another process's word on why the run ended."""
         deadline = time.monotonic() + limit
         while (text := peek(self._world.store, FAILURE)) is None:
             if time.monotonic() > deadline:
                 return None
             time.sleep(_PAUSE_S)
-        return Failure.from_text(text)
+        return FailureReport.from_text(text)
 
     def _leave(self, limit: float) -> None:
         members, store = self._world.members, self._world.store

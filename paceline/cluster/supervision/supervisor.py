@@ -7,7 +7,7 @@ Of several failures the person is told the cause, once: a lost peer is a consequ
 cause is waited for, for two seconds, from this machine's other workers and from the store. The
 first reason in the store is the run's, and every machine prints it.
 
-Ending takes 5 seconds at most: SIGTERM, 4 seconds later SIGKILL, and little is waited for after
+ProcessEnd takes 5 seconds at most: SIGTERM, 4 seconds later SIGKILL, and little is waited for after
 that. A second signal shortens the wait, but not below what saving takes.
 """
 
@@ -34,7 +34,7 @@ from paceline.cluster.supervision.event_queue import (
     Signalled,
     Warned,
 )
-from paceline.cluster.supervision.failure_report import Failure, cause
+from paceline.cluster.supervision.failure_report import FailureReport, cause
 from paceline.cluster.supervision.formed_run import FormedRun
 from paceline.cluster.supervision.worker_process import WorkerProcess
 from paceline.errors import ConfigError, PacelineError
@@ -102,7 +102,7 @@ def supervise(
         except Interrupted as end:
             failure = _reason(end.event, f"machine {plan.machine}")
         except PacelineError as error:
-            failure = Failure.of(error)
+            failure = FailureReport.of(error)
         except Finished:
             failure = _finish_late(plan, finish)
         else:
@@ -149,14 +149,14 @@ class _Crew:
         self._leave(failure)
         return 0 if failure is None else failure.status
 
-    def _prepare(self, formed: Callable[[], None]) -> Failure | None:
+    def _prepare(self, formed: Callable[[], None]) -> FailureReport | None:
         try:
             formed()
         except PacelineError as error:
             return self._failed(error)
         return None
 
-    def _finish(self, finish: Callable[[], None]) -> Failure | None:
+    def _finish(self, finish: Callable[[], None]) -> FailureReport | None:
         try:
             self._run.finish(finish, self._events.pause, self._plan.timeout)
         except Interrupted as end:
@@ -165,11 +165,11 @@ class _Crew:
             return self._failed(error)
         return None
 
-    def _failed(self, error: PacelineError) -> Failure:
-        failure = Failure.of(error)
+    def _failed(self, error: PacelineError) -> FailureReport:
+        failure = FailureReport.of(error)
         return failure if self._plan.machines == 1 else failure.by(self._machine())
 
-    def _start(self, argv: Sequence[str], folder: Path) -> Failure | None:
+    def _start(self, argv: Sequence[str], folder: Path) -> FailureReport | None:
         if self._plan.machines > 1:
             first = self._run.generation_info.hosts[0]
             self._tell(f"all {self._plan.machines} machines have met; rank 0 is on {first}.")
@@ -179,15 +179,15 @@ class _Crew:
                 self._workers[local_rank] = WorkerProcess(argv, place, self._putter(local_rank))
             except OSError as error:
                 sentence = f"{argv[0]} can't be started: {error.strerror}; see if it is installed."
-                return Failure.of(ConfigError(sentence)).by(self._name(local_rank))
+                return FailureReport.of(ConfigError(sentence)).by(self._name(local_rank))
         return None
 
     def _putter(self, local_rank: int) -> Callable[[int], None]:
         return lambda code: self._events.put(Exited(local_rank=local_rank, returncode=code))
 
-    def _first_failure(self) -> Failure | None:
+    def _first_failure(self) -> FailureReport | None:
         """Wait until all workers have ended well (None), or for the reason that they won't."""
-        failures: list[Failure] = []
+        failures: list[FailureReport] = []
         deadline: float | None = None
         while self._workers or failures:
             left = None if deadline is None else deadline - time.monotonic()
@@ -202,14 +202,14 @@ class _Crew:
             deadline = deadline or time.monotonic() + _CAUSE_S
         return cause([*failures, *self._words()] if failures else [])
 
-    def _words(self) -> Iterator[Failure]:
+    def _words(self) -> Iterator[FailureReport]:
         """Yield what workers that haven't ended yet have left on why they fail."""
         for local_rank, worker in self._workers.items():
             word = worker.word(self._name(local_rank))
             if word is not None:
                 yield word
 
-    def _next(self, timeout: float | None) -> Failure | None:
+    def _next(self, timeout: float | None) -> FailureReport | None:
         """Take the next event; return the failure in it, if it is one."""
         event = self._events.get(timeout)
         if isinstance(event, Warned):
@@ -222,7 +222,7 @@ class _Crew:
             return _reason(event, self._machine())
         return None
 
-    def _post(self, failure: Failure) -> Failure:
+    def _post(self, failure: FailureReport) -> FailureReport:
         """Return the run's reason: this one, or the one that another machine gave before."""
         return within(_POST_S, lambda: self._run.post(failure)) or failure
 
@@ -247,7 +247,7 @@ class _Crew:
                 return False
         return True
 
-    def _leave(self, failure: Failure | None) -> None:
+    def _leave(self, failure: FailureReport | None) -> None:
         if failure is not None:
             within(_LEAVE_S, lambda: self._run.leave(time.sleep, _LEAVE_S))
             return
@@ -271,18 +271,18 @@ class _Crew:
         )
 
 
-def _finish_late(plan: RunPlan, finish: Callable[[], None] | None) -> Failure:
+def _finish_late(plan: RunPlan, finish: Callable[[], None] | None) -> FailureReport:
     """Return what there is to say of a run that was finished before; its status is 0."""
     try:
         if finish is not None:
             finish()
     except PacelineError as error:
-        return Failure.of(error)
-    return Failure(text=finished_sentence(plan.run_id), status=0)
+        return FailureReport.of(error)
+    return FailureReport(text=finished_sentence(plan.run_id), status=0)
 
 
-def _reason(event: Signalled | Noticed, machine: str) -> Failure:
+def _reason(event: Signalled | Noticed, machine: str) -> FailureReport:
     if isinstance(event, Noticed):
         return event.failure
     text = f"stopped by {event.number.name} on {machine}."
-    return Failure(text=text, status=128 + event.number)
+    return FailureReport(text=text, status=128 + event.number)

@@ -23,7 +23,7 @@ from paceline.cluster.membership.members import Members
 from paceline.cluster.rendezvous.registration import GenerationInfo
 from paceline.cluster.stores.store_spec import open_store
 from paceline.cluster.supervision.allocator import keep_freed_memory
-from paceline.cluster.supervision.failure_report import Failure
+from paceline.cluster.supervision.failure_report import FailureReport
 
 
 def run_worker(environment: WorkerEnvironment, work: Callable[[Members, Store, str], None]) -> None:
@@ -69,7 +69,7 @@ def join_world(environment: WorkerEnvironment) -> tuple[Members, Store, str]:
 
 def report_error(environment: WorkerEnvironment, error: BaseException) -> int:
     """Write down for the supervisor why this worker fails; return the exit status to end with."""
-    failure = Failure.of(error)
+    failure = FailureReport.of(error)
     failure.write(Path(environment.error_file))
     return failure.status
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from paceline.cluster.environment import WorkerEnvironment, environment_of
-from paceline.cluster.supervision.failure_report import Failure
+from paceline.cluster.supervision.failure_report import FailureReport
 
 
 class WorkerProcess:
@@ -57,15 +57,15 @@ class WorkerProcess:
             if self._running:
                 self._send(number)
 
-    def failure(self, whom: str, returncode: int) -> Failure:
+    def failure(self, whom: str, returncode: int) -> FailureReport:
         """Return why the worker failed: its own word, or what its exit status says."""
-        return self.word(whom) or Failure.of_exit(whom, returncode)
+        return self.word(whom) or FailureReport.of_exit(whom, returncode)
 
-    def word(self, whom: str) -> Failure | None:
+    def word(self, whom: str) -> FailureReport | None:
         """Return what the worker left on why it fails, perhaps before it has ended."""
         if not self._error_file.exists():
             return None
-        return Failure.from_text(self._error_file.read_bytes()).by(whom)
+        return FailureReport.from_text(self._error_file.read_bytes()).by(whom)
 
     def _wait(self) -> None:
         # Not reaped yet, so that its number still names its process group.
