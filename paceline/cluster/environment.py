@@ -40,7 +40,7 @@ class WorkerEnvironment:
 
     Attributes:
         run_id: the run's name.
-        incarnation: this start of the run.
+        generation: this start of the run.
         machine: the machine's number (Caffe2's shard_id).
         machines: the number of machines (Caffe2's num_shards).
         local_rank: the worker's number on this machine.
@@ -53,7 +53,7 @@ class WorkerEnvironment:
     """
 
     run_id: str
-    incarnation: str
+    generation: str
     machine: int
     machines: int
     local_rank: int

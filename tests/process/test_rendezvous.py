@@ -177,8 +177,8 @@ def test_a_killed_run_starts_again_at_once(stage: Stage, meeting: StoreSpec) -> 
     with at_most(LeaseOptions().limit + 5):
         leader = stage.start(plan(meeting, 0))
         new = stage.actors(2)
-    assert {actor.place.incarnation for actor in new}.isdisjoint(
-        {actor.place.incarnation for actor in old}
+    assert {actor.place.generation for actor in new}.isdisjoint(
+        {actor.place.generation for actor in old}
     )
     end(new, [leader, follower])
     assert left_behind(meeting) == []
@@ -224,8 +224,8 @@ def test_a_machine_that_comes_back_to_a_run_in_its_course_waits_for_the_next_sta
     end(old[:1], [first])
     leader = stage.start(plan(meeting, 0))
     new = stage.actors(2)
-    assert {actor.place.incarnation for actor in new}.isdisjoint(
-        {actor.place.incarnation for actor in old}
+    assert {actor.place.generation for actor in new}.isdisjoint(
+        {actor.place.generation for actor in old}
     )
     end(new, [leader, back])
 
@@ -260,7 +260,7 @@ def elsewhere(machines: int) -> RunRecord:
     registration = MachineRegistration(
         id="far", who=who, workers=1, addresses=("127.0.0.1",), port=1
     )
-    return RunRecord(incarnation="old", machines=machines, leader=registration)
+    return RunRecord(generation="old", machines=machines, leader=registration)
 
 
 def test_another_machines_dead_run_is_known_by_its_lease(stage: Stage, folder: StoreSpec) -> None:

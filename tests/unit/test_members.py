@@ -63,7 +63,7 @@ def test_a_world_may_have_one_worker() -> None:
 def test_a_workers_place_survives_its_environment() -> None:
     place = WorkerEnvironment(
         run_id="r",
-        incarnation="abc",
+        generation="abc",
         machine=1,
         machines=2,
         local_rank=0,

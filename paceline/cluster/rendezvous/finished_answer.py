@@ -53,7 +53,7 @@ def _is_told(meeting: StoreSpec) -> bool:
     text = peek(open_store(meeting, STORE_LIMIT, make=True), "run")
     if text is None:
         return False
-    space = meeting.within(RunRecord.from_text(text).incarnation)
+    space = meeting.within(RunRecord.from_text(text).generation)
     return peek(open_store(space, STORE_LIMIT), FINISHED) is not None
 
 

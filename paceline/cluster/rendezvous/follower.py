@@ -59,13 +59,13 @@ def follow(
     while True:
         reason = ""
         try:
-            live = _live_incarnation(meeting, registration, plan, deadline)
+            live = _live_generation(meeting, registration, plan, deadline)
             if _finished(live, plan):
                 with suppress(*STORE_ERRORS):  # somebody else has tidied up
-                    sit(live.record.incarnation).leave()
+                    sit(live.record.generation).leave()
                 raise Finished
             if not _sealed_without_us(live, plan, registration.who, deadline):
-                seated = _join(live, sit(live.record.incarnation), deadline)
+                seated = _join(live, sit(live.record.generation), deadline)
                 if seated is not None:
                     return seated
         except DeadlinePassed:
@@ -85,7 +85,7 @@ class _Live:
     leader: LeaseWatch
 
 
-def _live_incarnation(
+def _live_generation(
     meeting: StoreSpec, registration: MachineRegistration, plan: RunPlan, deadline: Deadline
 ) -> _Live:
     """Wait for an incarnation that is alive or finished."""
@@ -95,7 +95,7 @@ def _live_incarnation(
         text = peek(store, "run")
         if text is not None and (live is None or text != live.text):
             record = RunRecord.from_text(text)
-            inside = open_store(meeting.within(record.incarnation), STORE_LIMIT)
+            inside = open_store(meeting.within(record.generation), STORE_LIMIT)
             leader = LeaseWatch(inside, record.leader, registration.who)
             live = _Live(text=text, record=record, store=inside, leader=leader)
         if text is not None and live is not None and _standing(live, plan):

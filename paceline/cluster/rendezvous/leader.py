@@ -41,7 +41,7 @@ def take_over(
     Raises:
         ConfigError: the run is alive; names its machine.
     """
-    record = RunRecord(incarnation=uuid.uuid4().hex, machines=plan.machines, leader=registration)
+    record = RunRecord(generation=uuid.uuid4().hex, machines=plan.machines, leader=registration)
     while True:
         store = open_store(meeting, STORE_LIMIT, make=True)
         found = peek(store, "run")
@@ -52,8 +52,8 @@ def take_over(
         with suppress(FolderRemoved):  # just now, by the last machine of the run before
             if store.compare_set("run", expected, wanted) == wanted.encode():
                 if old is not None:
-                    erase(meeting.within(old.incarnation))
-                return record.incarnation
+                    erase(meeting.within(old.generation))
+                return record.generation
 
 
 def seal(registered: RegisteredMachine, deadline: Deadline) -> RegisteredWorld:
@@ -109,7 +109,7 @@ def _wait_until_over(
 
 
 def _old_watches(meeting: StoreSpec, old: RunRecord, here: ProcessIdentity) -> list[LeaseWatch]:
-    store: Store = open_store(meeting.within(old.incarnation), STORE_LIMIT)
+    store: Store = open_store(meeting.within(old.generation), STORE_LIMIT)
     registrations = {
         registration.id: registration
         for registration in read_registrations(store, old.machines).values()

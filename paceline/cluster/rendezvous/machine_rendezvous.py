@@ -112,8 +112,8 @@ def _register(
     notice: Callable[[FailureReport], None],
     warn: Callable[[str], None],
 ) -> tuple[TCPStore | None, RegisteredMachine, RegisteredWorld]:
-    def sit(meeting: StoreSpec, incarnation: str) -> RegisteredMachine:
-        return RegisteredMachine(plan, meeting, incarnation, registration, notice=notice, warn=warn)
+    def sit(meeting: StoreSpec, generation: str) -> RegisteredMachine:
+        return RegisteredMachine(plan, meeting, generation, registration, notice=notice, warn=warn)
 
     if plan.machine > 0:
         assert plan.meeting is not None

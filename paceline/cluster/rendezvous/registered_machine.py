@@ -32,7 +32,7 @@ class RegisteredMachine:
     Args:
         plan: this machine's part.
         meeting: the run's space, as this machine reaches it.
-        incarnation: the incarnation's name.
+        generation: the incarnation's name.
         registration: this machine's entry.
         notice: told, from the heartbeat's thread, of the failure that ended the run.
         warn: told, from the heartbeat's thread, that the meeting place is lost.
@@ -42,17 +42,17 @@ class RegisteredMachine:
         self,
         plan: RunPlan,
         meeting: StoreSpec,
-        incarnation: str,
+        generation: str,
         registration: MachineRegistration,
         *,
         notice: Callable[[FailureReport], None],
         warn: Callable[[str], None],
     ) -> None:
         self.plan = plan
-        self.incarnation = incarnation
+        self.generation = generation
         self.registration = registration
         self.meeting = meeting
-        self.space = meeting.within(incarnation)
+        self.space = meeting.within(generation)
         self.store = open_store(self.space, STORE_LIMIT, make=self.leads)
         self.run_store = open_store(meeting, STORE_LIMIT)
         # The heartbeat has connections of its own: a wait on one blocks its other users.
@@ -117,7 +117,7 @@ class RegisteredMachine:
 
     def _is_newest(self) -> bool:
         text = peek(self.run_store, "run")
-        return text is not None and RunRecord.from_text(text).incarnation == self.incarnation
+        return text is not None and RunRecord.from_text(text).generation == self.generation
 
     def _beat(self, count: int) -> None:
         self._pulse.set(lease_key(self.registration), str(count))

@@ -67,7 +67,7 @@ class MachineRegistration:
 class RunRecord:
     """The newest start of a run: its incarnation, its number of machines, and machine 0."""
 
-    incarnation: str
+    generation: str
     machines: int
     leader: MachineRegistration
 

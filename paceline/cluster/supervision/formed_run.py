@@ -52,7 +52,7 @@ class FormedRun:
         plan = self._registered.plan
         return WorkerEnvironment(
             run_id=plan.run_id,
-            incarnation=self._registered.incarnation,
+            generation=self._registered.generation,
             machine=plan.machine,
             machines=plan.machines,
             local_rank=local_rank,
