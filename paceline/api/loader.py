@@ -81,7 +81,7 @@ class Loader:
                 yield batch
             training.end_steps()
         finally:
-            training.course.iterating = False
+            training.position.iterating = False
 
     def _evaluated(self) -> Iterator[Any]:
         """Leave out empty shares: in an evaluation nobody waits for this rank."""

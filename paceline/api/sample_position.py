@@ -24,7 +24,7 @@ from paceline.run.steps import Position
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightedPlace(Place):
+class WeightedSlice(Place):
     """A share whose gradient counts otherwise than by its samples.
 
     Attributes:
@@ -39,12 +39,12 @@ class WeightedPlace(Place):
         return self.counts
 
     @classmethod
-    def of(cls, place: Place, weight: float) -> WeightedPlace:
+    def of(cls, place: Place, weight: float) -> WeightedSlice:
         """Give a share another weight."""
         return cls(**{f.name: getattr(place, f.name) for f in fields(place)}, counts=weight)
 
 
-class Course:
+class SamplePosition:
     """Which samples steps train.
 
     Args:
@@ -158,7 +158,7 @@ class Course:
         *earlier, place = self._waiting
         if samples is not None:
             counts = self._counts(samples)
-            return WeightedPlace.of(place, samples / sum(counts)), earlier
+            return WeightedSlice.of(place, samples / sum(counts)), earlier
         return (self._accumulated(place) if earlier else place), earlier
 
     def trained(self) -> None:
@@ -186,7 +186,7 @@ class Course:
                 "of its own."
             )
         local = sum(share.count for share in self._waiting)
-        return WeightedPlace.of(place, local / sum(share.global_count for share in self._waiting))
+        return WeightedSlice.of(place, local / sum(share.global_count for share in self._waiting))
 
     def _counted(self, samples: int | None) -> Place:
         """Take positions of the endless epoch, in rank order."""

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from paceline.api.argument_names import in_python
 from paceline.api.run_events import Diary
-from paceline.api.sample_position import Course
+from paceline.api.sample_position import SamplePosition
 from paceline.api.session import Session
 from paceline.api.tracked import Trackable, Tracked
 from paceline.data.batch_slice import Place
@@ -42,7 +42,7 @@ class Training:
 
     Attributes:
         start: the same, without the checkpoint from the first step on.
-        course: which samples steps train.
+        position: which samples steps train.
         tracked: what checkpoints keep besides.
         closed: the world is closed.
     """
@@ -51,8 +51,8 @@ class Training:
         self.session, self.start = session, start
         kept = None if start.state is None else start.state.get("tracked", {})
         self.tracked = Tracked(kept)
-        self.course = Course(start.position, session.communicator, session.link.device)
-        start.restore({"course": self.course})
+        self.position = SamplePosition(start.position, session.communicator, session.link.device)
+        start.restore({"course": self.position})
         self.closed = False
         self._begun = False  # the first step was, in this process
         self._optimizer: Optimizer | None = None
@@ -88,7 +88,7 @@ class Training:
         """
         session = self.session
         self._diary.model = type(model).__name__
-        kept = {**parts, "course": self.course, "tracked": self.tracked}
+        kept = {**parts, "course": self.position, "tracked": self.tracked}
         self._replica, self._optimizer = replica, optimizer
         self._steps = Steps(
             replica,
@@ -98,7 +98,7 @@ class Training:
             rank=session.communicator.rank,
             generation=self.start.generation,
             seed=session.identity["seed"],
-            position=self.course.position,
+            position=self.position.position,
             policy=session.policy,
             stopping=lambda: session.signals.status != 0,
             listen=lambda number, sums: None,
@@ -138,7 +138,7 @@ class Training:
         }
         self.session.link.agree(f"loader {self._loaders}", facts)
         if train:
-            self.course.follow(order)
+            self.position.follow(order)
 
     def replica(self, what: str) -> Replica:
         """Return what exchanges gradients, for the caller `what`.
@@ -168,7 +168,7 @@ class Training:
         """Make a step; see `World.step`."""
         steps = self._between_steps("world.step()")
         with self._leaving():
-            place, earlier = self.course.take(samples)
+            place, earlier = self.position.take(samples)
             self._begin()
             self._inside = self._broken = True
             try:
@@ -179,7 +179,7 @@ class Training:
             self._broken = False
             for share in earlier:
                 self._diary.trained(share)
-            self.course.trained()
+            self.position.trained()
 
     def save(self) -> None:
         """Save a checkpoint in the background; see `World.checkpoint`."""
@@ -189,32 +189,32 @@ class Training:
     def begin_epoch(self) -> tuple[int, int]:
         """End the epoch of the loader's last iteration; return the next one, and where in it."""
         self.require_open("the loader")
-        self.course.drop()
-        if self.course.next_is_another and self._steps is not None:
+        self.position.drop()
+        if self.position.next_is_another and self._steps is not None:
             with in_python():
                 self._steps.end_epoch()
-        self.course.begun = self.course.iterating = True
-        return self.course.position.epoch, self.course.position.step
+        self.position.begun = self.position.iterating = True
+        return self.position.position.epoch, self.position.position.step
 
     def hand_out(self, place: Place) -> None:
         """Let the next step train a share, of which more may come before it."""
-        self.course.hand_out(place)
+        self.position.hand_out(place)
         if self._steps is not None:
             self._steps.seed(place.number)
 
     def end_steps(self) -> None:
         """End an epoch's steps; stop here if somebody was asked to."""
-        self.course.require_all_trained()
+        self.position.require_all_trained()
         if self._steps is not None:
             with self._leaving():
                 self._steps.end_steps()
 
     def finish(self) -> None:
         """Save the state after the last step, unless there is none or it is broken."""
-        if self._steps is None or self._broken or not self.course.begun:
+        if self._steps is None or self._broken or not self.position.begun:
             return
         with in_python():
-            if self.course.at_end:
+            if self.position.at_end:
                 self._steps.end_epoch()
             else:
                 self._steps.save()
@@ -261,5 +261,5 @@ class Training:
         assert self._replica is not None
         for scaler in self.tracked.scalers:
             self._replica.follow(scaler.get_scale)
-        self._diary.begin(self.course.order, self.course.position.number)
+        self._diary.begin(self.position.order, self.position.position.number)
         self._begun, self.start = True, replace(self.start, state=None)

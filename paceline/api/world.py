@@ -75,12 +75,12 @@ class World:
     @property
     def epoch(self) -> int:
         """The epoch in which the run goes on."""
-        return self._training.course.epoch
+        return self._training.position.epoch
 
     @property
     def steps(self) -> int:
         """The steps that the run has made, in earlier starts of it too."""
-        return self._training.course.position.number
+        return self._training.position.position.number
 
     def step(self, samples: int | None = None) -> AbstractContextManager[None]:
         """Make a step with all other processes; forward, backward and `optimizer.step()` inside.
