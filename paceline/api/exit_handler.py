@@ -32,7 +32,7 @@ _INTERRUPTED = 130
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
-class LastWord:
+class ExitHandler:
     """Ends a process whose script failed.
 
     Args:
@@ -54,7 +54,7 @@ class LastWord:
         self.rescue: Callable[[], object] = _nothing
         self._alone = worker is None
         current = sys.excepthook
-        self._before: _Hook = current._before if isinstance(current, LastWord) else current
+        self._before: _Hook = current._before if isinstance(current, ExitHandler) else current
         sys.excepthook = self
         self.asked = 0
         self._exit = sys.exit
@@ -63,7 +63,7 @@ class LastWord:
     @staticmethod
     def spoken_for() -> bool:
         """Tell whether a world stands in this process."""
-        return isinstance(sys.excepthook, LastWord) and sys.excepthook.standing
+        return isinstance(sys.excepthook, ExitHandler) and sys.excepthook.standing
 
     def stand(self, joined: Joined) -> None:
         """Speak for a process of a world that stands now."""

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from paceline.api.argument_names import as_arguments, in_python
-from paceline.api.exit_handler import LastWord
+from paceline.api.exit_handler import ExitHandler
 from paceline.api.session import Link, Session
 from paceline.api.world import World
 from paceline.cluster.environment import Environment, read_environment
@@ -77,14 +77,14 @@ def join(
         CheckpointError: there are checkpoints, and none can be read.
         CommError: a process didn't come in time, or can't be reached.
     """
-    if LastWord.spoken_for():
+    if ExitHandler.spoken_for():
         raise ConfigError(
             "paceline.join() was called before, and its world stands: join once and hand the world "
             "on, or close() it first."
         )
     with in_python():
         environment = read_environment()
-        last_word = LastWord(environment)
+        exit_handler = ExitHandler(environment)
         told = (_FIRST_TIMEOUT, _TIMEOUT)
         if environment.worker is not None:
             told = (environment.worker.first_iter_timeout, environment.worker.timeout)
@@ -115,9 +115,9 @@ def join(
         )
         resources = ExitStack()
         try:
-            return _join(environment, last_word, asked, resources)
+            return _join(environment, exit_handler, asked, resources)
         except BaseException:
-            last_word.standing = False
+            exit_handler.standing = False
             resources.__exit__(*sys.exc_info())
             raise
 
@@ -140,14 +140,14 @@ class _Asked:
 
 
 def _join(
-    environment: Environment, last_word: LastWord, asked: _Asked, resources: ExitStack
+    environment: Environment, exit_handler: ExitHandler, asked: _Asked, resources: ExitStack
 ) -> World:
     first, run = asked.first_timeout, asked.run
     joined = join_world_of(environment, first_iter_timeout=first, timeout=asked.timeout)
     members = joined.members
     device = _device(asked.device, members)
     link = Link(joined=joined, device=device, first_timeout=first, timeout=asked.timeout)
-    last_word.stand(joined)
+    exit_handler.stand(joined)
     if run is not None and members.local_rank == 0:
         resources.callback(_held(run, asked, members).close)
     link.agree("versions", version_facts())
@@ -166,7 +166,7 @@ def _join(
         recorder=recorder,
         trace=trace,
         signals=StopSignals(partial(_say_stopped, joined, run)),
-        last_word=last_word,
+        exit_handler=exit_handler,
         resources=resources,
     )
     return World(session, start)

@@ -9,7 +9,7 @@ from paceline.recorder import Recorder
 from paceline.wiring import Start
 
 
-class Diary:
+class RunEvents:
     """Tells a recorder.
 
     Args:

@@ -12,7 +12,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore
 
 from paceline.api.argument_names import as_arguments
-from paceline.api.exit_handler import LastWord
+from paceline.api.exit_handler import ExitHandler
 from paceline.cluster.join import Joined
 from paceline.cluster.rendezvous.preflight import compare
 from paceline.cluster.supervision.stop_signals import StopSignals
@@ -116,7 +116,7 @@ class Session:
         recorder: receives its events.
         trace: traces steps, where it is to.
         signals: those that ask it to stop.
-        last_word: speaks if the script fails.
+        exit_handler: speaks if the script fails.
         resources: what is to be closed in the end.
     """
 
@@ -128,7 +128,7 @@ class Session:
     recorder: Recorder
     trace: Trace | None
     signals: StopSignals
-    last_word: LastWord
+    exit_handler: ExitHandler
     resources: ExitStack
 
     @property

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.api.argument_names import in_python
-from paceline.api.run_events import Diary
+from paceline.api.run_events import RunEvents
 from paceline.api.sample_position import SamplePosition
 from paceline.api.session import Session
 from paceline.api.tracked import Trackable, Tracked
@@ -56,7 +56,7 @@ class Training:
         self.closed = False
         self._begun = False  # the first step was, in this process
         self._optimizer: Optimizer | None = None
-        self._diary = Diary(
+        self._events = RunEvents(
             session.recorder, session.link.joined.members, start, session.link.device.type
         )
         self._steps: Steps | None = None
@@ -87,7 +87,7 @@ class Training:
             parts: what checkpoints keep, by name.
         """
         session = self.session
-        self._diary.model = type(model).__name__
+        self._events.model = type(model).__name__
         kept = {**parts, "course": self.position, "tracked": self.tracked}
         self._replica, self._optimizer = replica, optimizer
         self._steps = Steps(
@@ -178,7 +178,7 @@ class Training:
                 self._inside = False
             self._broken = False
             for share in earlier:
-                self._diary.trained(share)
+                self._events.trained(share)
             self.position.trained()
 
     def save(self) -> None:
@@ -261,5 +261,5 @@ class Training:
         assert self._replica is not None
         for scaler in self.tracked.scalers:
             self._replica.follow(scaler.get_scale)
-        self._diary.begin(self.position.order, self.position.position.number)
+        self._events.begin(self.position.order, self.position.position.number)
         self._begun, self.start = True, replace(self.start, state=None)

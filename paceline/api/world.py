@@ -36,7 +36,7 @@ class World:
         self._session = session
         self._members = session.link.joined.members
         self._training = Training(session, start)
-        session.last_word.rescue = self._training.rescue
+        session.exit_handler.rescue = self._training.rescue
         if session.run is not None and threading.current_thread() is threading.main_thread():
             hear = session.signals.heard(self._training.rescue)
             session.resources.enter_context(hear)
@@ -200,7 +200,7 @@ class World:
             self._release(*sys.exc_info())
             raise
         self._release(None, None, None)
-        self._session.last_word.withdraw()
+        self._session.exit_handler.withdraw()
         self._session.link.joined.close()
 
     def __enter__(self) -> Self:
@@ -213,7 +213,7 @@ class World:
         trace: TracebackType | None,
     ) -> None:
         if kind is None or issubclass(kind, SystemExit):
-            self._session.last_word.warn()
+            self._session.exit_handler.warn()
             self.close()
         else:
             self._release(kind, error, trace)
@@ -228,15 +228,15 @@ class World:
         if not self._training.closed:
             self._training.closed = True
             atexit.unregister(self._close_at_exit)
-            self._session.last_word.standing = False
+            self._session.exit_handler.standing = False
             self._session.resources.__exit__(kind, error, trace)
 
     def _close_at_exit(self) -> None:
         """Close when the script has come to its end, and say why where that can't be."""
-        if self._session.last_word.failed:
+        if self._session.exit_handler.failed:
             return
         try:
-            self._session.last_word.warn()
+            self._session.exit_handler.warn()
             self.close()
         except Exception as error:
-            self._session.last_word.at_exit(error)
+            self._session.exit_handler.at_exit(error)

@@ -152,28 +152,28 @@ def test_each_block_waits_for_its_own_buckets_from_the_second_step_on() -> None:
     communicator = ThreadGroup(1).communicator(0)
     replica = replicate(model, optimizer, communicator, 1)
     synchronizer = replica._binding.synchronizer
-    diary: list[tuple[str, object]] = []
+    events: list[tuple[str, object]] = []
     before_read, gradient_ready = synchronizer.before_read, synchronizer.gradient_ready
 
     def read(bucket: Any) -> None:
-        diary.append(("read", bucket.parameters[0]))
+        events.append(("read", bucket.parameters[0]))
         before_read(bucket)
 
     def ready(bucket: Any) -> None:
-        diary.append(("ready", bucket.parameters[0]))
+        events.append(("ready", bucket.parameters[0]))
         gradient_ready(bucket)
 
     synchronizer.before_read, synchronizer.gradient_ready = read, ready  # type: ignore[method-assign]
     (x, y), *_ = Training.of(model).batches
     for number in range(2):
-        diary.clear()
+        events.clear()
         with replica.step(number, 1.0):
             F.cross_entropy(model(x), y).backward()
-            ready_in_backward = [p for what, p in diary if what == "ready"]
+            ready_in_backward = [p for what, p in events if what == "ready"]
             optimizer.step()
             optimizer.zero_grad()
     parameters = list(model.parameters())
-    reads = [p for what, p in diary if what == "read"]
+    reads = [p for what, p in events if what == "read"]
     by_layer = [parameters[:2], *(parameters[i : i + 4] for i in (2, 6, 10)), parameters[14:]]
     for layer in by_layer:  # each layer's, before the next layer's
         assert {id(p) for p in reads[: len(layer)]} == {id(p) for p in layer}

@@ -29,7 +29,7 @@ class Watched:
     """A communicator that fails if memory that it holds is used, and keeps a diary.
 
     Attributes:
-        diary: "start" and "wait" of each sum, with the number of its values.
+        events: "start" and "wait" of each sum, with the number of its values.
         late: no sum is there before it is waited for.
     """
 
@@ -37,13 +37,13 @@ class Watched:
         self.rank, self.world_size = inner.rank, inner.world_size
         self._inner = inner
         self._held: list[Tensor] = []
-        self.diary: list[tuple[str, int]] = []
+        self.events: list[tuple[str, int]] = []
         self.late = False
 
     def all_reduce(self, tensor: Tensor) -> Ticket:
         for held in self._held:
             assert held.data_ptr() != tensor.data_ptr(), "sent again before it was acknowledged"
-        self.diary.append(("start", tensor.numel()))
+        self.events.append(("start", tensor.numel()))
         ticket = self._inner.all_reduce(tensor)  # leaves nothing but NaN in the memory
         self._held.append(tensor)
         return _WatchedTicket(self, tensor, ticket)
@@ -59,7 +59,7 @@ class Watched:
 
     def return_sums(self, tensor: Tensor) -> None:
         assert tensor.isnan().all(), "written before it was acknowledged"
-        self.diary.append(("wait", tensor.numel()))
+        self.events.append(("wait", tensor.numel()))
         self._held = [held for held in self._held if held is not tensor]
 
 
@@ -123,25 +123,25 @@ def diary_of_a_step(model: nn.Module, *, late: bool) -> tuple[list[tuple[str, in
     bench = Bench.of(watched, model, bucket_bytes=1)
     bench.step(0)
     bench.step(1)  # what is read where has been learned
-    watched.diary.clear()
+    watched.events.clear()
     watched.late = late
     with bench.replica.step(2, 1.0):
         bench.backward(2)
         bench.optimizer.step()
-    return watched.diary, [p.numel() + 1 for p in bench.model.parameters()]  # a flag behind each
+    return watched.events, [p.numel() + 1 for p in bench.model.parameters()]  # a flag behind each
 
 
 def test_a_layer_waits_for_its_own_bucket_and_for_nothing_else(model: nn.Module) -> None:
-    diary, sizes = diary_of_a_step(model, late=False)
-    waits = [size for what, size in diary if what == "wait"]
+    events, sizes = diary_of_a_step(model, late=False)
+    waits = [size for what, size in events if what == "wait"]
     assert sorted(waits) == sorted(sizes)
     assert waits[:2] == sizes[:2]  # the first layer's, first
-    assert diary[-len(sizes) :] == [("start", size) for size in reversed(sizes)]
+    assert events[-len(sizes) :] == [("start", size) for size in reversed(sizes)]
 
 
 def test_what_was_sent_before_a_late_bucket_is_updated_first(model: nn.Module) -> None:
-    diary, sizes = diary_of_a_step(model, late=True)
-    waits = [size for what, size in diary if what == "wait"]
+    events, sizes = diary_of_a_step(model, late=True)
+    waits = [size for what, size in events if what == "wait"]
     assert waits == sizes[::-1]  # in the order in which backward had sent them
 
 
@@ -170,7 +170,7 @@ def test_all_ranks_send_in_one_order_whatever_order_backward_takes() -> None:
                 F.cross_entropy(bench.model(x, communicator.rank), y).backward()
                 bench.optimizer.step()
                 bench.optimizer.zero_grad()
-        return [entry for entry in watched.diary if entry[0] == "start"]
+        return [entry for entry in watched.events if entry[0] == "start"]
 
     one, other = run_ranks(2, train)
     assert one == other

@@ -11,37 +11,37 @@ from paceline.observe.fanout import Fanout
 from paceline.recorder import Recorder
 
 
-class Diary:
+class RunEvents:
     """A recorder that writes down what it is told."""
 
-    def __init__(self, name: str, diary: list[str], fails: bool = False) -> None:
-        self.name, self.diary, self.fails = name, diary, fails
+    def __init__(self, name: str, events: list[str], fails: bool = False) -> None:
+        self.name, self.events, self.fails = name, events, fails
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        self.diary.append(f"{self.name} enters {name}")
+        self.events.append(f"{self.name} enters {name}")
         yield
-        self.diary.append(f"{self.name} leaves {name}")
+        self.events.append(f"{self.name} leaves {name}")
 
     def count(self, name: str, amount: float) -> None:
-        self.diary.append(f"{self.name} counts {amount} {name}")
+        self.events.append(f"{self.name} counts {amount} {name}")
 
     def event(self, name: str, **fields: object) -> None:
-        self.diary.append(f"{self.name} hears {name} {fields}")
+        self.events.append(f"{self.name} hears {name} {fields}")
 
     def close(self) -> None:
-        self.diary.append(f"{self.name} closes")
+        self.events.append(f"{self.name} closes")
         if self.fails:
             raise OSError("disk full")
 
 
 def test_all_are_told_everything_in_order() -> None:
-    diary: list[str] = []
-    both: Recorder = Fanout(Diary("a", diary), Diary("b", diary))
+    events: list[str] = []
+    both: Recorder = Fanout(RunEvents("a", events), RunEvents("b", events))
     with both.span("step"):
         both.count("bytes", 3)
     both.event("note", text="x")
-    assert diary == [
+    assert events == [
         "a enters step",
         "b enters step",
         "a counts 3 bytes",
@@ -54,8 +54,8 @@ def test_all_are_told_everything_in_order() -> None:
 
 
 def test_all_are_closed_though_one_fails() -> None:
-    diary: list[str] = []
-    both = Fanout(Diary("a", diary, fails=True), Diary("b", diary))
+    events: list[str] = []
+    both = Fanout(RunEvents("a", events, fails=True), RunEvents("b", events))
     with pytest.raises(OSError, match="disk full"):
         both.close()
-    assert diary == ["a closes", "b closes"]
+    assert events == ["a closes", "b closes"]
