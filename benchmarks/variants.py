@@ -36,7 +36,7 @@ from itertools import count
 
 import torch
 import torch.distributed as dist
-from place import Place, Variant, join_gloo, meet, nothing, peers_of
+from place import BatchSlice, Variant, join_gloo, meet, nothing, peers_of
 from ranks import keep_to_own_cores, serve
 from stream import Stream
 from table import method_of, size_of
@@ -59,7 +59,7 @@ CLASSES = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting(Place):
+class Setting(BatchSlice):
     """What a rank is told: its place, and the work."""
 
     model: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.cluster.membership.members import Members
-from paceline.data.batch_slice import Place
+from paceline.data.batch_slice import BatchSlice
 from paceline.data.order import Order
 from paceline.recorder import Recorder
 from paceline.wiring import Start
@@ -51,7 +51,7 @@ class RunEvents:
             "restore", generation=self._generation, step=number, origin=self._origin
         )
 
-    def trained(self, place: Place) -> None:
+    def trained(self, place: BatchSlice) -> None:
         """Tell of a share that was trained in a later one's step."""
         self._recorder.event(
             "step",

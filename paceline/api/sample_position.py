@@ -17,14 +17,14 @@ from typing import Any
 import torch
 
 from paceline.comm.communicator import Communicator
-from paceline.data.batch_slice import Place
+from paceline.data.batch_slice import BatchSlice
 from paceline.data.order import Order
 from paceline.errors import ConfigError
 from paceline.run.steps import Position
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightedSlice(Place):
+class WeightedSlice(BatchSlice):
     """A share whose gradient counts otherwise than by its samples.
 
     Attributes:
@@ -39,7 +39,7 @@ class WeightedSlice(Place):
         return self.counts
 
     @classmethod
-    def of(cls, place: Place, weight: float) -> WeightedSlice:
+    def of(cls, place: BatchSlice, weight: float) -> WeightedSlice:
         """Give a share another weight."""
         return cls(**{f.name: getattr(place, f.name) for f in fields(place)}, counts=weight)
 
@@ -66,7 +66,7 @@ class SamplePosition:
         self._communicator, self._device = communicator, device
         self._order: Order | None = None
         self._kept: Mapping[str, Any] | None = None  # the order in the checkpoint
-        self._waiting: list[Place] = []  # handed out, and not trained yet
+        self._waiting: list[BatchSlice] = []  # handed out, and not trained yet
         self._taken = 0  # positions of the endless epoch
 
     @property
@@ -115,7 +115,7 @@ class SamplePosition:
                 )
         self._order = order
 
-    def hand_out(self, place: Place) -> None:
+    def hand_out(self, place: BatchSlice) -> None:
         """Let the next step train a share."""
         self._waiting.append(place)
 
@@ -136,7 +136,7 @@ class SamplePosition:
                 "len(loader)); for a loop that doesn't train, give the loader train=False."
             )
 
-    def take(self, samples: int | None) -> tuple[Place, Sequence[Place]]:
+    def take(self, samples: int | None) -> tuple[BatchSlice, Sequence[BatchSlice]]:
         """Return what the next step trains, and the shares before it that it trains as well.
 
         Args:
@@ -176,7 +176,7 @@ class SamplePosition:
         """Take what a checkpoint kept."""
         self._taken, self._kept = state["taken"], state["order"]
 
-    def _accumulated(self, place: Place) -> Place:
+    def _accumulated(self, place: BatchSlice) -> BatchSlice:
         """Weigh several shares as one: local samples / global samples of all of them."""
         world_size = self._communicator.world_size
         if any(share.global_count < world_size for share in self._waiting):
@@ -188,7 +188,7 @@ class SamplePosition:
         local = sum(share.count for share in self._waiting)
         return WeightedSlice.of(place, local / sum(share.global_count for share in self._waiting))
 
-    def _counted(self, samples: int | None) -> Place:
+    def _counted(self, samples: int | None) -> BatchSlice:
         """Take positions of the endless epoch, in rank order."""
         if self._kept is not None:
             raise ConfigError(
@@ -199,7 +199,7 @@ class SamplePosition:
         counts = [1] * world_size if samples is None else self._counts(samples)
         first, number = self._taken + sum(counts[:rank]), self.position.number
         self._next = self._taken + sum(counts)
-        return Place(
+        return BatchSlice(
             epoch=0,
             step=number,
             steps=number + 1,

@@ -22,7 +22,7 @@ from paceline.api.run_events import RunEvents
 from paceline.api.sample_position import SamplePosition
 from paceline.api.session import Session
 from paceline.api.tracked import Trackable, Tracked
-from paceline.data.batch_slice import Place
+from paceline.data.batch_slice import BatchSlice
 from paceline.data.order import Order
 from paceline.errors import ConfigError
 from paceline.replica.replica import Replica
@@ -196,7 +196,7 @@ class Training:
         self.position.begun = self.position.iterating = True
         return self.position.position.epoch, self.position.position.step
 
-    def hand_out(self, place: Place) -> None:
+    def hand_out(self, place: BatchSlice) -> None:
         """Let the next step train a share, of which more may come before it."""
         self.position.hand_out(place)
         if self._steps is not None:

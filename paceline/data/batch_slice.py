@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class BatchSlice:
     """A share: positions `first` to `last` - 1 of an epoch's order.
 
     Attributes:

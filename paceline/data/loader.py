@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.data.batch_slice import Place
+from paceline.data.batch_slice import BatchSlice
 from paceline.data.image.augment import Transform
 from paceline.data.order import Indices, Order
 from paceline.data.sample_maker import BadRecord, SampleMaker
@@ -50,7 +50,7 @@ class Batch:
 
     images: Tensor
     labels: Tensor
-    place: Place
+    place: BatchSlice
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ class Loader:
         place = self._order.place(epoch, step, self._rank, self._world_size)
         return self._indices[epoch][place.computed]
 
-    def _judged(self, place: Place, bad: Sequence[BadRecord]) -> Place:
+    def _judged(self, place: BatchSlice, bad: Sequence[BadRecord]) -> BatchSlice:
         """Count the share's bad records as left out, or raise what is wrong with the first."""
         if self._skipped is not None:
             self._skipped.take(self._rank, place, bad)

@@ -1,7 +1,7 @@
 """Batches of anybody's map-style data set, in the order that `Order` says.
 
     Order --> this rank's share of each global batch --> torch's DataLoader, its workers and
-                                                         collation --> (Place, batch)
+                                                         collation --> (BatchSlice, batch)
 
 The batch of a place depends on the data set, the seed, the epoch and the place, never on the number
 of workers, on the world's size or on where an epoch was begun. Samples are seeded one by one
@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.data import splitmix
-from paceline.data.batch_slice import Place
+from paceline.data.batch_slice import BatchSlice
 from paceline.data.order import Order
 from paceline.data.seeded_dataset import MapStyle, SeededDataset
 from paceline.errors import ConfigError, DataError
@@ -97,10 +97,10 @@ class MappedLoader:
         """Take another place in another world from the next `epoch` on."""
         self._rank, self._world_size = rank, world_size
 
-    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[tuple[Place, Any]]:
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[tuple[BatchSlice, Any]]:
         """Yield this rank's batch of each step of an epoch from a step on, and its place.
 
-        Where a share is empty the batch is one borrowed sample, and `Place.count` is 0. Closing the
+        Where a share is empty the batch is one borrowed sample, and `BatchSlice.count` is 0. Closing the
         iterator, or leaving the loop that owns it, ends the worker processes.
 
         Raises:
@@ -125,7 +125,7 @@ class MappedLoader:
                 with _told_as_data_errors(workers):
                     batches._shutdown_workers()
 
-    def _started(self, epoch: int, places: Sequence[Place]) -> Any:
+    def _started(self, epoch: int, places: Sequence[BatchSlice]) -> Any:
         """Start loading the batches of places."""
         indices = self._order.epoch_indices(epoch)
         # The caller's own random stream isn't touched: torch draws the workers' seeds from this.

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.data import splitmix
-from paceline.data.batch_slice import Place
+from paceline.data.batch_slice import BatchSlice
 from paceline.errors import ConfigError
 
 Indices = npt.NDArray[np.int64]
@@ -103,7 +103,7 @@ class Order:
         start = first + rank * each + min(rank, larger)
         return start, start + each + (rank < larger)
 
-    def place(self, epoch: int, step: int, rank: int, world_size: int) -> Place:
+    def place(self, epoch: int, step: int, rank: int, world_size: int) -> BatchSlice:
         """Say where a rank's share of a global batch stands.
 
         Raises:
@@ -111,7 +111,7 @@ class Order:
         """
         first, last = self.share(step, rank, world_size)
         begin, end = self.batch_range(step)
-        return Place(
+        return BatchSlice(
             epoch=epoch,
             step=step,
             steps=self.steps,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from paceline.data.batch_slice import Place
+from paceline.data.batch_slice import BatchSlice
 from paceline.data.sample_maker import BadRecord
 from paceline.errors import DataError
 
@@ -31,7 +31,7 @@ class Skipped:
         self._read = self._bad = 0
         self._last: BadRecord | None = None
 
-    def take(self, rank: int, place: Place, bad: Sequence[BadRecord]) -> None:
+    def take(self, rank: int, place: BatchSlice, bad: Sequence[BadRecord]) -> None:
         """Tell what of a share is left out, and with an epoch's last share how much it was.
 
         Raises:
@@ -58,7 +58,7 @@ class Skipped:
         else:
             self._warn(f"rank {rank} leaves out more bad records; from now on they are counted.")
 
-    def _count(self, rank: int, place: Place, bad: Sequence[BadRecord]) -> None:
+    def _count(self, rank: int, place: BatchSlice, bad: Sequence[BadRecord]) -> None:
         if place.epoch != self._epoch:
             self._epoch, self._in_epoch = place.epoch, {}
         self._in_epoch |= {record.index: record for record in bad}

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from paceline.data import splitmix
-from paceline.data.batch_slice import Place
+from paceline.data.batch_slice import BatchSlice
 from paceline.recorder import Recorder
 from paceline.reduce.rank_state import OPTIMIZER
 from paceline.replica.replica import Replica
@@ -137,7 +137,7 @@ class Steps:
         self._saved_number = self.position.number
 
     @contextmanager
-    def step(self, place: Place, **told: object) -> Iterator[Tensor]:
+    def step(self, place: BatchSlice, **told: object) -> Iterator[Tensor]:
         """Run a step.
 
         Args:

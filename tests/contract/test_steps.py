@@ -13,7 +13,7 @@ from paceline.algorithms.allreduce import AllReduce
 from paceline.algorithms.notified import Notified
 from paceline.algorithms.sharded import Sharded
 from paceline.comm.communicator import Communicator
-from paceline.data.batch_slice import Place
+from paceline.data.batch_slice import BatchSlice
 from paceline.data.order import Order
 from paceline.recorder import NullRecorder
 from paceline.run.step_summary import StepSummaries
@@ -69,11 +69,11 @@ class Rank:
             device=torch.device("cpu"),
         )
 
-    def place(self, number: int) -> Place:
+    def place(self, number: int) -> BatchSlice:
         epoch, step = divmod(number, ORDER.steps)
         first, last = ORDER.share(step, self.communicator.rank, self.communicator.world_size)
         begin, end = ORDER.batch_range(step)
-        return Place(
+        return BatchSlice(
             epoch=epoch,
             step=step,
             steps=ORDER.steps,

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from paceline.data.batch_slice import Place
+from paceline.data.batch_slice import BatchSlice
 from paceline.data.map_style_loader import MappedLoader
 from paceline.data.order import Order
 from paceline.errors import ConfigError, DataError
@@ -54,7 +54,7 @@ def loader_of(dataset: Any = None, **options: Any) -> MappedLoader:
     return MappedLoader(dataset, order, **({"rank": 0, "world_size": 1} | options))
 
 
-def real(batches: Iterator[tuple[Place, torch.Tensor]]) -> list[torch.Tensor]:
+def real(batches: Iterator[tuple[BatchSlice, torch.Tensor]]) -> list[torch.Tensor]:
     """The samples of each batch that count."""
     return [batch[: place.count] for place, batch in batches]
 
