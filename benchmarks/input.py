@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler
 
 from paceline.data.db.lmdb_source import LmdbSource
 from paceline.data.image.augment import Transform
-from paceline.data.loader import Loader
+from paceline.data.loader import DatabaseLoader
 from paceline.data.order import Order
 
 BATCH, SIZE, SCALE = 32, 224, 256
@@ -69,7 +69,7 @@ def main() -> None:
 def paceline(folder: Path) -> Iterator[Tensor]:
     """Yield batches of images from Paceline's loader."""
     source = LmdbSource(folder)
-    loader = Loader(
+    loader = DatabaseLoader(
         source,
         Order(size=len(source), batch_size=BATCH),
         Transform(augment="caffe2", image_size=SIZE, scale=SCALE),

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.comm.communicator import Communicator, total
-from paceline.data.loader import Batch, Loader
+from paceline.data.loader import Batch, DatabaseLoader
 from paceline.models.output_check import check_output, explained_errors, explained_memory
 from paceline.observe.score_counter import NO_TEST, TOLD, ScoreCounter, Scores, scores
 from paceline.recorder import Recorder
@@ -34,8 +34,8 @@ class Trainer:
     steps: Steps
     communicator: Communicator
     device: torch.device
-    train: Loader
-    test: Loader | None
+    train: DatabaseLoader
+    test: DatabaseLoader | None
     recorder: Recorder
     save: Callable[[], None]
     epochs: int

@@ -27,7 +27,7 @@ from paceline.data.batch_slice import BatchSlice
 from paceline.data.image.augment import Transform
 from paceline.data.order import Indices, Order
 from paceline.data.sample_maker import BadRecord, SampleMaker
-from paceline.data.skipped_records import Skipped
+from paceline.data.skipped_records import SkippedRecords
 from paceline.data.source import Source
 from paceline.data.upload import Upload
 from paceline.errors import DataError
@@ -71,7 +71,7 @@ def _unheard(text: str) -> None:
     """Tell nobody."""
 
 
-class Loader:
+class DatabaseLoader:
     """Makes the batches of one rank.
 
     Args:
@@ -116,7 +116,7 @@ class Loader:
         self._order = order
         self._rank, self._world_size = rank, world_size
         self._prefetch, self._epochs, self._timeout = prefetch, epochs, timeout
-        self._skipped = Skipped(warn) if skip_bad else None
+        self._skipped = SkippedRecords(warn) if skip_bad else None
         fill = np.clip(np.rint(mean), 0, 255).astype(np.uint8)
         self._maker = SampleMaker(
             source=source,

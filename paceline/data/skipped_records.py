@@ -16,7 +16,7 @@ _NAMED = 5  # records that are told each by a line of its own
 _ENOUGH = 64  # records after which their kind can be judged
 
 
-class Skipped:
+class SkippedRecords:
     """What one rank has left out so far.
 
     Args:

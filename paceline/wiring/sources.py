@@ -17,7 +17,7 @@ from paceline.data.db.leveldb.source import LevelDbSource
 from paceline.data.db.lmdb_source import LmdbSource
 from paceline.data.db.minidb_source import MiniDbSource
 from paceline.data.image.augment import Transform
-from paceline.data.loader import Loader
+from paceline.data.loader import DatabaseLoader
 from paceline.data.order import Order
 from paceline.data.source import Source
 from paceline.data.synthetic import SyntheticSource
@@ -81,7 +81,7 @@ def make_loader(
     *,
     train: bool,
     recorder: Recorder,
-) -> Loader:
+) -> DatabaseLoader:
     """Make a rank's loader of a source, in the order of training or of evaluation.
 
     Args:
@@ -111,7 +111,7 @@ def make_loader(
         seed=seed,
         train=train,
     )
-    return Loader(
+    return DatabaseLoader(
         source,
         order,
         transform,

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from paceline.data.image.augment import Transform
-from paceline.data.loader import Batch, Loader
+from paceline.data.loader import Batch, DatabaseLoader
 from paceline.data.order import Order
 from paceline.data.source import Record
 
@@ -65,18 +65,18 @@ def photographs(count: int) -> list[Record]:
 
 
 @contextmanager
-def loader_of(source: Any, batch_size: int, **options: Any) -> Iterator[Loader]:
+def loader_of(source: Any, batch_size: int, **options: Any) -> Iterator[DatabaseLoader]:
     order = options.pop("order", None) or Order(size=len(source), batch_size=batch_size, seed=2)
     defaults = {"mean": (0.0,), "std": (1.0,), "rank": 0, "world_size": 1, "threads": 2}
     transform = options.pop("transform", PLAIN)
-    loader = Loader(source, order, transform, device=CPU, **(defaults | options))
+    loader = DatabaseLoader(source, order, transform, device=CPU, **(defaults | options))
     try:
         yield loader
     finally:
         loader.close()
 
 
-def epoch_of(loader: Loader, epoch: int = 0) -> list[Batch]:
+def epoch_of(loader: DatabaseLoader, epoch: int = 0) -> list[Batch]:
     return [loader.batch(epoch, step) for step in range(loader.steps)]
 
 
