@@ -17,11 +17,11 @@ from paceline.cluster.rendezvous.preflight import (
     version_facts,
 )
 from paceline.config.train import TrainConfig
-from paceline.wiring import Sources
+from paceline.wiring import Databases
 
 
 def agree_on_inputs(
-    config: TrainConfig, members: Members, store: Store, token: str, sources: Sources
+    config: TrainConfig, members: Members, store: Store, token: str, sources: Databases
 ) -> None:
     """Require the same job token, configuration, versions and data of all ranks; collective.
 

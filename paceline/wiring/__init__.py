@@ -9,12 +9,12 @@ from paceline.wiring.machine_group import connect_machine
 from paceline.wiring.model import import_optimizers, make_model, make_optimizer
 from paceline.wiring.recorders import build_recorder, build_trace
 from paceline.wiring.resume import Start, find_start
-from paceline.wiring.sources import Sources, cores_per_worker, make_loader, open_sources
+from paceline.wiring.sources import Databases, cores_per_worker, make_loader, open_sources
 from paceline.wiring.trainer import build_trainer
 
 __all__ = [
     "Peers",
-    "Sources",
+    "Databases",
     "Start",
     "build_recorder",
     "build_trace",

@@ -16,7 +16,7 @@ from paceline.run.bfloat16_support import capabilities_of
 from paceline.state.weights import check_weights
 from paceline.wiring.exchange import refuse_gpu
 from paceline.wiring.model import refuse_emulation
-from paceline.wiring.sources import Sources, labels_beyond, open_sources, order_of
+from paceline.wiring.sources import Databases, labels_beyond, open_sources, order_of
 from paceline.wiring.start_checks import check_order, check_origin
 
 
@@ -64,7 +64,7 @@ def check(config: TrainConfig, gpus: int) -> list[str]:
     return list(_notes(config, sources))
 
 
-def _notes(config: TrainConfig, sources: Sources) -> Iterator[str]:
+def _notes(config: TrainConfig, sources: Databases) -> Iterator[str]:
     for source in (sources.train, sources.test):
         if source is not None and source.index_note:
             yield source.index_note

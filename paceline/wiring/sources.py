@@ -33,7 +33,7 @@ MADE_UP_RECORDS = 2048  # of an epoch of made-up images, where --epoch_size is l
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sources:
+class Databases:
     """The records to train on and, where there are any, to test on."""
 
     train: Source
@@ -46,7 +46,7 @@ class Sources:
             self.test.close()
 
 
-def open_sources(config: TrainConfig) -> Sources:
+def open_sources(config: TrainConfig) -> Databases:
     """Open the databases and check what can be known of them at once.
 
     Raises:
@@ -62,7 +62,7 @@ def open_sources(config: TrainConfig) -> Sources:
             f"{config.world.workers} workers; give each worker at least one."
         )
     if not data.test_data:
-        return Sources(train=train, test=None)
+        return Databases(train=train, test=None)
     test = _open_source("test_data", data.test_data, data, seed + 1)
     names = train.label_names, test.label_names
     if None not in names and names[0] != names[1]:
@@ -70,7 +70,7 @@ def open_sources(config: TrainConfig) -> Sources:
             f"--test_data {data.test_data}: its classes {_some(names[1])} aren't those of the "
             f"training data, {_some(names[0])}; make both of folders with the same classes."
         )
-    return Sources(train=train, test=test)
+    return Databases(train=train, test=test)
 
 
 def make_loader(

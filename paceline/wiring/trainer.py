@@ -30,13 +30,13 @@ from paceline.wiring.autotune import Occasion
 from paceline.wiring.exchange import Peers, replicate
 from paceline.wiring.model import make_model, make_optimizer
 from paceline.wiring.resume import Start
-from paceline.wiring.sources import Sources, make_loader, order_of
+from paceline.wiring.sources import Databases, make_loader, order_of
 
 
 def build_trainer(
     config: TrainConfig,
     peers: Peers,
-    sources: Sources,
+    sources: Databases,
     device: torch.device,
     recorder: Recorder,
     folder: Path,
