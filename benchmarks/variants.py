@@ -52,7 +52,7 @@ from paceline.replica.replica import Replica
 from paceline.run.autotune_trials import steps_of_trials
 from paceline.run.precision import DTYPES
 from paceline.wiring import make_optimizer, replicate
-from paceline.wiring.autotune import CANDIDATES, Occasion
+from paceline.wiring.autotune import CANDIDATES, TrialSetting
 from paceline.wiring.exchange import SYNCHRONIZERS
 
 CLASSES = 1000
@@ -200,8 +200,8 @@ def auto(setting: Setting, store: Store, bucket_mb: float) -> Variant:
 def bind(training: Training, setting: Setting, store: Store, config: SyncConfig) -> Replica:
     """Bind the model to the other ranks as `paceline train` does; collective."""
     peers = peers_of(setting, store)
-    occasion = Occasion(steps=sys.maxsize, tell=partial(print, file=sys.stderr, flush=True))
-    return replicate(training.model, training.optimizer, peers, config, occasion=occasion)
+    setting = TrialSetting(steps=sys.maxsize, tell=partial(print, file=sys.stderr, flush=True))
+    return replicate(training.model, training.optimizer, peers, config, setting=setting)
 
 
 MAKERS: dict[str, Callable[..., Variant]] = {

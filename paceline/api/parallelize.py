@@ -109,7 +109,7 @@ def parallelize(
             for name, part in parts.items():
                 refuse_foreign(f"{name}.state_dict()", part.state_dict())
         peers = replace(session.peers, intra_machine=link.connect_machine(sync, session.resources))
-        replica = replicate(model, optimizer, peers, config, share, session.occasion)
+        replica = replicate(model, optimizer, peers, config, share, session.setting)
         told = list(training.start.restore_exchange(replica))
         if len(link.joined.members.machines) == 1:
             told += config.idle_on_one_machine

@@ -26,7 +26,7 @@ from paceline.recorder import Recorder
 from paceline.run.steps import SavePolicy
 from paceline.state.checkpoint_files import Checkpoints
 from paceline.state.checkpointer import Checkpointer, Stateful
-from paceline.wiring.autotune import Occasion
+from paceline.wiring.autotune import TrialSetting
 from paceline.wiring.exchange import Peers
 from paceline.wiring.machine_group import connect_machine
 
@@ -153,9 +153,9 @@ class Session:
         )
 
     @property
-    def occasion(self) -> Occasion:
+    def setting(self) -> TrialSetting:
         """What the choice of an exchange has to go by; only the script knows how many steps."""
-        return Occasion(folder=self.run, tell=self._tell)
+        return TrialSetting(folder=self.run, tell=self._tell)
 
     def checkpointer(self, parts: Mapping[str, Stateful]) -> Checkpointer | None:
         """Make what saves the state of `parts`, on rank 0 of a world with a run."""

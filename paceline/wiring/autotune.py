@@ -43,7 +43,7 @@ A_WHILE = 100  # steps, where nobody knows how many there are
 
 
 @dataclass(frozen=True, kw_only=True)
-class Occasion:
+class TrialSetting:
     """What a choice has to go by.
 
     Attributes:
@@ -65,7 +65,7 @@ class Chooser:
         members: the world.
         communicator: its ranks.
         device: where their parameters are.
-        occasion: what is known of the run.
+        setting: what is known of the run.
 
     Attributes:
         first: the exchange to begin with.
@@ -77,12 +77,12 @@ class Chooser:
         members: Members,
         communicator: Communicator,
         device: torch.device,
-        occasion: Occasion,
+        setting: TrialSetting,
     ) -> None:
-        self._candidates, self._members, self._occasion = candidates, members, occasion
+        self._candidates, self._members, self._setting = candidates, members, setting
         self._communicator, self._device = communicator, device
         self._trials: Trials | None = None
-        self._before_trials = 0 if occasion.steps is not None else A_WHILE
+        self._before_trials = 0 if setting.steps is not None else A_WHILE
         self.first = self._current = self._begin()
 
     def next(self) -> SyncConfig | None:
@@ -106,13 +106,13 @@ class Chooser:
 
     def _begin(self) -> SyncConfig:
         """Choose what needs no trials, or begin them; collective."""
-        candidates, occasion = self._candidates, self._occasion
+        candidates, setting = self._candidates, self._setting
         if len(candidates) == 1:
             return candidates[0]
         if (known := self._known()) is not None:
             self._tell(f"{_long(known)}, as this run has measured before ({CHOICE_NAME})")
             return known
-        left, needed = occasion.steps, steps_of_trials(len(candidates))
+        left, needed = setting.steps, steps_of_trials(len(candidates))
         plain = next((c for c in candidates if c.sync == "allreduce"), candidates[0])
         if left is not None and left < SHARE * needed:
             short = f"{left} steps are too few to measure what is best"
@@ -124,8 +124,8 @@ class Chooser:
     def _known(self) -> SyncConfig | None:
         """Return what rank 0 knows to be chosen, if that still goes."""
         told = b""
-        if self._communicator.rank == 0 and self._occasion.folder is not None:
-            choice = read_choice(self._occasion.folder)
+        if self._communicator.rank == 0 and self._setting.folder is not None:
+            choice = read_choice(self._setting.folder)
             if choice is not None and choice.machines == self._members.machines:
                 told = json.dumps(_terms(choice)).encode()
         what = "the broadcast of rank 0's exchange"
@@ -143,7 +143,7 @@ class Chooser:
             return
         chosen = self._candidates[outcome.chosen]
         figures = {_short(self._candidates[c]): 1000 * s for c, s in outcome.seconds.items()}
-        if self._occasion.folder is not None:
+        if self._setting.folder is not None:
             choice = Choice(
                 sync=chosen.sync,
                 bucket_mb=chosen.bucket_mb,
@@ -152,7 +152,7 @@ class Chooser:
                 machines=self._members.machines,
                 milliseconds={name: round(value, 3) for name, value in figures.items()},
             )
-            write_choice(self._occasion.folder, choice)
+            write_choice(self._setting.folder, choice)
         own = figures.pop(_short(chosen))
         others = ", ".join(f"{name} {_number(value)}" for name, value in figures.items())
         noise = f"{100 * outcome.noise:.2g}%"
@@ -165,7 +165,7 @@ class Chooser:
 
     def _tell(self, text: str) -> None:
         if self._communicator.rank == 0:
-            self._occasion.tell(f"exchange: {text}.")
+            self._setting.tell(f"exchange: {text}.")
 
 
 def candidates_of(

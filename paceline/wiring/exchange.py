@@ -39,7 +39,7 @@ from paceline.update.layer_exchange import BatchShare
 from paceline.update.running_statistics import RunningStatistics
 from paceline.update.shard_optimizer import ShardOptimizer
 from paceline.update.updater import Updater
-from paceline.wiring.autotune import Chooser, Occasion, candidates_of
+from paceline.wiring.autotune import Chooser, TrialSetting, candidates_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +222,7 @@ def replicate(
     peers: Peers,
     config: SyncConfig,
     share: BatchShare | None = None,
-    occasion: Occasion | None = None,
+    setting: TrialSetting | None = None,
 ) -> Replica:
     """Give all ranks rank 0's model and bind it to a synchronizer; collective.
 
@@ -232,7 +232,7 @@ def replicate(
         peers: the ranks.
         config: how they exchange gradients; "auto" is chosen in the first steps.
         share: what the model's SyncBatchNorm layers were made with.
-        occasion: what there is to choose by.
+        setting: what there is to choose by.
 
     Raises:
         ConfigError: model or optimizer can't be exchanged.
@@ -258,7 +258,7 @@ def replicate(
     trained = TrainedParameters.of(model, optimizer)
     device = next((p.device for p in trained.groups), torch.device("cpu"))
     candidates = candidates_of(config, trained, members.machines, device)
-    chooser = Chooser(candidates, members, communicator, device, occasion or Occasion())
+    chooser = Chooser(candidates, members, communicator, device, setting or TrialSetting())
     first = plan(chooser.first)
     replica = Replica(
         model,

@@ -26,7 +26,7 @@ from paceline.state.checkpointer import Checkpointer, Stateful
 from paceline.state.weights import save_weights
 from paceline.trainer import Trainer
 from paceline.update.layer_exchange import BatchShare
-from paceline.wiring.autotune import Occasion
+from paceline.wiring.autotune import TrialSetting
 from paceline.wiring.exchange import Peers, replicate
 from paceline.wiring.model import make_model, make_optimizer
 from paceline.wiring.resume import Start
@@ -92,12 +92,12 @@ def build_trainer(
         "precision": precision,
     }
     start.restore(parts)
-    occasion = Occasion(
+    setting = TrialSetting(
         folder=folder,
         steps=optim.num_epochs * train.steps - start.position.number,
         tell=lambda note: recorder.event("note", text=note),
     )
-    replica = replicate(model, optimizer, peers, config.sync, share, occasion)
+    replica = replicate(model, optimizer, peers, config.sync, share, setting)
     replica.follow(precision.scale)
     for note in start.restore_exchange(replica):
         recorder.event("note", text=note)

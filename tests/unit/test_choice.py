@@ -18,7 +18,7 @@ from paceline.config.world import SyncConfig
 from paceline.replica.trained_parameters import TrainedParameters
 from paceline.run.autotune_trials import steps_of_trials
 from paceline.state.exchange_choice import CHOICE_NAME, read_choice
-from paceline.wiring.autotune import A_WHILE, Chooser, Occasion, candidates_of
+from paceline.wiring.autotune import A_WHILE, Chooser, TrialSetting, candidates_of
 from tests.harness.threads import run_ranks
 
 CPU = torch.device("cpu")
@@ -117,12 +117,12 @@ class Run:
 
     def start(self, steps: int) -> list[list[SyncConfig]]:
         """Make so many steps; return with which exchange, by rank."""
-        occasion = Occasion(folder=self.folder, steps=self.steps, tell=self.notes.append)
+        setting = TrialSetting(folder=self.folder, steps=self.steps, tell=self.notes.append)
         hosts = ("127.0.0.1",) * len(self.machines)
         members = Members.on(0, 0, machines=self.machines, addresses=hosts, hosts=hosts)
 
         def on_rank(communicator: Communicator) -> list[SyncConfig]:
-            chooser = Chooser(TWO, members, communicator, CPU, occasion)
+            chooser = Chooser(TWO, members, communicator, CPU, setting)
             now, bound = chooser.first, []
             for _ in range(steps):
                 now = chooser.next() or now
