@@ -36,7 +36,7 @@ from itertools import count
 
 import torch
 import torch.distributed as dist
-from place import BatchSlice, Variant, join_gloo, meet, nothing, peers_of
+from place import Place, Variant, join_gloo, meet, nothing, peers_of
 from ranks import keep_to_own_cores, serve
 from stream import Stream
 from table import method_of, size_of
@@ -59,7 +59,7 @@ CLASSES = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting(BatchSlice):
+class Setting(Place):
     """What a rank is told: its place, and the work."""
 
     model: str
@@ -200,8 +200,8 @@ def auto(setting: Setting, store: Store, bucket_mb: float) -> Variant:
 def bind(training: Training, setting: Setting, store: Store, config: SyncConfig) -> Replica:
     """Bind the model to the other ranks as `paceline train` does; collective."""
     peers = peers_of(setting, store)
-    setting = TrialSetting(steps=sys.maxsize, tell=partial(print, file=sys.stderr, flush=True))
-    return replicate(training.model, training.optimizer, peers, config, setting=setting)
+    trial = TrialSetting(steps=sys.maxsize, tell=partial(print, file=sys.stderr, flush=True))
+    return replicate(training.model, training.optimizer, peers, config, setting=trial)
 
 
 MAKERS: dict[str, Callable[..., Variant]] = {

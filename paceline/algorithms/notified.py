@@ -53,7 +53,7 @@ class Notified(DataParallel):
         codec: how gradients in float32 travel between groups; others travel as they are.
         recorder: measures, as `DataParallel` says.
         staged: parameters are in a device's memory, and their gradients go through the CPU's.
-        intra_machine: connects the ranks of this group, which add up by its collectives, on their devices;
+        intra_machine: connects the ranks of this group, which sum by its collectives on the device;
             the first of them alone stages the sums and exchanges them by its window.
     """
 

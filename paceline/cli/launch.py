@@ -39,7 +39,7 @@ _EXAMPLE = "paceline launch -n 2 -- python train.py"
 
 
 def main(argv: Sequence[str]) -> int:
-    """FormedRun the command with the arguments after its name; return its exit status.
+    """Run the command with the arguments after its name; return its exit status.
 
     Raises:
         PacelineError: the caller's mistake, told before anything is started.

@@ -47,7 +47,7 @@ examples:
 
 
 def main(argv: Sequence[str], prog: str = "paceline train") -> int:
-    """FormedRun the command with the arguments after its name, `prog`; return its exit status.
+    """Run the command with the arguments after its name, `prog`; return its exit status.
 
     Raises:
         PacelineError: the caller's mistake, told before anything is written.

@@ -60,8 +60,8 @@ class Window(Protocol):
             peer: another rank.
             offset: bytes from the start of the peer's memory.
             source: dense, of any dtype, on the CPU; not to be written until `flush`. Several
-                tensors land one behind another. None: only notify, of what was written by `peer_memory`
-                before.
+                tensors land one behind another. None: only notify, of what was written through
+                `peer_memory` before.
             notification: which of the peer's values of this rank to set. Puts that are under way
                 with one and the same land in their order if their priorities are equal; whoever
                 shares memory with the peer has written it before.

@@ -33,7 +33,8 @@ class Exchange(Protocol):
 
         Args:
             index: the run's number.
-            values: one a parameter, not to be written before `wait` if the exchange `zero_copy`; None
+            values: one a parameter, not to be written before `wait` if the exchange is `zero_copy`;
+                None
                 where there is none.
             weight: what they count; with 0 they don't count whatever they are.
         """

@@ -13,8 +13,8 @@ from paceline.wiring.sources import Databases, cores_per_worker, make_loader, op
 from paceline.wiring.trainer import build_trainer
 
 __all__ = [
-    "Peers",
     "Databases",
+    "Peers",
     "Start",
     "build_recorder",
     "build_trace",

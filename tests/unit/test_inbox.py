@@ -29,10 +29,10 @@ def events() -> Iterator[EventQueue]:
 
 
 def test_events_come_in_the_order_they_were_put(events: EventQueue) -> None:
-    events = [Exited(local_rank=rank, returncode=0) for rank in range(1000)]
-    for event in events:
+    put = [Exited(local_rank=rank, returncode=0) for rank in range(1000)]
+    for event in put:
         events.put(event)
-    assert [events.get() for _ in events] == events
+    assert [events.get() for _ in put] == put
     assert events.get(timeout=0) is None
 
 

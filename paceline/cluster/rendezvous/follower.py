@@ -129,7 +129,7 @@ def _sealed_without_us(
 def _join(
     live: _Live, registered: RegisteredMachine, deadline: Deadline
 ) -> tuple[RegisteredMachine, RegisteredWorld] | None:
-    """MachineRegistration a place and wait for the world; None where it won't come, or without us."""
+    """Register and wait for the world; None if it will not form, or not with this machine."""
     try:
         if live.record.machines != registered.plan.machines:
             error = _disagree(registered.plan, live.record)

@@ -184,9 +184,9 @@ def _addresses(
         return choose([registration.addresses for registration in world.registrations], reached)
     except CommError:
         # All machines judge the same reports, and machine 0 takes them away when it leaves.
-        deadline = time.monotonic() + _JUDGE_S
+        until = time.monotonic() + _JUDGE_S
         judged = [registered.key("judged", machine) for machine in numbers]
-        while not registered.store.check(judged) and time.monotonic() < deadline:
+        while not registered.store.check(judged) and time.monotonic() < until:
             deadline.pause()
         raise
 

@@ -67,7 +67,7 @@ class RegisteredProcesses:
     Attributes:
         token: the job token.
         registrations: the entries, by the launcher's rank.
-        lost: why the start failed, if it did: some didn't come, and `registrations` are those who did.
+        lost: why the start failed, if it did: some processes did not come.
     """
 
     token: str

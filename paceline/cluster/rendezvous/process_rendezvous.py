@@ -148,8 +148,8 @@ def _give_up(store: Store, world_size: int, why: str, deadline: Deadline) -> Non
         "company", RegisteredProcesses(token="", registrations=registrations, lost=why).to_text()
     )
     readers = [f"read/{registration.rank}" for registration in registrations[1:]]
-    deadline = time.monotonic() + _READ_S
-    while not store.check(readers) and time.monotonic() < deadline:
+    until = time.monotonic() + _READ_S
+    while not store.check(readers) and time.monotonic() < until:
         deadline.pause()
 
 

@@ -21,7 +21,7 @@ import threading
 
 
 def main(argv: list[str]) -> int:
-    """FormedRun the command; return its exit status."""
+    """Run the command; return its exit status."""
     parent_death_watchdog = os.dup(0)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # the command doesn't inherit a handler

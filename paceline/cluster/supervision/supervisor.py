@@ -7,7 +7,7 @@ Of several failures the person is told the cause, once: a lost peer is a consequ
 cause is waited for, for two seconds, from this machine's other workers and from the store. The
 first reason in the store is the run's, and every machine prints it.
 
-ProcessEnd takes 5 seconds at most: SIGTERM, 4 seconds later SIGKILL, and little is waited for after
+Ending takes 5 seconds at most: SIGTERM, 4 seconds later SIGKILL, and little is waited for after
 that. A second signal shortens the wait, but not below what saving takes.
 """
 
@@ -72,7 +72,7 @@ def supervise(
     formed: Callable[[], None] = lambda: None,
     finish: Callable[[], None] | None = None,
 ) -> int:
-    """FormedRun this machine's workers to their end; errors are told, not raised. Main thread only.
+    """Run this machine's workers to their end; errors are told, not raised. Main thread only.
 
     Args:
         plan: this machine's part of the run.

@@ -183,6 +183,6 @@ def _received(end: socket.socket, limit: float) -> bytes:
 def _missing(bootstrap: Bootstrap, ranks: list[int]) -> CommTimeout:
     who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
     return CommTimeout(
-        f"rank {bootstrap.rank} waited {bootstrap.limit:g} s for the connection of {who}: it didn't "
-        "come; see what it says, or give a longer --first_iter_timeout."
+        f"rank {bootstrap.rank} waited {bootstrap.limit:g} s for the connection of {who}: "
+        "it didn't come; see what it says, or give a longer --first_iter_timeout."
     )

@@ -76,7 +76,7 @@ class Proof:
 
 
 def prove(files: Iterable[tuple[int, Events]]) -> Proof:
-    """EpochAccount for every sample of a run.
+    """Account for every sample of a run.
 
     Args:
         files: a rank and its events, in the order in which they were written. Of a run that goes on
