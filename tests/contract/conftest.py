@@ -1,5 +1,5 @@
 """Fixtures that several suites take."""
 
-from tests.harness.databases import cache, engine, folder
+from tests.harness.data.databases import cache, engine, folder
 
 __all__ = ["cache", "engine", "folder"]

@@ -22,7 +22,7 @@ from paceline.comm.window import Source, Window, bytes_of
 from paceline.recorder import NullRecorder
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.put_engine.layout import Topology
-from tests.harness.equivalence import Training, World, convnet, usual_step
+from tests.harness.equivalence.large_batch import Training, World, convnet, usual_step
 
 STEPS = 3
 

@@ -16,8 +16,8 @@ from paceline.comm.communicator import (
     total,
 )
 from paceline.errors import CommError
-from tests.harness.processes import spawn
-from tests.harness.threads import run_ranks
+from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.processes.gloo_processes import spawn
 
 Run = Callable[[int, Callable[[Communicator], Any]], list[Any]]
 

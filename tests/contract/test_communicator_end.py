@@ -7,8 +7,8 @@ import torch
 
 from paceline.comm.communicator import Communicator, broadcast_all, total
 from paceline.comm.single_rank import SingleRankCommunicator
-from tests.harness.processes import spawn
-from tests.harness.threads import run_ranks
+from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.processes.gloo_processes import spawn
 
 
 def sum_and_end(c: Communicator) -> tuple[float, int]:

@@ -25,7 +25,7 @@ from paceline.replica.compiled_modules import (
 from paceline.replica.replica import Replica
 from paceline.update.layer_exchange import BatchShare
 from paceline.update.sync_batch_norm import convert_sync_batchnorm
-from tests.harness.equivalence import (
+from tests.harness.equivalence.large_batch import (
     Training,
     largest_difference,
     made_up_batches,

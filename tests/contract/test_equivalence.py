@@ -1,6 +1,6 @@
 """Several ranks train as one process on the whole batch does, to 1e-10 in float64: the grid.
 
-Cases (`tests/harness/cases.py`) by numbers of ranks by bucket sizes by synchronizers. All of them
+Cases (`tests/harness/equivalence/equivalence_cases.py`) by numbers of ranks by bucket sizes by synchronizers. All of them
 have uneven shares, an empty share, and a short last batch.
 """
 
@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from paceline.algorithms.allreduce import AllReduce
-from tests.harness.cases import CASES
-from tests.harness.equivalence import State, Training, convnet, largest_difference
+from tests.harness.equivalence.equivalence_cases import CASES
+from tests.harness.equivalence.large_batch import State, Training, convnet, largest_difference
 
 Kind = Callable[..., Any]
 

@@ -14,8 +14,7 @@ from paceline.comm.communicator import Communicator
 from paceline.errors import ConfigError
 from paceline.replica.replica import Replica
 from paceline.wiring.resume import Start
-from tests.harness.equivalence import replicate
-from tests.harness.exchange_state import (
+from tests.harness.equivalence.exchange_state import (
     MODEL,
     Rank,
     State,
@@ -25,8 +24,9 @@ from tests.harness.exchange_state import (
     train,
     with_ranks,
 )
-from tests.harness.notified import MakeNear, in_threads, notified
-from tests.harness.threads import run_ranks
+from tests.harness.equivalence.large_batch import replicate
+from tests.harness.equivalence.put_synchronizers import MakeNear, in_threads, notified
+from tests.harness.equivalence.rank_threads import run_ranks
 
 MACHINES = [(1, 1), (1, 1, 1), (2, 1), (2, 2)]
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from paceline.comm.communicator import Communicator
 from paceline.errors import ConfigError
-from tests.harness.bench import Bench
-from tests.harness.equivalence import largest_difference
-from tests.harness.notified import notified
-from tests.harness.threads import run_ranks
+from tests.harness.equivalence.large_batch import largest_difference
+from tests.harness.equivalence.one_rank import Bench
+from tests.harness.equivalence.put_synchronizers import notified
+from tests.harness.equivalence.rank_threads import run_ranks
 
 
 def wide(dtype: torch.dtype = torch.float64) -> nn.Module:

@@ -13,7 +13,7 @@ from paceline.comm.inprocess.window import WindowGroup
 from paceline.reduce.put_engine import shard_reducer as reducer
 from paceline.reduce.put_engine.layout import BucketSpec, Topology, lay_out
 from paceline.reduce.put_engine.put_exchange import PutExchange
-from tests.harness.threads import run_ranks
+from tests.harness.equivalence.rank_threads import run_ranks
 
 LENGTHS = (700, 3, 1, 5000)
 NUMEL = sum(LENGTHS)

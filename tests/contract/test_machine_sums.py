@@ -17,8 +17,8 @@ from paceline.reduce import machine_sums
 from paceline.reduce.machine_sums import MachineSums
 from paceline.reduce.put_engine.layout import BucketSpec, Topology, lay_out
 from paceline.reduce.put_engine.put_exchange import PutExchange
-from tests.harness.notified import in_threads
-from tests.harness.threads import run_ranks
+from tests.harness.equivalence.put_synchronizers import in_threads
+from tests.harness.equivalence.rank_threads import run_ranks
 
 RUNS = ((700, 3), (5000,), (1, 2, 4), (9,))  # parameters' sizes; the last one is the statistics'
 BUCKETS, STEPS = 3, 5

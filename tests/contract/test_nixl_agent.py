@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.nixl.agent import NixlAgent
-from tests.harness.windows import LIMIT
+from tests.harness.network.window_kinds import LIMIT
 
 pytest.importorskip("nixl", reason="NIXL isn't installed: no windows by it", exc_type=ImportError)
 SIZE = 4_000_000

@@ -13,7 +13,7 @@ from paceline.comm.nixl.agent import NixlAgent
 from paceline.comm.nixl.window import NixlWindow, nixl_window
 from paceline.comm.tcp_window import connect_by_tcp
 from paceline.errors import ConfigError, PeerLost
-from tests.harness.windows import LIMIT, bootstraps
+from tests.harness.network.window_kinds import LIMIT, bootstraps
 
 pytest.importorskip("nixl", reason="NIXL isn't installed: no windows by it", exc_type=ImportError)
 

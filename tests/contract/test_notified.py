@@ -15,9 +15,9 @@ from paceline.algorithms.notified import Notified
 from paceline.algorithms.sharded import Sharded
 from paceline.reduce.put_engine import gradient_views as gradients
 from paceline.reduce.put_engine import shard_reducer as reducer
-from tests.harness.cases import CASES, training
-from tests.harness.equivalence import convnet, largest_difference
-from tests.harness.notified import (
+from tests.harness.equivalence.equivalence_cases import CASES, training
+from tests.harness.equivalence.large_batch import convnet, largest_difference
+from tests.harness.equivalence.put_synchronizers import (
     in_threads,
     notified,
     notified_by_gloo,

@@ -24,10 +24,10 @@ from paceline.reduce.put_engine.layout import BucketSpec, Topology, lay_out
 from paceline.reduce.put_engine.put_exchange import PutExchange
 from paceline.update.shard_optimizer import ShardOptimizer
 from paceline.update.updater import Updater
-from tests.harness.bench import Bench
-from tests.harness.equivalence import convnet, largest_difference
-from tests.harness.notified import in_threads, notified, notified_on_machines
-from tests.harness.threads import run_ranks
+from tests.harness.equivalence.large_batch import convnet, largest_difference
+from tests.harness.equivalence.one_rank import Bench
+from tests.harness.equivalence.put_synchronizers import in_threads, notified, notified_on_machines
+from tests.harness.equivalence.rank_threads import run_ranks
 
 LIMIT = 1000.0  # longer than a test's: who waits that long fails it
 KINDS = {

@@ -1,6 +1,6 @@
 """Many steps of `notified` need no more memory, files and threads than some.
 
-`python -m tests.harness.flat` makes ten thousand.
+`python -m tests.harness.equivalence.memory_growth` makes ten thousand.
 """
 
 from __future__ import annotations
@@ -10,13 +10,21 @@ import sys
 
 import pytest
 
-from tests.harness.launched import ROOT
+from tests.harness.processes.launcher_processes import ROOT
 
 
 @pytest.mark.parametrize("kind", ["shared", "tcp"])
 def test_nothing_grows(kind: str) -> None:
     ended = subprocess.run(
-        [sys.executable, "-m", "tests.harness.flat", "--steps", "1000", "--kinds", kind],
+        [
+            sys.executable,
+            "-m",
+            "tests.harness.equivalence.memory_growth",
+            "--steps",
+            "1000",
+            "--kinds",
+            kind,
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -14,9 +14,9 @@ from torch.optim.optimizer import (
 )
 
 from paceline.comm.communicator import Communicator
-from tests.harness.bench import Bench
-from tests.harness.equivalence import convnet
-from tests.harness.threads import run_ranks
+from tests.harness.equivalence.large_batch import convnet
+from tests.harness.equivalence.one_rank import Bench
+from tests.harness.equivalence.rank_threads import run_ranks
 
 
 @pytest.fixture

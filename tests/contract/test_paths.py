@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline.comm.communicator import Communicator
-from tests.harness.equivalence import replicate
-from tests.harness.threads import run_ranks
+from tests.harness.equivalence.large_batch import replicate
+from tests.harness.equivalence.rank_threads import run_ranks
 
 STEPS, BATCH = 5, 12
 

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from paceline.comm.communicator import Communicator
 from paceline.run.precision import Precision
-from tests.harness.equivalence import largest_difference, replicate, sgd
-from tests.harness.threads import run_ranks
+from tests.harness.equivalence.large_batch import largest_difference, replicate, sgd
+from tests.harness.equivalence.rank_threads import run_ranks
 
 State = dict[str, torch.Tensor]
 

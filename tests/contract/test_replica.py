@@ -15,9 +15,15 @@ from torch.nn import functional as F
 from paceline.comm.communicator import Communicator
 from paceline.comm.inprocess.communicator import ThreadCommunicator, ThreadGroup
 from paceline.errors import ConfigError
-from tests.harness.bench import Bench
-from tests.harness.equivalence import Training, convnet, largest_difference, replicate, sgd
-from tests.harness.threads import run_ranks
+from tests.harness.equivalence.large_batch import (
+    Training,
+    convnet,
+    largest_difference,
+    replicate,
+    sgd,
+)
+from tests.harness.equivalence.one_rank import Bench
+from tests.harness.equivalence.rank_threads import run_ranks
 
 
 @pytest.fixture

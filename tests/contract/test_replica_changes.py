@@ -19,9 +19,15 @@ from paceline.errors import ConfigError
 from paceline.replica.replica import Replica
 from paceline.update.layer_exchange import BatchShare
 from paceline.update.sync_batch_norm import convert_sync_batchnorm
-from tests.harness.bench import Bench
-from tests.harness.equivalence import Training, convnet, largest_difference, replicate, sgd
-from tests.harness.threads import run_ranks
+from tests.harness.equivalence.large_batch import (
+    Training,
+    convnet,
+    largest_difference,
+    replicate,
+    sgd,
+)
+from tests.harness.equivalence.one_rank import Bench
+from tests.harness.equivalence.rank_threads import run_ranks
 
 
 @pytest.fixture

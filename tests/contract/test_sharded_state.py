@@ -13,7 +13,7 @@ from paceline.algorithms.notified import Notified
 from paceline.algorithms.sharded import Sharded
 from paceline.comm.communicator import Communicator
 from paceline.errors import ConfigError
-from tests.harness.exchange_state import (
+from tests.harness.equivalence.exchange_state import (
     Rank,
     State,
     adam,
@@ -24,8 +24,8 @@ from tests.harness.exchange_state import (
     train,
     with_ranks,
 )
-from tests.harness.notified import notified
-from tests.harness.threads import run_ranks
+from tests.harness.equivalence.put_synchronizers import notified
+from tests.harness.equivalence.rank_threads import run_ranks
 
 MACHINES = [(1, 1), (1, 1, 1), (2, 1), (2, 2)]
 

@@ -12,7 +12,7 @@ import plyvel
 import pytest
 
 from paceline.errors import ConfigError, DataError
-from tests.harness.databases import (
+from tests.harness.data.databases import (
     ENGINES,
     RECORDS,
     check_records,
@@ -21,8 +21,8 @@ from tests.harness.databases import (
     label,
     pixels,
 )
-from tests.harness.permissions import read_only
-from tests.harness.wire import bgr_planes, raw_datum, raw_tensorprotos
+from tests.harness.data.permissions import read_only
+from tests.harness.data.record_bytes import bgr_planes, raw_datum, raw_tensorprotos
 
 # -- reading --
 

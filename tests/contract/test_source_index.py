@@ -12,7 +12,7 @@ import pytest
 
 from paceline.data.db.index.database_index import INDEX_NAME, LABELS_NAME, write_index
 from paceline.errors import ConfigError, DataError
-from tests.harness.databases import (
+from tests.harness.data.databases import (
     RECORDS,
     check_records,
     items,
@@ -21,8 +21,8 @@ from tests.harness.databases import (
     labels,
     pixels,
 )
-from tests.harness.permissions import read_only
-from tests.harness.wire import bgr_planes, raw_datum
+from tests.harness.data.permissions import read_only
+from tests.harness.data.record_bytes import bgr_planes, raw_datum
 
 NAMES = tuple(f"class {i}" for i in range(10))
 

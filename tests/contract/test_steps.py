@@ -21,10 +21,10 @@ from paceline.run.steps import Position, SavePolicy, Steps, Stop
 from paceline.state.checkpoint_files import Checkpoints, read_checkpoint
 from paceline.state.checkpointer import Checkpointer
 from paceline.state.state_copy import copy_state
-from tests.harness.bench import Bench
-from tests.harness.equivalence import convnet
-from tests.harness.notified import notified
-from tests.harness.threads import run_ranks
+from tests.harness.equivalence.large_batch import convnet
+from tests.harness.equivalence.one_rank import Bench
+from tests.harness.equivalence.put_synchronizers import notified
+from tests.harness.equivalence.rank_threads import run_ranks
 
 ORDER = Order(size=40, batch_size=12)  # 4 steps an epoch, the last one short
 

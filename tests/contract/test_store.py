@@ -15,8 +15,8 @@ from torch._C._distributed_c10d import Store
 
 from paceline.cluster.membership.members import Members
 from paceline.cluster.stores.store_spec import StoreSpec, erase, open_store, peek
-from tests.harness.gloo import sum_of_ranks
-from tests.harness.stores import LIMIT, on_processes, store_of
+from tests.harness.network.stores import LIMIT, on_processes, store_of
+from tests.harness.processes.gloo_all_reduce import sum_of_ranks
 
 KINDS = ["folder", "redis", "tcp"]
 BINARY = bytes(range(256)) * 3

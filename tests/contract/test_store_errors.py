@@ -16,8 +16,8 @@ from paceline.cluster.stores.redis_store import RedisStore
 from paceline.cluster.stores.store_spec import StoreSpec, erase, open_store
 from paceline.cluster.stores.tcp_store import connect_tcp, serve_tcp, split_address
 from paceline.errors import CommError, ConfigError
-from tests.harness.ports import free_port
-from tests.harness.redis import redis_server
+from tests.harness.network.ports import free_port
+from tests.harness.network.redis_server import redis_server
 
 LIMIT = timedelta(seconds=5)
 SECRET = "open-sesame"

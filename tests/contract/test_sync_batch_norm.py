@@ -19,7 +19,7 @@ from paceline.errors import CommTimeout, ConfigError
 from paceline.update.layer_exchange import BatchShare
 from paceline.update.running_statistics import RunningStatistics
 from paceline.update.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
-from tests.harness.threads import run_ranks
+from tests.harness.equivalence.rank_threads import run_ranks
 
 SHAPE = (9, 4, 5, 6)
 CUTS = ((0, 4), (4, 9))  # of a batch of 9, on two ranks

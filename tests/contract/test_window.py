@@ -18,7 +18,7 @@ import torch
 
 from paceline.comm.window import Window
 from paceline.errors import CommTimeout, PeerLost
-from tests.harness.windows import KINDS, LIMIT, Make, kinds, run_windows
+from tests.harness.network.window_kinds import KINDS, LIMIT, Make, kinds, run_windows
 
 
 @pytest.fixture(params=kinds())

@@ -19,9 +19,9 @@ from paceline.comm.transport.event_loop import HEAD
 from paceline.comm.transport.transport import CHUNK
 from paceline.comm.window import Window
 from paceline.errors import PeerLost
-from tests.harness.relay import Relay
-from tests.harness.traffic import Traffic
-from tests.harness.windows import KINDS, LIMIT, bootstraps, kinds, run_windows
+from tests.harness.network.cut_relay import Relay
+from tests.harness.network.window_kinds import KINDS, LIMIT, bootstraps, kinds, run_windows
+from tests.harness.network.window_traffic import Traffic
 
 PUTS = [0, 1, 1000, 8, 600_000, 0, 300_000, CHUNK, 77, 2 * CHUNK]  # bytes
 SIZE = sum(PUTS)

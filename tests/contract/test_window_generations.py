@@ -18,8 +18,8 @@ from paceline.comm.tcp_window import tcp_window
 from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.comm.window import Window
 from paceline.errors import PeerLost
-from tests.harness.traffic import Traffic
-from tests.harness.windows import LIMIT, bootstraps, installed, run_windows
+from tests.harness.network.window_kinds import LIMIT, bootstraps, installed, run_windows
+from tests.harness.network.window_traffic import Traffic
 
 LANES, ROUNDS = [300, 40, 5000], 100
 SIZE, NOTIFICATIONS = 3 * sum(LANES), 2 * len(LANES)

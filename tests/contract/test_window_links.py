@@ -21,7 +21,7 @@ from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.comm.transport.event_loop import HEAD
 from paceline.comm.window import Window
 from paceline.errors import CommTimeout, PeerLost
-from tests.harness.windows import LIMIT, bootstraps, run_windows, tcp
+from tests.harness.network.window_kinds import LIMIT, bootstraps, run_windows, tcp
 
 LARGE = 64_000_000  # bytes, far more than sockets and the kernel hold
 

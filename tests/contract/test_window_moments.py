@@ -15,7 +15,7 @@ from paceline.comm import connection_window as linked_window
 from paceline.comm.put_event import PutEvent
 from paceline.comm.traced_window import TracedWindow
 from paceline.recorder import NullRecorder
-from tests.harness.windows import LIMIT, without_numba
+from tests.harness.network.window_kinds import LIMIT, without_numba
 
 
 @contextmanager

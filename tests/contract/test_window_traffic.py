@@ -10,8 +10,8 @@ from math import ceil
 
 import pytest
 
-from tests.harness.traffic import Traffic
-from tests.harness.windows import KINDS, Make, kinds, run_windows
+from tests.harness.network.window_kinds import KINDS, Make, kinds, run_windows
+from tests.harness.network.window_traffic import Traffic
 
 SMALL = [40] * 6  # bytes of each lane
 MIXED = [300, 40, 5000, 700_000]  # the last has puts of several frames

@@ -10,9 +10,9 @@ from torch import nn
 
 from paceline.comm.communicator import Communicator
 from paceline.errors import ConfigError
-from tests.harness.bench import Bench
-from tests.harness.equivalence import convnet
-from tests.harness.threads import run_ranks
+from tests.harness.equivalence.large_batch import convnet
+from tests.harness.equivalence.one_rank import Bench
+from tests.harness.equivalence.rank_threads import run_ranks
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import signal
 
 import psutil
 
-from tests.harness.benchmarks import (
+from tests.harness.documents.benchmark_runs import (
     INTERVAL,
     LIMIT,
     SAME,

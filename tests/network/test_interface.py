@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.namespaces import Machine, two_machines
+from tests.harness.network.namespaces import Machine, two_machines
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 60
@@ -26,7 +26,9 @@ def run_on(machines: tuple[Machine, Machine], folder: Path, interfaces: str) -> 
     running = []
     for number, machine in enumerate(machines):
         arguments = ["r", str(number), "2", str(number + 1), str(folder), interfaces]
-        command = machine.inside(sys.executable, "-m", "tests.harness.machine", *arguments)
+        command = machine.inside(
+            sys.executable, "-m", "tests.harness.processes.machine_supervisor", *arguments
+        )
         running.append(
             subprocess.Popen(
                 command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.launched import facts, srun_variables
-from tests.harness.namespaces import Machine, two_machines
+from tests.harness.network.namespaces import Machine, two_machines
+from tests.harness.processes.launcher_processes import facts, srun_variables
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 60
@@ -29,7 +29,15 @@ def test_tasks_of_two_machines_find_each_other_over_the_cable(
     running = []
     for variables in srun_variables([1, 2]):
         words = [f"{name}={value}" for name, value in {**variables, **place}.items()]
-        joiner = ["env", *words, sys.executable, "-m", "tests.harness.joiner", "40", "sum"]
+        joiner = [
+            "env",
+            *words,
+            sys.executable,
+            "-m",
+            "tests.harness.processes.launched_program",
+            "40",
+            "sum",
+        ]
         command = machines[int(variables["SLURM_NODEID"])].inside(*joiner)
         running.append(
             subprocess.Popen(

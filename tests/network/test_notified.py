@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.bad_inputs import NULL
-from tests.harness.command import run
-from tests.harness.namespaces import Machine, cut, two_machines
-from tests.harness.runs import losses, until_step, write_net
+from tests.harness.network.namespaces import Machine, cut, two_machines
+from tests.harness.processes.bad_inputs import NULL
+from tests.harness.processes.command import run
+from tests.harness.processes.run_folders import losses, until_step, write_net
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 100

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tests.harness.benchmarks import carried, need_shaped_links, printed
+from tests.harness.documents.benchmark_runs import carried, need_shaped_links, printed
 
 TINY = ("--model", "resnet20", "--image-size", "8", "--batch", "2", "--rounds", "2", "--steps", "1")
 ROWS = ("--rows", "floor", "ddp:1", "allreduce")

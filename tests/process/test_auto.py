@@ -7,16 +7,24 @@ import signal
 import tomllib
 from pathlib import Path
 
-from tests.harness.command import Command, run
-from tests.harness.launchers import Script
-from tests.harness.runs import write_net
+from tests.harness.processes.command import Command, run
+from tests.harness.processes.launcher_commands import Script
+from tests.harness.processes.run_folders import write_net
 
 TRAIN = (
     *("train", "--train_data", "null", "--epoch_size", "70", "--image_size", "32"),
     *("--augment", "none", "--num_labels", "3", "--batch_size", "6", "--run_id", "r"),
     *("--model", "net:plain", "--num_workers", "2"),
 )
-SCRIPT = ("-m", "tests.harness.library_script", "run", "--sync", "auto", "--epochs", "100000")
+SCRIPT = (
+    "-m",
+    "tests.harness.library.library_script",
+    "run",
+    "--sync",
+    "auto",
+    "--epochs",
+    "100000",
+)
 CHOSEN = re.compile(
     r"exchange: (allreduce|notified), (\d+) MB buckets: \S+ ms a step; .*; fix it by "
     r"--sync \1 --bucket_mb \2\.$"

@@ -12,7 +12,10 @@ import pytest
 
 from paceline.cli.main import main
 from paceline.data.db.formats.record_formats import decode_record, encode_datum, encode_tensorprotos
-from tests.harness.bad_inputs import (
+from tests.harness.data.databases import write_lmdb
+from tests.harness.data.image_folder import put, some_images
+from tests.harness.data.permissions import closed
+from tests.harness.processes.bad_inputs import (
     TRAIN,
     WHO,
     Bad,
@@ -20,10 +23,7 @@ from tests.harness.bad_inputs import (
     require_run_answer,
     stand_in,
 )
-from tests.harness.databases import write_lmdb
-from tests.harness.image_folder import put, some_images
-from tests.harness.permissions import closed
-from tests.harness.runs import events
+from tests.harness.processes.run_folders import events
 
 WORDS = TRAIN + "--model own:net --train_data "
 NO_RECORD = (

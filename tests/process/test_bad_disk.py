@@ -8,7 +8,10 @@ import pytest
 
 from paceline.cli.main import main
 from paceline.state.checkpoint_files import read_checkpoint
-from tests.harness.bad_inputs import (
+from tests.harness.data.image_folder import some_images
+from tests.harness.data.permissions import read_only
+from tests.harness.data.small_disk import small_disk
+from tests.harness.processes.bad_inputs import (
     NET,
     NULL,
     WHO,
@@ -19,10 +22,7 @@ from tests.harness.bad_inputs import (
     require_message,
     stand_in,
 )
-from tests.harness.image_folder import some_images
-from tests.harness.permissions import read_only
-from tests.harness.runs import events
-from tests.harness.small_disk import small_disk
+from tests.harness.processes.run_folders import events
 
 FAT = (
     NET

@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.bad_inputs import NULL, Bad, require_answer, require_run_answer, sections
+from tests.harness.processes.bad_inputs import (
+    NULL,
+    Bad,
+    require_answer,
+    require_run_answer,
+    sections,
+)
 
 COMMANDS = {
     "unknown command": Bad(words="trian", said=r"no command 'trian': did you mean train\?"),

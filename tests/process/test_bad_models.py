@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.harness.bad_inputs import (
+from tests.harness.processes.bad_inputs import (
     NET,
     NULL,
     WHO,

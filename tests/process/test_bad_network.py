@@ -12,7 +12,10 @@ from urllib.parse import urlsplit
 import pytest
 from redis import Redis
 
-from tests.harness.bad_inputs import (
+from tests.harness.data.permissions import read_only
+from tests.harness.network.ports import free_port
+from tests.harness.network.redis_server import redis_server
+from tests.harness.processes.bad_inputs import (
     LIMIT,
     NULL,
     Bad,
@@ -21,10 +24,7 @@ from tests.harness.bad_inputs import (
     require_message,
     stand_in,
 )
-from tests.harness.command import Command
-from tests.harness.permissions import read_only
-from tests.harness.ports import free_port
-from tests.harness.redis import redis_server
+from tests.harness.processes.command import Command
 
 WORDS = f"{NULL} --model own:net --num_shards 2 --run_id r --first_iter_timeout 1 "
 SECOND = WORDS + "--shard_id 1 "

@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from paceline.state.checkpoint_files import read_checkpoint
-from tests.harness.bad_inputs import LIMIT, NET, NULL, nobody_left
-from tests.harness.command import Command, Ended
-from tests.harness.runs import until, until_step
+from tests.harness.processes.bad_inputs import LIMIT, NET, NULL, nobody_left
+from tests.harness.processes.command import Command, Ended
+from tests.harness.processes.run_folders import until, until_step
 
 OWN = (
     NET

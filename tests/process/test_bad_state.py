@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from paceline.cli.main import main
-from tests.harness.bad_inputs import (
+from tests.harness.data.image_folder import some_images
+from tests.harness.processes.bad_inputs import (
     LIMIT,
     NET,
     NULL,
@@ -21,9 +22,8 @@ from tests.harness.bad_inputs import (
     require_run_answer,
     stand_in,
 )
-from tests.harness.command import Command
-from tests.harness.image_folder import some_images
-from tests.harness.runs import losses
+from tests.harness.processes.command import Command
+from tests.harness.processes.run_folders import losses
 
 WORDS = f"{NULL} --model own:net --epoch_size 16 --run_id r --checkpoint_steps 1"
 WORDS += " --keep_checkpoints 3"

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.main import main
-from tests.harness.bad_inputs import (
+from tests.harness.data.image_folder import some_images
+from tests.harness.network.ports import free_port
+from tests.harness.processes.bad_inputs import (
     LIMIT,
     NET,
     NULL,
@@ -23,10 +25,8 @@ from tests.harness.bad_inputs import (
     require_message,
     stand_in,
 )
-from tests.harness.command import Command, Ended
-from tests.harness.image_folder import some_images
-from tests.harness.ports import free_port
-from tests.harness.runs import until_step
+from tests.harness.processes.command import Command, Ended
+from tests.harness.processes.run_folders import until_step
 
 HOST = os.uname().nodename
 OWN = (

@@ -14,9 +14,9 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from tests.harness.databases import items, write_lmdb
-from tests.harness.image_folder import file_of, put, ramp, some_images
-from tests.harness.wire import encoded_tensorprotos
+from tests.harness.data.databases import items, write_lmdb
+from tests.harness.data.image_folder import file_of, put, ramp, some_images
+from tests.harness.data.record_bytes import encoded_tensorprotos
 
 LIMIT = 30
 COMMAND = [sys.executable, "-m", "paceline.cli.main", "db"]

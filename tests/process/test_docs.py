@@ -19,11 +19,11 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.main import main
-from tests.harness.clone import break_things, make_clone
-from tests.harness.command import Command
-from tests.harness.documents import LANGUAGES, Block, blocks, headings, links
-from tests.harness.reader import Reader, says
-from tests.harness.redis import redis_server
+from tests.harness.documents.document_reader import Reader, says
+from tests.harness.documents.documents import LANGUAGES, Block, blocks, headings, links
+from tests.harness.documents.read_folder import break_things, make_clone
+from tests.harness.network.redis_server import redis_server
+from tests.harness.processes.command import Command
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -8,9 +8,9 @@ from torch.distributed import TCPStore
 
 from paceline.comm.communicator import Communicator
 from paceline.comm.process_group import ProcessGroupCommunicator
-from tests.harness.cases import CASES
-from tests.harness.equivalence import State, Training, convnet, largest_difference
-from tests.harness.processes import spawn
+from tests.harness.equivalence.equivalence_cases import CASES
+from tests.harness.equivalence.large_batch import State, Training, convnet, largest_difference
+from tests.harness.processes.gloo_processes import spawn
 
 
 def train(communicator: Communicator, training: Training, bucket_bytes: int) -> State:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from paceline.comm.communicator import Communicator
-from tests.harness.benchmarks import BENCHMARKS, LIMIT, benchmark
-from tests.harness.processes import spawn
+from tests.harness.documents.benchmark_runs import BENCHMARKS, LIMIT, benchmark
+from tests.harness.processes.gloo_processes import spawn
 
 ROWS = ("gloo", "gloo:0.01", "notified:0.01")
 NUMEL = 10_001  # the last bucket is a short one

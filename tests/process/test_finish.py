@@ -11,8 +11,8 @@ import pytest
 
 from paceline.cluster.rendezvous.finished_answer import answer
 from paceline.cluster.stores.store_spec import StoreSpec
-from tests.harness.meeting import KINDS, left_behind, meeting_of, plan
-from tests.harness.stage import Actor, Stage, Supervisor
+from tests.harness.network.meeting_places import KINDS, left_behind, meeting_of, plan
+from tests.harness.processes.supervisor_stage import Actor, Stage, Supervisor
 
 HOST = os.uname().nodename
 

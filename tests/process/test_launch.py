@@ -10,13 +10,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.harness.command import Command, Ended, gone, rows_of
-from tests.harness.launched import check_world
-from tests.harness.ports import free_port
-from tests.harness.tiny import make_database, train
+from tests.harness.network.ports import free_port
+from tests.harness.processes.command import Command, Ended, gone, rows_of
+from tests.harness.processes.launcher_processes import check_world
+from tests.harness.processes.tiny_run import make_database, train
 
 HOST = os.uname().nodename
-JOINER = [sys.executable, "-m", "tests.harness.joiner"]
+JOINER = [sys.executable, "-m", "tests.harness.processes.launched_program"]
 ROOT = str(Path(__file__).parents[2])
 
 

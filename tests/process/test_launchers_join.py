@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 from paceline.cluster.launchers.slurm import port_of
-from tests.harness.launched import (
+from tests.harness.network.ports import free_port
+from tests.harness.processes.launcher_processes import (
     JOINER,
     Program,
     Task,
@@ -21,7 +22,6 @@ from tests.harness.launched import (
     srun_variables,
     torchrun,
 )
-from tests.harness.ports import free_port
 
 HOST = os.uname().nodename
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from tests.harness.command import rows_of, run
-from tests.harness.launched import End, Program, mpirun, srun, torchrun
-from tests.harness.tiny import make_database, steps_of, train
+from tests.harness.processes.command import rows_of, run
+from tests.harness.processes.launcher_processes import End, Program, mpirun, srun, torchrun
+from tests.harness.processes.tiny_run import make_database, steps_of, train
 
 HOST = os.uname().nodename
 ENDLESS = ("--num_epochs", "100000")

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from paceline.cli.ledger import main as ledger
-from tests.harness.command import Command, gone, run
-from tests.harness.runs import events, until_step, write_net
+from tests.harness.processes.command import Command, gone, run
+from tests.harness.processes.run_folders import events, until_step, write_net
 
 WORDS = (
     *("train", "--train_data", "null", "--epoch_size", "70", "--image_size", "32"),

@@ -20,7 +20,7 @@ from paceline.data.db.index.database_index import INDEX_NAME
 from paceline.data.db.leveldb.private_view import LevelDbView
 from paceline.data.db.leveldb.source import LevelDbSource
 from paceline.errors import ConfigError, DataError
-from tests.harness.wire import raw_datum
+from tests.harness.data.record_bytes import raw_datum
 
 RECORDS = 1500
 SIDE = 36  # 3 × 36 × 36 bytes a record

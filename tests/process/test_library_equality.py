@@ -8,12 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.harness.equivalence import largest_difference
-from tests.harness.library import loss_of, network, plain_step, samples, sgd
-from tests.harness.library import whole_batches as batches
-from tests.harness.library_cases import CASES, LOOPS, accumulated_alone, run_loops, train_all
-from tests.harness.ports import free_ports
-from tests.harness.processes import spawn
+from tests.harness.equivalence.large_batch import largest_difference
+from tests.harness.library.small_training import loss_of, network, plain_step, samples, sgd
+from tests.harness.library.small_training import whole_batches as batches
+from tests.harness.library.training_loops import (
+    CASES,
+    LOOPS,
+    accumulated_alone,
+    run_loops,
+    train_all,
+)
+from tests.harness.network.ports import free_ports
+from tests.harness.processes.gloo_processes import spawn
 
 WORLDS = (1, 2, 3)
 LIMIT = 1e-10

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.launchers import ROOT, run
+from tests.harness.processes.launcher_commands import ROOT, run
 
 EXAMPLE = str(ROOT / "examples/launchers.py")
-SCRIPT = ("-m", "tests.harness.library_script")
+SCRIPT = ("-m", "tests.harness.library.library_script")
 SHOWN = 'library_script.py", line'  # in a traceback
 TWO_RANKS = ("paceline", "torchrun", "mpirun", "slurm")
 

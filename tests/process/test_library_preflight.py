@@ -14,9 +14,9 @@ from torch import nn
 import paceline
 from paceline import ConfigError
 from paceline.comm.communicator import Communicator
-from tests.harness.library import BATCH, network, place, samples, sgd
-from tests.harness.ports import free_ports
-from tests.harness.processes import spawn
+from tests.harness.library.small_training import BATCH, network, place, samples, sgd
+from tests.harness.network.ports import free_ports
+from tests.harness.processes.gloo_processes import spawn
 
 CASES = {
     "seed": r"^seed is 0 on rank 0 \(.*\) and 1 on rank 1",

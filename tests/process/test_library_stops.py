@@ -12,10 +12,10 @@ import torch
 
 from paceline.cli.main import main
 from paceline.observe.event_file import read_events
-from tests.harness.command import Ended, gone
-from tests.harness.launchers import Script, run
+from tests.harness.processes.command import Ended, gone
+from tests.harness.processes.launcher_commands import Script, run
 
-SCRIPT = ("-m", "tests.harness.library_script")
+SCRIPT = ("-m", "tests.harness.library.library_script")
 EPOCHS, STEPS = 3, 5  # of the script
 
 

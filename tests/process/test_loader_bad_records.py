@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.command import run
-from tests.harness.databases import key, write_lmdb
-from tests.harness.image_folder import file_of, ramp
-from tests.harness.wire import encoded_tensorprotos
+from tests.harness.data.databases import key, write_lmdb
+from tests.harness.data.image_folder import file_of, ramp
+from tests.harness.data.record_bytes import encoded_tensorprotos
+from tests.harness.processes.command import run
 
 SIZE = 14
 WORDS = (

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.bad_inputs import nobody_left
-from tests.harness.launched import by_variables, place, srun_variables
-from tests.harness.runs import until
+from tests.harness.processes.bad_inputs import nobody_left
+from tests.harness.processes.launcher_processes import by_variables, place, srun_variables
+from tests.harness.processes.run_folders import until
 
 LOST, STEP = 2, 3  # who, and in which step
 OWN = f'''

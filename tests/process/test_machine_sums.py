@@ -13,11 +13,11 @@ from paceline import wiring as build
 from paceline.comm.communicator import Communicator
 from paceline.config.world import SyncConfig
 from paceline.errors import PeerLost
-from tests.harness.bench import Bench
-from tests.harness.equivalence import convnet
-from tests.harness.launched import srun
-from tests.harness.notified import peers_on_gloo
-from tests.harness.processes import spawn
+from tests.harness.equivalence.large_batch import convnet
+from tests.harness.equivalence.one_rank import Bench
+from tests.harness.equivalence.put_synchronizers import peers_on_gloo
+from tests.harness.processes.gloo_processes import spawn
+from tests.harness.processes.launcher_processes import srun
 
 LOST, STEP = 3, 2
 MACHINES = (2, 2)
@@ -61,7 +61,14 @@ PROGRAMS = {
             "notified",
         ),
     ),
-    "library": ("tests.harness.library_script", "run", "--epochs", "1", "--sync", "notified"),
+    "library": (
+        "tests.harness.library.library_script",
+        "run",
+        "--epochs",
+        "1",
+        "--sync",
+        "notified",
+    ),
 }
 
 

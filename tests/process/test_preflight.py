@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.launched import ROOT, End, Program, by_variables, place, srun
-from tests.harness.ports import free_port
-from tests.harness.tiny import make_database, train
+from tests.harness.network.ports import free_port
+from tests.harness.processes.launcher_processes import ROOT, End, Program, by_variables, place, srun
+from tests.harness.processes.tiny_run import make_database, train
 
 HOST = os.uname().nodename
 

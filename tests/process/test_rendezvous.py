@@ -19,9 +19,9 @@ from paceline.cluster.membership.process_identity import ProcessIdentity
 from paceline.cluster.rendezvous.registration import MachineRegistration, RunRecord
 from paceline.cluster.stores.store_spec import StoreSpec, open_store
 from paceline.cluster.supervision.worker import join_world
-from tests.harness.meeting import KINDS, SPACE, left_behind, meeting_of, plan
-from tests.harness.redis import redis_server
-from tests.harness.stage import Actor, Stage, Supervisor, at_most
+from tests.harness.network.meeting_places import KINDS, SPACE, left_behind, meeting_of, plan
+from tests.harness.network.redis_server import redis_server
+from tests.harness.processes.supervisor_stage import Actor, Stage, Supervisor, at_most
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from paceline.state.checkpoint_files import read_checkpoint
-from tests.harness.command import Command, gone, rows_of, run
-from tests.harness.ports import free_port
-from tests.harness.runs import events, losses, until, until_step, write_net
+from tests.harness.network.ports import free_port
+from tests.harness.processes.command import Command, gone, rows_of, run
+from tests.harness.processes.run_folders import events, losses, until, until_step, write_net
 
 SMALL = (
     *("train", "--train_data", "null", "--test_data", "null", "--epoch_size", "70"),

@@ -16,7 +16,7 @@ from torch import Tensor
 from paceline.codecs.codecs import CODECS
 from paceline.comm.communicator import Communicator
 from paceline.wiring.autotune import CANDIDATES, CONNECTIONS
-from tests.harness.benchmarks import (
+from tests.harness.documents.benchmark_runs import (
     BENCHMARKS,
     INTERVAL,
     LIMIT,
@@ -25,7 +25,7 @@ from tests.harness.benchmarks import (
     printed,
     table,
 )
-from tests.harness.processes import spawn
+from tests.harness.processes.gloo_processes import spawn
 
 SMALL = ("--model", "resnet20", "--image-size", "8", "--batch", "2", "--links", "loopback")
 EXACT = ("ddp:1", "allreduce", "allreduce:0.1", "notified:0.1")

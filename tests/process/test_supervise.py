@@ -13,7 +13,7 @@ from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.stores.store_spec import StoreSpec, run_space
 from paceline.cluster.supervision.failure_report import FailureReport
 from paceline.errors import ConfigError, DataError, PeerLost
-from tests.harness.stage import FULL, Stage, at_most
+from tests.harness.processes.supervisor_stage import FULL, Stage, at_most
 
 
 @pytest.fixture

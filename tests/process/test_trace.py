@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.harness.command import Command
-from tests.harness.runs import events, write_net
+from tests.harness.processes.command import Command
+from tests.harness.processes.run_folders import events, write_net
 
 WORDS = (
     *("train", "--train_data", "null", "--epoch_size", "60", "--image_size", "32"),

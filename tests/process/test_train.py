@@ -16,11 +16,11 @@ import torch
 from paceline.data.order import Order
 from paceline.models.zoo import build_model
 from paceline.observe.csv_log import COLUMNS
-from tests.harness.bad_inputs import answer, require_message
-from tests.harness.command import Command, gone, rows_of, run
-from tests.harness.image_folder import some_images
-from tests.harness.ports import free_port
-from tests.harness.redis import redis_server
+from tests.harness.data.image_folder import some_images
+from tests.harness.network.ports import free_port
+from tests.harness.network.redis_server import redis_server
+from tests.harness.processes.bad_inputs import answer, require_message
+from tests.harness.processes.command import Command, gone, rows_of, run
 
 SMALL = (
     *("--model", "resnet20", "--image_size", "32", "--augment", "pad", "--num_labels", "3"),

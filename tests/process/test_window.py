@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.bad_inputs import NULL
-from tests.harness.command import run
-from tests.harness.runs import losses, write_net
-from tests.harness.windows import installed
+from tests.harness.network.window_kinds import installed
+from tests.harness.processes.bad_inputs import NULL
+from tests.harness.processes.command import run
+from tests.harness.processes.run_folders import losses, write_net
 
 TRAIN = (
     f"{NULL} --epoch_size 30 --num_labels 3 --batch_size 5 --model net:plain --run_id r "

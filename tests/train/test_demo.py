@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.harness.command import rows_of, run
+from tests.harness.processes.command import rows_of, run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

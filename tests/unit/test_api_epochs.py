@@ -9,7 +9,7 @@ import pytest
 import paceline
 from paceline.cli.ledger import main as ledger
 from paceline.observe.event_file import read_events
-from tests.harness.library import BATCH, loss_of, network, samples, sgd
+from tests.harness.library.small_training import BATCH, loss_of, network, samples, sgd
 
 
 def test_the_ledger_has_each_sample_once_with_accumulation_too(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import paceline
 from paceline import ConfigError, World
-from tests.harness.library import BATCH, loss_of, network, samples, sgd
+from tests.harness.library.small_training import BATCH, loss_of, network, samples, sgd
 
 
 @pytest.fixture

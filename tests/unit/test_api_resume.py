@@ -17,7 +17,7 @@ import paceline
 from paceline import ConfigError
 from paceline.cli.ledger import main as ledger
 from paceline.observe.event_file import read_events
-from tests.harness.library import BATCH, copied, loss_of, network, samples, sgd
+from tests.harness.library.small_training import BATCH, copied, loss_of, network, samples, sgd
 
 EPOCHS, STEPS = 3, 5  # of 50 samples
 PLAIN: Mapping[str, Any] = {}

@@ -19,7 +19,7 @@ from paceline.replica.trained_parameters import TrainedParameters
 from paceline.run.autotune_trials import steps_of_trials
 from paceline.state.exchange_choice import CHOICE_NAME, read_choice
 from paceline.wiring.autotune import A_WHILE, Chooser, TrialSetting, candidates_of
-from tests.harness.threads import run_ranks
+from tests.harness.equivalence.rank_threads import run_ranks
 
 CPU = torch.device("cpu")
 TWO = [SyncConfig(sync="notified", bucket_mb=16.0), SyncConfig(sync="allreduce", bucket_mb=8.0)]

@@ -10,7 +10,7 @@ import pytest
 from numba.core import config
 
 from paceline.comm.numba_compiler import compiler
-from tests.harness.small_disk import small_disk
+from tests.harness.data.small_disk import small_disk
 
 SOURCE = "def twice(x):\n    return 2 * x\n"
 

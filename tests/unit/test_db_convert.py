@@ -16,9 +16,9 @@ from paceline.data.db.indexed_source import IndexedSource
 from paceline.data.db.open_database import DATABASES, opened
 from paceline.data.image.image_file import check_image
 from paceline.errors import ConfigError, DataError
-from tests.harness.databases import ENGINES, RECORDS, check_records, items, key, labels
-from tests.harness.image_folder import file_of, ramp, some_images
-from tests.harness.wire import encoded_tensorprotos
+from tests.harness.data.databases import ENGINES, RECORDS, check_records, items, key, labels
+from tests.harness.data.image_folder import file_of, ramp, some_images
+from tests.harness.data.record_bytes import encoded_tensorprotos
 
 
 def silent(done: int, total: int) -> None:

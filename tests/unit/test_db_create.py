@@ -19,7 +19,7 @@ from paceline.data.db.open_database import DATABASES
 from paceline.data.image.image_file import check_image
 from paceline.data.source import Pixels, Record
 from paceline.errors import ConfigError, DataError
-from tests.harness.image_folder import file_of, put, ramp, some_images
+from tests.harness.data.image_folder import file_of, put, ramp, some_images
 
 
 def silent(done: int, total: int) -> None:

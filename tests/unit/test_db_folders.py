@@ -8,7 +8,7 @@ import pytest
 
 from paceline.data.db.class_folders import Candidate, scan, shuffled
 from paceline.errors import ConfigError
-from tests.harness.image_folder import put
+from tests.harness.data.image_folder import put
 
 
 def test_labels_are_the_places_of_the_sorted_class_names(tmp_path: Path) -> None:

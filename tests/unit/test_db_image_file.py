@@ -19,7 +19,7 @@ from paceline.data.image.image_file import (
 )
 from paceline.data.image.jpeg import jpeg_pixels
 from paceline.data.source import Pixels
-from tests.harness.image_folder import file_of, ramp
+from tests.harness.data.image_folder import file_of, ramp
 
 
 def pixels_of(stored: bytes | Pixels) -> Pixels:

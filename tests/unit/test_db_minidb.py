@@ -16,8 +16,8 @@ from paceline.data.db.index.index_file import read_index
 from paceline.data.db.minidb_source import MiniDbSource
 from paceline.data.db.write.writers import MiniDbWriter
 from paceline.errors import DataError
-from tests.harness.databases import RECORDS, check_records, items, label, write_minidb
-from tests.harness.wire import raw_datum
+from tests.harness.data.databases import RECORDS, check_records, items, label, write_minidb
+from tests.harness.data.record_bytes import raw_datum
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from PIL import Image
 from paceline.data.db.formats.record_formats import decode_record, encode_datum, encode_tensorprotos
 from paceline.data.source import Record
 from paceline.errors import DataError
-from tests.harness.wire import (
+from tests.harness.data.record_bytes import (
     BYTE,
     FLOAT,
     INT32,

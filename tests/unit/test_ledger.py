@@ -12,7 +12,7 @@ import pytest
 from paceline.errors import DataError
 from paceline.observe.event_file import read_events
 from paceline.observe.ledger import Proof, prove
-from tests.harness.ledger_runs import RunHistory
+from tests.harness.processes.ledger_histories import RunHistory
 
 
 def proof_of(history: RunHistory, folder: Path) -> Proof:

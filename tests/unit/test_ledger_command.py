@@ -10,7 +10,7 @@ import pytest
 from paceline.cli.ledger import main
 from paceline.errors import ConfigError, DataError
 from paceline.state.run_folder import RunFolder
-from tests.harness.ledger_runs import RunHistory
+from tests.harness.processes.ledger_histories import RunHistory
 
 
 @pytest.fixture

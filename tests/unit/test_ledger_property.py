@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from paceline.observe.event_file import read_events
 from paceline.observe.ledger import Proof, prove
-from tests.harness.ledger_runs import Key, RunHistory
+from tests.harness.processes.ledger_histories import Key, RunHistory
 
 LAG = 2  # steps that a rank may be ahead of another
 

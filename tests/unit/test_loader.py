@@ -15,7 +15,7 @@ from paceline.data.order import Order
 from paceline.data.source import Pixels, Record
 from paceline.data.synthetic import SyntheticSource
 from paceline.errors import DataError
-from tests.harness.loading import (
+from tests.harness.data.loading import (
     RICH,
     ListSource,
     epoch_of,

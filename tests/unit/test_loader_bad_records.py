@@ -10,7 +10,7 @@ from paceline.data.loader import Batch
 from paceline.data.order import Order
 from paceline.data.source import Record
 from paceline.errors import DataError
-from tests.harness.loading import RICH, ListSource, epoch_of, joined, loader_of, photographs
+from tests.harness.data.loading import RICH, ListSource, epoch_of, joined, loader_of, photographs
 
 SIZE, BATCH = 23, 6
 BAD = {2, 8, 9, 10, 17}  # damaged, unreadable, or with a label that there isn't

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.data.db.leveldb.source import LevelDbSource
 from paceline.errors import DataError
-from tests.harness.databases import RECORDS, check_records, items
+from tests.harness.data.databases import RECORDS, check_records, items
 
 
 @pytest.fixture

@@ -17,9 +17,9 @@ from paceline.config.train import TrainConfig
 from paceline.data.db.index.database_index import write_index
 from paceline.errors import ConfigError
 from paceline.recorder import NullRecorder
-from tests.harness.databases import ENGINES, RECORDS, items, key, labels
-from tests.harness.permissions import read_only
-from tests.harness.wire import bgr_planes, raw_datum
+from tests.harness.data.databases import ENGINES, RECORDS, items, key, labels
+from tests.harness.data.permissions import read_only
+from tests.harness.data.record_bytes import bgr_planes, raw_datum
 
 SMALL = (
     *("--model", "resnet20", "--image_size", "4", "--augment", "none", "--batch_size", "8"),

@@ -21,8 +21,8 @@ from paceline.observe.trace.clock_offsets import Round, offsets, rounds
 from paceline.observe.trace.step_trace import Trace
 from paceline.recorder import NullRecorder, Recorder
 from paceline.replica.pass_spans import watch_passes
-from tests.harness.library import BATCH, network, plain_step, samples, sgd
-from tests.harness.threads import run_ranks
+from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.library.small_training import BATCH, network, plain_step, samples, sgd
 
 CPU = torch.device("cpu")
 LIMIT = 40.0  # s, more than ranks that are threads wait

@@ -19,7 +19,7 @@ from paceline.codecs.codecs import CODECS, Bf16, Codec, Fp32, Int8
 from paceline.codecs.kernels import compiled as kernels_compiled
 from paceline.codecs.kernels import kernels
 from paceline.codecs.kernels import plain as kernels_plain
-from tests.harness.coding import code, example, same, same_bits, wild
+from tests.harness.equivalence.codec_memory import code, example, same, same_bits, wild
 
 TWINS = {"compiled": kernels_compiled, "plain": kernels_plain}
 KINDS: dict[str, Callable[[Any], Codec]] = {"fp32": Fp32, "bf16": Bf16, "int8": Int8}

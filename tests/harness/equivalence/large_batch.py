@@ -1,0 +1,251 @@
+"""Large-batch training twice: by plain torch in one process, and by Paceline on several ranks.
+
+The same code of a step runs in both, on the whole batch here and on a slice there, so a case of the
+grid is what its author would write for one process, and two lines that are nothing alone:
+`world.no_sync()` and `world.reduce()`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+from paceline.algorithms.allreduce import AllReduce
+from paceline.algorithms.synchronizer import Synchronizer
+from paceline.comm.communicator import Communicator
+from paceline.comm.inprocess.communicator import ThreadGroup
+from paceline.reduce.buckets import Bucket
+from paceline.replica.replica import ExchangePlan, Replica
+from paceline.update.layer_exchange import BatchShare
+from paceline.update.running_statistics import RunningStatistics
+from paceline.update.sync_batch_norm import convert_sync_batchnorm
+from paceline.update.updater import Updater
+from tests.harness.equivalence.rank_threads import run_ranks
+
+MakeOptimizer = Callable[[nn.Module], Optimizer]
+State = dict[str, Tensor]
+Kind = Callable[..., Any]
+Later = Sequence[tuple[Kind, int] | None]  # at each step, another kind and size of a bucket
+
+
+class World(Protocol):
+    """What a step may ask for besides plain torch: a replica, or nobody."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Accumulate."""
+
+    def reduce(self) -> None:
+        """Make gradients the global mean."""
+
+
+class Alone:
+    """One process with the whole batch."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def reduce(self) -> None:
+        """Have the global mean already."""
+
+
+Step = Callable[[World, nn.Module, Optimizer, Tensor, Tensor], None]
+
+
+def usual_step(world: World, model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> None:
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def usual() -> Step:
+    """Make the usual step; a function with a name, which another process can be sent."""
+    return usual_step
+
+
+def no_change(model: nn.Module, optimizer: Optimizer, number: int, rank: int) -> None:
+    """Leave model and optimizer as they are, before each step."""
+
+
+def sgd(model: nn.Module) -> Optimizer:
+    """SGD with Nesterov momentum, weight decay on matrices only: two parameter groups."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": 1e-2}, {"params": vectors}]
+    return torch.optim.SGD(
+        [group for group in groups if group["params"]], lr=0.1, momentum=0.9, nesterov=True
+    )
+
+
+def convnet() -> nn.Module:
+    """A small convolutional net without batch statistics, in float64."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, stride=2, padding=1, bias=False),
+        nn.GroupNorm(2, 8),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(8 * 16, 10),
+    ).double()
+
+
+def made_up_batches(sizes: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+    """Make up batches of images (n, 3, 8, 8) of 10 classes."""
+    random = torch.Generator().manual_seed(7)
+    return [
+        (
+            torch.randn(n, 3, 8, 8, dtype=torch.float64, generator=random),
+            torch.randint(0, 10, (n,), generator=random),
+        )
+        for n in sizes
+    ]
+
+
+@dataclass(frozen=True)
+class Training:
+    """A model, an optimizer, global batches, and what is done with them.
+
+    Attributes:
+        make_step: makes the code of a run's steps, which may keep something between them.
+        change: is done to model and optimizer before each step.
+        sync_bn: the ranks' BatchNorms are those of the whole batch.
+        gamma: the learning rate's factor, a step.
+    """
+
+    model: nn.Module
+    make_optimizer: MakeOptimizer
+    batches: Sequence[tuple[Tensor, Tensor]]
+    make_step: Callable[[], Step] = usual
+    change: Callable[[nn.Module, Optimizer, int, int], None] = no_change
+    sync_bn: bool = False
+    gamma: float = 0.9
+
+    @staticmethod
+    def of(
+        model: nn.Module, make_optimizer: MakeOptimizer = sgd, steps: int = 10, **more: Any
+    ) -> Training:
+        """Make up batches of 12 images, the last one of 5."""
+        batches = made_up_batches([12] * (steps - 1) + [5])
+        return Training(model, make_optimizer, batches, **more)
+
+    def alone(self) -> State:
+        """Train by plain torch; return the state dict."""
+        model = copy.deepcopy(self.model)
+        optimizer = self.make_optimizer(model)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, self.gamma)
+        step = self.make_step()
+        for number, (x, y) in enumerate(self.batches):
+            self.change(model, optimizer, number, 0)
+            step(Alone(), model, optimizer, x, y)
+            schedule.step()
+        return model.state_dict()
+
+    def on_rank(
+        self,
+        communicator: Communicator,
+        bucket_bytes: int,
+        kind: Callable[..., Any] = AllReduce,
+        layers: Communicator | None = None,
+        later: Later = (),
+    ) -> State:
+        """Train this rank's slices by Paceline; return the state dict."""
+        model, share = copy.deepcopy(self.model), BatchShare()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(communicator.rank)  # must not matter: rank 0's are broadcast
+        optimizer = self.make_optimizer(model)
+        if self.sync_bn:
+            assert layers is not None
+            model = convert_sync_batchnorm(model, layers, share)
+        replica = replicate(model, optimizer, communicator, bucket_bytes, kind, share, later)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, self.gamma)
+        step = self.make_step()
+        for number, (x, y) in enumerate(self.batches):
+            self.change(model, optimizer, number, communicator.rank)
+            own = _share(len(x), communicator)
+            with replica.step(number, (own.stop - own.start) / len(x)):
+                local = own if own.stop > own.start else slice(0, 1)
+                step(replica, model, optimizer, x[local], y[local])
+            schedule.step()
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        replica.drain()
+        replica.close()
+        return state
+
+    def on_threads(
+        self,
+        world_size: int,
+        bucket_bytes: int,
+        kind: Callable[..., Any] = AllReduce,
+        later: Later = (),
+    ) -> list[State]:
+        """Train on ranks that are threads; return each one's state dict."""
+        layers = ThreadGroup(world_size)
+        return run_ranks(
+            world_size,
+            lambda c: self.on_rank(c, bucket_bytes, kind, layers.communicator(c.rank), later),
+        )
+
+    def with_model(self, model: nn.Module) -> Training:
+        """Return the same training of another model."""
+        return replace(self, model=model)
+
+
+def replicate(
+    model: nn.Module,
+    optimizer: Optimizer,
+    communicator: Communicator,
+    bucket_bytes: int,
+    kind: Callable[..., Any] = AllReduce,
+    share: BatchShare | None = None,
+    later: Later = (),
+) -> Replica:
+    """Give all ranks rank 0's model and bind it to a synchronizer, and later to others."""
+
+    def plan(kind: Kind, bucket_bytes: int) -> ExchangePlan:
+        def make(buckets: Sequence[Bucket]) -> Synchronizer:
+            updater = getattr(kind, "updater", Updater)(optimizer, buckets)
+            parts = updater, RunningStatistics(model)
+            synchronizer: Synchronizer = kind(buckets, communicator, *parts)
+            return synchronizer
+
+        return ExchangePlan(make_synchronizer=make, bucket_bytes=bucket_bytes)
+
+    changes = iter(later)
+
+    def next_plan() -> ExchangePlan | None:
+        change = next(changes, None)
+        return None if change is None else plan(*change)
+
+    first = plan(kind, bucket_bytes)
+    return Replica(
+        model,
+        optimizer,
+        communicator,
+        first.make_synchronizer,
+        bucket_bytes=bucket_bytes,
+        share=share,
+        next_plan=next_plan,
+    )
+
+
+def largest_difference(one: State, other: State) -> float:
+    """Return the largest absolute difference of two state dicts with the same names."""
+    assert one.keys() == other.keys()
+    return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
+
+
+def _share(samples: int, communicator: Communicator) -> slice:
+    """Cut `samples` into slices in rank order; written again here, as an independent reference."""
+    each, rest = divmod(samples, communicator.world_size)
+    rank = communicator.rank
+    first = rank * each + min(rank, rest)
+    return slice(first, first + each + (rank < rest))

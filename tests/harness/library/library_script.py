@@ -1,0 +1,67 @@
+"""A script as users write it, to be started by launchers and hurt by tests.
+
+    python -m tests.harness.library.library_script RUN [--epochs 3] [--fail RANK:STEP:HOW] [--sync notified]
+
+Rank 0 prints each step's number and loss, exactly. `HOW` is what the failing rank does: "raise",
+"config", "exit", "leave" (it ends well, in mid-epoch).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+
+import paceline
+from tests.harness.library.small_training import BATCH, loss_of, network, samples, sgd
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("run")
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=2, help="of checkpoints")
+    parser.add_argument("--fail", default="-1:-1:nothing")
+    parser.add_argument("--sync", default="allreduce")
+    parser.add_argument("--evaluate_until_stopped", action="store_true")
+    options = parser.parse_args()
+    rank, number, how = options.fail.split(":")
+
+    world = paceline.join(options.run or None, checkpoint_steps=options.steps, timeout=20)
+    model = network(dropout=0.3)
+    optimizer = sgd(model)
+    paceline.parallelize(model, optimizer, world, sync=options.sync)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 15)
+    world.track(schedule)
+    loader = paceline.loader(samples(), BATCH, world)
+    for _ in range(loader.epoch, options.epochs):
+        for x, y in loader:
+            step = world.steps
+            if (world.rank, step) == (int(rank), int(number)):
+                fail(how)
+            with world.step():
+                loss = loss_of(model, x, y)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            schedule.step()
+            if world.rank == 0:
+                print(f"step {step}: {loss.item().hex()}", flush=True)
+        while options.evaluate_until_stopped:
+            loss_of(model, *samples(10)[:])
+
+
+def fail(how: str) -> None:
+    if how == "raise":
+        raise KeyError("a bug of the script")
+    if how == "config":
+        raise paceline.ConfigError("the script says no.")
+    if how == "exit":
+        sys.exit(7)
+    if how == "leave":
+        sys.exit()
+
+
+if __name__ == "__main__":
+    main()

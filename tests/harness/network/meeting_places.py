@@ -1,0 +1,50 @@
+"""A meeting place of each kind, as supervisors are told of it, and what a run leaves there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import redis
+
+from paceline.cluster.rendezvous.run_plan import RunPlan
+from paceline.cluster.stores.store_spec import StoreSpec, run_space
+from tests.harness.network.ports import free_port
+from tests.harness.network.redis_server import redis_server
+
+SPACE = run_space("r")
+KINDS = ("folder", "redis", "tcp")
+
+
+@contextmanager
+def meeting_of(kind: str, parent: Path) -> Iterator[StoreSpec]:
+    """Make the meeting place of run r; machine 0 serves a TCP store itself."""
+    if kind == "folder":
+        path = parent / "meet"
+        path.mkdir()
+        yield StoreSpec(kind="folder", address=str(path), space=SPACE)
+    elif kind == "redis":
+        with redis_server() as url:
+            yield StoreSpec(kind="redis", address=url, space=SPACE)
+    else:
+        yield StoreSpec(kind="tcp", address=f"127.0.0.1:{free_port()}", space=SPACE)
+
+
+def plan(meeting: StoreSpec, machine: int, machines: int = 2, **changes: object) -> RunPlan:
+    """A machine's part in run r, with short limits."""
+    values = {"run_id": "r", "first_iter_timeout": 20.0, "timeout": 5.0}
+    return RunPlan(machine=machine, machines=machines, meeting=meeting, **(values | changes))  # type: ignore[arg-type]
+
+
+def left_behind(meeting: StoreSpec) -> list[object]:
+    """List what is in the meeting place; a TCP store goes with its server."""
+    if meeting.kind == "folder":
+        return list(os.listdir(meeting.address))
+    if meeting.kind == "redis":
+        client = redis.Redis.from_url(meeting.address)
+        keys = list(client.scan_iter())
+        client.close()
+        return keys
+    return []

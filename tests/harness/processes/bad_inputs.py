@@ -1,0 +1,161 @@
+"""Bad inputs, and what must be true of the answer to each.
+
+- The status: 2 where the caller can mend it, 1 where the world must, 130 or 143 for a signal.
+- The message: one or two sentences, said once and last, with value, rule and remedy.
+- Nothing else: no traceback, no process left, nothing lost, nothing written that nobody wanted.
+"""
+
+from __future__ import annotations
+
+import encodings.idna  # noqa: F401 - now: a test may be somebody who can't read its file
+import hashlib
+import re
+import shlex
+import sys
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+import paceline.cli.train  # noqa: F401 - likewise
+from paceline.cli.main import main
+from tests.harness.processes.command import Command, Ended, gone
+
+LIMIT = 110.0  # generous: the machine may be busy
+MARK = "PACELINE_TEST_MARK"
+WHO = r"rank \d on machine \d \(\S+\): "
+TRAIN = (
+    "train --image_size 32 --augment none --num_labels 3 --batch_size 4 --num_epochs 1 --use_cpu "
+)
+NULL = TRAIN + "--train_data null --epoch_size 8 "
+NET = '''
+from torch import nn
+
+
+def net(num_labels):
+    """A net that needs no time."""
+    return nn.Sequential(nn.AvgPool2d(8), nn.Flatten(), nn.Linear(48, num_labels))
+'''
+
+_BOX = re.compile(r"[╭╮╰│]")
+_RULER = re.compile(r" ?─{4,} ?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bad:
+    """A command that can't be done.
+
+    Attributes:
+        words: the command's, as a shell reads them.
+        said: the whole message, as a regular expression, without "paceline: ".
+        status: the exit status.
+        writes: it may leave a run's folder, for only a worker can know.
+    """
+
+    words: str
+    said: str
+    status: int = 2
+    writes: bool = False
+
+
+def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, own: str = NET) -> Path:
+    """Go to a folder, and put somebody's own model there: `own:net`, or what `own` has."""
+    (folder / "own.py").write_text(own)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.delitem(sys.modules, "own", raising=False)  # another test's
+    return folder
+
+
+def require_answer(bad: Bad, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Run a command in this process, which has torch already, and look at all that is left."""
+    before, family = contents(folder), set(psutil.Process().children(recursive=True))
+    require_message(answer(bad.words, capfd), bad.status, bad.said)
+    assert gone([p for p in psutil.Process().children(recursive=True) if p not in family])
+    if not bad.writes:
+        assert contents(folder) == before
+
+
+def answer(words: str, capfd: pytest.CaptureFixture[str]) -> Ended:
+    """Run a command in this process."""
+    capfd.readouterr()
+    try:
+        status = main(shlex.split(words))
+    except SystemExit as end:
+        status = int(end.code or 0)
+    said = capfd.readouterr()
+    return Ended(status, said.out + said.err)
+
+
+def require_run_answer(bad: Bad, folder: Path) -> Ended:
+    """Run the real command, and look at all that is left."""
+    before = contents(folder)
+    with nobody_left() as environment:
+        ended = Command(*shlex.split(bad.words), folder=folder, environment=environment).wait(LIMIT)
+    require_message(ended, bad.status, bad.said)
+    if not bad.writes:
+        assert contents(folder) == before
+    return ended
+
+
+def require_message(ended: Ended, status: int, said: str) -> str:
+    """Require an end with this status whose last words are this message, said once; return it."""
+    assert ended.status == status, ended.text
+    assert not re.search(r"Traceback|frame #\d", ended.text), ended.text  # Python's, C++'s
+    if "╭" in ended.text:
+        message, *more = sections(ended.text)
+        assert re.fullmatch(r"For full helptext, (run|see) paceline.* --help", more[-1])
+    else:
+        message = [line for line in ended.text.splitlines() if line.strip()][-1]
+        assert message.startswith("paceline: ")
+        assert ended.text.count(message) == 1
+        assert 1 <= len(re.findall(r"[.?](?= |$)", message)) <= 2, message
+    message = message.removeprefix("paceline: ")
+    assert re.fullmatch(said, message), f"{message!r} isn't {said!r}; all of it:\n{ended.text}"
+    return message
+
+
+def sections(text: str) -> list[str]:
+    """Return what stands in the parts of a box that a mistake in the flags is told in."""
+    box = _BOX.sub(" ", text[text.index("╭") : text.rindex("╯")]).partition("\n")[2]
+    return [part for part in (" ".join(part.split()) for part in _RULER.split(box)) if part]
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """Return what is in a folder: each path, and a digest of each file."""
+    return {
+        str(path.relative_to(folder)): _digest(path)
+        for path in sorted(folder.rglob("*"))
+        if "__pycache__" not in path.parts
+    }
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+
+
+@contextmanager
+def nobody_left() -> Iterator[Mapping[str, str]]:
+    """Yield an environment for commands; require that nobody who has it is left after the block."""
+    mark = uuid.uuid4().hex
+    try:
+        yield {MARK: mark}
+        assert gone(_marked(mark)), [process.cmdline() for process in _marked(mark)]
+    finally:
+        for process in _marked(mark):
+            process.kill()
+
+
+def _marked(mark: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark:
+                found.append(process)
+        except psutil.Error:  # it has ended, or is the kernel's
+            continue
+    return found

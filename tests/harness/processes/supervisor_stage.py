@@ -1,0 +1,173 @@
+"""Supervisors and their workers as a play: the test tells each worker what to do, and sees it end.
+
+A worker connects to the stage when it is up. Its connection ends when its process does, and not
+before all of its children have ended, which inherit it: so nobody sleeps and looks again.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Self
+
+from paceline.cluster.environment import WorkerEnvironment
+from paceline.cluster.rendezvous.run_plan import RunPlan
+from paceline.cluster.supervision.failure_report import FailureReport
+from paceline.cluster.supervision.supervisor import supervise
+
+LIMIT = 30.0
+LIGHT = "tests.harness.processes.light_worker"
+FULL = "tests.harness.processes.full_worker"
+
+
+class Actor:
+    """A worker, as the test holds it."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._lines = connection.makefile("r")
+        self.pid = int(self.hear())
+        self.place = WorkerEnvironment.from_text(self.hear())
+
+    def tell(self, order: str) -> None:
+        self._connection.sendall(f"{order}\n".encode())
+
+    def hear(self) -> str:
+        """Return the worker's next line; "" if it ended."""
+        return self._lines.readline().strip()
+
+    def leave_word(self, failure: FailureReport) -> None:
+        """Write down why the worker fails; it doesn't end yet."""
+        failure.write(Path(self.place.error_file))
+
+    def fail(self, error: Exception) -> None:
+        """Let the worker end with a report of this error."""
+        failure = FailureReport.of(error)
+        self.leave_word(failure)
+        self.tell(f"exit {failure.status}")
+
+    def ended(self, within: float = LIMIT) -> bool:
+        """Wait until the worker and its children have ended."""
+        self._connection.settimeout(within)
+        try:
+            return self.hear() == ""
+        except ConnectionResetError:
+            return True
+        except TimeoutError:
+            return False
+
+    def close(self) -> None:
+        self._lines.close()
+        self._connection.close()
+
+
+@dataclass(kw_only=True)
+class Supervisor:
+    """A running supervisor, as the test holds it."""
+
+    process: BaseProcess
+    log: Path
+
+    def send(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def status(self, within: float = LIMIT) -> int | None:
+        """Wait for its end; None if it doesn't come."""
+        self.process.join(within)
+        return self.process.exitcode
+
+    @property
+    def text(self) -> str:
+        """What it and its workers have printed until now."""
+        return self.log.read_text()
+
+
+class Stage:
+    """Starts supervisors and receives their workers; kills what is left of both at the end."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.settimeout(LIMIT)
+        self._supervisors: list[Supervisor] = []
+        self._actors: list[Actor] = []
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["torch", "torch.distributed", __name__])
+
+    def start(
+        self, plan: RunPlan, worker: str = LIGHT, *, finish: Path | None = None
+    ) -> Supervisor:
+        """Start a machine's supervisor, which marks the end of its run by the file `finish`."""
+        log = self._folder / f"supervisor{len(self._supervisors)}.log"
+        argv = [sys.executable, "-m", worker, str(self._listener.getsockname()[1])]
+        process = self._context.Process(target=_supervise, args=(plan, argv, str(log), finish))
+        log.touch()
+        process.start()
+        supervisor = Supervisor(process=process, log=log)
+        self._supervisors.append(supervisor)
+        return supervisor
+
+    def actors(self, count: int) -> list[Actor]:
+        """Wait for so many workers; return them by machine and local rank."""
+        new = []
+        for _ in range(count):
+            self._await_one()
+            connection, _ = self._listener.accept()
+            connection.settimeout(LIMIT)
+            new.append(Actor(connection))
+        self._actors += new
+        return sorted(new, key=lambda actor: (actor.place.machine, actor.place.local_rank))
+
+    def _await_one(self) -> None:
+        running = [s for s in self._supervisors if s.process.exitcode is None]
+        ready = wait([self._listener, *(s.process.sentinel for s in running)], timeout=LIMIT)
+        assert self._listener in ready, f"no worker came up; ready: {ready}"
+
+    def nobody_comes(self, within: float) -> bool:
+        """Tell whether no worker came up in all that time."""
+        self._listener.settimeout(within)
+        try:
+            self._listener.accept()[0].close()
+            return False
+        except TimeoutError:
+            return True
+        finally:
+            self._listener.settimeout(LIMIT)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for supervisor in self._supervisors:
+            print(f"--- {supervisor.log.name}\n{supervisor.text}")  # shown if the test failed
+            supervisor.process.kill()
+            supervisor.process.join()
+        for actor in self._actors:
+            actor.close()
+        self._listener.close()
+
+
+@contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """Require the block to be done in time."""
+    begin = os.times().elapsed
+    yield
+    taken = os.times().elapsed - begin
+    assert taken <= seconds, f"took {taken:.1f} s, not {seconds:g}"
+
+
+def _supervise(plan: RunPlan, argv: list[str], log: str, finish: Path | None) -> None:
+    output = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.exit(supervise(plan, argv, finish=finish.touch if finish else None))
