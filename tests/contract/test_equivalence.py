@@ -1,7 +1,7 @@
 """Several ranks train as one process on the whole batch does, to 1e-10 in float64: the grid.
 
-Cases (`tests/harness/equivalence/equivalence_cases.py`) by numbers of ranks by bucket sizes by synchronizers. All of them
-have uneven shares, an empty share, and a short last batch.
+Cases (`tests/harness/equivalence/equivalence_cases.py`) by numbers of ranks by bucket sizes by
+synchronizers. All of them have uneven shares, an empty share, and a short last batch.
 """
 
 from __future__ import annotations

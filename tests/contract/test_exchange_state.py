@@ -37,7 +37,7 @@ def named(value: object) -> str:
 
 
 @pytest.mark.parametrize(
-    ("machines", "near"),
+    ("machines", "intra_machine"),
     [*((machines, None) for machines in MACHINES), ((2, 1), in_threads), ((1, 2), in_threads)],
     ids=named,
 )
@@ -61,7 +61,7 @@ def test_what_was_missed_has_the_parameters_names_and_shapes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("machines", "bucket_bytes", "near"),
+    ("machines", "bucket_bytes", "intra_machine"),
     [((1, 1), 10**9, None), ((2, 2), 2_000, None), ((2, 3), 2_000, in_threads)],
     ids=named,
 )

@@ -63,7 +63,7 @@ def true_sum(world_size: int, step: int) -> Tensor:
 
 
 @pytest.mark.parametrize("machines", MACHINES, ids=str)
-@pytest.mark.parametrize("wire", ["bf16", "int8"])
+@pytest.mark.parametrize("codec", ["bf16", "int8"])
 def test_ranks_get_the_same_and_errors_do_not_add_up(machines: tuple[int, ...], codec: str) -> None:
     world_size, steps = sum(machines), 30
     make = owners(machines, codec)
@@ -90,7 +90,7 @@ def test_ranks_get_the_same_and_errors_do_not_add_up(machines: tuple[int, ...], 
 
 
 @pytest.mark.parametrize("machines", [(1, 1, 1), (2, 1)], ids=str)
-@pytest.mark.parametrize("wire", ["bf16", "int8"])
+@pytest.mark.parametrize("codec", ["bf16", "int8"])
 def test_a_step_that_is_taken_back_leaves_no_trace(machines: tuple[int, ...], codec: str) -> None:
     def train(make: Callable[[int], PutExchange], rank: int, taken_back: bool) -> list[Tensor]:
         owner = make(rank)

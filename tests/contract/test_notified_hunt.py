@@ -10,12 +10,12 @@ import sys
 
 import pytest
 
-from tests.harness.equivalence.large_batch import deadlock_hunt as hunt
+from tests.harness.equivalence import deadlock_hunt as hunt
 from tests.harness.processes.launcher_processes import ROOT
 
 LOSING = """
 from functools import partial
-from tests.harness.equivalence.large_batch import deadlock_hunt as hunt
+from tests.harness.equivalence import deadlock_hunt as hunt
 hunt.hunt(1, ["inprocess"], 1, limit=60)
 hunt.Faults = partial(hunt.Faults, lost=lambda peer, notification, value: value == 2)
 hunt.hunt(1, ["inprocess"], 1, limit=5)

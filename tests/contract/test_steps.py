@@ -121,7 +121,7 @@ def test_each_rank_hears_the_sum_over_all_one_step_later(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "wishes", [{1: {3}}, {0: {3}}, {0: {3}, 2: {3}}, {0: {4}, 1: {3}, 2: {4, 5}}, {2: {0}}]
+    "requests", [{1: {3}}, {0: {3}}, {0: {3}, 2: {3}}, {0: {4}, 1: {3}, 2: {4, 5}}, {2: {0}}]
 )
 def test_all_ranks_stop_at_the_same_boundary(tmp_path: Path, requests: dict[int, set[int]]) -> None:
     def work(communicator: Communicator) -> int:

@@ -39,7 +39,7 @@ def contributed() -> Codec:
 ALL = {f"{kind}, {twin}": make(TWINS[twin]) for kind, make in KINDS.items() for twin in TWINS} | {
     "CONTRIBUTING's": contributed()
 }
-every_wire = pytest.mark.parametrize("wire", ALL.values(), ids=ALL.keys())
+every_wire = pytest.mark.parametrize("codec", ALL.values(), ids=ALL.keys())
 
 
 def error_bound(codec: Codec, block: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """A hunt for deadlocks: short trainings by `notified`, each drawn at random.
 
-    python -m tests.harness.equivalence.deadlock_hunt [--runs 1000] [--kinds inprocess shared tcp machines] [--seed 0]
+    python -m tests.harness.equivalence.deadlock_hunt
+        [--runs 1000] [--kinds inprocess shared tcp machines] [--seed 0]
 
 Drawn are the kind of window, the ranks and their machines, the model, the sizes of buckets and of
 batches, how late puts are, and their priorities. A run that hasn't ended at the limit is shown,

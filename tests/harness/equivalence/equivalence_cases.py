@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.harness.equivalence import case_changes as changes
+from tests.harness.equivalence import case_models as models
+from tests.harness.equivalence import case_steps as steps
 from tests.harness.equivalence.large_batch import Training, convnet, made_up_batches, sgd
-from tests.harness.equivalence.large_batch import case_changes as changes
-from tests.harness.equivalence.large_batch import case_models as models
-from tests.harness.equivalence.large_batch import case_steps as steps
 
 SIZES = [12, 12, 13, 3, 12, 12, 5]  # of global batches; 3 leave a fourth rank with nothing
 

@@ -1,6 +1,7 @@
 """A script as users write it, to be started by launchers and hurt by tests.
 
-    python -m tests.harness.library.library_script RUN [--epochs 3] [--fail RANK:STEP:HOW] [--sync notified]
+    python -m tests.harness.library.library_script RUN
+        [--epochs 3] [--fail RANK:STEP:HOW] [--sync notified]
 
 Rank 0 prints each step's number and loss, exactly. `HOW` is what the failing rank does: "raise",
 "config", "exit", "leave" (it ends well, in mid-epoch).

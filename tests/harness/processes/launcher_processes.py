@@ -19,7 +19,7 @@ import psutil
 
 from paceline.cluster.environment import read_environment
 from tests.harness.network.ports import free_port
-from tests.harness.processes.gloo_processes import launched_program as joiner
+from tests.harness.processes import launched_program as joiner
 
 LIMIT = 100.0
 BIN = Path(sys.executable).parent
