@@ -1,0 +1,75 @@
+"""Which files run in a step between two machines: by the script, and by docs/architecture.md."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.api.world import World
+from paceline.comm import loop
+from paceline.comm.linked_window import LinkedWindow
+from paceline.comm.tcp_window import connect_by_tcp
+from paceline.sync import kernel_loops, kernels_plain
+from paceline.sync.allreduce import AllReduce
+from paceline.sync.notified import Notified
+from paceline.sync.readers import ReaderLesson
+from paceline.sync.wires import Int8
+from tests.harness.launched import ROOT
+from tests.harness.step_files import AROUND, files_listed, functions_of_a_step
+
+pytestmark = pytest.mark.timeout(300)  # numba may have to compile first
+
+
+@pytest.fixture(scope="module")
+def files() -> set[str]:
+    """The files of one step."""
+    return set(functions_of_a_step(ROOT))
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        pytest.param(World, id="the script's step"),
+        pytest.param(Notified, id="the synchronizer"),
+        pytest.param(LinkedWindow, id="the window"),
+        pytest.param(Int8, id="the wire, in a thread of the exchange alone"),
+        pytest.param(loop, id="a compiled loop that runs all the time"),
+        pytest.param(kernel_loops, id="compiled kernels"),
+    ],
+)
+def test_a_step_runs(part: Any, files: set[str]) -> None:
+    assert file_of(part) in files
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        pytest.param(AllReduce, id="another synchronizer"),
+        pytest.param(ReaderLesson, id="what the first step learns by"),
+        pytest.param(connect_by_tcp, id="what only connects"),
+        pytest.param(kernels_plain, id="the kernels for where numba is missing"),
+    ],
+)
+def test_a_step_does_not_run(part: Any, files: set[str]) -> None:
+    assert file_of(part) not in files
+
+
+def test_the_packages_around_the_step_do_not_count(files: set[str]) -> None:
+    assert not {file for file in files if file.split("/")[0] in AROUND}
+
+
+def test_the_architecture_lists_the_files_of_a_step(files: set[str]) -> None:
+    listed = files_listed((ROOT / "docs/architecture.md").read_text(encoding="utf-8"))
+    if listed is None:
+        pytest.skip("docs/architecture.md has no list of a step's files yet")
+    assert listed == files
+
+
+def file_of(part: Any) -> str:
+    """Return the file of a class, a function or a module, by its path in the package."""
+    file = inspect.getsourcefile(part)
+    assert file is not None
+    return str(Path(file).relative_to(ROOT / "paceline"))
