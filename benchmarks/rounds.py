@@ -20,8 +20,17 @@ class Interval:
     low: float
     high: float
 
+    @property
+    def half_width(self) -> float:
+        """Half of the interval's width, as a share of the median."""
+        return (self.high - self.low) / 2 / self.median
+
     def __str__(self) -> str:
-        return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f})"
+        return format(self)
+
+    def __format__(self, form: str) -> str:
+        form = form or ".2f"
+        return f"{self.median:{form}} ({self.low:{form}} to {self.high:{form}})"
 
 
 def interleaved(
@@ -34,11 +43,16 @@ def interleaved(
     """
     names = list(contenders)
     results: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(rounds):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
+    for number in range(rounds):
+        for name in rotated(names, number):
             results[name].append(contenders[name]())
     return results
+
+
+def rotated(names: Sequence[str], number: int) -> list[str]:
+    """Return the order of a round: each time another one begins."""
+    first = number % len(names)
+    return [*names[first:], *names[:first]]
 
 
 def paired_ratio(above: Sequence[float], below: Sequence[float]) -> Interval:

@@ -1,29 +1,44 @@
 """Milliseconds a training step: Paceline beside torch's DDP, no exchange, and the floor.
 
-    python benchmarks/step.py [--quick]
+    python benchmarks/step.py [--quick] [--against PATH]
 
 ResNet-50 with 1,000 classes on 64 × 64 random images, 16 a rank, 2 ranks, one thread each, SGD with
 Nesterov momentum; over loopback and over links shaped to 2.5 and 1 Gbit/s (which need root). What
 each row does is in `variants.py`, how it is timed in `ranks.py`. All run in turns, so that ratios
 mean something where milliseconds don't; DDP's best is its row with the smallest median, a link at
 a time, and a row's floor is the one that moves as many bytes. Ratios are of speed: more is better.
+
+With `--against` Paceline's own rows run in turn with those of another checkout, an older one say,
+and their ratios are of time: see `against.py`.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
 
+from against import (
+    NEW,
+    OLD,
+    Checkout,
+    Pairs,
+    Until,
+    a_checkout,
+    compare,
+    print_ratios,
+    run_checkout,
+)
 from links import LOOPBACK, LinkError, connect
 from ranks import start
 from rounds import interleaved, paired_ratio
 from table import method_of, one_of, print_table
-from variants import CLASSES, MAKERS, ring_bytes, wire_of
+from variants import CLASSES, MAKERS, PACELINE, ring_bytes, wire_of
 
+PROGRAM = Path(__file__).with_name("variants.py")
 DDP, LINE = "ddp", "line"
 ROWS = [
     *("none", "floor", "floor-bf16", "floor-int8"),
@@ -36,23 +51,26 @@ WIDTHS = [14, 9, *[22] * 4]
 
 
 def main() -> None:
-    options = _parser().parse_args()
+    parser = _parser()
+    options = parser.parse_args()
     if options.quick:
-        options.rounds, options.steps = 2, 1
-    print(
-        f"{options.model}, {CLASSES} classes, {options.image_size} x {options.image_size}, "
-        f"{options.batch} images a rank, {options.ranks} ranks, {options.dtype}; "
-        f"{options.rounds} rounds of {options.steps} steps",
-        flush=True,
-    )
-    for link in options.links:
-        try:
-            milliseconds, rate = measure(link, options)
-        except LinkError as error:
-            print(f"\n{link}: not measured, as {error}.", flush=True)
-        else:
-            print(f"a plain stream carries {rate:.3g} Gbit/s each way\n")
-            print_speeds(milliseconds, markdown=options.markdown)
+        options.rounds, options.steps, options.most_rounds = 2, 1, 2
+    if options.against is None:
+        print(f"{_title(options)}; {options.rounds} rounds of {options.steps} steps", flush=True)
+        for link in options.links:
+            _report(link, partial(_report_speeds, link, options))
+        return
+    if options.rounds > options.most_rounds:
+        parser.error(f"--rounds {options.rounds} is more than --most-rounds {options.most_rounds}")
+    with run_checkout(options.against) as old:
+        rows = _rows_of_both(parser, options, old)
+        print(
+            f"{_title(options)}; {options.rounds} to {options.most_rounds} rounds of "
+            f"{options.steps} steps, until an interval's half-width is {options.precision:g}%",
+            flush=True,
+        )
+        for link in options.links:
+            _report(link, partial(_report_ratios, link, options, rows, old))
 
 
 def measure(link: str, options: argparse.Namespace) -> tuple[dict[str, list[float]], float]:
@@ -61,16 +79,41 @@ def measure(link: str, options: argparse.Namespace) -> tuple[dict[str, list[floa
     Raises:
         LinkError: the link can't be made here.
     """
-    work = {name: getattr(options, name) for name in ("model", "image_size", "batch", "dtype")}
     rows = list(dict.fromkeys([*options.rows, LINE]))
-    work["rows"] = rows
-    program = Path(__file__).with_name("variants.py")
-    with connect(link) as machines, start(machines, program, work, options.ranks) as ranks:
+    work = _work(options, rows)
+    with connect(link) as machines, start(machines, PROGRAM, work, options.ranks) as ranks:
         print(f"\n{link}:", flush=True)
         turns = {row: partial(ranks.turn, row, options.steps) for row in rows}
         milliseconds = interleaved(turns, options.rounds)
         bits = 8 * ring_bytes(options.model, options.ranks)
         return milliseconds, bits / median(milliseconds.pop(LINE)) / 1e6
+
+
+def measure_against(
+    link: str, options: argparse.Namespace, rows: Sequence[str], old: Checkout
+) -> dict[str, Pairs]:
+    """Return each row's milliseconds a step of this checkout's and of the other's ranks.
+
+    Raises:
+        LinkError: the link can't be made here.
+    """
+    until = Until(
+        half_width=options.precision / 100,
+        fewest=options.rounds,
+        most=options.most_rounds,
+        fresh=options.restart_every,
+    )
+    with connect(link) as machines:
+        print(f"\n{link}:\n", flush=True)
+        return compare(
+            rows,
+            {
+                NEW: lambda rows: start(machines, PROGRAM, _work(options, rows), options.ranks),
+                OLD: lambda rows: old.start(machines, _work(options, rows), options.ranks),
+            },
+            options.steps,
+            until,
+        )
 
 
 def print_speeds(milliseconds: Mapping[str, list[float]], *, markdown: bool) -> None:
@@ -92,9 +135,59 @@ def floor_of(row: str) -> str:
     return "floor" if wire == "fp32" else f"floor-{wire}"
 
 
+def _title(options: argparse.Namespace) -> str:
+    return (
+        f"{options.model}, {CLASSES} classes, {options.image_size} x {options.image_size}, "
+        f"{options.batch} images a rank, {options.ranks} ranks, {options.dtype}"
+    )
+
+
+def _work(options: argparse.Namespace, rows: Sequence[str]) -> dict[str, object]:
+    work = {name: getattr(options, name) for name in ("model", "image_size", "batch", "dtype")}
+    return {**work, "rows": rows}
+
+
+def _rows_of_both(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, old: Checkout
+) -> list[str]:
+    own = [row for row in options.rows if method_of(row) in PACELINE]
+    both = [row for row in own if method_of(row) in old.methods]
+    for row in own:
+        if row not in both:
+            print(f"{row}: not compared, as {options.against} doesn't have it.")
+    if not both:
+        parser.error("--against compares rows of Paceline that both checkouts have: no such --rows")
+    return both
+
+
+def _report(link: str, report: Callable[[], None]) -> None:
+    try:
+        report()
+    except LinkError as error:
+        print(f"\n{link}: not measured, as {error}.", flush=True)
+
+
+def _report_speeds(link: str, options: argparse.Namespace) -> None:
+    milliseconds, rate = measure(link, options)
+    print(f"a plain stream carries {rate:.3g} Gbit/s each way\n")
+    print_speeds(milliseconds, markdown=options.markdown)
+
+
+def _report_ratios(
+    link: str, options: argparse.Namespace, rows: Sequence[str], old: Checkout
+) -> None:
+    print_ratios(measure_against(link, options, rows, old), markdown=options.markdown)
+
+
 def _best(method: str, milliseconds: Mapping[str, list[float]]) -> str:
     rows = [row for row in milliseconds if method_of(row) == method]
     return min(rows, key=lambda row: median(milliseconds[row]), default="")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number of rounds: give 1 or more")
+    return int(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -110,6 +203,28 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch", type=int, default=16, help="images a rank; default: %(default)s")
     add("--ranks", type=int, default=2)
     add("--dtype", choices=["float", "bfloat16"], default="float")
+    parser.add_argument(
+        "--against",
+        type=a_checkout,
+        metavar="PATH",
+        help="another checkout, whose rows of Paceline run in turn with this one's",
+    )
+    add(
+        "--precision",
+        type=float,
+        default=1,
+        metavar="PERCENT",
+        help="with --against: add rounds until an interval's half-width is this; "
+        "default: %(default)s",
+    )
+    add("--most-rounds", type=int, default=100, help="with --against; default: %(default)s")
+    add(
+        "--restart-every",
+        type=_positive,
+        default=5,
+        metavar="ROUNDS",
+        help="with --against: rounds between two starts of the ranks; default: %(default)s",
+    )
     parser.add_argument("--markdown", action="store_true", help="print tables as markdown")
     return parser
 

@@ -204,6 +204,12 @@ def bind(training: Training, setting: Setting, store: Store, config: SyncConfig)
     return replicate(training.model, training.optimizer, peers, config, setting=trial)
 
 
+PACELINE: dict[str, Callable[..., Variant]] = {
+    **{sync: paceline(sync) for sync in SYNCHRONIZERS},
+    **{f"notified-{wire}": paceline("notified", wire) for wire in ("bf16", "int8")},
+    "notified-sharded": paceline("notified", update="sharded"),
+    "auto": auto,
+}
 MAKERS: dict[str, Callable[..., Variant]] = {
     "none": none,
     "floor": floor("fp32"),
@@ -212,10 +218,7 @@ MAKERS: dict[str, Callable[..., Variant]] = {
     "line": line,
     "ddp": ddp,
     "ddp-bf16": ddp_bf16,
-    **{sync: paceline(sync) for sync in SYNCHRONIZERS},
-    **{f"notified-{wire}": paceline("notified", wire) for wire in ("bf16", "int8")},
-    "notified-sharded": paceline("notified", update="sharded"),
-    "auto": auto,
+    **PACELINE,
 }
 
 

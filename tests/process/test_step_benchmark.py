@@ -22,6 +22,7 @@ from tests.harness.documents.benchmark_runs import (
     LIMIT,
     SAME,
     benchmark,
+    load,
     printed,
     table,
 )
@@ -105,21 +106,31 @@ def test_ctrl_c_in_the_middle_leaves_no_process() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "sentence"),
+    ("arguments", "sentence"),
     [
         (
-            "horovod",
+            "--rows horovod",
             "'horovod' is none of none, floor, floor-bf16, floor-int8, line, ddp, ddp-bf16",
         ),
-        ("ddp:0", "0 MiB is no size of a bucket"),
-        ("ddp:8x2", "ddp:8x2: a number of connections is for notified only"),
+        ("--rows ddp:0", "0 MiB is no size of a bucket"),
+        ("--rows ddp:8x2", "ddp:8x2: a number of connections is for notified only"),
+        ("--against /proc", "/proc is no checkout of Paceline: no paceline/__init__.py"),
+        ("--against . --rounds 9 --most-rounds 8", "--rounds 9 is more than --most-rounds 8"),
+        ("--against . --restart-every 0", "0 is no number of rounds: give 1 or more"),
     ],
 )
-def test_a_row_that_is_none_is_refused(row: str, sentence: str) -> None:
-    with benchmark("step.py", "--rows", row) as process:
-        _, err = process.communicate(timeout=LIMIT)
-    assert process.returncode == 2
-    assert sentence in err
+def test_an_argument_that_means_nothing_is_refused(
+    arguments: str,
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(BENCHMARKS.parent)
+    monkeypatch.setattr(sys, "argv", ["step.py", *arguments.split()])
+    with pytest.raises(SystemExit) as end:
+        load("step").main()
+    assert end.value.code == 2
+    assert sentence in capsys.readouterr().err
 
 
 def test_what_auto_chooses_is_said_and_stands_beside_each_fixed_choice() -> None:

@@ -7,12 +7,15 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 INTERVAL = re.compile(r"\d+\.\d\d \(\d+\.\d\d to \d+\.\d\d\)")
+RATIO = re.compile(r"\d+\.\d{3} \(\d+\.\d{3} to \d+\.\d{3}\)")
 SAME = "1.00 (1.00 to 1.00)"
 LIMIT = 100
 
@@ -23,6 +26,13 @@ def benchmark(name: str, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
     )
+
+
+def load(name: str) -> Any:
+    """Import a module of the benchmarks into this process."""
+    if str(BENCHMARKS) not in sys.path:
+        sys.path.append(str(BENCHMARKS))
+    return import_module(name)
 
 
 def printed(name: str, *arguments: str) -> str:
