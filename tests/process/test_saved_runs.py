@@ -9,10 +9,16 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.main import main
-from tests.harness.command import run as run_command
-from tests.harness.forked import Launcher
-from tests.harness.runs import events
-from tests.harness.saved_runs import differences, facts, saved_run, train_by_library, unpack
+from tests.harness.processes.command import run as run_command
+from tests.harness.processes.forked_ranks import Launcher
+from tests.harness.processes.run_folders import events
+from tests.harness.processes.saved_runs import (
+    differences,
+    facts,
+    saved_run,
+    train_by_library,
+    unpack,
+)
 
 pytestmark = pytest.mark.timeout(400)  # see `forked.LIMIT`
 

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.harness.benchmarks import BENCHMARKS, LIMIT, RATIO, benchmark, load, table
+from tests.harness.documents.benchmark_runs import BENCHMARKS, LIMIT, RATIO, benchmark, load, table
 
 SMALL = ("--model", "resnet20", "--image-size", "8", "--batch", "2", "--links", "loopback")
 MARK = "a module of the other checkout"

@@ -8,17 +8,18 @@ from typing import Any
 
 import pytest
 
+from paceline.algorithms.allreduce import AllReduce
+from paceline.algorithms.notified import Notified
 from paceline.api.world import World
-from paceline.comm import loop
-from paceline.comm.linked_window import LinkedWindow
+from paceline.codecs.codecs import Int8
+from paceline.codecs.kernels import compiled_loops as kernel_loops
+from paceline.codecs.kernels import plain as kernels_plain
+from paceline.comm.connection_window import ConnectionWindow
 from paceline.comm.tcp_window import connect_by_tcp
-from paceline.sync import kernel_loops, kernels_plain
-from paceline.sync.allreduce import AllReduce
-from paceline.sync.notified import Notified
-from paceline.sync.readers import ReaderLesson
-from paceline.sync.wires import Int8
-from tests.harness.launched import ROOT
-from tests.harness.step_files import AROUND, files_listed, functions_of_a_step
+from paceline.comm.transport import event_loop as loop
+from paceline.replica.read_tracing import ReadTracer
+from tests.harness.equivalence.step_files import AROUND, files_listed, functions_of_a_step
+from tests.harness.processes.launcher_processes import ROOT
 
 pytestmark = pytest.mark.timeout(300)  # numba may have to compile first
 
@@ -34,7 +35,7 @@ def files() -> set[str]:
     [
         pytest.param(World, id="the script's step"),
         pytest.param(Notified, id="the synchronizer"),
-        pytest.param(LinkedWindow, id="the window"),
+        pytest.param(ConnectionWindow, id="the window"),
         pytest.param(Int8, id="the wire, in a thread of the exchange alone"),
         pytest.param(loop, id="a compiled loop that runs all the time"),
         pytest.param(kernel_loops, id="compiled kernels"),
@@ -48,7 +49,7 @@ def test_a_step_runs(part: Any, files: set[str]) -> None:
     "part",
     [
         pytest.param(AllReduce, id="another synchronizer"),
-        pytest.param(ReaderLesson, id="what the first step learns by"),
+        pytest.param(ReadTracer, id="what the first step learns by"),
         pytest.param(connect_by_tcp, id="what only connects"),
         pytest.param(kernels_plain, id="the kernels for where numba is missing"),
     ],

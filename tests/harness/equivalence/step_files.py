@@ -1,6 +1,6 @@
 """The files of `paceline` that run in a step: `--sync notified --wire int8`, on two machines.
 
-    python -m tests.harness.step_files [--against CHECKOUT]
+    python -m tests.harness.equivalence.step_files [--against CHECKOUT]
 
 Two processes, two machines by their launcher's variables, train by the public library
 (`step_ranks.py`), so that the script fits any checkout. A step is all that happens from one entry
@@ -23,8 +23,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.harness.launched import ROOT, Program
-from tests.harness.ports import free_port
+from tests.harness.network.ports import free_port
+from tests.harness.processes.launcher_processes import ROOT, Program
 
 RANKS = Path(__file__).with_name("step_ranks.py")
 LIMIT = 300.0

@@ -1,6 +1,6 @@
 """The ranks of `step_files.py`: two machines that train by the public library and watch themselves.
 
-    PYTHONPATH=CHECKOUT python -P tests/harness/step_ranks.py FOLDER PORT
+    PYTHONPATH=CHECKOUT python -P tests/harness/equivalence/step_ranks.py FOLDER PORT
 
 Each rank writes FOLDER/RANK.json: the functions of `paceline` that its steps run, by file. The file
 imports nothing of `tests`, so that `paceline` can be any checkout's.

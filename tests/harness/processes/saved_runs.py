@@ -28,8 +28,8 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from tests.fixtures.saved_runs import perceptron
-from tests.harness.databases import write_minidb
-from tests.harness.wire import raw_datum
+from tests.harness.data.databases import write_minidb
+from tests.harness.data.record_bytes import raw_datum
 
 FOLDER = Path(perceptron.__file__).parent
 RUN, COMMAND, FACTS = "run.tar.gz", "command.json", "facts.json"

@@ -19,11 +19,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from tests.harness.command import Ended
-from tests.harness.ports import free_port
+from tests.harness.network.ports import free_port
+from tests.harness.processes.command import Ended
 
 LIMIT = 300.0  # the first ranks of a fresh clone compile the kernels
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 class Launcher:
