@@ -10,22 +10,103 @@ the exit status of a command that ends with it: 2 for the caller's mistake, 1 fo
     │   └── CommTimeout                   a peer said nothing for too long
     ├── DataError                         a database, a record, an image
     ├── CheckpointError                   a file of weights or of a run's state
-    └── Diverged                          the loss isn't a number any more, or exploded
+    └── Diverged                          the loss became NaN, or exploded
+
+A message names an option as `{--bucket_mb}` in a `Message`; the surface that shows the error says
+how options are called there: `--bucket_mb` on the command line, `bucket_mb` in the library.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from string import Formatter
+
+
+def as_flag(option: str) -> str:
+    """Call an option as the command line does: `--bucket_mb`."""
+    return f"--{option}"
+
+
+class _Names(dict[str, str]):
+    """The options' names on one surface, for `str.format_map`."""
+
+    def __init__(self, name_of: Callable[[str], str]) -> None:
+        super().__init__()
+        self._name_of = name_of
+
+    def __missing__(self, key: str) -> str:
+        return self._name_of(key.removeprefix("--"))
+
+
+class Message:
+    """A sentence with options in it, rendered by the surface that shows it.
+
+    Args:
+        template: text with an option's place as `{--name}` and a value's as `{}` or `{0}`.
+        values: what stands in the values' places.
+    """
+
+    def __init__(self, template: str, *values: object) -> None:
+        self._template, self._values = template, values
+
+    def render(self, name_of: Callable[[str], str] = as_flag) -> str:
+        """Return the sentence, options called as `name_of` says."""
+        values = [v.render(name_of) if isinstance(v, Message) else v for v in self._values]
+        return Formatter().vformat(self._template, values, _Names(name_of))
+
+    def __str__(self) -> str:
+        return self.render()
+
 
 class PacelineError(Exception):
-    """Whatever Paceline reports to a person; its text is a sentence that they can act on."""
+    """Whatever Paceline reports to a person; its text is a sentence that they can act on.
+
+    Args:
+        message: the sentence.
+
+    Attributes:
+        name_of: how the surface that shows the error calls an option, given its name.
+    """
 
     status = 1
 
+    def __init__(self, message: str | Message = "", *more: object) -> None:
+        super().__init__(message, *more)
+        self.name_of: Callable[[str], str] = as_flag
+
+    def __str__(self) -> str:
+        message = self.args[0] if self.args else ""
+        return message.render(self.name_of) if isinstance(message, Message) else str(message)
+
 
 class ConfigError(PacelineError, ValueError):
-    """A value that the caller gave breaks a rule; nothing has been written."""
+    """A value that the caller gave breaks a rule; nothing has been written.
+
+    Args:
+        message: the sentence, where it is about no single option.
+        flag: the option, without dashes.
+        value: what was given, as it should be shown.
+        rule: what must be true of it.
+        remedy: what to do.
+    """
 
     status = 2
+
+    def __init__(
+        self,
+        message: str | Message = "",
+        *,
+        flag: str = "",
+        value: object = "",
+        rule: str | Message = "",
+        remedy: str | Message = "",
+    ) -> None:
+        self.flag, self.value, self.rule, self.remedy = flag, value, rule, remedy
+        if flag:
+            given = f" {value}" if f"{value}" else ""
+            ending = Message("; {}.", remedy) if f"{remedy}" else "."
+            message = Message(f"{{--{flag}}}{{}}: {{}}{{}}", given, rule, ending)
+        super().__init__(message)
 
 
 class CommError(PacelineError):
@@ -33,7 +114,35 @@ class CommError(PacelineError):
 
 
 class PeerLost(CommError):
-    """A peer's connection ended in the middle of an operation."""
+    """A peer's connection ended in the middle of an operation.
+
+    Args:
+        message: the sentence, where none of the fields is known.
+        rank: the rank that noticed.
+        peer: the rank that was lost.
+        operation: what was under way, with the step if there is one: "bucket 3 in step 7".
+        cause: why the connection ended.
+    """
+
+    def __init__(
+        self,
+        message: str | Message = "",
+        *,
+        rank: int | None = None,
+        peer: int | None = None,
+        operation: str = "",
+        cause: str = "",
+    ) -> None:
+        self.rank, self.peer, self.operation, self.cause = rank, peer, operation, cause
+        if peer is not None:
+            message = f"rank {rank} lost rank {peer} in {operation}: {cause}."
+        super().__init__(message)
+
+    def during(self, operation: str) -> PeerLost:
+        """Return the same loss, noticed in another operation."""
+        if self.peer is None:
+            return self
+        return PeerLost(rank=self.rank, peer=self.peer, operation=operation, cause=self.cause)
 
 
 class CommTimeout(CommError):

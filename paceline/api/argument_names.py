@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, as_flag
 
 _ARGUMENTS = {
     **{"run_id": "run", "output_dir": "run", "use_cpu": "join(device='cpu')"},
@@ -25,9 +25,14 @@ _ARGUMENTS = {
 }
 
 
+def as_argument(option: str) -> str:
+    """Call an option as `join` and `parallelize` do; one that they lack stays a flag."""
+    return _ARGUMENTS.get(option, as_flag(option))
+
+
 def as_arguments(sentence: str) -> str:
     """Write the flags in a sentence that `join` and `parallelize` have as their arguments."""
-    return re.sub(r"--(\w+)", lambda flag: _ARGUMENTS.get(flag[1], flag[0]), sentence)
+    return re.sub(r"--(\w+)", lambda flag: as_argument(flag[1]), sentence)
 
 
 @contextmanager
@@ -36,5 +41,7 @@ def in_python() -> Iterator[None]:
     try:
         yield
     except PacelineError as error:
-        error.args = (as_arguments(str(error)), *error.args[1:])
+        error.name_of = as_argument
+        if error.args and isinstance(error.args[0], str):
+            error.args = (as_arguments(error.args[0]), *error.args[1:])
         raise

@@ -81,7 +81,7 @@ class Ranks:
 
         self.buckets, self.figures[c.rank] = len(buckets), Figures()
         topology = Topology.of(self._machines or [1] * c.world_size)
-        more = {"limits": (30.0, 30.0), "recorder": self.figures[c.rank], "wire": self._wire}
+        more = {"limits": (30.0, 30.0), "recorder": self.figures[c.rank], "codec": self._wire}
         return Notified(buckets, open_window, *parts, topology, **more)  # type: ignore[arg-type]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.comm import connection_window as linked_window
+from paceline.comm import connection_window
 from paceline.comm.put_event import PutEvent
 from paceline.comm.traced_window import TracedWindow
 from paceline.recorder import NullRecorder
@@ -37,9 +37,9 @@ def pair(make: Any, marks: int, connections: int = 1) -> Iterator[list[Any]]:
 @pytest.fixture(params=["compiled", "plain"])
 def make(request: pytest.FixtureRequest) -> Any:
     if request.param == "compiled":
-        return linked_window.ConnectionWindow
+        return connection_window.ConnectionWindow
     with without_numba() as anew:
-        return anew("linked_window").ConnectionWindow
+        return anew("connection_window").ConnectionWindow
 
 
 def exchanged(windows: list[Any], count: int) -> None:

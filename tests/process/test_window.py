@@ -30,7 +30,7 @@ import torch
 from torch.distributed import FileStore
 from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.comm.nixl.window import nixl_window
-from paceline.comm.shm_window import shared_window
+from paceline.comm.shm_window import shm_window
 from paceline.comm.tcp_window import tcp_window
 from paceline.errors import PacelineError
 
@@ -39,7 +39,7 @@ store = FileStore(path, 3)
 store.set_timeout(timedelta(seconds=60))
 at = Bootstrap(store=store, rank=rank, world_size=3, token="t", purpose="w", limit=60)
 if kind == "shared":
-    window = shared_window(at, 4_000_000, 1)
+    window = shm_window(at, 4_000_000, 1)
 else:
     make = {"nixl": nixl_window, "tcp": tcp_window}[kind]
     window = make(at, "127.0.0.1", 4_000_000, 1)

@@ -116,7 +116,7 @@ def test_the_loss_is_smoothed_as_asked(tmp_path: Path) -> None:
 def test_forward_computes_in_the_asked_precision(
     tmp_path: Path, dtype: str, expected: torch.dtype
 ) -> None:
-    trainer = trainer_of(tmp_path, "--dtype", dtype)
+    trainer = trainer_of(tmp_path, "--dtype", dtype, "--force_bfloat16")
     with trainer.precision.forward():
         assert torch.nn.functional.linear(torch.ones(1, 2), torch.ones(3, 2)).dtype is expected
 

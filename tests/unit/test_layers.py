@@ -35,7 +35,7 @@ LAYERS = (
 DEPTH = {part: depth for depth, line in enumerate(LAYERS) for part in line.split()}
 
 MAX_ENTRIES = 17  # of a package: about a dozen
-MAX_TRAINER_LINES = 100
+MAX_TRAINER_LINES = 110  # a page or so
 ENVIRONMENT_READER = PACKAGE / "cluster" / "environment.py"
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb"}
 

@@ -83,9 +83,9 @@ class RegisteredProcesses:
         """Read what `to_text` wrote."""
         values = json.loads(text)
         registrations = tuple(
-            ProcessRegistration.from_values(entry) for entry in values["arrivals"]
+            ProcessRegistration.from_values(entry) for entry in values["registrations"]
         )
-        return cls(**(values | {"arrivals": registrations}))
+        return cls(**(values | {"registrations": registrations}))
 
     def machines(self) -> tuple[tuple[ProcessRegistration, ...], ...]:
         """Return the processes of each machine, by their local ranks.

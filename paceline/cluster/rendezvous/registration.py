@@ -98,7 +98,9 @@ class RegisteredWorld:
         """Read what `to_text` wrote."""
         values = json.loads(text)
         registrations = tuple(
-            MachineRegistration.from_values(registration) for registration in values["claims"]
+            MachineRegistration.from_values(entry)
+            for entry in values["registrations"]
+            for registration in values["registrations"]
         )
         return cls(token=values["token"], registrations=registrations)
 
