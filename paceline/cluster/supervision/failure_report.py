@@ -7,7 +7,6 @@ the person is told the cause, once.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import traceback
 from collections.abc import Iterable
@@ -17,6 +16,7 @@ from typing import Self
 
 from torch.distributed import DistError
 
+from paceline.atomic_write import write_atomically
 from paceline.errors import CommTimeout, PacelineError, PeerLost
 
 _LOST = "See what became of it, and give the same command again."
@@ -78,9 +78,7 @@ class FailureReport:
 
     def write(self, path: Path) -> None:
         """Write the failure to a file, whole or not at all."""
-        half = path.with_suffix(".tmp")
-        half.write_text(self.to_text())
-        os.replace(half, path)
+        write_atomically(path, self.to_text())
 
 
 def cause(failures: Iterable[FailureReport]) -> FailureReport | None:
