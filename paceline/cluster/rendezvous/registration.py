@@ -98,9 +98,7 @@ class RegisteredWorld:
         """Read what `to_text` wrote."""
         values = json.loads(text)
         registrations = tuple(
-            MachineRegistration.from_values(entry)
-            for entry in values["registrations"]
-            for registration in values["registrations"]
+            MachineRegistration.from_values(entry) for entry in values["registrations"]
         )
         return cls(token=values["token"], registrations=registrations)
 
