@@ -23,10 +23,9 @@ from paceline.comm.communicator import broadcast_bytes
 from paceline.comm.nixl.agent import require_nixl
 from paceline.config.world import SyncConfig
 from paceline.errors import ConfigError
-from paceline.replica.patch import patch
+from paceline.replica.hooks import patch
 from paceline.replica.replica import Replica
-from paceline.update.layer_exchange import BatchShare
-from paceline.update.sync_batch_norm import convert_sync_batchnorm
+from paceline.update.batch_norm import BatchShare, convert_sync_batchnorm
 from paceline.wiring.exchange import (
     SYNCHRONIZERS,
     TRANSPORTS,
