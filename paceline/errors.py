@@ -1,19 +1,19 @@
-"""What can go wrong, in the caller's words or the world's.
+"""The exceptions of Paceline: a tree below `PacelineError`, and templates of their sentences.
 
-Every message is one or two sentences: what was given, what the rule is, what to do. `status` is
-the exit status of a command that ends with it: 2 for the caller's mistake, 1 for the world's.
+A message is one or two sentences: the value, the rule, the remedy. `status` is the exit status of a
+command that ends with the error: 2 for a mistake of the caller, 1 for a failure of the world.
 
     PacelineError
     ├── ConfigError (also a ValueError)   flags, permissions, passwords, ranks that disagree
     ├── CommError                         a peer or the network
     │   ├── PeerLost                      a peer's connection ended
-    │   └── CommTimeout                   a peer said nothing for too long
+    │   └── CommTimeout                   a peer is silent for longer than a limit
     ├── DataError                         a database, a record, an image
     ├── CheckpointError                   a file of weights or of a run's state
     └── Diverged                          the loss became NaN, or exploded
 
-A message names an option as `{--bucket_mb}` in a `Message`; the surface that shows the error says
-how options are called there: `--bucket_mb` on the command line, `bucket_mb` in the library.
+A `Message` names an option as `{--bucket_mb}`. The surface that shows the error substitutes its own
+name: `--bucket_mb` on the command line, `bucket_mb` in the library.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from string import Formatter
 
 
 def as_flag(option: str) -> str:
-    """Call an option as the command line does: `--bucket_mb`."""
+    """Return the name of an option on the command line: `--bucket_mb`."""
     return f"--{option}"
 
 
 class _Names(dict[str, str]):
-    """The options' names on one surface, for `str.format_map`."""
+    """Mapping from placeholders to the names of options on one surface, for `Formatter`."""
 
     def __init__(self, name_of: Callable[[str], str]) -> None:
         super().__init__()
@@ -39,18 +39,18 @@ class _Names(dict[str, str]):
 
 
 class Message:
-    """A sentence with options in it, rendered by the surface that shows it.
+    """Template of a sentence that names options; the surface that shows it renders it.
 
     Args:
-        template: text with an option's place as `{--name}` and a value's as `{}` or `{0}`.
-        values: what stands in the values' places.
+        template: text with placeholders: `{--name}` for an option, `{}` or `{0}` for a value.
+        values: of the placeholders; a `Message` among them is rendered too.
     """
 
     def __init__(self, template: str, *values: object) -> None:
         self._template, self._values = template, values
 
     def render(self, name_of: Callable[[str], str] = as_flag) -> str:
-        """Return the sentence, options called as `name_of` says."""
+        """Return the sentence; `name_of` returns the name of an option."""
         values = [v.render(name_of) if isinstance(v, Message) else v for v in self._values]
         return Formatter().vformat(self._template, values, _Names(name_of))
 
@@ -59,13 +59,13 @@ class Message:
 
 
 class PacelineError(Exception):
-    """Whatever Paceline reports to a person; its text is a sentence that they can act on.
+    """Base class of Paceline's errors; the message states the cause and the remedy.
 
     Args:
         message: the sentence.
 
     Attributes:
-        name_of: how the surface that shows the error calls an option, given its name.
+        name_of: returns the name of an option on the surface that shows the error.
     """
 
     status = 1
@@ -80,13 +80,13 @@ class PacelineError(Exception):
 
 
 class ConfigError(PacelineError, ValueError):
-    """A value that the caller gave breaks a rule; nothing has been written.
+    """Mistake of the caller: a value breaks a rule; nothing has been written.
 
     Args:
-        message: the sentence, where it is about no single option.
+        message: the sentence, where it concerns no single option.
         flag: the option, without dashes.
-        value: what was given, as it should be shown.
-        rule: what must be true of it.
+        value: the value given, as the message shows it.
+        rule: what must be true of the value.
         remedy: what to do.
     """
 
@@ -110,17 +110,17 @@ class ConfigError(PacelineError, ValueError):
 
 
 class CommError(PacelineError):
-    """The exchange with other processes failed."""
+    """Failure of the exchange with other processes."""
 
 
 class PeerLost(CommError):
-    """A peer's connection ended in the middle of an operation.
+    """Loss of a peer: its connection ended during an operation.
 
     Args:
-        message: the sentence, where none of the fields is known.
-        rank: the rank that noticed.
-        peer: the rank that was lost.
-        operation: what was under way, with the step if there is one: "bucket 3 in step 7".
+        message: the sentence, where the fields are unknown.
+        rank: the rank that noticed the loss.
+        peer: the lost rank.
+        operation: the operation, with its step if there is one: "bucket 3 in step 7".
         cause: why the connection ended.
     """
 
@@ -139,23 +139,23 @@ class PeerLost(CommError):
         super().__init__(message)
 
     def during(self, operation: str) -> PeerLost:
-        """Return the same loss, noticed in another operation."""
+        """Return the same loss, noticed during another operation."""
         if self.peer is None:
             return self
         return PeerLost(rank=self.rank, peer=self.peer, operation=operation, cause=self.cause)
 
 
 class CommTimeout(CommError):
-    """A peer said nothing within an operation's limit."""
+    """Timeout: a peer was silent for longer than an operation's limit."""
 
 
 class DataError(PacelineError):
-    """A database, a record or an image can't be read."""
+    """Unreadable data: a database, a record or an image."""
 
 
 class CheckpointError(PacelineError):
-    """A file of weights or of a run's state can't be read or written."""
+    """Unreadable or unwritable file of weights or of a run's state."""
 
 
 class Diverged(PacelineError):
-    """Training doesn't learn any more: the loss is not a number, or far too large."""
+    """Divergence: the loss became NaN or infinite, or exceeded its limit."""
