@@ -24,7 +24,7 @@ from paceline.comm.communicator import Communicator
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.put_engine.put_exchange import PutExchange
 from paceline.reduce.rank_state import OPTIMIZER, RankState
-from paceline.update.running_statistics import RunningStatistics
+from paceline.update.batch_norm import RunningStatistics
 from paceline.update.shard_optimizer import ShardOptimizer
 
 
