@@ -71,8 +71,8 @@ def test_closed_streams_are_none_of_a_commands_business(
 def test_what_is_opened_next_takes_no_closed_streams_number() -> None:
     script = """
 import os, sys
-from paceline.cli.streams import open_closed
-open_closed()
+from paceline.cli.streams import prepare_streams
+prepare_streams()
 assert os.open(os.devnull, os.O_RDONLY) > 2
 assert all(map(os.get_inheritable, range(3)))
 """
