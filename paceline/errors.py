@@ -1,19 +1,19 @@
-"""The exceptions of Paceline: a tree below `PacelineError`, and templates of their sentences.
+"""What can go wrong, in the caller's words or the world's.
 
-A message is one or two sentences: the value, the rule, the remedy. `status` is the exit status of a
-command that ends with the error: 2 for a mistake of the caller, 1 for a failure of the world.
+Every message is one or two sentences: what was given, what the rule is, what to do. `status` is
+the exit status of a command that ends with it: 2 for the caller's mistake, 1 for the world's.
 
     PacelineError
     ├── ConfigError (also a ValueError)   flags, permissions, passwords, ranks that disagree
     ├── CommError                         a peer or the network
     │   ├── PeerLost                      a peer's connection ended
-    │   └── CommTimeout                   a peer is silent for longer than a limit
+    │   └── CommTimeout                   a peer said nothing for too long
     ├── DataError                         a database, a record, an image
     ├── CheckpointError                   a file of weights or of a run's state
     └── Diverged                          the loss became NaN, or exploded
 
-A `Message` names an option as `{--bucket_mb}`. The surface that shows the error substitutes its own
-name: `--bucket_mb` on the command line, `bucket_mb` in the library.
+A message names an option as `{--bucket_mb}` in a `Message`; the surface that shows the error says
+how options are called there: `--bucket_mb` on the command line, `bucket_mb` in the library.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from string import Formatter
 
 
 def as_flag(option: str) -> str:
-    """Return the name of an option on the command line: `--bucket_mb`."""
+    """Call an option as the command line does: `--bucket_mb`."""
     return f"--{option}"
 
 
 class _Names(dict[str, str]):
-    """Mapping from placeholders to the names of options on one surface, for `Formatter`."""
+    """The options' names on one surface, for `str.format_map`."""
 
     def __init__(self, name_of: Callable[[str], str]) -> None:
         super().__init__()
@@ -39,18 +39,18 @@ class _Names(dict[str, str]):
 
 
 class Message:
-    """Template of a sentence that names options; the surface that shows it renders it.
+    """A sentence with options in it, rendered by the surface that shows it.
 
     Args:
-        template: text with placeholders: `{--name}` for an option, `{}` or `{0}` for a value.
-        values: of the placeholders; a `Message` among them is rendered too.
+        template: text with an option's place as `{--name}` and a value's as `{}` or `{0}`.
+        values: what stands in the values' places.
     """
 
     def __init__(self, template: str, *values: object) -> None:
         self._template, self._values = template, values
 
     def render(self, name_of: Callable[[str], str] = as_flag) -> str:
-        """Return the sentence; `name_of` returns the name of an option."""
+        """Return the sentence, options called as `name_of` says."""
         values = [v.render(name_of) if isinstance(v, Message) else v for v in self._values]
         return Formatter().vformat(self._template, values, _Names(name_of))
 
@@ -59,13 +59,13 @@ class Message:
 
 
 class PacelineError(Exception):
-    """Base class of Paceline's errors; the message states the cause and the remedy.
+    """Whatever Paceline reports to a person; its text is a sentence that they can act on.
 
     Args:
         message: the sentence.
 
     Attributes:
-        name_of: returns the name of an option on the surface that shows the error.
+        name_of: how the surface that shows the error calls an option, given its name.
     """
 
     status = 1
@@ -80,13 +80,13 @@ class PacelineError(Exception):
 
 
 class ConfigError(PacelineError, ValueError):
-    """Mistake of the caller: a value breaks a rule; nothing has been written.
+    """A value that the caller gave breaks a rule; nothing has been written.
 
     Args:
-        message: the sentence, where it concerns no single option.
+        message: the sentence, where it is about no single option.
         flag: the option, without dashes.
-        value: the value given, as the message shows it.
-        rule: what must be true of the value.
+        value: what was given, as it should be shown.
+        rule: what must be true of it.
         remedy: what to do.
     """
 
@@ -110,17 +110,17 @@ class ConfigError(PacelineError, ValueError):
 
 
 class CommError(PacelineError):
-    """Failure of the exchange with other processes."""
+    """The exchange with other processes failed."""
 
 
 class PeerLost(CommError):
-    """Loss of a peer: its connection ended during an operation.
+    """A peer's connection ended in the middle of an operation.
 
     Args:
-        message: the sentence, where the fields are unknown.
-        rank: the rank that noticed the loss.
-        peer: the lost rank.
-        operation: the operation, with its step if there is one: "bucket 3 in step 7".
+        message: the sentence, where none of the fields is known.
+        rank: the rank that noticed.
+        peer: the rank that was lost; None where the transport doesn't name it.
+        operation: what was under way, with the step if there is one: "bucket 3 in step 7".
         cause: why the connection ended.
     """
 
@@ -134,28 +134,29 @@ class PeerLost(CommError):
         cause: str = "",
     ) -> None:
         self.rank, self.peer, self.operation, self.cause = rank, peer, operation, cause
-        if peer is not None:
-            message = f"rank {rank} lost rank {peer} in {operation}: {cause}."
+        if operation:
+            lost = "a peer" if peer is None else f"rank {peer}"
+            message = f"rank {rank} lost {lost} in {operation}: {cause}."
         super().__init__(message)
 
     def during(self, operation: str) -> PeerLost:
-        """Return the same loss, noticed during another operation."""
-        if self.peer is None:
+        """Return the same loss, noticed in another operation."""
+        if not self.operation:
             return self
         return PeerLost(rank=self.rank, peer=self.peer, operation=operation, cause=self.cause)
 
 
 class CommTimeout(CommError):
-    """Timeout: a peer was silent for longer than an operation's limit."""
+    """A peer said nothing within an operation's limit."""
 
 
 class DataError(PacelineError):
-    """Unreadable data: a database, a record or an image."""
+    """A database, a record or an image can't be read."""
 
 
 class CheckpointError(PacelineError):
-    """Unreadable or unwritable file of weights or of a run's state."""
+    """A file of weights or of a run's state can't be read or written."""
 
 
 class Diverged(PacelineError):
-    """Divergence: the loss became NaN or infinite, or exceeded its limit."""
+    """Training doesn't learn any more: the loss is not a number, or far too large."""

@@ -20,8 +20,7 @@ from paceline.comm.communicator import broadcast_bytes, until_end
 from paceline.comm.nixl.agent import require_nixl
 from paceline.config.world import SyncConfig
 from paceline.errors import ConfigError, Message
-from paceline.update.layer_exchange import BatchShare
-from paceline.update.sync_batch_norm import convert_sync_batchnorm
+from paceline.update.batch_norm import BatchShare, convert_sync_batchnorm
 from paceline.wiring import Peers, connect_machine
 from paceline.wiring.autotune import TrialSetting
 from paceline.wiring.exchange import (

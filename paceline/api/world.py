@@ -35,7 +35,7 @@ from paceline.data.order import Order
 from paceline.errors import CommError, ConfigError, PacelineError
 from paceline.observe.trace.step_trace import Trace
 from paceline.recorder import Recorder
-from paceline.replica.patch import patch
+from paceline.replica.hooks import patch
 from paceline.replica.replica import Replica
 from paceline.run.step_summary import StepSummaries
 from paceline.run.steps import SavePolicy, Steps, Stop

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Console
 
@@ -14,6 +14,7 @@ from paceline.config.db import DbConvertConfig, DbCreateConfig, DbInfoConfig
 from paceline.data.db.convert import convert_database
 from paceline.data.db.create import create_database
 from paceline.data.db.inspect import inspect_database
+from paceline.data.db.write.new_database import Written
 
 _USAGE = """\
 usage: paceline db COMMAND [OPTIONS]
@@ -71,23 +72,18 @@ def main(argv: Sequence[str]) -> int:
 
 def _create(argv: Sequence[str]) -> int:
     config = parse(DbCreateConfig, argv, prog="paceline db create", description=_CREATE)
-    with meter("Writing", "images", Console(stderr=True)) as show:
-        created = create_database(config, show)
-    lines = [f"{config.dest}: {created.records:,} records in {len(created.classes):,} classes."]
-    if created.skipped:
-        lines.append(f"{created.skipped:,} files that aren't images were skipped.")
-    lines += _skipped("images", created.damaged)
-    if created.empty_classes:
-        lines.append(f"No images in: {', '.join(created.empty_classes)}.")
-    return _print(lines)
+    with meter("Writing", "files", Console(stderr=True)) as show:
+        written = create_database(config, show)
+    records, classes = _many(written.records, "record"), _many(len(written.classes), "class")
+    return _print([f"{config.dest}: {records} in {classes}.", *_skipped(written, "image")])
 
 
 def _convert(argv: Sequence[str]) -> int:
     config = parse(DbConvertConfig, argv, prog="paceline db convert", description=_CONVERT)
     with meter("Converting", "records", Console(stderr=True)) as show:
-        converted = convert_database(config, show)
-    lines = [f"{config.dest}: {converted.records:,} {converted.format} records."]
-    return _print(lines + _skipped("records", converted.damaged))
+        written = convert_database(config, show)
+    what = _many(written.records, f"{written.format} record")
+    return _print([f"{config.dest}: {what}.", *_skipped(written, "record")])
 
 
 def _info(argv: Sequence[str]) -> int:
@@ -98,13 +94,29 @@ def _info(argv: Sequence[str]) -> int:
     return 1 if report.damaged else 0
 
 
-def _skipped(what: str, names: Sequence[str]) -> list[str]:
-    if not names:
-        return []
-    return [f"{len(names):,} damaged {what} were skipped:", *(f"  {name}" for name in names)]
+def _skipped(written: Written, unit: str) -> Iterator[str]:
+    if written.skipped == 1:
+        yield "1 file that isn't an image: skipped."
+    elif written.skipped:
+        yield f"{written.skipped:,} files that aren't images: skipped."
+    if written.transparent:
+        images = _many(written.transparent, "image")
+        have = "has" if written.transparent == 1 else "have"
+        yield (
+            f"{images} {have} transparent pixels: transparency was dropped, colours are as stored."
+        )
+    if written.damaged:
+        yield f"{_many(len(written.damaged), f'damaged {unit}')} skipped:"
+        yield from (f"  {name}" for name in written.damaged)
+    if written.empty_classes:
+        yield f"No images in: {', '.join(written.empty_classes)}."
 
 
-def _print(lines: Sequence[str]) -> int:
+def _many(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"
+
+
+def _print(lines: Iterable[str]) -> int:
     console = Console()
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)

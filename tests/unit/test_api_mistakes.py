@@ -180,7 +180,7 @@ def test_two_updates_in_a_step(world: World, model: nn.Module) -> None:
 
 def test_a_gradient_is_touched_without_reduce(world: World, model: nn.Module) -> None:
     optimizer = bound(world, model)
-    with pytest.raises(ConfigError, match=r"was changed between.*reduce\(\)"):
+    with pytest.raises(ConfigError, match=r"was modified between.*reduce\(\)"):
         in_step(
             world,
             lambda: backward(model),
@@ -191,7 +191,7 @@ def test_a_gradient_is_touched_without_reduce(world: World, model: nn.Module) ->
 
 def test_two_backwards_without_no_sync(world: World, model: nn.Module) -> None:
     bound(world, model)
-    with pytest.raises(ConfigError, match=r"completed twice.*no_sync\(\)"):
+    with pytest.raises(ConfigError, match=r"accumulated twice.*no_sync\(\)"):
         in_step(world, lambda: backward(model), lambda: backward(model))
 
 
