@@ -29,7 +29,7 @@ SIZES = [0, 1, 255, 256, 257, 1_000_003]
 def contributed() -> Codec:
     """Read the wire that CONTRIBUTING.md shows as an example."""
     text = Path(__file__, "../../../CONTRIBUTING.md").resolve().read_text()
-    chapter = text[text.index("## How to add a wire") :]
+    chapter = text[text.index("## How to add a codec") :]
     names: dict[str, Any] = {}
     exec(chapter[chapter.index("```python") + 10 : chapter.index("```\n\nThen")], names)
     codec: Codec = names["Fp16"]()
