@@ -193,7 +193,7 @@ def _begun(
         say(note)
     run.mkdir(parents=True, exist_ok=True)  # of a machine whose first rank isn't rank 0
     trace = build_trace(asked.output, members, run, communicator, device, _say_in_python)
-    return start, StepAccount(EventFile(run, members.rank), trace), trace
+    return start, StepAccount(EventFile(run, members.rank), trace=trace), trace
 
 
 def _say_in_python(text: str) -> None:

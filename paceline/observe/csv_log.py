@@ -33,44 +33,20 @@ class Totals:
     batches: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Row:
-    """The values of a row.
-
-    Attributes:
-        event: the fields of the `epoch` event.
-        seconds: the time since the row before.
-        totals: of the run, this row included.
-    """
-
-    event: Mapping[str, Any]
-    seconds: float
-    totals: Totals
-
-    @property
-    def samples_per_second(self) -> float:
-        return self.event["samples"] / self.seconds if self.seconds > 0 else 0.0
-
-    @property
-    def test_accuracy(self) -> float:
-        accuracy: float | None = self.event["test_accuracy"]
-        return NO_TEST if accuracy is None else accuracy
-
-
-# A column's name and its value; a new column is a line here and, where it needs one, a field of the
-# event that `trainer.py` sends.
-COLUMNS: dict[str, Callable[[_Row], float]] = {
-    "time_spent": lambda row: row.seconds,
-    "cumulative_time_spent": lambda row: row.totals.seconds,
-    "input_count": lambda row: row.event["samples"],
-    "cumulative_input_count": lambda row: row.totals.samples,
-    "cumulative_batch_count": lambda row: row.totals.batches,
-    "inputs_per_sec": lambda row: row.samples_per_second,
-    "accuracy": lambda row: row.event["accuracy"],
-    "epoch": lambda row: row.event["epoch"],
-    "learning_rate": lambda row: row.event["learning_rate"],
-    "loss": lambda row: row.event["loss"],
-    "test_accuracy": lambda row: row.test_accuracy,
+# Each column's value: a field of the `epoch` event, or one that `CsvLog.event` adds. A new column
+# is a line here and, where it needs one, a field of the event that `trainer.py` sends.
+COLUMNS = {
+    "time_spent": "seconds_of_row",
+    "cumulative_time_spent": "total_seconds",
+    "input_count": "samples",
+    "cumulative_input_count": "total_samples",
+    "cumulative_batch_count": "total_batches",
+    "inputs_per_sec": "samples_per_second",
+    "accuracy": "accuracy",
+    "epoch": "epoch",
+    "learning_rate": "learning_rate",
+    "loss": "loss",
+    "test_accuracy": "test_accuracy",
 }
 _NAMES = tuple(COLUMNS)
 _COUNTS = ("cumulative_input_count", "cumulative_batch_count", "epoch")
@@ -123,8 +99,17 @@ class CsvLog(NullRecorder):
                 samples=self._totals.samples + fields["samples"],
                 batches=self._totals.batches + fields["batches"],
             )
-            row = _Row(event=fields, seconds=seconds, totals=self._totals)
-            self._file.write(",".join(_text(value(row)) for value in COLUMNS.values()))
+            samples, accuracy = fields["samples"], fields["test_accuracy"]
+            values = {
+                **fields,
+                "seconds_of_row": seconds,
+                "total_seconds": self._totals.seconds,
+                "total_samples": self._totals.samples,
+                "total_batches": self._totals.batches,
+                "samples_per_second": samples / seconds if seconds > 0 else 0.0,
+                "test_accuracy": NO_TEST if accuracy is None else accuracy,
+            }
+            self._file.write(",".join(_text(values[key]) for key in COLUMNS.values()))
 
     def close(self) -> None:
         """Close the file."""
