@@ -153,7 +153,8 @@ def _start(
     run: Path, state: Mapping[str, Any], what: str, origin: str | None, notes: list[str]
 ) -> Start:
     position = state["position"]
-    where = f"epoch {position['epoch'] + 1}, {position['step']} steps done."
+    epoch, step = position["epoch"], position["step"]
+    where = f"epoch {epoch + 1}, {_done(step, 'step')}." if step else f"{_done(epoch, 'epoch')}."
     own = 0 if origin else position["generation"] + 1
     return Start(
         generation=next_generation(run, own),
@@ -161,3 +162,7 @@ def _start(
         origin=origin,
         notes=(*notes, f"{what}: {where}"),
     )
+
+
+def _done(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'} done"
