@@ -15,7 +15,7 @@ from paceline.comm.communicator import Communicator
 from paceline.recorder import Recorder
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.collectives import Collectives
-from paceline.update.running_statistics import RunningStatistics
+from paceline.update.batch_norm import RunningStatistics
 from paceline.update.updater import Updater
 
 

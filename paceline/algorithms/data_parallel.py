@@ -17,7 +17,7 @@ from paceline.recorder import NullRecorder, Recorder
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.exchange import Exchange
 from paceline.reduce.rank_state import RankState
-from paceline.update.running_statistics import RunningStatistics
+from paceline.update.batch_norm import RunningStatistics
 from paceline.update.updater import Updater
 
 

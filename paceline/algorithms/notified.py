@@ -29,7 +29,7 @@ from paceline.reduce.put_engine.layout import BucketSpec, Topology, lay_out
 from paceline.reduce.put_engine.put_exchange import PutExchange
 from paceline.reduce.rank_state import RankState
 from paceline.reduce.residuals import CodedBucket, Residuals
-from paceline.update.running_statistics import RunningStatistics
+from paceline.update.batch_norm import RunningStatistics
 from paceline.update.updater import Updater
 
 OpenWindow = Callable[[int, int], Window]  # of a size and a number of notifications

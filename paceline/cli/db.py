@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from rich.console import Console
 
@@ -11,9 +11,10 @@ from paceline.cli.db_table import print_report
 from paceline.cli.flags import parse
 from paceline.cli.progress import meter
 from paceline.config.db import DbConvertConfig, DbCreateConfig, DbInfoConfig
-from paceline.data.db.convert import Converted, convert_database
-from paceline.data.db.create import Created, create_database
+from paceline.data.db.convert import convert_database
+from paceline.data.db.create import create_database
 from paceline.data.db.inspect import inspect_database
+from paceline.data.db.write.new_database import Written
 from paceline.errors import ConfigError
 
 _USAGE = """\
@@ -76,17 +77,19 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
 
 def _create(argv: Sequence[str]) -> int:
     config = parse(DbCreateConfig, argv, prog="paceline db create", description=_CREATE)
-    with meter("Writing", "images", Console(stderr=True)) as show:
-        created = create_database(config, show)
-    _print(_told(config, created))
+    with meter("Writing", "files", Console(stderr=True)) as show:
+        written = create_database(config, show)
+    records, classes = _many(written.records, "record"), _many(len(written.classes), "class")
+    _print([f"{config.dest}: {records} in {classes}.", *_left_out(written, "image")])
     return 0
 
 
 def _convert(argv: Sequence[str]) -> int:
     config = parse(DbConvertConfig, argv, prog="paceline db convert", description=_CONVERT)
     with meter("Converting", "records", Console(stderr=True)) as show:
-        converted = convert_database(config, show)
-    _print(_told_of_conversion(config, converted))
+        written = convert_database(config, show)
+    what = _many(written.records, f"{written.format} record")
+    _print([f"{config.dest}: {what}.", *_left_out(written, "record")])
     return 0
 
 
@@ -98,29 +101,29 @@ def _info(argv: Sequence[str]) -> int:
     return 1 if report.damaged else 0
 
 
-def _told(config: DbCreateConfig, created: Created) -> list[str]:
-    lines = [f"{config.dest}: {created.records:,} records in {len(created.classes):,} classes."]
-    if created.skipped:
-        lines.append(f"{created.skipped:,} files that aren't images were skipped.")
-    if created.damaged:
-        lines += _left_out("damaged images were left out:", created.damaged)
-    if created.empty_classes:
-        lines.append(f"No images in: {', '.join(created.empty_classes)}.")
-    return lines
+def _left_out(written: Written, unit: str) -> Iterator[str]:
+    if written.skipped == 1:
+        yield "1 file that isn't an image: skipped."
+    elif written.skipped:
+        yield f"{written.skipped:,} files that aren't images: skipped."
+    if written.transparent:
+        images = _many(written.transparent, "image")
+        have = "has" if written.transparent == 1 else "have"
+        yield (
+            f"{images} {have} transparent pixels: transparency was dropped, colours are as stored."
+        )
+    if written.damaged:
+        yield f"{_many(len(written.damaged), f'damaged {unit}')} left out:"
+        yield from (f"  {name}" for name in written.damaged)
+    if written.empty_classes:
+        yield f"No images in: {', '.join(written.empty_classes)}."
 
 
-def _told_of_conversion(config: DbConvertConfig, converted: Converted) -> list[str]:
-    lines = [f"{config.dest}: {converted.records:,} {converted.format} records."]
-    if converted.damaged:
-        lines += _left_out("damaged records were left out:", converted.damaged)
-    return lines
+def _many(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"
 
 
-def _left_out(what: str, names: Sequence[str]) -> list[str]:
-    return [f"{len(names):,} {what}", *(f"  {name}" for name in names)]
-
-
-def _print(lines: Sequence[str]) -> None:
+def _print(lines: Iterable[str]) -> None:
     console = Console()
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -40,7 +40,7 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
         ((width, height),) = report.sizes
         yield "size", f"{width} × {height}, all"
     elif report.sizes:
-        for name, sides in (("width", report.widths), ("height", report.heights)):
+        for name, sides in (("width", report.sides(0)), ("height", report.sides(1))):
             yield name, f"{sides.smallest} to {sides.largest}, median {sides.middle}"
         (width, height), count = max(report.sizes.items(), key=lambda item: item[1])
         yield "commonest", f"{width} × {height}, {count:,} of {sum(report.sizes.values()):,}"

@@ -22,7 +22,7 @@ from paceline.cli.train_launched import train_launched
 from paceline.cli.worker import train
 from paceline.cluster.environment import WorkerEnvironment, read_environment
 from paceline.cluster.membership.members import Members
-from paceline.cluster.rendezvous.finished_answer import answer
+from paceline.cluster.rendezvous.machine_rendezvous import answer_finished
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.supervision.supervisor import finished_sentence, say, supervise
 from paceline.cluster.supervision.worker import run_worker
@@ -75,7 +75,7 @@ def _supervise(config: TrainConfig, argv: Sequence[str]) -> int:
     if folder.finished:
         say(finished_sentence(run_id))
         if plan.machine == 0 and plan.machines > 1:
-            answer(plan)
+            answer_finished(plan)
         return 0
     for note in [*notes(config, gpus), *build.check(config, gpus)]:
         say(note)

@@ -29,15 +29,13 @@ from paceline.cli.worker import train
 from paceline.cluster.environment import Environment
 from paceline.cluster.join import Joined, join_world_of
 from paceline.cluster.launchers.launched_process import LaunchedProcess
+from paceline.cluster.launchers.launchers import command_of
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.supervision.supervisor import finished_sentence, say
 from paceline.config.train import TrainConfig
 from paceline.config.world import WorldConfig
 from paceline.errors import ConfigError, PacelineError
 from paceline.state.run_folder import RunFolder, choose_run_id
-
-COMMANDS = {"slurm": "srun", "paceline": "paceline launch"}
-"""The launchers whose command has another name."""
 
 _PLACES = ("file_store_path", "redis_host", "redis_url", "master")
 _UNNAMED = "unnamed"  # a run until rank 0 has chosen its id, which isn't part of its identity
@@ -87,7 +85,7 @@ def fitted(world: WorldConfig, joined: Joined) -> WorldConfig:
     """
     members, counted = joined.members, _flag_of_workers(world)
     workers, machines = members.local_world_size, len(members.machines)
-    started = COMMANDS.get(joined.launcher, joined.launcher) + " started"
+    started = command_of(joined.launcher) + " started"
     if counted and world.workers != workers:
         raise _contradiction(world, counted, f"{started} {workers} on this machine")
     if _given(world, "num_shards") and world.num_shards != machines:
@@ -147,11 +145,12 @@ def _prepare(config: TrainConfig, joined: Joined, folder: RunFolder, *, anew: bo
 
 
 def _require_run_id(world: WorldConfig, launched: LaunchedProcess | None) -> None:
-    """Require what tells a run's keys in a lasting store from another's; mpirun has no name."""
+    """Require a run id in a lasting store, unless the launcher names the start."""
     lasting = world.file_store_path or world.redis_host or world.redis_url
-    if launched is not None and launched.launcher == "mpirun" and lasting and not world.run_id:
+    if launched is not None and not launched.start and lasting and not world.run_id:
         raise ConfigError(
-            "Processes of mpirun that meet in a folder or in Redis need --run_id, the same for all."
+            f"Processes of {command_of(launched.launcher)} that meet in a folder or in Redis need "
+            "--run_id, the same for all."
         )
 
 

@@ -17,7 +17,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from paceline.observe.line_file import LineFile, write_atomically
+from paceline.atomic_write import explained_writes, write_atomically
+from paceline.observe.line_file import LineFile
 from paceline.recorder import NullRecorder
 
 COLUMNS = (
@@ -120,7 +121,8 @@ def _begin(path: Path, start: str, epoch: int) -> Totals:
     place = COLUMNS.index("epoch")
     kept = [row for row in rows if _whole(row) and int(row[place]) < epoch]
     head = "".join(f"{line}\n" for line in _lines(path)[:2]) or start
-    write_atomically(path, head + "".join(",".join(row) + "\n" for row in kept))
+    with explained_writes(path):
+        write_atomically(path, head + "".join(",".join(row) + "\n" for row in kept))
     if not kept:
         return Totals()
     last = dict(zip(COLUMNS, kept[-1], strict=True))

@@ -19,17 +19,19 @@ import errno
 import fcntl
 import os
 import tomllib
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
+from paceline.atomic_write import explained_writes, write_atomically
 from paceline.errors import ConfigError, PacelineError
 
 CONFIG_NAME = "config.toml"
 FINISHED_NAME = "finished"
+_FINISHED = b"finished\n"  # the file's content
+_LONGEST_NUMBER = 18  # digits of a generation
 GENERATION_NAME = "generation"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -74,23 +76,25 @@ class RunFolder:
             PacelineError: the disk is full.
         """
         self._refuse_other(config)
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._take_lock()
-            if not self.begun:
-                write_atomically(self.path / CONFIG_NAME, tomli_w.dumps(dict(config)))
-        except OSError as error:
-            if error.errno in _FULL:
-                raise no_room(self.path, error) from error
-            raise ConfigError(
-                f"--output_dir: {self.path} can't be written ({error.strerror}): "
-                "give a folder where you may write."
-            ) from error
+        with explained_writes(self.path):
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                self._take_lock()
+                if not self.begun:
+                    write_atomically(self.path / CONFIG_NAME, tomli_w.dumps(dict(config)))
+            except OSError as error:
+                if error.errno in _FULL:
+                    raise
+                raise ConfigError(
+                    flag="output_dir",
+                    rule=f"{self.path} can't be written ({error.strerror})",
+                    remedy="give a folder where you may write",
+                ) from error
 
     @property
     def finished(self) -> bool:
         """Tell whether the run came to its end."""
-        return (self.path / FINISHED_NAME).exists()
+        return is_finished(self.path)
 
     @property
     def begun(self) -> bool:
@@ -104,10 +108,8 @@ class RunFolder:
             PacelineError: the folder can't be written.
         """
         path = self.path / FINISHED_NAME
-        try:
-            path.touch()
-        except OSError as error:
-            raise no_room(path, error) from error
+        with explained_writes(path):
+            write_atomically(path, _FINISHED)
 
     def close(self) -> None:
         """Let go of the folder."""
@@ -140,6 +142,18 @@ class RunFolder:
         self._lock = lock
 
 
+def is_finished(run: Path) -> bool:
+    """Tell whether a run came to its end: its file says so, not the file's name alone.
+
+    Earlier versions left an empty file; there the last line of an event file must confirm it.
+    """
+    path = run / FINISHED_NAME
+    if not path.is_file():
+        return False
+    content = path.read_bytes()
+    return content == _FINISHED or (not content and any(map(_ended, run.glob("events.*.jsonl"))))
+
+
 def next_generation(run: Path, at_least: int = 0) -> int:
     """Count a start of the run: 0 for the first one, one more for each other.
 
@@ -154,10 +168,8 @@ def next_generation(run: Path, at_least: int = 0) -> int:
     generation = at_least
     if path.exists():
         generation = max(generation, _number(path) + 1)
-    try:
+    with explained_writes(path):
         write_atomically(path, f"{generation}\n")
-    except OSError as error:
-        raise no_room(path, error) from error
     return generation
 
 
@@ -177,21 +189,20 @@ def choose_run_id(output_dir: Path, digest: str, *, anew: bool) -> str:
     return f"{digest}-{number}" if done else last.name
 
 
+def _ended(events: Path) -> bool:
+    """Tell whether the last event is the run's end."""
+    last = events.read_bytes().rstrip().rpartition(b"\n")[2]
+    return b'"event": "end"' in last
+
+
 def _number(path: Path) -> int:
     text = path.read_bytes().strip()
-    if not text.isdigit():
+    if not text.isdigit() or len(text) > _LONGEST_NUMBER:
         raise PacelineError(
             f"{path} is damaged, it should hold the number of the run's last start: put it back, "
             "or give another --run_id."
         )
     return int(text)
-
-
-def no_room(path: Path, error: OSError) -> PacelineError:
-    """Say that a file can't be written."""
-    return PacelineError(
-        f"{path} can't be written ({error.strerror}): make room, or give another --output_dir."
-    )
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -203,18 +214,3 @@ def _read(path: Path) -> dict[str, Any]:
         raise PacelineError(
             f"{path} can't be read ({error}): put it back as it was, or give another --run_id."
         ) from error
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file at once or not at all.
-
-    Raises:
-        OSError: it can't be written.
-    """
-    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")  # machines may share the folder
-    try:
-        part.write_text(text)
-        part.replace(path)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise

@@ -35,8 +35,7 @@ from paceline.reduce.put_engine.layout import Topology
 from paceline.replica.pass_spans import watch_passes
 from paceline.replica.replica import ExchangePlan, Replica
 from paceline.replica.trained_parameters import TrainedParameters
-from paceline.update.layer_exchange import BatchShare
-from paceline.update.running_statistics import RunningStatistics
+from paceline.update.batch_norm import BatchShare, RunningStatistics
 from paceline.update.shard_optimizer import ShardOptimizer
 from paceline.update.updater import Updater
 from paceline.wiring.autotune import Chooser, TrialSetting, candidates_of

@@ -25,7 +25,7 @@ from paceline.state.checkpoint_files import FOLDER, Checkpoints
 from paceline.state.checkpointer import Checkpointer, Stateful
 from paceline.state.weights import save_weights
 from paceline.trainer import Trainer
-from paceline.update.layer_exchange import BatchShare
+from paceline.update.batch_norm import BatchShare
 from paceline.wiring.autotune import TrialSetting
 from paceline.wiring.exchange import Peers, replicate
 from paceline.wiring.model import make_model, make_optimizer

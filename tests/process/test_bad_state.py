@@ -167,7 +167,7 @@ def test_a_run_doesnt_go_on_with_other_data(here: Path, capfd: pytest.CaptureFix
 
 
 def test_a_finished_run_is_left_as_it_is(here: Path) -> None:
-    (here / RUN / "finished").touch()
+    (here / RUN / "finished").write_text("finished\n")
     said = "run r is finished; give another --run_id to train again."
     require_run_answer(Bad(words=WORDS, said=said, status=0), here)
 

@@ -133,7 +133,7 @@ def test_create_and_info_from_end_to_end(tmp_path: Path) -> None:
     dest = tmp_path / "db"
     created = run("create", tmp_path / "in", dest, "--shuffle-seed", "None")
     assert created.stdout == f"{dest}: 8 records in 2 classes.\n"
-    assert created.stderr.splitlines()[0] == "Writing: 1 of 8 images"
+    assert created.stderr.splitlines()[0] == "Writing: 1 of 8 files"
     info = run("info", dest)
     assert info.returncode == 0
     lines = [" ".join(line.split()) for line in info.stdout.splitlines()]

@@ -175,12 +175,12 @@ def test_what_was_chosen_for_the_person_is_said() -> None:
 
 def test_the_identity_of_a_run_is_the_same_on_all_machines_and_has_no_password() -> None:
     words = ["--train_data", "null", "--num_shards", "2", "--run_id", "r"]
-    url = "redis://:secret@host:1/0"
+    url = "redis://:pass-word@host:1/0"
     one = config_of(*words, "--redis_url", url)
     other = config_of(*words, "--file_store_path", "/x", "--shard_id", "1", "--num_workers", "5")
     assert one.identity() == other.identity()
     assert one.digest() == other.digest()
-    assert "secret" not in str(one.flat())
+    assert "pass-word" not in str(one.flat())
     assert one.flat()["redis_url"] == "redis://host:1/0"
 
 

@@ -11,7 +11,7 @@ from paceline.cli.launch import main, split
 from paceline.cli.notes import notes
 from paceline.cli.train_launched import fitted, train_launched
 from paceline.cluster.environment import Environment
-from paceline.cluster.join import Joined, LauncherName
+from paceline.cluster.join import Joined
 from paceline.cluster.launchers.launched_process import LaunchedProcess
 from paceline.cluster.membership.members import Members
 from paceline.cluster.supervision.process_end import SingleProcessEnd
@@ -21,7 +21,7 @@ from paceline.config.world import WorldConfig
 from paceline.errors import ConfigError
 
 
-def joined(launcher: LauncherName, machines: tuple[int, ...], machine: int = 0) -> Joined:
+def joined(launcher: str, machines: tuple[int, ...], machine: int = 0) -> Joined:
     names = tuple(f"h{i}" for i in range(len(machines)))
     addresses = ("127.0.0.1",) * len(machines)
     members = Members.on(machine, 0, machines=machines, addresses=addresses, hosts=names)

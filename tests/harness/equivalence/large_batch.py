@@ -24,9 +24,7 @@ from paceline.comm.communicator import Communicator
 from paceline.comm.inprocess.communicator import ThreadGroup
 from paceline.reduce.buckets import Bucket
 from paceline.replica.replica import ExchangePlan, Replica
-from paceline.update.layer_exchange import BatchShare
-from paceline.update.running_statistics import RunningStatistics
-from paceline.update.sync_batch_norm import convert_sync_batchnorm
+from paceline.update.batch_norm import BatchShare, RunningStatistics, convert_sync_batchnorm
 from paceline.update.updater import Updater
 from tests.harness.equivalence.rank_threads import run_ranks
 
