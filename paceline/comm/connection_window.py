@@ -130,7 +130,7 @@ class ConnectionWindow:
 
     def _require(self, peer: int, operation: str) -> None:
         if error := self._transport.error(peer):
-            raise PeerLost(f"rank {self.rank} lost rank {peer} in {operation}: {error}.")
+            raise PeerLost(rank=self.rank, peer=peer, operation=operation, cause=error)
 
     def _lost(self) -> int | None:
         if self._transport.whole:

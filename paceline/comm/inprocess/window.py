@@ -137,4 +137,4 @@ class InProcessWindow:
 
     def _require(self, peer: int, operation: str) -> None:
         if error := self._lost(peer):
-            raise PeerLost(f"rank {self.rank} lost rank {peer} in {operation}: {error}.")
+            raise PeerLost(rank=self.rank, peer=peer, operation=operation, cause=error)

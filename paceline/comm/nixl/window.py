@@ -159,7 +159,7 @@ class NixlWindow:
 
     def _require(self, peer: int, operation: str) -> None:
         if error := self._error(peer):
-            raise PeerLost(f"rank {self.rank} lost rank {peer} in {operation}: {error}.")
+            raise PeerLost(rank=self.rank, peer=peer, operation=operation, cause=error)
 
     def _lost(self) -> int | None:
         return next((peer for peer in range(self.world_size) if self._error(peer)), None)
