@@ -120,6 +120,7 @@ def _announce(
         samples=trainer.train.samples,
         steps=trainer.train.steps,
         epochs=trainer.epochs,
+        labels=trainer.num_labels,
         batch=config.global_batch,
         log=log,
     )

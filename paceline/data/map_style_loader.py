@@ -157,8 +157,8 @@ def _check(dataset: MapStyle, order: Order, num_workers: int) -> None:
         raise ConfigError(
             f"{name} is no map-style data set: without a length and numbered samples (`__len__` "
             "and `__getitem__`) no rank knows its own samples. Give one that has both, or iterate "
-            "over your own DataLoader and make each step with world.step(samples=n), where n "
-            "counts the samples of this rank's batch."
+            "over your own DataLoader and make each step with world.step(samples=n), where n is "
+            "the number of samples in this rank's batch."
         )
     if len(dataset) != order.size:
         raise ConfigError(

@@ -115,7 +115,8 @@ class Chooser:
         left, needed = setting.steps, steps_of_trials(len(candidates))
         plain = next((c for c in candidates if c.sync == "allreduce"), candidates[0])
         if left is not None and left < SHARE * needed:
-            short = f"{left} steps are too few to measure what is best"
+            few = f"{left} steps are too few to measure what is best"
+            short = few if left else "no step is left to measure what is best"
             self._tell(f"{_long(plain)}: {short}; choose by --sync and --bucket_mb")
             return plain
         self._trials = Trials(len(candidates), time.perf_counter, self._mean)

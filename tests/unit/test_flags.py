@@ -179,7 +179,7 @@ def test_the_identity_of_a_run_is_the_same_on_all_machines_and_has_no_password()
     one = config_of(*words, "--redis_url", url)
     other = config_of(*words, "--file_store_path", "/x", "--shard_id", "1", "--num_workers", "5")
     assert one.identity() == other.identity()
-    assert one.digest() == other.digest()
+    assert one.digests() == other.digests()
     assert "pass-word" not in str(one.flat())
     assert one.flat()["redis_url"] == "redis://host:1/0"
 
