@@ -51,7 +51,7 @@ def test_two_workers_leave_log_events_weights_and_configuration(data: Path, tmp_
     assert "epoch 2/2" in ended.text
 
     rows = rows_of(tmp_path / "runs" / "r")
-    assert tuple(rows[0]) == COLUMNS
+    assert list(rows[0]) == list(COLUMNS)
     assert [row["cumulative_input_count"] for row in rows] == ["15", "30"]
     assert [row["cumulative_batch_count"] for row in rows] == ["4", "8"]
     assert all(0 <= float(row["test_accuracy"]) <= 1 for row in rows)

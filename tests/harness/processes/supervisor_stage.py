@@ -96,7 +96,7 @@ class Stage:
     """Starts supervisors and receives their workers; kills what is left of both at the end."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._listener.settimeout(LIMIT)
         self._supervisors: list[Supervisor] = []
@@ -106,7 +106,7 @@ class Stage:
         self, plan: RunPlan, worker: str = LIGHT, *, finish: Path | None = None
     ) -> Supervisor:
         """Start a machine's supervisor, which marks the end of its run by the file `finish`."""
-        log = self._folder / f"supervisor{len(self._supervisors)}.log"
+        log = self.folder / f"supervisor{len(self._supervisors)}.log"
         argv = [sys.executable, "-m", worker, str(self._listener.getsockname()[1])]
         process = context().Process(target=_supervise, args=(plan, argv, str(log), finish))
         log.touch()
