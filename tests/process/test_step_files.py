@@ -15,8 +15,8 @@ from paceline.codecs.codecs import Int8
 from paceline.codecs.kernels import compiled_loops as kernel_loops
 from paceline.codecs.kernels import plain as kernels_plain
 from paceline.comm.connection_window import ConnectionWindow
-from paceline.comm.tcp_window import connect_by_tcp
 from paceline.comm.transport import event_loop as loop
+from paceline.comm.transport.tcp import connect_by_tcp
 from paceline.replica.read_tracing import ReadTracer
 from tests.harness.equivalence.step_files import AROUND, files_listed, functions_of_a_step
 from tests.harness.processes.launcher_processes import ROOT

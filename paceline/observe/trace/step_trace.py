@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from paceline.comm.communicator import Communicator, gather_bytes
-from paceline.comm.put_event import PutEvent
+from paceline.comm.window import PutEvent
 from paceline.observe.line_file import write_atomically
 from paceline.observe.trace.chrome_trace import chrome_trace
 from paceline.observe.trace.clock_offsets import offsets, rounds, running_system

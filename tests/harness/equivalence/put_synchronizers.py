@@ -16,10 +16,10 @@ from paceline.algorithms.sharded import Sharded
 from paceline.cluster.membership.members import Members
 from paceline.codecs.codecs import CODECS
 from paceline.comm.communicator import Communicator
+from paceline.comm.connection_window import connect_window
 from paceline.comm.faulty_window import Faults, FaultyWindow
 from paceline.comm.inprocess.communicator import ThreadGroup
 from paceline.comm.inprocess.window import WindowGroup
-from paceline.comm.shm_tcp_window import shm_tcp_window
 from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.comm.window import Window
 from paceline.reduce.buckets import Bucket
@@ -110,7 +110,7 @@ def notified_on_machines(machines: Sequence[int], limit: float = 30.0) -> Callab
             limit=30.0,
         )
         intra_machine = topology.groups[topology.group_of(rank)]
-        open_window = partial(shm_tcp_window, bootstrap, intra_machine, "127.0.0.1")
+        open_window = partial(connect_window, bootstrap, intra_machine, "127.0.0.1")
         return Notified(buckets, open_window, *parts, topology, (limit, limit))
 
     return make
