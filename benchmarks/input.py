@@ -2,7 +2,7 @@
 
     python benchmarks/input.py [--quick]
 
-Both read one LMDB of 500 × 375 JPEG files through the same `LmdbSource` and make the same thing of
+Both read one LMDB of 500 × 375 JPEG files through the same source and make the same thing of
 them: short side to 256, a random crop of 224, mirrored or not, a normalised float tensor, batches
 of 32. Everything runs on one core: Paceline's decode thread beside its caller; DataLoader in its
 caller's process, and with a worker process beside it. DataLoader's recipe is the usual one of
@@ -33,7 +33,7 @@ from rounds import interleaved, paired_ratio
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler
 
-from paceline.data.db.lmdb_source import LmdbSource
+from paceline.data.db.open_database import open_database
 from paceline.data.image.augment import Transform
 from paceline.data.loader import DatabaseLoader
 from paceline.data.order import Order
@@ -68,7 +68,7 @@ def main() -> None:
 
 def paceline(folder: Path) -> Iterator[Tensor]:
     """Yield batches of images from Paceline's loader."""
-    source = LmdbSource(folder)
+    source = open_database(folder, "lmdb")
     loader = DatabaseLoader(
         source,
         Order(size=len(source), batch_size=BATCH),
@@ -99,7 +99,7 @@ def dataloader(folder: Path, workers: int) -> Iterator[Tensor]:
 
 def decoding(folder: Path) -> Iterator[None]:
     """Decode a batch's files and make nothing of them."""
-    source = LmdbSource(folder)
+    source = open_database(folder, "lmdb")
     for first in range(0, len(source), BATCH):
         for index in range(first, first + BATCH):
             simplejpeg.decode_jpeg(source[index].image)
@@ -111,7 +111,7 @@ class PillowDataset(Dataset[tuple[Tensor, int]]):
     """ImageNet's usual recipe, in torchvision's steps and without its overhead."""
 
     def __init__(self, folder: Path) -> None:
-        self._source = LmdbSource(folder)
+        self._source = open_database(folder, "lmdb")
         self._mean = torch.tensor(MEAN).view(3, 1, 1) / 255
         self._std = torch.tensor(STD).view(3, 1, 1) / 255
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from paceline.data.db.formats.record_formats import encode_tensorprotos
+from paceline.data.db.formats.record_formats import encode_record
 from paceline.data.db.write.writers import LmdbWriter
 from paceline.data.source import Pixels
 
@@ -31,7 +31,9 @@ def write_photographs(folder: Path, records: int, distinct: int = 64) -> list[in
     folder.mkdir()
     writer = LmdbWriter(folder)
     for index in range(records):
-        writer.put(b"%08d" % index, encode_tensorprotos(files[index % distinct], index % 1000))
+        writer.put(
+            b"%08d" % index, encode_record(files[index % distinct], index % 1000, "tensorprotos")
+        )
     writer.finish()
     writer.close()
     return [len(file) for file in files]

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.errors import CommTimeout
+from paceline.errors import CommTimeout, Message
 
 Source = Tensor | Sequence[Tensor] | None
 THIS_PROCESS_CLOSED = "this process closed the connection"
@@ -181,6 +181,12 @@ def bytes_of(source: Source) -> list[Tensor]:
 def timed_out(rank: int, peer: int, operation: str, limit: float) -> CommTimeout:
     """Return the error of a wait for a peer that reached its limit, in seconds."""
     return CommTimeout(
-        f"rank {rank} timed out after {limit:g} s waiting for rank {peer} in {operation}. The rank "
-        "may be hanging or unreachable, or --timeout is too short."
+        Message(
+            "rank {} waited {:g} s for rank {} in {}: it hangs, can't be reached, or needs a longer "
+            "{--timeout}.",
+            rank,
+            limit,
+            peer,
+            operation,
+        )
     )

@@ -7,7 +7,6 @@ and a label from the same stream. Making one costs less than decoding a file of 
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from paceline.data import splitmix
 from paceline.data.source import Record
@@ -26,6 +25,8 @@ class SyntheticSource:
         seed: other seeds give other images.
     """
 
+    labels = label_names = index_note = None  # labels are made with their images
+
     def __init__(
         self, records: int, image_size: int, channels: int, num_labels: int, seed: int = 0
     ) -> None:
@@ -33,27 +34,8 @@ class SyntheticSource:
         self._shape = (image_size, image_size, channels)
         self._num_labels = num_labels
         self._seed = seed
-
-    @property
-    def labels(self) -> npt.NDArray[np.int64] | None:
-        """Know no labels in advance: they are made with their images."""
-        return None
-
-    @property
-    def label_names(self) -> tuple[str, ...] | None:
-        """Know no names."""
-        return None
-
-    @property
-    def index_note(self) -> str | None:
-        """Have nothing to say."""
-        return None
-
-    @property
-    def fingerprint(self) -> str:
-        """Name all that the images depend on."""
         shape = "x".join(map(str, self._shape))
-        return f"synthetic-{self._records}-{shape}-{self._num_labels}-{self._seed}"
+        self.fingerprint = f"synthetic-{records}-{shape}-{num_labels}-{seed}"
 
     def __len__(self) -> int:
         return self._records

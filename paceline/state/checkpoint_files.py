@@ -10,17 +10,15 @@ cut too, finds it whole or not at all.
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from paceline.atomic_write import PARTS, atomic_file, link_atomically
 from paceline.errors import CheckpointError
-from paceline.state.atomic_write import save_atomically
 from paceline.state.file_integrity import check_header, check_integrity
 
 FORMAT = 1
@@ -58,10 +56,10 @@ class Checkpoints:
             self.folder.mkdir(parents=True, exist_ok=True)
             # The best first: killed in between, a run repeats the epoch's end.
             first = self.folder / BEST if best else path
-            save_atomically(first, {"paceline": FORMAT, **state})
+            with atomic_file(first) as file:
+                torch.save({"paceline": FORMAT, **state}, file)
             if best:
-                _link(first, path)
-            _sync(self.folder)
+                link_atomically(first, path)
             for old in list(self.newest_first())[self._keep :]:
                 old.unlink(missing_ok=True)
         except OSError as error:
@@ -73,7 +71,8 @@ class Checkpoints:
 
     def clean(self) -> None:
         """Remove what a killed writer left half done."""
-        for part in self.folder.glob(".*.part"):
+        # Of the run's folder only weights: other machines may be writing the other files.
+        for part in (*self.folder.glob(PARTS), *self.folder.parent.glob(f".*.pt{PARTS[2:]}")):
             part.unlink(missing_ok=True)
 
     def _files(self) -> list[Path]:
@@ -110,25 +109,6 @@ def read_checkpoint(path: Path, *, peek: bool = False) -> dict[str, Any]:
         )
     assert isinstance(state, dict)
     return state
-
-
-def _link(path: Path, name: Path) -> None:
-    """Give the file a second name, which outlives the first; a copy where that can't be."""
-    part = name.with_name(f".{name.name}.part")
-    part.unlink(missing_ok=True)
-    try:
-        os.link(path, part)
-    except OSError:
-        shutil.copyfile(path, part)
-    part.replace(name)
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _steps(path: Path) -> int:

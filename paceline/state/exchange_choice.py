@@ -22,7 +22,7 @@ from pathlib import Path
 
 import tomli_w
 
-from paceline.state.run_folder import no_room, write_atomically
+from paceline.atomic_write import explained_writes, write_atomically
 
 CHOICE_NAME = "exchange.toml"
 
@@ -64,7 +64,5 @@ def write_choice(run: Path, choice: Choice) -> None:
         PacelineError: the folder can't be written.
     """
     path = run / CHOICE_NAME
-    try:
+    with explained_writes(path):
         write_atomically(path, tomli_w.dumps({**asdict(choice), "machines": list(choice.machines)}))
-    except OSError as error:
-        raise no_room(path, error) from error

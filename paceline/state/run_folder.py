@@ -19,26 +19,39 @@ import errno
 import fcntl
 import os
 import tomllib
-import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
+from paceline.atomic_write import explained_writes, write_atomically
 from paceline.errors import ConfigError, PacelineError
 
 CONFIG_NAME = "config.toml"
 FINISHED_NAME = "finished"
+_FINISHED = b"finished\n"  # the file's content
+_LONGEST_NUMBER = 18  # digits of a generation
 GENERATION_NAME = "generation"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+Difference = Callable[[Mapping[str, object], Mapping[str, object]], str]
+"""Returns the first name in which a known and a wanted configuration are two runs', or ""."""
+
+
+def first_difference(known: Mapping[str, object], wanted: Mapping[str, object]) -> str:
+    """Return the first name whose values differ, "" where all are equal."""
+    return next((n for n in {**wanted, **known} if known.get(n) != wanted.get(n)), "")
 
 
 class RunFolder:
     """The folder of one run, held by this machine's process until `close`."""
 
-    def __init__(self, path: Path, *, shard_id: int) -> None:
-        self.path = path
+    def __init__(
+        self, path: Path, *, shard_id: int, difference: Difference = first_difference
+    ) -> None:
+        self.path, self._difference = path, difference
         self._lock_path = path / f".alive.{shard_id}"
         self._lock: int | None = None
 
@@ -74,23 +87,36 @@ class RunFolder:
             PacelineError: the disk is full.
         """
         self._refuse_other(config)
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._take_lock()
-            if not self.begun:
-                write_atomically(self.path / CONFIG_NAME, tomli_w.dumps(dict(config)))
-        except OSError as error:
-            if error.errno in _FULL:
-                raise no_room(self.path, error) from error
-            raise ConfigError(
-                f"--output_dir: {self.path} can't be written ({error.strerror}): "
-                "give a folder where you may write."
-            ) from error
+        with explained_writes(self.path):
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                self._take_lock()
+                known = _read(self.path / CONFIG_NAME)
+                if not known or self._difference(config, known):  # a new run, or more epochs
+                    write_atomically(self.path / CONFIG_NAME, tomli_w.dumps(dict(config)))
+                    (self.path / FINISHED_NAME).unlink(missing_ok=True)
+            except OSError as error:
+                if error.errno in _FULL:
+                    raise
+                raise ConfigError(
+                    flag="output_dir",
+                    rule=f"{self.path} can't be written ({error.strerror})",
+                    remedy="give a folder where you may write",
+                ) from error
 
     @property
     def finished(self) -> bool:
         """Tell whether the run came to its end."""
-        return (self.path / FINISHED_NAME).exists()
+        return is_finished(self.path)
+
+    def finished_as(self, config: Mapping[str, object]) -> bool:
+        """Tell whether the run came to its end, with as many epochs as this configuration has.
+
+        Args:
+            config: every flag that makes it this run, by name.
+        """
+        known = _read(self.path / CONFIG_NAME)
+        return self.finished and not (known and self._difference(config, known))
 
     @property
     def begun(self) -> bool:
@@ -104,10 +130,8 @@ class RunFolder:
             PacelineError: the folder can't be written.
         """
         path = self.path / FINISHED_NAME
-        try:
-            path.touch()
-        except OSError as error:
-            raise no_room(path, error) from error
+        with explained_writes(path):
+            write_atomically(path, _FINISHED)
 
     def close(self) -> None:
         """Let go of the folder."""
@@ -119,13 +143,12 @@ class RunFolder:
     def _refuse_other(self, config: Mapping[str, object]) -> None:
         known = _read(self.path / CONFIG_NAME)
         wanted: dict[str, Any] = tomllib.loads(tomli_w.dumps(dict(config)))
-        for name in [*wanted, *known] if known else ():
-            if known.get(name) != wanted.get(name):
-                raise ConfigError(
-                    f"--run_id {self.path.name}: this run was started with --{name} "
-                    f"{known.get(name)}, now it is {wanted.get(name)}; give the same or another "
-                    "--run_id."
-                )
+        if known and (name := self._difference(known, wanted)):
+            raise ConfigError(
+                f"--run_id {self.path.name}: this run was started with --{name} "
+                f"{known.get(name)}, now it is {wanted.get(name)}; give the same or another "
+                "--run_id."
+            )
 
     def _take_lock(self) -> None:
         lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -138,6 +161,18 @@ class RunFolder:
                 "another --run_id."
             ) from error
         self._lock = lock
+
+
+def is_finished(run: Path) -> bool:
+    """Tell whether a run came to its end: its file says so, not the file's name alone.
+
+    Earlier versions left an empty file; there the last line of an event file must confirm it.
+    """
+    path = run / FINISHED_NAME
+    if not path.is_file():
+        return False
+    content = path.read_bytes()
+    return content == _FINISHED or (not content and any(map(_ended, run.glob("events.*.jsonl"))))
 
 
 def next_generation(run: Path, at_least: int = 0) -> int:
@@ -154,44 +189,49 @@ def next_generation(run: Path, at_least: int = 0) -> int:
     generation = at_least
     if path.exists():
         generation = max(generation, _number(path) + 1)
-    try:
+    with explained_writes(path):
         write_atomically(path, f"{generation}\n")
-    except OSError as error:
-        raise no_room(path, error) from error
     return generation
 
 
-def choose_run_id(output_dir: Path, digest: str, *, anew: bool) -> str:
+def choose_run_id(output_dir: Path, digest: str, *older: str, anew: bool) -> str:
     """Return `<digest>-<n>`: the unfinished run of this configuration, or the next one.
 
     Args:
         output_dir: the folder of all runs.
         digest: of the configuration.
+        older: digests that earlier versions made of it; their unfinished runs count as well.
         anew: start the next one, whether the last is finished or not.
     """
-    number = 1
-    while (output_dir / f"{digest}-{number}").exists():
+    for known in (digest, *older):
+        last = output_dir / f"{known}-{_runs(output_dir, known)}"
+        if not anew and last.exists() and not is_finished(last):
+            return last.name
+    return f"{digest}-{_runs(output_dir, digest) + 1}"
+
+
+def _runs(output_dir: Path, digest: str) -> int:
+    """Return the number of the last run of a digest, 0 where there is none."""
+    number = 0
+    while (output_dir / f"{digest}-{number + 1}").exists():
         number += 1
-    last = output_dir / f"{digest}-{number - 1}"
-    done = number == 1 or anew or (last / FINISHED_NAME).exists()
-    return f"{digest}-{number}" if done else last.name
+    return number
+
+
+def _ended(events: Path) -> bool:
+    """Tell whether the last event is the run's end."""
+    last = events.read_bytes().rstrip().rpartition(b"\n")[2]
+    return b'"event": "end"' in last
 
 
 def _number(path: Path) -> int:
     text = path.read_bytes().strip()
-    if not text.isdigit():
+    if not text.isdigit() or len(text) > _LONGEST_NUMBER:
         raise PacelineError(
             f"{path} is damaged, it should hold the number of the run's last start: put it back, "
             "or give another --run_id."
         )
     return int(text)
-
-
-def no_room(path: Path, error: OSError) -> PacelineError:
-    """Say that a file can't be written."""
-    return PacelineError(
-        f"{path} can't be written ({error.strerror}): make room, or give another --output_dir."
-    )
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -203,18 +243,3 @@ def _read(path: Path) -> dict[str, Any]:
         raise PacelineError(
             f"{path} can't be read ({error}): put it back as it was, or give another --run_id."
         ) from error
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file at once or not at all.
-
-    Raises:
-        OSError: it can't be written.
-    """
-    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")  # machines may share the folder
-    try:
-        part.write_text(text)
-        part.replace(path)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise

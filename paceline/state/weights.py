@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.atomic_write import atomic_file
 from paceline.errors import CheckpointError, ConfigError
-from paceline.state.atomic_write import save_atomically
 from paceline.state.file_integrity import check_header, check_integrity
 from paceline.state.weights_fit import fit
 
@@ -36,7 +36,8 @@ def save_weights(path: Path, model: nn.Module) -> None:
     for name, value in state.items():
         state[name] = value.contiguous() if isinstance(value, torch.Tensor) else value
     try:
-        save_atomically(path, state)
+        with atomic_file(path) as file:
+            torch.save(state, file)
     except OSError as error:
         raise CheckpointError(
             f"{path}: the weights can't be written ({error.strerror}); make room, or give another "

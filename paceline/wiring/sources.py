@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,11 +10,8 @@ import torch
 
 from paceline.cluster.membership.members import Members
 from paceline.config.data import NO_DATA, DataConfig
-from paceline.config.db import DbType
 from paceline.config.train import TrainConfig
-from paceline.data.db.leveldb.source import LevelDbSource
-from paceline.data.db.lmdb_source import LmdbSource
-from paceline.data.db.minidb_source import MiniDbSource
+from paceline.data.db.open_database import open_database
 from paceline.data.image.augment import Transform
 from paceline.data.loader import DatabaseLoader
 from paceline.data.order import Order
@@ -24,11 +20,6 @@ from paceline.data.synthetic import SyntheticSource
 from paceline.errors import ConfigError
 from paceline.recorder import Recorder
 
-SOURCES: dict[DbType, Callable[..., Source]] = {
-    "lmdb": LmdbSource,
-    "leveldb": LevelDbSource,
-    "minidb": MiniDbSource,
-}
 MADE_UP_RECORDS = 2048  # of an epoch of made-up images, where --epoch_size is larger
 
 
@@ -158,7 +149,7 @@ def _open_source(flag: str, path: str, data: DataConfig, seed: int) -> Source:
     if not _may_be_there(Path(path)):
         raise ConfigError(f"--{flag} {path}: there is no such database; check the path.")
     cache = Path(data.cache_dir) if data.cache_dir else None
-    source = SOURCES[data.db_type](Path(path), cache_dir=cache)
+    source = open_database(Path(path), data.db_type, cache_dir=cache)
     beyond = labels_beyond(source, data.num_labels)
     if beyond and (data.bad_records == "stop" or beyond == len(source)):
         assert source.labels is not None

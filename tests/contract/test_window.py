@@ -70,9 +70,7 @@ def test_a_silent_peer_is_named_at_the_limit(kind: Callable[[int, int, int], Mak
     def run(window: Window) -> None:
         if window.rank == 1:
             start = time.monotonic()
-            with pytest.raises(
-                CommTimeout, match=r"^rank 1 timed out after 0\.2 s waiting for rank 0 in bucket 3"
-            ):
+            with pytest.raises(CommTimeout, match=r"^rank 1 waited 0\.2 s for rank 0 in bucket 3"):
                 window.wait(0, 0, 1, limit=0.2, operation="bucket 3 of step 7")
             assert time.monotonic() - start < 10
             assert window.wait_for_event(0, 0.05) == 0

@@ -11,7 +11,7 @@ import lmdb
 import pytest
 
 from paceline.cli.main import main
-from paceline.data.db.formats.record_formats import decode_record, encode_datum, encode_tensorprotos
+from paceline.data.db.formats.record_formats import decode_record, encode_record
 from tests.harness.data.databases import write_lmdb
 from tests.harness.data.image_folder import put, some_images
 from tests.harness.data.permissions import closed
@@ -184,13 +184,13 @@ def break_records(folder: Path) -> None:
     with lmdb.open(str(folder / "whole"), readonly=True, lock=False) as good, good.begin() as t:
         items = list(t.cursor())
     key, value = items[7]
-    record, _ = decode_record(value, key)
+    record, _ = decode_record(value)
     assert isinstance(record.image, bytes)
     changes = {
         "one-garbage": b"\x08\x01\x10\x01",
-        "cut": encode_datum(record.image[:-50], record.label),
-        "mixed": encode_tensorprotos(record.image, record.label),
-        "label-9": encode_datum(record.image, 9),
+        "cut": encode_record(record.image[:-50], record.label, "datum"),
+        "mixed": encode_record(record.image, record.label, "tensorprotos"),
+        "label-9": encode_record(record.image, 9, "datum"),
     }
     for name, changed in changes.items():
         write_lmdb(folder / name, [*items[:7], (key, changed), *items[8:]])

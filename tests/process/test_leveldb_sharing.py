@@ -17,8 +17,9 @@ import plyvel
 import pytest
 
 from paceline.data.db.index.database_index import INDEX_NAME
+from paceline.data.db.indexed_source import IndexedSource
 from paceline.data.db.leveldb.private_view import LevelDbView
-from paceline.data.db.leveldb.source import LevelDbSource
+from paceline.data.db.open_database import open_database
 from paceline.errors import ConfigError, DataError
 from tests.harness.data.record_bytes import raw_datum
 
@@ -55,14 +56,14 @@ def cache(tmp_path: Path) -> Path:
 
 def reader(pipe: Connection, folder: Path, cache: Path, seed: int) -> None:
     """Open, say so, wait for a word, read everything in an own order, send a digest."""
-    with closing(LevelDbSource(folder, cache_dir=cache)) as source:
+    with closing(open_database(folder, "leveldb", cache_dir=cache)) as source:
         pipe.send("open")
         pipe.recv()
         pipe.send(digest(source, seed))
         pipe.recv()
 
 
-def digest(source: LevelDbSource, seed: int) -> str:
+def digest(source: IndexedSource, seed: int) -> str:
     parts = [b""] * len(source)
     for i in np.random.default_rng(seed).permutation(len(source)):
         record = source[int(i)]
@@ -132,7 +133,7 @@ def test_tables_that_no_manifest_names_are_not_written_through(folder, cache):
     for number in range(highest + 1, highest + 9):
         (folder / f"{number:06}.ldb").write_bytes(b"left behind")
     before = files(folder)
-    with closing(LevelDbSource(folder, cache_dir=cache)) as source:
+    with closing(open_database(folder, "leveldb", cache_dir=cache)) as source:
         assert digest(source, 0) == expected_digest()
     after = files(folder)
     assert after.pop(INDEX_NAME)
@@ -142,7 +143,7 @@ def test_tables_that_no_manifest_names_are_not_written_through(folder, cache):
 def test_a_view_takes_the_disk_of_the_log_and_not_of_the_data(folder, cache):
     data = sum(path.stat().st_size for path in folder.glob("*.ldb"))
     log = sum(path.stat().st_size for path in folder.glob("*.log"))
-    with closing(LevelDbSource(folder, cache_dir=cache)) as source:
+    with closing(open_database(folder, "leveldb", cache_dir=cache)) as source:
         for seed in range(3):  # reading much is what starts LevelDB's merges
             assert digest(source, seed) == expected_digest()
         (view,) = views(cache)
@@ -159,7 +160,7 @@ def test_the_view_of_a_killed_process_is_removed_and_that_of_a_living_one_is_not
         victim.kill()
         victim.join()
         assert views(cache) == both
-        with closing(LevelDbSource(folder, cache_dir=cache)):
+        with closing(open_database(folder, "leveldb", cache_dir=cache)):
             kept = views(cache)
             assert len(kept) == 2  # ours and the living one's
             assert [path for path in both if path not in kept] == [
@@ -192,23 +193,23 @@ def test_too_little_disk_for_the_log_is_a_sentence_and_leaves_nothing(folder, ca
     with (folder / "999999.log").open("wb") as log:
         log.truncate(free + (1 << 30))  # a hole, which takes no room here
     with pytest.raises(DataError, match=r"MiB free.*--cache_dir"):
-        LevelDbSource(folder, cache_dir=cache)
+        open_database(folder, "leveldb", cache_dir=cache)
     assert not list(cache.glob("paceline-views-*/*"))
 
 
 def test_a_cache_that_cannot_be_written_is_a_sentence(folder, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="give a --cache_dir that can be written"):
-        LevelDbSource(folder, cache_dir=tmp_path / "file")
+        open_database(folder, "leveldb", cache_dir=tmp_path / "file")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to somebody else")
 def test_a_folder_for_views_that_belongs_to_somebody_else_is_refused(folder, cache):
-    LevelDbSource(folder, cache_dir=cache).close()
+    open_database(folder, "leveldb", cache_dir=cache).close()
     (base,) = cache.glob("paceline-views-*")
     os.chown(base, 65534, 65534)
     with pytest.raises(ConfigError, match="belongs to another user"):
-        LevelDbSource(folder, cache_dir=cache)
+        open_database(folder, "leveldb", cache_dir=cache)
 
 
 def expected_digest() -> str:

@@ -98,7 +98,10 @@ def test_a_file_is_on_the_disk_before_its_name_and_its_name_before_older_ones_go
     monkeypatch.setattr(Path, "unlink", unlinked)
     checkpoints.write(10, state(2.0), best=best)
     names = [f"name {first}", f"name {name}"] if best else [f"name {name}"]
-    assert calls == [f"sync .{first}.part", *names, "sync checkpoints", "remove the old one"]
+    written = calls.pop(0)
+    assert written.startswith(f"sync .{first}.")
+    synced_names = [call for name in names for call in (name, "sync checkpoints")]
+    assert calls == [*synced_names, "remove the old one"]
 
 
 def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
@@ -113,6 +116,23 @@ def test_a_torn_checkpoint_is_named(tmp_path: Path, cut: int) -> None:
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size - cut)
     with pytest.raises(CheckpointError, match=r"step-00000005\.pt"):
+        read_checkpoint(path)
+
+
+def test_the_reason_that_a_torn_archive_gives_is_in_the_error(tmp_path: Path) -> None:
+    path = Checkpoints(tmp_path, keep=2).write(5, state(1.0))
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 30)
+    with pytest.raises(CheckpointError, match=r"missing or unreadable: File is not a zip file\)"):
+        read_checkpoint(path)
+
+
+def test_the_reason_that_a_damaged_member_gives_is_in_the_error(tmp_path: Path) -> None:
+    path = Checkpoints(tmp_path, keep=2).write(5, state(1.0))
+    content = bytearray(path.read_bytes())
+    content[content.index(b"PK\x01\x02") + 8] |= 1  # a flag in the archive's directory
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"damaged \(File .* is encrypted, password required"):
         read_checkpoint(path)
 
 

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from paceline.config.db import DbConvertConfig, DbCreateConfig, DbType, Encoding, RecordFormat
-from paceline.data.db.convert import Converted, convert_database
+from paceline.data.db.convert import convert_database
 from paceline.data.db.create import create_database
 from paceline.data.db.indexed_source import IndexedSource
-from paceline.data.db.open_database import DATABASES, opened
+from paceline.data.db.open_database import open_database
+from paceline.data.db.write.new_database import Written
 from paceline.data.image.image_file import check_image
 from paceline.errors import ConfigError, DataError
 from tests.harness.data.databases import ENGINES, RECORDS, check_records, items, key, labels
@@ -25,13 +26,13 @@ def silent(done: int, total: int) -> None:
     pass
 
 
-def convert(source: Path, dest: Path, **options: object) -> Converted:
+def convert(source: Path, dest: Path, **options: object) -> Written:
     config = DbConvertConfig(source=source, dest=dest, **options)  # type: ignore[arg-type]
     return convert_database(config, silent)
 
 
 def stored(path: Path) -> list[tuple[bytes, bytes]]:
-    with opened(path, path.parent / "cache") as source:
+    with closing(open_database(path, cache_dir=path.parent / "cache")) as source:
         return [source.stored(i) for i in range(len(source))]
 
 
@@ -46,7 +47,7 @@ def photos(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def source(photos: Path, tmp_path: Path) -> Iterator[IndexedSource]:
-    with opened(photos, tmp_path / "cache") as source:
+    with closing(open_database(photos, cache_dir=tmp_path / "cache")) as source:
         yield source
 
 
@@ -66,7 +67,7 @@ def test_a_chain_over_all_kinds_and_formats_returns_to_the_same_bytes(
     for (old, new), (db_type, record_format) in zip(pairwise(places), steps, strict=True):
         converted = convert(old, new, db_type=db_type, format=record_format)
         assert converted.records == 12
-        with closing(DATABASES[db_type](new, cache_dir=tmp_path / "cache")) as source:
+        with closing(open_database(new, db_type, cache_dir=tmp_path / "cache")) as source:
             assert source.format == converted.format == (record_format or source.format)
             assert source.label_names == ("class0", "class1", "class2")
     assert stored(places[-1]) == stored(photos)
@@ -80,7 +81,7 @@ def test_another_programs_database_keeps_keys_order_and_labels(kind: str, tmp_pa
     (tmp_path / "old/labels.txt").write_text("ant\nbee\n")
     convert(tmp_path / "old", tmp_path / "new", db_type="minidb", format="tensorprotos")
     assert [name for name, _ in stored(tmp_path / "new")] == [key(i) for i in range(RECORDS)]
-    with opened(tmp_path / "new", None) as source:
+    with closing(open_database(tmp_path / "new")) as source:
         assert source.labels is not None
         assert source.labels.tolist() == labels()
         assert source.label_names == ("ant", "bee")
@@ -99,7 +100,10 @@ def test_images_are_encoded_anew(
 ) -> None:
     convert(photos, tmp_path / "raw", encoding="raw")
     convert(tmp_path / "raw", tmp_path / "new", encoding=encoding, format=record_format)
-    with opened(tmp_path / "raw", None) as raw, opened(tmp_path / "new", None) as new:
+    with (
+        closing(open_database(tmp_path / "raw")) as raw,
+        closing(open_database(tmp_path / "new")) as new,
+    ):
         assert new.format == record_format
         for i in range(len(source)):
             facts = check_image(new[i].image)

@@ -12,10 +12,11 @@ import pytest
 from PIL import Image
 
 from paceline.config.db import DbCreateConfig, DbInfoConfig, DbType, Encoding, RecordFormat
-from paceline.data.db.create import Created, create_database
+from paceline.data.db.create import create_database
 from paceline.data.db.index.database_index import INDEX_NAME
 from paceline.data.db.inspect import Sides, inspect_database
-from paceline.data.db.open_database import DATABASES
+from paceline.data.db.open_database import DATABASES, open_database
+from paceline.data.db.write.new_database import Written
 from paceline.data.image.image_file import check_image
 from paceline.data.source import Pixels, Record
 from paceline.errors import ConfigError, DataError
@@ -26,13 +27,13 @@ def silent(done: int, total: int) -> None:
     pass
 
 
-def create(folder: Path, dest: Path, **options: object) -> Created:
+def create(folder: Path, dest: Path, **options: object) -> Written:
     config = DbCreateConfig(folder=folder, dest=dest, **options)  # type: ignore[arg-type]
     return create_database(config, silent)
 
 
 def records(db: Path, db_type: DbType = "lmdb") -> list[Record]:
-    with closing(DATABASES[db_type](db, cache_dir=db.parent / "cache")) as source:
+    with closing(open_database(db, db_type, cache_dir=db.parent / "cache")) as source:
         return [source[i] for i in range(len(source))]
 
 
@@ -69,8 +70,8 @@ def test_what_was_written_is_read(
         encoding=encoding,
         shuffle_seed=None,
     )
-    assert created == Created(
-        records=4, classes=("ant", "bee", "cat"), empty_classes=(), skipped=0, damaged=()
+    assert created == Written(
+        records=4, format=record_format, classes=("ant", "bee", "cat"), transparent=1
     )
     read = records(db, db_type)
     assert [r.label for r in read] == [0, 1, 1, 2]
@@ -79,7 +80,7 @@ def test_what_was_written_is_read(
         assert found.shape == expected.shape
         assert np.abs(found - expected).max() <= (20 if encoding == "jpeg" else 0)
         assert check_image(record.image).encoding == encoding
-    with closing(DATABASES[db_type](db, cache_dir=tmp_path / "cache")) as source:
+    with closing(open_database(db, db_type, cache_dir=tmp_path / "cache")) as source:
         assert source.format == record_format
         assert source.label_names == ("ant", "bee", "cat")
         assert source.labels is not None
@@ -145,6 +146,48 @@ def test_what_is_no_image_is_skipped_and_counted(tmp_path: Path) -> None:
     assert [key[:9] for key, _ in raw(tmp_path / "db")] == [b"%08d_" % i for i in range(6)]
 
 
+def test_other_files_beside_the_classes_of_a_part_do_not_make_it_a_class(tmp_path: Path) -> None:
+    for part in ("train", "test"):
+        some_images(tmp_path / "in" / part, classes=2, each=1)
+    put(tmp_path / "in", "train/Thumbs.db", b"\xd0\xcf\x11\xe0")
+    with pytest.raises(ConfigError, match="has test/ and train/ with the classes inside"):
+        create(tmp_path / "in", tmp_path / "db")
+    put(tmp_path / "in", "train/own.jpg", file_of(ramp(8, 8), "JPEG"))
+    assert create(tmp_path / "in", tmp_path / "db").classes == ("test", "train")
+
+
+@pytest.mark.parametrize("encoding", ["jpeg", "png", "raw"])
+def test_an_image_that_is_encoded_anew_is_turned_upright(
+    tmp_path: Path, encoding: Encoding
+) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # a quarter clockwise
+    file = io.BytesIO()
+    Image.fromarray(ramp(40, 60)).save(file, "JPEG", exif=exif, quality=100)
+    put(tmp_path / "in", "a/1.jpg", file.getvalue())
+    create(tmp_path / "in", tmp_path / "db", encoding=encoding, resize=20)
+    (record,) = records(tmp_path / "db")
+    found = pixels_of(record.image).astype(int)
+    assert found.shape == (30, 20, 3)
+    expected = np.asarray(Image.fromarray(np.rot90(ramp(40, 60), -1)).resize((20, 30), 2))
+    assert np.abs(found - expected).mean() < 4
+    if isinstance(record.image, bytes):
+        assert 0x0112 not in Image.open(io.BytesIO(record.image)).getexif()
+
+
+def test_only_transparency_that_is_seen_is_counted(tmp_path: Path) -> None:
+    for name, alpha in (("clear", 100), ("opaque", 255)):
+        image = np.dstack([ramp(8, 8), np.full((8, 8), alpha, np.uint8)])
+        put(tmp_path / "in", f"a/{name}.png", file_of(image, "PNG"))
+    assert create(tmp_path / "in", tmp_path / "db").transparent == 1
+
+
+def test_an_image_of_too_many_pixels_is_named(tmp_path: Path) -> None:
+    put(tmp_path / "in", "a/1.png", file_of(np.zeros((13_300, 13_300), np.uint8), "PNG"))
+    with pytest.raises(DataError, match=r"a/1.png is a damaged image: it has 13,300 × 13,300 pix"):
+        create(tmp_path / "in", tmp_path / "db")
+
+
 def test_a_damaged_image_ends_it_with_its_name_and_leaves_nothing(tmp_path: Path) -> None:
     some_images(tmp_path / "in")
     (tmp_path / "in/class1/2.jpg").write_bytes(file_of(ramp(16, 16), "JPEG")[:-40])
@@ -205,8 +248,8 @@ def test_a_report_counts_records_sizes_and_labels(tmp_path: Path, db_type: DbTyp
     assert dict(report.labels) == {0: 4, 1: 1}
     assert report.label_names == ("ant", "bee")
     assert report.sizes[10, 8] == 2
-    assert report.widths == Sides(smallest=10, middle=20, largest=40)
-    assert report.heights == Sides(smallest=6, middle=8, largest=8)
+    assert report.sides(0) == Sides(smallest=10, middle=20, largest=40)
+    assert report.sides(1) == Sides(smallest=6, middle=8, largest=8)
     assert (report.damaged, report.first_damaged) == (0, None)
 
 
@@ -240,8 +283,8 @@ def damage(db: Path, key: bytes, change: object) -> None:
 
 
 def cut_image(value: bytes) -> bytes:
-    from paceline.data.db.formats.record_formats import decode_record, encode_datum
+    from paceline.data.db.formats.record_formats import decode_record, encode_record
 
-    record, _ = decode_record(value, b"")
+    record, _ = decode_record(value)
     assert isinstance(record.image, bytes)
-    return encode_datum(record.image[:-60], record.label)
+    return encode_record(record.image[:-60], record.label, "datum")

@@ -13,7 +13,7 @@ import pytest
 
 from paceline.data.db.database_files import stamp
 from paceline.data.db.index.index_file import read_index
-from paceline.data.db.minidb_source import MiniDbSource
+from paceline.data.db.open_database import open_database
 from paceline.data.db.write.writers import MiniDbWriter
 from paceline.errors import DataError
 from tests.harness.data.databases import RECORDS, check_records, items, label, write_minidb
@@ -38,7 +38,7 @@ def begins() -> list[int]:
 def test_a_file_by_itself_is_a_database_with_its_index_beside_it(bare: Path) -> None:
     (bare.parent / "train.db.labels.txt").write_text("cat\ndog\n")
     for _ in range(2):
-        with closing(MiniDbSource(bare)) as source:
+        with closing(open_database(bare, "minidb")) as source:
             check_records(source)
             assert source.label_names == ("cat", "dog")
             assert source.index_note is None
@@ -53,7 +53,7 @@ def test_the_file_in_its_folder_is_the_folders_database(tmp_path: Path) -> None:
     write_minidb(tmp_path, items())
     (tmp_path / "labels.txt").write_text("cat\ndog\n")
     for path in (tmp_path / "data.minidb", tmp_path):
-        with closing(MiniDbSource(path)) as source:
+        with closing(open_database(path, "minidb")) as source:
             check_records(source)
             assert source.label_names == ("cat", "dog")
     names = sorted(path.name for path in tmp_path.iterdir())
@@ -66,18 +66,18 @@ def test_the_second_open_does_not_walk_the_file_again(tmp_path: Path) -> None:
     write_minidb(tmp_path, [*items(), (b"x", value + bytes(70_000)), (b"y", value)])
     middle = (tmp_path / "data.minidb").stat().st_size - 8 - 1 - len(value)
     write_minidb(tmp_path, [(b"z", value + bytes(70_000))])
-    MiniDbSource(tmp_path).close()
+    open_database(tmp_path, "minidb").close()
     with (tmp_path / "data.minidb").open("r+b") as file:
         file.seek(middle)
         file.write(b"\xff" * 8)
-    with closing(MiniDbSource(tmp_path)) as source:
+    with closing(open_database(tmp_path, "minidb")) as source:
         assert len(source) == RECORDS + 3
         assert source[7].label == label(7)
         with pytest.raises(DataError, match=r'record "y".*not in the database'):
             source[RECORDS + 1]
     (tmp_path / "paceline.index").unlink()
     with pytest.raises(DataError, match=f"damaged at byte {middle}"):
-        MiniDbSource(tmp_path)
+        open_database(tmp_path, "minidb")
 
 
 @pytest.mark.parametrize("changed", [0, 2])
@@ -87,7 +87,7 @@ def test_an_index_is_dropped_when_the_first_or_last_record_of_a_large_file_has_c
     value = items()[0][1]
     records = [(b"a", value), (b"b", value + bytes(200_000)), (b"c", value)]
     write_minidb(tmp_path / "old", records)
-    MiniDbSource(tmp_path / "old").close()
+    open_database(tmp_path / "old", "minidb").close()
     records[changed] = (b"x", value)
     write_minidb(tmp_path / "new", records)
     index = tmp_path / "new/paceline.index"
@@ -101,7 +101,7 @@ def test_an_index_is_dropped_when_the_first_or_last_record_of_a_large_file_has_c
 def test_a_torn_tail_is_an_error_that_names_its_byte(bare: Path, record: int, cut: int) -> None:
     os.truncate(bare, begins()[record] + min(cut, begins()[record + 1] - begins()[record] - 1))
     with pytest.raises(DataError, match=f"breaks off in the record at byte {begins()[record]}:"):
-        MiniDbSource(bare)
+        open_database(bare, "minidb")
 
 
 @pytest.mark.parametrize("lengths", [(0, 10), (-4, 10), (10, 0), (10, -1)])
@@ -112,11 +112,11 @@ def test_lengths_that_no_record_has_are_an_error_that_names_their_byte(
         file.seek(begins()[5])
         file.write(struct.pack("<ii", *lengths))
     with pytest.raises(DataError, match=f"damaged at byte {begins()[5]}, or no minidb"):
-        MiniDbSource(bare)
+        open_database(bare, "minidb")
 
 
 def test_a_file_that_shrinks_while_it_is_open_is_an_error_and_no_crash(bare: Path) -> None:
-    with closing(MiniDbSource(bare)) as source:
+    with closing(open_database(bare, "minidb")) as source:
         os.truncate(bare, begins()[20] + 30)
         check_records(source, [19])
         with pytest.raises(DataError, match=f"byte {begins()[20]} ends too early"):
@@ -130,7 +130,7 @@ def test_records_of_one_key_are_all_there_in_the_files_order(tmp_path: Path) -> 
     others = [(b"same", raw_datum(_planes(), number)) for number in (3, 1, 2)]
     write_minidb(tmp_path, [(b"z", value), *others, (b"a", value)])
     for _ in range(2):
-        with closing(MiniDbSource(tmp_path)) as source:
+        with closing(open_database(tmp_path, "minidb")) as source:
             assert [source.stored(i)[0] for i in range(5)] == [
                 b"a",
                 b"same",

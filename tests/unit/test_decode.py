@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import struct
+import warnings
+import zlib
 from typing import Any
 
 import numpy as np
 import pytest
 import simplejpeg
-from PIL import Image
+from PIL import Image, ImageOps
 
 from paceline.data.image.augment import View
 from paceline.data.image.color_jitter import Jitter, jittered
@@ -221,19 +224,54 @@ def test_sixteen_bits_are_scaled_to_eight() -> None:
     assert sample[:, :, 0].ravel().tolist() == list(range(256))
 
 
-def test_an_orientation_in_the_file_is_not_applied() -> None:
+def _with_orientation(pixels: Pixels, kind: str, orientation: int) -> bytes:
     exif = Image.Exif()
-    exif[0x0112] = 6  # turned by a quarter
-    data = _encoded(_picture(60, 40), "JPEG", exif=exif)
+    exif[0x0112] = orientation
+    return _encoded(pixels, kind, exif=exif, quality=100, subsampling=0)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("size", [40, 10])
+def test_an_orientation_in_the_file_is_applied(kind: str, orientation: int, size: int) -> None:
+    data = _with_orientation(_picture(64, 48), kind, orientation)
     sizes: list[tuple[int, int]] = []
 
     def plan(width: int, height: int) -> View:
         sizes.append((width, height))
-        return View(box=(0, 0, 40, 40), size=40)
+        return View(box=(4, 4, 44, 44), size=size)
 
-    out = np.empty((40, 40, 3), dtype=np.uint8)
+    out = np.empty((size, size, 3), dtype=np.uint8)
     decode(data, plan, out, fill=np.zeros(3, np.uint8), name=lambda: "record 5")
-    assert sizes == [(60, 40)]
+    turned = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    assert sizes == [turned.size]
+    expected = turned.convert("RGB").crop((4, 4, 44, 44)).resize((size, size), 2)
+    _, mean = _difference(out, np.asarray(expected))
+    assert mean < (0.5 if kind == "PNG" else 3)
+
+
+def test_damaged_exif_data_leave_the_image_as_it_is() -> None:
+    data = _with_orientation(_picture(64, 48), "JPEG", 6).replace(b"Exif\0\0MM", b"Exif\0\0XX")
+    assert b"Exif\0\0XX" in data
+    view = View(box=(4, 4, 44, 44), size=40)
+    assert _difference(_sample(data, view), _by_pillow(data, view))[1] < 1
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
+def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded(kind: str) -> None:
+    size = (
+        struct.pack(">II", 13_300, 13_300) if kind == "PNG" else struct.pack(">HH", 13_300, 13_300)
+    )
+    data = bytearray(_encoded(_picture(64, 48), kind))
+    at = 16 if kind == "PNG" else data.index(b"\xff\xc0") + 5
+    data[at : at + len(size)] = size
+    if kind == "PNG":
+        data[29:33] = struct.pack(">I", zlib.crc32(data[12:29]))
+    with (
+        warnings.catch_warnings(action="error"),
+        pytest.raises(DataError, match=r"it has 13,300 × 13,300 pixels, and the limit is .*scale"),
+    ):
+        _sample(bytes(data), View(box=(0, 0, 40, 40), size=40))
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ LAYERS = (
     "observe",
     "cluster",
     "comm",
-    "config models recorder",
+    "atomic_write config models recorder",
     "errors",
 )
 DEPTH = {part: depth for depth, line in enumerate(LAYERS) for part in line.split()}

@@ -8,7 +8,7 @@ from pathlib import Path
 import plyvel
 import pytest
 
-from paceline.data.db.leveldb.source import LevelDbSource
+from paceline.data.db.open_database import open_database
 from paceline.errors import DataError
 from tests.harness.data.databases import RECORDS, check_records, items
 
@@ -31,14 +31,14 @@ def test_a_damaged_block_is_found_when_the_keys_are_listed(table: Path, at: int)
     """LevelDB itself ends its walk at damaged last blocks as if nothing had been there."""
     flip(table, at)
     with pytest.raises(DataError, match=r"can't be listed \(Corruption: .*copy it again"):
-        LevelDbSource(table.parent)
+        open_database(table.parent, "leveldb")
 
 
 def test_with_an_index_only_the_damaged_records_are_errors(table: Path) -> None:
-    LevelDbSource(table.parent).close()
+    open_database(table.parent, "leveldb").close()
     flip(table, 1700)
     said = {}
-    with closing(LevelDbSource(table.parent)) as source:
+    with closing(open_database(table.parent, "leveldb")) as source:
         for i in range(RECORDS):
             try:
                 check_records(source, [i])

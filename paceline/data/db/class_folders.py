@@ -4,9 +4,9 @@
     FOLDER/cat/2019/7.png       label 0
     FOLDER/dog/1.jpg            label 1, "dog"
 
-A class's label is its place among the sorted names of the subfolders. Names that begin with a dot
-are no classes and no images (`.ipynb_checkpoints`, `._photo.jpg`). A folder of `train/` and `test/`
-with classes inside is no folder of two classes, and is refused.
+A class's label is its position among the sorted names of the subfolders. Names that begin with a
+dot are neither classes nor images (`.ipynb_checkpoints`, `._photo.jpg`). A folder of `train/` and
+`test/` with classes inside is not a folder of two classes, and is refused.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.data.image.formats import has_image_magic, has_image_suffix
 from paceline.errors import ConfigError, DataError
 
-PARTS = {  # of a data set, by the names that people give them
+PARTS = {  # the usual names of a data set's parts
     *("train", "training", "val", "valid", "validation", "dev", "eval", "evaluation"),
     *("test", "testing", "holdout"),
 }
@@ -35,7 +36,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class ClassFolders:
-    """The classes in the order of their labels, their files in sorted order, and what isn't one.
+    """The classes in the order of their labels, and their files in sorted order.
 
     Attributes:
         skipped: files beside the class folders, hidden ones, and what is neither file nor folder.
@@ -71,10 +72,10 @@ def shuffled(candidates: Sequence[Candidate], seed: int) -> list[Candidate]:
     leaves that of the others as it was.
     """
 
-    def place(candidate: Candidate) -> bytes:
+    def sort_key(candidate: Candidate) -> bytes:
         return hashlib.sha256(os.fsencode(f"{seed}/{candidate.name}")).digest()
 
-    return sorted(candidates, key=place)
+    return sorted(candidates, key=sort_key)
 
 
 def _scan(folder: Path) -> ClassFolders:
@@ -114,13 +115,16 @@ def _walk(folder: Path, name: str) -> Iterator[str | None]:
 
 
 def _refuse_parts(found: ClassFolders) -> None:
-    """Refuse a folder of parts: no file in them but in subfolders, of which some names recur."""
+    """Refuse a folder of parts: no image in them but in subfolders, of which some names recur."""
     inside: dict[str, set[str]] = {name: set() for name in found.classes}
     for candidate in found.candidates:
         name, *subfolders, _ = candidate.name.split("/")
-        if not subfolders or name.lower() not in PARTS:
+        if name.lower() not in PARTS:
             return
-        inside[name].add(subfolders[0])
+        if subfolders:
+            inside[name].add(subfolders[0])
+        elif _may_be_image(found.folder / candidate.name):
+            return  # other files, as a desktop's Thumbs.db, say nothing
     parts = [name for name, subfolders in inside.items() if subfolders]
     if len(parts) > 1 and len(set.union(*inside.values())) < sum(map(len, inside.values())):
         folders = " and ".join(f"{name}/" for name in parts)
@@ -129,6 +133,15 @@ def _refuse_parts(found: ClassFolders) -> None:
             f"{found.folder} has {folders} with the classes inside: make a database of each, the "
             f"first one of {found.folder / first}."
         )
+
+
+def _may_be_image(path: Path) -> bool:
+    """Tell whether a file is an image by its name or by how it begins."""
+    try:
+        with path.open("rb") as file:
+            return has_image_suffix(path.name) or has_image_magic(file.read(16))
+    except OSError:
+        return True
 
 
 def _check_class_name(folder: Path, name: str) -> None:

@@ -3,25 +3,25 @@
     source → read, check, encode (threads) → write → index → rename
              in bounded memory               in order
 
-Keys, their order, labels and the labels' names are kept. A value that is to stay as it is is copied
-byte for byte; its image is looked through nevertheless, so that a conversion's result is sound.
+Keys, their order, labels and the labels' names stay. An unchanged value is copied byte for byte;
+its image is checked nevertheless, so that the result holds no damaged image.
 """
 
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from paceline.config.db import DbConvertConfig, DbType, RecordFormat
 from paceline.data.db.formats.record_formats import encode_record, printable
 from paceline.data.db.indexed_source import IndexedSource
-from paceline.data.db.open_database import opened
-from paceline.data.db.write.new_database import NewDatabase, new_database
+from paceline.data.db.open_database import open_database
+from paceline.data.db.write.new_database import NewDatabase, Written, new_database
 from paceline.data.db.write.staged_folder import check_destination
 from paceline.data.db.write.writers import LONGEST_KEY
-from paceline.data.image.image_file import DamagedImage, check_image, stored_form
+from paceline.data.image.formats import DamagedImage
+from paceline.data.image.image_file import check_image, stored_form
 from paceline.data.ordered_map import Meter, ordered_map
 from paceline.errors import ConfigError, DataError
 
@@ -32,31 +32,7 @@ _LONGEST: dict[DbType, int] = {  # bytes of a key
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Converted:
-    """What was written.
-
-    Attributes:
-        records: in the new database.
-        format: of the new records.
-        damaged: what is wrong with each record that was left out; names its key.
-    """
-
-    records: int
-    format: RecordFormat
-    damaged: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """A record on its way."""
-
-    key: bytes
-    value: bytes
-    label: int
-
-
-def convert_database(config: DbConvertConfig, meter: Meter) -> Converted:
+def convert_database(config: DbConvertConfig, meter: Meter) -> Written:
     """Write the records of `config.source` to a new database at `config.dest`.
 
     Raises:
@@ -65,16 +41,19 @@ def convert_database(config: DbConvertConfig, meter: Meter) -> Converted:
         DataError: a record is damaged, or the disk is full.
     """
     _check_places(config.source, config.dest)
-    with opened(config.source, config.cache_dir) as source:
-        record_format = config.format or source.format
+    with closing(open_database(config.source, cache_dir=config.cache_dir)) as source:
+        written = Written(
+            format=config.format or source.format, classes=tuple(source.label_names or ())
+        )
         with new_database(
             config.dest,
             config.db_type,
-            record_format=record_format,
+            record_format=written.format,
             label_names=source.label_names,
         ) as database:
-            damaged = _write_records(config, source, record_format, database, meter)
-        return Converted(records=len(database.keys), format=record_format, damaged=tuple(damaged))
+            _write_records(config, source, database, written, meter)
+        written.records = len(database.keys)
+    return written
 
 
 def _check_places(source: Path, dest: Path) -> None:
@@ -86,48 +65,53 @@ def _check_places(source: Path, dest: Path) -> None:
 def _write_records(
     config: DbConvertConfig,
     source: IndexedSource,
-    record_format: RecordFormat,
     database: NewDatabase,
+    written: Written,
     meter: Meter,
-) -> list[str]:
-    """Write all records but damaged ones; return what is wrong with those."""
-    damaged = []
-    make = partial(_made, config, source, record_format)
+) -> None:
+    """Write all records but damaged ones, and report what is wrong with those."""
+    make = partial(_made, config, source, written.format)
     with closing(
         ordered_map(make, range(len(source)), workers=config.workers, meter=meter)
     ) as results:
         for made in results:
-            if isinstance(made, _Made):
-                _check_key(config, made.key, database.keys)
-                database.put(made.key, made.value, made.label)
+            if isinstance(made, tuple):
+                key, value, label, was_transparent = made
+                _check_key(config, key, database.keys)
+                database.put(key, value, label)
+                written.transparent += was_transparent
             elif config.skip_damaged:
-                damaged.append(str(made))
+                written.damaged.append(str(made))
             else:
                 raise DataError(f"{made} Leave damaged records out by --skip_damaged.") from made
     if not database.keys:
         raise DataError(f"{config.source}: all of its records are damaged; write it again.")
-    return damaged
 
 
 def _made(
     config: DbConvertConfig, source: IndexedSource, record_format: RecordFormat, number: int
-) -> _Made | DataError:
-    """Read a record and make the new one, or tell what is wrong with it."""
+) -> tuple[bytes, bytes, int, bool] | DataError:
+    """Read a record and make the new one.
+
+    Returns:
+        Its key, value and label, and whether its image was transparent; or what is wrong with it.
+    """
+    was_transparent = False
     try:
         record = source[number]
         key, value = source.stored(number)
+        image = record.image
         if config.encoding == "keep":
-            check_image(record.image)
-            image = record.image
+            check_image(image)
         else:
-            image = stored_form(record.image, config.encoding)
+            image, was_transparent = stored_form(image, config.encoding)
     except DamagedImage as error:
         return DataError(f"{source.name(number)} has a damaged image: {error}.")
     except DataError as error:
         return error
     if image is not record.image or record_format != source.format:
         value = encode_record(image, record.label, record_format)
-    return _Made(key, value, record.label)
+    return key, value, record.label, was_transparent
 
 
 def _check_key(config: DbConvertConfig, key: bytes, before: list[bytes]) -> None:

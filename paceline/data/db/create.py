@@ -13,41 +13,22 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from paceline.config.db import DbCreateConfig
-from paceline.data.db.class_folders import Candidate, ClassFolders, scan, shuffled
+from paceline.data.db.class_folders import Candidate, scan, shuffled
 from paceline.data.db.formats.record_formats import encode_record
-from paceline.data.db.write.new_database import NewDatabase, new_database
+from paceline.data.db.write.new_database import NewDatabase, Written, new_database
 from paceline.data.db.write.staged_folder import check_destination
 from paceline.data.db.write.writers import LONGEST_KEY
-from paceline.data.image.image_file import DamagedImage, is_image, stored_form
+from paceline.data.image.formats import DamagedImage
+from paceline.data.image.image_file import is_image, stored_form
 from paceline.data.ordered_map import Meter, ordered_map
 from paceline.errors import ConfigError, DataError
 
 
-@dataclass(frozen=True, kw_only=True)
-class Created:
-    """What was written.
-
-    Attributes:
-        records: images in the database.
-        classes: the labels' names.
-        empty_classes: those without an image.
-        skipped: files that aren't images.
-        damaged: names of images left out because they are damaged.
-    """
-
-    records: int
-    classes: tuple[str, ...]
-    empty_classes: tuple[str, ...]
-    skipped: int
-    damaged: tuple[str, ...]
-
-
-def create_database(config: DbCreateConfig, meter: Meter) -> Created:
+def create_database(config: DbCreateConfig, meter: Meter) -> Written:
     """Write the images of `config.folder` to a new database at `config.dest`.
 
     Raises:
@@ -56,27 +37,15 @@ def create_database(config: DbCreateConfig, meter: Meter) -> Created:
     """
     _check_places(config.folder, config.dest)
     found = scan(config.folder)
-    log = _Log(skipped=found.skipped)
+    written = Written(format=config.format, classes=found.classes, skipped=found.skipped)
     with new_database(
         config.dest, config.db_type, record_format=config.format, label_names=found.classes
     ) as database:
-        _write_records(config, found, database, log, meter)
+        _write_records(config, found.candidates, database, written, meter)
     used = set(database.labels)
-    return Created(
-        records=len(database.keys),
-        classes=found.classes,
-        empty_classes=tuple(n for i, n in enumerate(found.classes) if i not in used),
-        skipped=log.skipped,
-        damaged=tuple(log.damaged),
-    )
-
-
-@dataclass
-class _Log:
-    """What has become of the candidates that aren't records."""
-
-    skipped: int
-    damaged: list[str] = field(default_factory=list)
+    written.records = len(database.keys)
+    written.empty_classes = tuple(n for i, n in enumerate(found.classes) if i not in used)
+    return written
 
 
 def _check_places(folder: Path, dest: Path) -> None:
@@ -90,33 +59,43 @@ def _check_places(folder: Path, dest: Path) -> None:
 
 
 def _write_records(
-    config: DbCreateConfig, found: ClassFolders, database: NewDatabase, log: _Log, meter: Meter
+    config: DbCreateConfig,
+    candidates: Sequence[Candidate],
+    database: NewDatabase,
+    written: Written,
+    meter: Meter,
 ) -> None:
-    candidates: Sequence[Candidate] = found.candidates
     if config.shuffle_seed is not None:
         candidates = shuffled(candidates, config.shuffle_seed)
     width = max(8, len(str(len(candidates))))  # keys of any number sort as numbers
-    make = partial(_value, config)
-    with closing(ordered_map(make, candidates, workers=config.workers, meter=meter)) as values:
-        for candidate, value in zip(candidates, values, strict=True):
-            if isinstance(value, bytes):
+    make = partial(_stored, config)
+    with closing(ordered_map(make, candidates, workers=config.workers, meter=meter)) as results:
+        for candidate, stored in zip(candidates, results, strict=True):
+            if isinstance(stored, tuple):
                 key = b"%0*d_%s" % (width, len(database.keys), os.fsencode(candidate.name))
+                value, was_transparent = stored
                 database.put(key[:LONGEST_KEY], value, candidate.label)
-            elif value is None:
-                log.skipped += 1
+                written.transparent += was_transparent
+            elif stored is None:
+                written.skipped += 1
             elif config.skip_damaged:
-                log.damaged.append(candidate.name)
+                written.damaged.append(candidate.name)
             else:
-                raise value
+                raise stored
     if not database.keys:
         raise ConfigError(
-            f"{found.folder} holds no images in its {len(found.classes)} class folders: put JPEG, "
-            "PNG or other image files there."
+            f"{config.folder} holds no images in its {len(written.classes)} class folders: put "
+            "JPEG, PNG or other image files there."
         )
 
 
-def _value(config: DbCreateConfig, candidate: Candidate) -> bytes | DataError | None:
-    """Read a file and make its record; None if it isn't an image, an error if it is damaged."""
+def _stored(config: DbCreateConfig, candidate: Candidate) -> tuple[bytes, bool] | DataError | None:
+    """Read a file and make its record.
+
+    Returns:
+        The record and whether the image was transparent; None if the file isn't an image; an error
+        if it is damaged.
+    """
     path = config.folder / candidate.name
     try:
         data = path.read_bytes()
@@ -125,9 +104,9 @@ def _value(config: DbCreateConfig, candidate: Candidate) -> bytes | DataError | 
     if not is_image(data, candidate.name):
         return None
     try:
-        image = stored_form(data, config.encoding, config.resize)
+        image, was_transparent = stored_form(data, config.encoding, config.resize)
     except DamagedImage as error:
         return DataError(
             f"{path} is a damaged image: {error}. Mend or remove it, or give --skip_damaged."
         )
-    return encode_record(image, candidate.label, config.format)
+    return encode_record(image, candidate.label, config.format), was_transparent

@@ -15,17 +15,17 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from paceline.config.db import RecordFormat
+from paceline.data import splitmix
 from paceline.data.db.database_files import beside
-from paceline.data.db.formats.message_fields import UnfitRecord
-from paceline.data.db.formats.record_formats import parse_record, printable
+from paceline.data.db.formats.record_formats import UnfitRecord, decode_record, printable
 from paceline.data.db.index.database_index import (
     INDEX_NAME,
     load_index,
@@ -36,6 +36,8 @@ from paceline.data.db.index.index_file import Index
 from paceline.data.source import Record
 from paceline.errors import DataError
 
+_FINGERPRINT = 6  # a purpose beside those of the order and of made-up images
+_FINGERPRINTED = 64  # records of the fingerprint, drawn at random besides those that are sampled
 _SAMPLED = 16  # records that are read at open: a few milliseconds, also from a disk that turns
 
 
@@ -65,65 +67,48 @@ class Database(Protocol):
 
 
 class IndexedSource:
-    """A `Source` over a database; see there. Owns the database and closes it."""
+    """Records of a database by number: a `Source`, which owns the database and closes it.
+
+    Args:
+        database: an open database, closed if this fails.
+        folder: where it is, with its index and label names; of a minidb perhaps a file.
+        cache_dir: where its index goes if the folder can't be written.
+
+    Attributes:
+        labels: int64 of shape (records,), where the index knows them.
+        label_names: the classes' names: those of labels.txt, else the index's.
+        format: the format of the records.
+        fingerprint: a digest of the number of records and of a seeded sample of their keys, images
+            and labels.
+        index_note: why the index couldn't be saved, as a sentence; None if it could.
+
+    Raises:
+        DataError: the database is damaged or empty, or its records are of no known format.
+    """
 
     def __init__(self, database: Database, folder: Path, cache_dir: Path | None) -> None:
-        """Find or make the index, and look at some records.
-
-        Args:
-            database: an open database, closed if this fails.
-            folder: where it is, with its index and label names; of a minidb perhaps a file.
-            cache_dir: where its index goes if the folder can't be written.
-
-        Raises:
-            DataError: the database is damaged or empty, or its records are of no known format.
-        """
         self._database = database
         self._folder = folder
-        self._index_note: str | None = None
+        self.index_note: str | None = None
         try:
             self._index = self._saved_index(cache_dir) or self._new_index(cache_dir)
-            self._names = read_label_names(folder) or self._index.label_names
-            self._format = self._index.format or self._common_format(self._index)
-            self._fingerprint = self._digest()
+            self.labels = self._index.labels
+            self.label_names = read_label_names(folder) or self._index.label_names
+            self.format = self._index.format or self._common_format(self._index)
+            self.fingerprint = self._digest()
         except BaseException:
             database.close()
             raise
-
-    @property
-    def labels(self) -> npt.NDArray[np.int64] | None:
-        """The label of every record, of shape (records,), where the index knows them."""
-        return self._index.labels
-
-    @property
-    def label_names(self) -> tuple[str, ...] | None:
-        """The classes' names: those of labels.txt, else the index's."""
-        return self._names
-
-    @property
-    def fingerprint(self) -> str:
-        """A digest of the number of records and of some of them: equal for equal data sets."""
-        return self._fingerprint
-
-    @property
-    def format(self) -> RecordFormat:
-        """The format of the records."""
-        return self._format
-
-    @property
-    def index_note(self) -> str | None:
-        """Why the index couldn't be saved, as a sentence; None if it could."""
-        return self._index_note
 
     def __len__(self) -> int:
         return len(self._index.keys)
 
     def __getitem__(self, index: int) -> Record:
-        record, _ = self._parsed(self._index, index, self._format)
-        labels = self._index.labels
-        if labels is not None and record.label != labels[index]:
+        record, _ = self._parsed(self._index, index, self.format)
+        if self.labels is not None and record.label != self.labels[index]:
             raise DataError(
-                f"{self.name(index)} has label {record.label}, and {labels[index]} in the index: "
+                f"{self.name(index)} has label {record.label}, and {self.labels[index]} in the "
+                f"index: "
                 f"that is another database's, {self._remedy()}."
             )
         return record
@@ -156,7 +141,7 @@ class IndexedSource:
             value = self._read(index, i)
             if value is None:
                 return False
-            record, found = parse_record(value)
+            record, found = decode_record(value)
         except (DataError, UnfitRecord):
             return True  # damage says nothing about the index; who reads the record is told
         known_label = record.label if index.labels is None else index.labels[i]
@@ -172,7 +157,7 @@ class IndexedSource:
             label_names=read_label_names(self._folder),
             format=self._common_format(index),
         )
-        self._index_note = save_index(self._folder, index, cache_dir=cache_dir)
+        self.index_note = save_index(self._folder, index, cache_dir=cache_dir)
         return index
 
     def _common_format(self, index: Index) -> RecordFormat:
@@ -193,7 +178,7 @@ class IndexedSource:
     ) -> tuple[Record, RecordFormat]:
         value = self._value(index, i)
         try:
-            return parse_record(value, expected)
+            return decode_record(value, expected)
         except UnfitRecord as error:
             raise DataError(f"{self._name(index.keys[i])}: {error}") from error
 
@@ -219,12 +204,13 @@ class IndexedSource:
     def _digest(self) -> str:
         keys = self._index.keys
         digest = hashlib.sha256(str(len(keys)).encode())
-        for i in _sample(len(keys)):
+        drawn = splitmix.stream(splitmix.base(_FINGERPRINT), _FINGERPRINTED) % len(keys)
+        for i in sorted({*drawn.tolist(), *_sample(len(keys))}):
             digest.update(hashlib.sha256(keys[i]).digest())
-            try:
-                digest.update(hashlib.sha256(self._value(self._index, i)).digest())
-            except DataError:  # a damaged record has no content; who reads it is told
-                continue
+            with suppress(DataError):  # a damaged record has no content; reading it is an error
+                record, _ = self._parsed(self._index, i, None)
+                digest.update(hashlib.sha256(bytes(record.image)).digest())
+                digest.update(record.label.to_bytes(8, "little"))
         return digest.hexdigest()
 
 

@@ -19,38 +19,29 @@ from pathlib import Path
 
 import lmdb
 
-from paceline.data.db.database_files import LMDB_DATA, require_database
+from paceline.data.db.database_files import LMDB_DATA
 from paceline.data.db.formats.record_formats import printable
 from paceline.data.db.index.index_file import Index
 from paceline.data.db.index.key_list import KeyList
-from paceline.data.db.indexed_source import IndexedSource
+from paceline.data.db.lmdb_pages import check_pages
 from paceline.errors import DataError
 
 
-class LmdbSource(IndexedSource):
-    """The records of an LMDB, numbered in the order of their keys."""
+class Lmdb:
+    """LMDB database: an environment that is shared in this process.
 
-    def __init__(self, path: Path, *, cache_dir: Path | None = None) -> None:
-        """Open the database and look at some of its records.
-
-        Args:
-            path: the database's folder.
-            cache_dir: where its index goes if the folder can't be written.
-
-        Raises:
-            ConfigError: there is no LMDB, or it may not be read.
-            DataError: it is damaged or empty, or its records are of no known format.
-        """
-        super().__init__(_Lmdb(path), path, cache_dir)
-
-
-class _Lmdb:
-    """A shared environment as `paceline.data.db.indexed_source.Database`."""
+    Raises:
+        DataError: the database is damaged or incomplete.
+    """
 
     def __init__(self, folder: Path) -> None:
-        require_database(folder, "lmdb")
         self._folder = folder
         self._environment = _ENVIRONMENTS.acquire(folder)
+        try:
+            self._check_pages(leaves=False)
+        except DataError:
+            self.close()
+            raise
 
     def read(self, key: bytes, offset: int | None) -> bytes | None:
         try:
@@ -63,6 +54,7 @@ class _Lmdb:
             ) from error
 
     def listing(self) -> Index:
+        self._check_pages(leaves=True)
         try:
             with self._environment.begin() as transaction:
                 return Index(keys=KeyList.of(transaction.cursor().iternext(values=False)))
@@ -70,6 +62,10 @@ class _Lmdb:
             raise DataError(
                 f"{self._folder}: its keys can't be listed ({error}); it is damaged, copy it again."
             ) from error
+
+    def _check_pages(self, *, leaves: bool) -> None:
+        facts = self._environment.stat()
+        check_pages(self._folder / LMDB_DATA, facts["psize"], facts["depth"], leaves=leaves)
 
     def close(self) -> None:
         _ENVIRONMENTS.release(self._environment)

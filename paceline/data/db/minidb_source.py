@@ -20,38 +20,19 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline.data.db.database_files import minidb_file, require_database
+from paceline.data.db.database_files import minidb_file
 from paceline.data.db.formats.record_formats import printable
 from paceline.data.db.index.index_file import Index
 from paceline.data.db.index.key_list import KeyList
-from paceline.data.db.indexed_source import IndexedSource
 from paceline.errors import DataError
 
 LENGTHS = struct.Struct("<ii")  # of a record's key and value
 
 
-class MiniDbSource(IndexedSource):
-    """The records of a minidb, numbered in the order of their keys."""
-
-    def __init__(self, path: Path, *, cache_dir: Path | None = None) -> None:
-        """Open the database and look at some of its records.
-
-        Args:
-            path: the database's folder, or its one file.
-            cache_dir: where its index goes if it can't be written beside the database.
-
-        Raises:
-            ConfigError: there is no minidb, or it may not be read.
-            DataError: it is damaged, incomplete or empty, or its records are of no known format.
-        """
-        super().__init__(_MiniDb(path), path, cache_dir)
-
-
-class _MiniDb:
-    """An open file as `paceline.data.db.indexed_source.Database`."""
+class MiniDb:
+    """Minidb database: an open file, given by its folder or by itself."""
 
     def __init__(self, path: Path) -> None:
-        require_database(path, "minidb")
         self._path = minidb_file(path)
         self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
 

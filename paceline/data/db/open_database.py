@@ -1,38 +1,42 @@
-"""The kinds of databases that can be read, and a database opened by its path alone."""
+"""The kinds of databases that can be read, and how one is opened by its path."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from paceline.config.db import DbType
-from paceline.data.db.database_files import kind_of
-from paceline.data.db.indexed_source import IndexedSource
-from paceline.data.db.leveldb.source import LevelDbSource
-from paceline.data.db.lmdb_source import LmdbSource
-from paceline.data.db.minidb_source import MiniDbSource
+from paceline.data.db.database_files import kind_of, require_database
+from paceline.data.db.indexed_source import Database, IndexedSource
+from paceline.data.db.leveldb.source import LevelDb
+from paceline.data.db.lmdb_source import Lmdb
+from paceline.data.db.minidb_source import MiniDb
 
-DatabaseSource = type[LmdbSource] | type[LevelDbSource] | type[MiniDbSource]
-
-DATABASES: dict[DbType, DatabaseSource] = {
-    "lmdb": LmdbSource,
-    "leveldb": LevelDbSource,
-    "minidb": MiniDbSource,
+DATABASES: dict[DbType, Callable[[Path, Path | None], Database]] = {
+    "lmdb": lambda path, _: Lmdb(path),
+    "leveldb": LevelDb,
+    "minidb": lambda path, _: MiniDb(path),
 }
 
 
-@contextmanager
-def opened(path: Path, cache_dir: Path | None) -> Iterator[IndexedSource]:
-    """Open a database of the kind that its files show, and close it after the block.
+def open_database(
+    path: Path, kind: DbType | None = None, *, cache_dir: Path | None = None
+) -> IndexedSource:
+    """Open a database, and look at some of its records.
 
     Args:
-        path: the database.
-        cache_dir: where an index goes that can't be written beside it.
+        path: the database's folder; of a minidb also its one file.
+        kind: what the database must be; None detects it from the files.
+        cache_dir: where an index goes that can't be written beside the database, and LevelDB's
+            views; without it views go to the system's temporary folder.
 
     Raises:
-        ConfigError: there is no database, or it may not be read.
-        DataError: it can't be read at all, or its records are of no known format.
+        ConfigError: there is no such database, it may not be read, or no view can be written.
+        DataError: it is damaged or empty, its records are of no known format, or the disk has too
+            little room for a view.
     """
-    with closing(DATABASES[kind_of(path)](path, cache_dir=cache_dir)) as source:
-        yield source
+    if kind is None:
+        kind = kind_of(path)
+    else:
+        require_database(path, kind)
+    return IndexedSource(DATABASES[kind](path, cache_dir), path, cache_dir)

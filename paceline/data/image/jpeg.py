@@ -7,20 +7,15 @@ sets that everybody uses have such files.
 
 from __future__ import annotations
 
-import io
-
 import numpy as np
 import simplejpeg
-from PIL import Image
+from PIL import ExifTags
 
+from paceline.data.image.formats import open_image
 from paceline.data.source import Pixels
 
+_HEADERS = 1 << 16  # bytes, at a file's beginning, where EXIF data stand
 _HARMLESS = ("extraneous bytes", "SOS parameters", "Adobe color transform", "JFIF revision")
-
-
-def is_jpeg(data: bytes) -> bool:
-    """Whether `data` begins as a JPEG file."""
-    return data.startswith(b"\xff\xd8\xff")
 
 
 def jpeg_size(data: bytes) -> tuple[int, int]:
@@ -31,6 +26,16 @@ def jpeg_size(data: bytes) -> tuple[int, int]:
     """
     height, width, *_ = simplejpeg.decode_jpeg_header(data, strict=False)
     return width, height
+
+
+def jpeg_orientation(data: bytes) -> int:
+    """Read EXIF's orientation, 1 (upright) to 8; damaged EXIF data count as none."""
+    if data.find(b"Exif\0\0", 0, _HEADERS) < 0:
+        return 1
+    try:
+        return int(open_image(data).getexif().get(ExifTags.Base.Orientation, 1))
+    except Exception:  # Pillow raises a dozen kinds over damage
+        return 1
 
 
 def jpeg_pixels(
@@ -69,6 +74,5 @@ def jpeg_pixels(
 
 
 def _by_pillow(data: bytes, mode: str, factor: int) -> Pixels:
-    with Image.open(io.BytesIO(data)) as image:
-        pixels = np.asarray(image.convert(mode).reduce(factor))
+    pixels = np.asarray(open_image(data).convert(mode).reduce(factor))
     return pixels.reshape(*pixels.shape[:2], -1)

@@ -24,6 +24,19 @@ def recolored(pixels: Pixels, channels: int) -> Pixels:
     return np.asarray(Image.fromarray(pixels).convert("L"))[:, :, None]
 
 
+# By EXIF orientation: steps of rows and columns, which from 5 on are swapped first.
+_STEPS = {2: (1, -1), 3: (-1, -1), 4: (-1, 1), 5: (1, 1), 6: (1, -1), 7: (-1, -1), 8: (-1, 1)}
+
+
+def upright(pixels: Pixels, orientation: int) -> Pixels:
+    """Turn and mirror pixels as an EXIF orientation says, 1 to 8; another one changes nothing."""
+    if orientation not in _STEPS:
+        return pixels
+    rows, columns = _STEPS[orientation]
+    turned = pixels if orientation < 5 else pixels.transpose(1, 0, 2)
+    return turned[::rows, ::columns]
+
+
 def resized(pixels: Pixels, size: int) -> Pixels:
     """Resize to (size, size, channels), bilinear, antialiased where it shrinks."""
     height, width, channels = pixels.shape

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
+from paceline.atomic_write import explained_writes, write_atomically
 from paceline.comm.communicator import Communicator, gather_bytes
 from paceline.comm.window import PutEvent
-from paceline.observe.line_file import write_atomically
 from paceline.observe.trace.chrome_trace import chrome_trace
 from paceline.observe.trace.clock_offsets import offsets, rounds, running_system
 from paceline.observe.trace.recorder_buffer import RecorderBuffer, Span, TracedPut
@@ -121,7 +121,8 @@ class Trace(NullRecorder):
         if self._communicator.rank == 0:
             buffers = [RecorderBuffer.from_bytes(part) for part in data]
             apart = offsets(made, [buffer.system for buffer in buffers])
-            write_atomically(self.path, json.dumps(chrome_trace(buffers, apart)))
+            with explained_writes(self.path):
+                write_atomically(self.path, json.dumps(chrome_trace(buffers, apart)))
             self._tell(f"the trace is {self.path}.")
         self._spans.clear()
 

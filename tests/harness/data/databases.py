@@ -17,11 +17,9 @@ import numpy as np
 import plyvel
 import pytest
 
+from paceline.config.db import DbType
 from paceline.data.db.indexed_source import IndexedSource
-from paceline.data.db.leveldb.source import LevelDbSource
-from paceline.data.db.lmdb_source import LmdbSource
-from paceline.data.db.minidb_source import MiniDbSource
-from paceline.data.db.open_database import DatabaseSource
+from paceline.data.db.open_database import open_database
 from tests.harness.data.record_bytes import bgr_planes, raw_datum
 
 RECORDS = 40
@@ -57,17 +55,20 @@ class Engine:
         other: another kind.
     """
 
-    name: str
+    name: DbType
     marker: str
     other: str
     write: Callable[[Path, Sequence[tuple[bytes, bytes]]], None]
-    source: DatabaseSource
+
+    def source(self, path: Path, *, cache_dir: Path | None = None) -> IndexedSource:
+        """Open a database that must be of this kind."""
+        return open_database(path, self.name, cache_dir=cache_dir)
 
 
 ENGINES = {
-    "lmdb": Engine("lmdb", "data.mdb", "leveldb", write_lmdb, LmdbSource),
-    "leveldb": Engine("leveldb", "CURRENT", "minidb", write_leveldb, LevelDbSource),
-    "minidb": Engine("minidb", "data.minidb", "lmdb", write_minidb, MiniDbSource),
+    "lmdb": Engine("lmdb", "data.mdb", "leveldb", write_lmdb),
+    "leveldb": Engine("leveldb", "CURRENT", "minidb", write_leveldb),
+    "minidb": Engine("minidb", "data.minidb", "lmdb", write_minidb),
 }
 
 

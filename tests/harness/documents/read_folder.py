@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from paceline.data.db.formats.record_formats import decode_record, encode_tensorprotos
+from paceline.data.db.formats.record_formats import decode_record, encode_record
 from tests.harness.data.databases import write_lmdb
 from tests.harness.data.image_folder import file_of, put, ramp, some_images
 
@@ -40,8 +40,8 @@ def break_things(folder: Path) -> None:
     damaged, mixed = dict(whole), dict(whole)
     seventh, ninth = list(whole)[7], list(whole)[9]
     damaged[seventh] = damaged[ninth] = b"\x08\x01\x10\x01"
-    record, _ = decode_record(whole[seventh], seventh)
-    mixed[seventh] = encode_tensorprotos(record.image, record.label)
+    record, _ = decode_record(whole[seventh])
+    mixed[seventh] = encode_record(record.image, record.label, "tensorprotos")
     animals = {key: whole[key] for key in list(whole)[:4]}
     for name, items in (("damaged", damaged), ("mixed", mixed), ("animals", animals)):
         (folder / f"{name}-lmdb").mkdir()

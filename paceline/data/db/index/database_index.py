@@ -24,9 +24,10 @@ from pathlib import Path
 
 import numpy as np
 
+from paceline.atomic_write import write_atomically
 from paceline.config.db import RecordFormat
 from paceline.data.db.database_files import beside, stamp
-from paceline.data.db.index.index_file import Index, pack, read_index, write_atomically
+from paceline.data.db.index.index_file import Index, pack, read_index
 from paceline.data.db.index.key_list import KeyList
 from paceline.errors import ConfigError, DataError
 

@@ -14,7 +14,6 @@ The layout, where a line ends with a line feed and numbers are little-endian:
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,19 +79,6 @@ def read_index(path: Path, stamp: str) -> Index | None:
     arrays = content.index(b"\n", body) + 1
     header = json.loads(content[body:arrays])
     return _index(header, content, arrays) if header["stamp"] == stamp else None
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that its name never stands for a part of it, not even after a power cut."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
-    try:
-        with temporary.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _seal(body: bytes | memoryview) -> bytes:

@@ -14,41 +14,28 @@ from pathlib import Path
 
 import plyvel
 
-from paceline.data.db.database_files import require_database
 from paceline.data.db.formats.record_formats import printable
 from paceline.data.db.index.index_file import Index
 from paceline.data.db.index.key_list import KeyList
-from paceline.data.db.indexed_source import IndexedSource
 from paceline.data.db.leveldb.private_view import LevelDbView
 from paceline.errors import DataError
 
 _WRITE_BUFFER = 4 << 20  # bytes, LevelDB's default
 
 
-class LevelDbSource(IndexedSource):
-    """The records of a LevelDB, numbered in the order of their keys."""
+class LevelDb:
+    """LevelDB database: a view of this process, open.
 
-    def __init__(self, path: Path, *, cache_dir: Path | None = None) -> None:
-        """Open a view of the database and look at some of its records.
+    Args:
+        folder: the database.
+        cache_dir: where the view goes; None: to the system's temporary folder.
 
-        Args:
-            path: the database's folder.
-            cache_dir: where views go, and the index if the folder can't be written; without it
-                views go to the system's temporary folder.
-
-        Raises:
-            ConfigError: there is no LevelDB, it may not be read, or no view can be written.
-            DataError: it is damaged or empty, its records are of no known format, or the disk has
-                too little room for a view.
-        """
-        super().__init__(_LevelDb(path, cache_dir), path, cache_dir)
-
-
-class _LevelDb:
-    """An open view as `paceline.data.db.indexed_source.Database`."""
+    Raises:
+        ConfigError: the view can't be written.
+        DataError: the database is damaged, or the disk has too little room for the view.
+    """
 
     def __init__(self, folder: Path, cache_dir: Path | None) -> None:
-        require_database(folder, "leveldb")
         self._folder = folder
         self._view = LevelDbView(folder, cache_dir)
         try:

@@ -1,7 +1,7 @@
 """A new database, whole and with its index under its final name, or not there at all.
 
-with new_database(dest, …) as database:      dest is free? a workshop beside it
-    database.put(key, value, label) …        a full disk is told as a sentence
+with new_database(dest, …) as database:      dest is free? a staging folder beside it
+    database.put(key, value, label) …        a full disk becomes a sentence
                                              index, to the disk, renamed to dest
 """
 
@@ -11,6 +11,7 @@ import errno
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.config.db import DbType, RecordFormat
@@ -18,6 +19,29 @@ from paceline.data.db.index.database_index import write_index
 from paceline.data.db.write.staged_folder import check_destination, staged
 from paceline.data.db.write.writers import WRITE_ERRORS, WRITERS, Writer
 from paceline.errors import DataError
+
+
+@dataclass(kw_only=True)
+class Written:
+    """Report on a new database: what was written, and what was left out.
+
+    Attributes:
+        records: in the database.
+        format: of the records.
+        classes: the labels' names.
+        empty_classes: classes without a record.
+        skipped: files that aren't images.
+        damaged: of each damaged image or record that was left out, its name or what is wrong.
+        transparent: images whose transparency was dropped.
+    """
+
+    records: int = 0
+    format: RecordFormat
+    classes: tuple[str, ...] = ()
+    empty_classes: tuple[str, ...] = ()
+    skipped: int = 0
+    damaged: list[str] = field(default_factory=list)
+    transparent: int = 0
 
 
 class NewDatabase:
@@ -48,15 +72,15 @@ def new_database(
     record_format: RecordFormat,
     label_names: Sequence[str] | None,
 ) -> Iterator[NewDatabase]:
-    """Give a database to fill; it stands at `dest` once the block has ended well.
+    """Yield a database to fill; it is at `dest` once the block has ended without an error.
 
     Raises:
-        ConfigError: there is something at `dest` already, or somebody is writing it.
+        ConfigError: there is something at `dest` already, or another process is writing it.
         DataError: the disk is full, or the place can't be written.
     """
     check_destination(dest)
     keys: list[bytes] = []
-    with _told_as_sentences(dest, keys), staged(dest) as folder:
+    with _explained_failures(dest, keys), staged(dest) as folder:
         with closing(WRITERS[db_type](folder)) as writer:
             database = NewDatabase(writer, keys)
             yield database
@@ -72,8 +96,8 @@ def new_database(
 
 
 @contextmanager
-def _told_as_sentences(dest: Path, keys: Sequence[bytes]) -> Iterator[None]:
-    """Turn what the disk and the databases raise into an error that a person can act on."""
+def _explained_failures(dest: Path, keys: Sequence[bytes]) -> Iterator[None]:
+    """Turn what the disk and the databases raise into a sentence."""
     try:
         yield
     except WRITE_ERRORS as error:

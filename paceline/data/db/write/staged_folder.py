@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from paceline.atomic_write import sync
 from paceline.errors import ConfigError
 
 
@@ -48,9 +49,10 @@ def staged(dest: Path) -> Iterator[Path]:
         folder.mkdir()
         try:
             yield folder
-            _sync_all(folder)
+            for path in (*folder.rglob("*"), folder):
+                sync(path)
             folder.rename(final)
-            _sync(final.parent)
+            sync(final.parent)
         finally:
             _remove(folder)
 
@@ -90,17 +92,3 @@ def _acquire(path: Path, dest: Path) -> int:
 def _remove(folder: Path) -> None:
     if folder.exists():
         shutil.rmtree(folder)
-
-
-def _sync_all(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        _sync(path)
-    _sync(folder)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,0 +1,80 @@
+"""Checks the pages of an LMDB's tree: the library itself aborts the process over some damage.
+
+    meta ─▶ root: a branch page ─▶ … ─▶ branch pages ─▶ leaf pages (keys, and where values are)
+
+    page     number (8 bytes), padding (2), flags (2), lower (2), upper (2), then an offset (2) for
+             each node, up to `lower`; nodes from `upper` on
+    node     page number (branch: 6 bytes) or length and flags (leaf: 6), length of the key (2), key
+
+LMDB asserts that branch pages have two keys or more; and, while it lists keys, that pages are of
+the expected kind. Reading one key visits the branch pages, of which a million records have some
+hundred; listing visits every page. So opening checks the former, and listing all. Layout: mdb.c of
+LMDB 0.9; numbers are those of this machine.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+
+from paceline.errors import DataError
+
+_HEADER = struct.Struct("=QHHHH")
+_NODE = struct.Struct("=HHHH")
+_ROOT_AND_LAST = struct.Struct("=QQQ")  # in a meta page: root, last page, transaction
+_META_ROOT = 16 + 24 + 48 + 40  # header, version and map, the free pages' tree, before the root
+_BRANCH, _LEAF = 1, 2
+_NONE = 2**64 - 1  # the root of an empty tree
+
+
+def check_pages(path: Path, page_size: int, depth: int, *, leaves: bool) -> None:
+    """Check the pages of the newest tree.
+
+    Args:
+        path: data.mdb.
+        page_size: in bytes.
+        depth: levels of the tree, the leaves among them.
+        leaves: check the leaf pages, too.
+
+    Raises:
+        DataError: a page is damaged, or the file can't be read.
+    """
+    try:
+        with path.open("rb") as file:
+            _check(file.fileno(), page_size, depth, leaves)
+    except (OSError, ValueError, struct.error) as error:
+        raise DataError(
+            f"{path} is damaged ({error}): LMDB can't read it; copy the database again."
+        ) from error
+
+
+def _check(file: int, page_size: int, depth: int, leaves: bool) -> None:
+    metas = (os.pread(file, _ROOT_AND_LAST.size, at + _META_ROOT) for at in (0, page_size))
+    root, last, _ = max(map(_ROOT_AND_LAST.unpack, metas), key=lambda meta: meta[2])
+    level = [] if root == _NONE else [root]
+    for height in range(depth - 1, -1 if leaves else 0, -1):
+        children = []
+        for number in level:
+            if number > last:
+                raise ValueError(f"page {number} is behind the last one, {last}")
+            page = os.pread(file, page_size, number * page_size)
+            children += _children(page, number, _BRANCH if height else _LEAF)
+        level = children
+
+
+def _children(page: bytes, number: int, kind: int) -> list[int]:
+    """Check a page; return the numbers of the pages below a branch page."""
+    own_number, _, flags, lower, upper = _HEADER.unpack_from(page)
+    count = (lower - _HEADER.size) // 2
+    if (own_number, flags) != (number, kind) or count < 3 - kind or not lower <= upper <= len(page):
+        raise ValueError(f"page {number} has a wrong header")
+    children = []
+    for at in struct.unpack_from(f"={count}H", page, _HEADER.size):
+        if not upper <= at <= len(page) - _NODE.size:
+            raise ValueError(f"page {number} has a node outside of it")
+        low, high, highest, key_length = _NODE.unpack_from(page, at)
+        if at + _NODE.size + key_length > len(page):
+            raise ValueError(f"page {number} has a key that goes beyond it")
+        children.append(low | high << 16 | highest << 32)
+    return children if kind == _BRANCH else []

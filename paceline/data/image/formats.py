@@ -1,0 +1,122 @@
+"""The image formats: one table of what may be stored in a record or read from a file.
+
+A new format that Pillow decodes needs a line of `FORMATS` and nothing else.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image
+
+MAX_PIXELS = 2**27  # of an image: 384 MiB in RGB
+
+
+class DamagedImage(Exception):
+    """An image can't be decoded; the text is the reason."""
+
+
+class ImageFormat(NamedTuple):
+    """How files of a format are recognized.
+
+    Attributes:
+        magic: a file begins with one of these.
+        suffixes: a file's name ends with one of these.
+    """
+
+    magic: tuple[bytes, ...]
+    suffixes: tuple[str, ...]
+
+
+# By Pillow's names: the formats of photographs, not of documents or icons.
+FORMATS = {
+    "JPEG": ImageFormat((b"\xff\xd8\xff",), (".jpg", ".jpeg")),
+    "PNG": ImageFormat((b"\x89PNG\r\n\x1a\n",), (".png",)),
+    "BMP": ImageFormat((b"BM",), (".bmp",)),
+    "GIF": ImageFormat((b"GIF87a", b"GIF89a"), (".gif",)),
+    "PPM": ImageFormat((b"P1", b"P2", b"P3", b"P4", b"P5", b"P6"), (".ppm", ".pgm")),
+    "TIFF": ImageFormat((b"II*\0", b"MM\0*"), (".tif", ".tiff")),
+    "WEBP": ImageFormat((b"RIFF",), (".webp",)),
+}
+MAGIC_OF_JPEG_OR_PNG = (*FORMATS["JPEG"].magic, *FORMATS["PNG"].magic)
+_MAGIC = tuple(magic for known in FORMATS.values() for magic in known.magic)
+_MODES = {
+    **dict.fromkeys(("1", "L", "LA"), "L"),
+    **dict.fromkeys(("RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "LAB"), "RGB"),
+}
+_SUFFIXES = tuple(suffix for known in FORMATS.values() for suffix in known.suffixes)
+
+
+def has_image_magic(data: bytes) -> bool:
+    """Tell whether `data` begins as a file of a known format."""
+    return data.startswith(_MAGIC)
+
+
+def has_image_suffix(name: str) -> bool:
+    """Tell whether a file's name ends as one of a known format."""
+    return name.lower().endswith(_SUFFIXES)
+
+
+def is_jpeg(data: bytes) -> bool:
+    """Tell whether `data` begins as a JPEG file."""
+    return data.startswith(FORMATS["JPEG"].magic)
+
+
+def open_image(data: bytes) -> Image.Image:
+    """Read an image's header by Pillow, which decodes the pixels later.
+
+    Raises:
+        DamagedImage: it is of no known format, its header is damaged, or it is too large.
+    """
+    name = next((name for name, known in FORMATS.items() if data.startswith(known.magic)), None)
+    if name is None:
+        raise DamagedImage("it is no image of a known format")
+    if name not in Image.OPEN:
+        Image.init()
+    try:
+        # Not Image.open, which warns of a large image by a bare line on standard error.
+        image = Image.OPEN[name][0](io.BytesIO(data), "")
+    except Exception as error:  # Pillow's decoders raise a dozen kinds over damage
+        raise DamagedImage(f"its {name} header can't be read ({reason_of(error)})") from error
+    check_size(*image.size)
+    return image
+
+
+def check_size(width: int, height: int) -> None:
+    """Refuse an image whose pixels would take too much memory.
+
+    Raises:
+        DamagedImage: it is too large.
+    """
+    if width * height > MAX_PIXELS:
+        raise DamagedImage(
+            f"it has {width:,} × {height:,} pixels, and the limit is {MAX_PIXELS:,} in all; scale "
+            "it down"
+        )
+
+
+def eight_bit(image: Image.Image, mode: str | None = None) -> Image.Image:
+    """Convert an image to 8 bits; transparency is dropped, as in Caffe.
+
+    Args:
+        image: an image as it was opened.
+        mode: "L" (grey) or "RGB"; None keeps grey and colour apart.
+
+    Raises:
+        DamagedImage: its pixels have no 8-bit form.
+    """
+    if image.mode.startswith("I"):  # 16 bits: Pillow would clip to 255 instead of scaling
+        grey = np.asarray(image).astype(np.int64) >> 8
+        image = Image.fromarray(np.clip(grey, 0, 255).astype(np.uint8))
+    if image.mode in ("P", "PA"):  # some versions of Pillow warn of a palette's transparency
+        image = image.convert("RGBA")
+    if image.mode not in _MODES:
+        raise DamagedImage(f"its pixels are of Pillow's kind {image.mode}, which has no 8-bit form")
+    return image.convert(mode or _MODES[image.mode])
+
+
+def reason_of(error: Exception) -> str:
+    """Return what a decoder says of damage, without a full stop."""
+    return str(error).rstrip(".") or type(error).__name__

@@ -1,0 +1,36 @@
+"""What `paceline db` says of a database that it has written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paceline.cli.main import main
+from tests.harness.data.image_folder import file_of, put, ramp, some_images
+
+
+def test_create_counts_in_words_of_the_right_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    some_images(tmp_path / "in", classes=1, each=1)
+    put(tmp_path / "in", "class0/notes.txt", b"nothing to see")
+    assert main(["db", "create", str(tmp_path / "in"), str(tmp_path / "db")]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.splitlines() == [
+        f"{tmp_path}/db: 1 record in 1 class.",
+        "1 file that isn't an image: skipped.",
+    ]
+    assert "2 of 2 files" in shown.err  # not images: one of them isn't
+
+
+def test_dropped_transparency_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for i in range(2):
+        image = np.dstack([ramp(8, 8), np.full((8, 8), 9, np.uint8)])
+        put(tmp_path / "in", f"a/{i}.png", file_of(image, "PNG"))
+    main(["db", "create", str(tmp_path / "in"), str(tmp_path / "db"), "--encoding", "png"])
+    said = capsys.readouterr().out.splitlines()
+    assert said[1] == (
+        "2 images have transparent pixels: transparency was dropped, colours are as stored."
+    )

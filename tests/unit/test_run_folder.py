@@ -1,0 +1,49 @@
+"""What a run's folder says of the run: that it has ended, and how often it was started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import PacelineError
+from paceline.state.run_folder import RunFolder, is_finished, next_generation
+
+END = '{"event": "end", "generation": 0}\n'
+
+
+def test_a_run_that_has_finished_says_so(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, shard_id=0)
+    assert not folder.finished
+    folder.finish()
+    assert folder.finished
+
+
+@pytest.mark.parametrize(
+    ("events", "finished"),
+    [("", False), ('{"event": "step"}\n', False), (END, True), (END + '{"event": "run"}\n', False)],
+)
+def test_an_empty_file_of_an_earlier_version_needs_the_event_of_the_end(
+    tmp_path: Path, events: str, finished: bool
+) -> None:
+    (tmp_path / "finished").touch()
+    (tmp_path / "events.rank0.jsonl").write_text(events)
+    assert is_finished(tmp_path) == finished
+
+
+def test_other_content_finishes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "finished").write_text("finis")
+    (tmp_path / "events.rank0.jsonl").write_text(END)
+    assert not is_finished(tmp_path)
+
+
+def test_starts_are_counted(tmp_path: Path) -> None:
+    assert [next_generation(tmp_path), next_generation(tmp_path)] == [0, 1]
+    assert next_generation(tmp_path, at_least=7) == 7
+
+
+@pytest.mark.parametrize("content", ["", "one", "9" * 6000])
+def test_a_damaged_number_of_starts_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "generation").write_text(content)
+    with pytest.raises(PacelineError, match=r"generation is damaged, .*--run_id"):
+        next_generation(tmp_path)
