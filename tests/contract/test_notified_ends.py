@@ -126,7 +126,7 @@ def test_who_adds_up_with_a_lost_rank_names_it_and_the_other_machines_hear_of_it
 def named(said: list[str]) -> None:
     """Require the lost rank's name of the first survivor who noticed; the other may lose that."""
     assert any(f"lost rank {LOST} in " in sentence for sentence in said[:LOST]), said
-    assert not any("waiting for news" in sentence for sentence in said)
+    assert not any("waiting for notifications" in sentence for sentence in said)
 
 
 def throw(_: Tensor) -> None:

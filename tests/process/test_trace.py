@@ -88,7 +88,7 @@ def test_every_put_of_the_traced_steps_has_left_and_arrived(tmp_path: Path, mach
     assert steps == {(rank, f"step {number}") for rank in range(2) for number in STEPS}
     threads = {e["args"]["name"] for e in trace if e["name"] == "thread_name"}
     assert threads == {"main", "owner", "network"}
-    assert any(slice["tid"] == 1 for slice in slices(trace, "wait for news"))
+    assert any(slice["tid"] == 1 for slice in slices(trace, "wait for notification"))
     require_nested(trace, "wait", "step")
     require_nested(trace, "wait for rank", "wait")
     require_nested(trace, "update", "step")

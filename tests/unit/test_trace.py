@@ -14,7 +14,7 @@ from torch import nn
 
 import paceline
 from paceline.comm.communicator import Communicator
-from paceline.comm.put_event import PutEvent
+from paceline.comm.window import PutEvent
 from paceline.observe.event_file import read_events
 from paceline.observe.trace import step_trace as module
 from paceline.observe.trace.clock_offsets import Round, offsets, rounds

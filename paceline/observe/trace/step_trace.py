@@ -20,7 +20,7 @@ import torch
 
 from paceline.atomic_write import explained_writes, write_atomically
 from paceline.comm.communicator import Communicator, gather_bytes
-from paceline.comm.put_event import PutEvent
+from paceline.comm.window import PutEvent
 from paceline.observe.trace.chrome_trace import chrome_trace
 from paceline.observe.trace.clock_offsets import offsets, rounds, running_system
 from paceline.observe.trace.recorder_buffer import RecorderBuffer, Span, TracedPut

@@ -17,10 +17,10 @@ from paceline.algorithms.sharded import make_sharded
 from paceline.cluster.membership.members import Members
 from paceline.codecs.codecs import CODECS
 from paceline.comm.communicator import Communicator
+from paceline.comm.connection_window import connect_window
 from paceline.comm.faulty_window import Faults, FaultyWindow
 from paceline.comm.inprocess.communicator import ThreadGroup
 from paceline.comm.inprocess.window import WindowGroup
-from paceline.comm.shm_tcp_window import shm_tcp_window
 from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.comm.window import Window
 from paceline.reduce.buckets import Bucket
@@ -118,7 +118,7 @@ def notified_on_machines(machines: Sequence[int], limit: float = LIMIT) -> Calla
             limit=LIMIT,
         )
         intra_machine = topology.groups[topology.group_of(rank)]
-        open_window = partial(shm_tcp_window, bootstrap, intra_machine, "127.0.0.1")
+        open_window = partial(connect_window, bootstrap, intra_machine, "127.0.0.1")
         limits = (limit, limit)
         options = PutOptions(open_window=open_window, topology=topology, limits=limits)
         return make_notified(buckets, *parts, options)
