@@ -68,8 +68,8 @@ def train_launched(config: TrainConfig, environment: Environment) -> int:
     except KeyboardInterrupt:
         _end(130)
     except BaseException as error:
-        _end(joined.fail(error))
-    joined.close()
+        _end(joined.ending.fail(error))
+    joined.ending.close()
     return 0
 
 
