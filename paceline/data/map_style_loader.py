@@ -1,9 +1,9 @@
-"""Batches of anybody's map-style data set, in the order that `Order` says.
+"""Batches of a map-style data set, in the order of `Order`.
 
     Order --> this rank's share of each global batch --> torch's DataLoader, its workers and
                                                          collation --> (BatchSlice, batch)
 
-The batch of a place depends on the data set, the seed, the epoch and the place, never on the number
+A batch depends on the data set, the seed, the epoch and its position, never on the number
 of workers, on the world's size or on where an epoch was begun. Samples are seeded one by one
 (`paceline.data.seeded_dataset`).
 
@@ -33,7 +33,7 @@ _WORKERS = 5  # a purpose: the seeds of worker processes, from which only collat
 
 
 class MappedLoader:
-    """Loads one rank's shares of a data set's epochs.
+    """Batch loader of one rank over a map-style data set.
 
     Args:
         dataset: samples by number, from 0 to its length.
@@ -94,11 +94,11 @@ class MappedLoader:
         return self._order.samples
 
     def reconfigure(self, rank: int, world_size: int) -> None:
-        """Take another place in another world from the next `epoch` on."""
+        """Take another rank of another world from the next `epoch` on."""
         self._rank, self._world_size = rank, world_size
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[tuple[BatchSlice, Any]]:
-        """Yield this rank's batch of each step of an epoch from a step on, and its place.
+        """Yield this rank's batch of each step of an epoch from a step on, and its batch slice.
 
         If a slice is empty, the batch is one borrowed sample, and its `count` is 0. Closing the
         iterator, or leaving the loop that owns it, ends the worker processes.
@@ -107,33 +107,34 @@ class MappedLoader:
             DataError: a worker process ended, or took too long. What the data set itself raises
                 comes through as it is.
         """
-        places = [
+        slices = [
             self._order.place(epoch, step, self._rank, self._world_size)
             for step in range(first_step, self.steps)
         ]
         workers = self._options["num_workers"]
-        batches = self._started(epoch, places)
+        batches = self._started(epoch, slices)
         try:
-            for place in places:
-                with _told_as_data_errors(workers):
+            for batch_slice in slices:
+                with _as_data_errors(workers):
                     batch = next(batches)
-                yield place, batch
+                yield batch_slice, batch
         finally:
             if workers:
                 # What torch itself calls, but only once nothing refers to `batches` any more, and
                 # an error's traceback does.
-                with _told_as_data_errors(workers):
+                with _as_data_errors(workers):
                     batches._shutdown_workers()
 
-    def _started(self, epoch: int, places: Sequence[BatchSlice]) -> Any:
-        """Start loading the batches of places."""
+    def _started(self, epoch: int, slices: Sequence[BatchSlice]) -> Any:
+        """Start loading the batches of slices."""
         indices = self._order.epoch_indices(epoch)
         # The caller's own random stream isn't touched: torch draws the workers' seeds from this.
         seeds = torch.Generator().manual_seed(splitmix.base(self._order.seed, _WORKERS, epoch))
         loader = DataLoader(
             self._dataset,
             batch_sampler=[
-                [(epoch, index) for index in indices[place.computed].tolist()] for place in places
+                [(epoch, index) for index in indices[batch_slice.computed].tolist()]
+                for batch_slice in slices
             ],
             generator=seeds,
             **self._options,
@@ -155,9 +156,9 @@ def _check(dataset: MapStyle, order: Order, num_workers: int) -> None:
     numbered = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if isinstance(dataset, IterableDataset) or not numbered:
         raise ConfigError(
-            f"{name} is no map-style data set: without a length and numbered samples (`__len__` "
-            "and `__getitem__`) nobody can say which samples are whose, or that none is lost; give "
-            "one that has both."
+            f"{name} is not a map-style data set: without `__len__` and `__getitem__` samples "
+            "can't be assigned to ranks; give a data set that has both, or loop over a DataLoader "
+            "of your own and count its samples by world.step(samples=n)."
         )
     if len(dataset) != order.size:
         raise ConfigError(
@@ -169,20 +170,20 @@ def _check(dataset: MapStyle, order: Order, num_workers: int) -> None:
 
 
 @contextmanager
-def _told_as_data_errors(workers: int) -> Iterator[None]:
-    """Turn what torch itself says of its processes into an error of data.
+def _as_data_errors(workers: int) -> Iterator[None]:
+    """Turn torch's own errors about its processes into data errors.
 
-    A process that dies is told by torch, or by a connection to it that ends. Errors of the data set
-    name the process that they come from, and stay what they are.
+    Torch reports a process that dies, or a connection to it ends. Errors of the data set name the
+    process that they come from, and stay as they are.
     """
     try:
         yield
     except (RuntimeError, OSError, EOFError) as error:
-        said, *_ = str(error).split(". ")
-        ended = isinstance(error, OSError | EOFError) and "in DataLoader worker" not in said
-        if not workers or not (said.startswith("DataLoader ") or ended):
+        text, *_ = str(error).split(". ")
+        ended = isinstance(error, OSError | EOFError) and "in DataLoader worker" not in text
+        if not workers or not (text.startswith("DataLoader ") or ended):
             raise
         raise DataError(
-            f"{said or 'A connection ended'}: a process that loads data died (out of memory?) or "
+            f"{text or 'A connection ended'}: a process that loads data died (out of memory?) or "
             "hangs; try num_workers=0 to see why."
         ) from error

@@ -30,7 +30,7 @@ _NEEDED = ("paceline", "model", "optimizer", "position")
 
 
 class Checkpoints:
-    """The checkpoints of one run.
+    """Checkpoint files of one run.
 
     Args:
         run: the run's folder.

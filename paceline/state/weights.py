@@ -111,8 +111,8 @@ def _reason(error: Exception) -> str:
     called = _GLOBAL.search(str(error))
     if called:
         return (
-            f"it wants to call {called.group(1)}, which could be any code; give one that holds a "
-            "model's state_dict() alone."
+            f"loading it would call {called.group(1)}, which could be any code; give one that "
+            "holds a model's state_dict() alone."
         )
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return first if len(first) <= _LONGEST else f"{first[:_LONGEST]}…"
