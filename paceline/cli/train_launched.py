@@ -67,8 +67,8 @@ def train_launched(config: TrainConfig, environment: Environment) -> int:
     except KeyboardInterrupt:
         end_process(130)
     except BaseException as error:
-        end_process(joined.fail(error))
-    joined.close()
+        end_process(joined.ending.fail(error))
+    joined.ending.close()
     return 0
 
 

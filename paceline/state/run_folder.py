@@ -46,7 +46,7 @@ def first_difference(known: Mapping[str, object], wanted: Mapping[str, object]) 
 
 
 class RunFolder:
-    """The folder of one run, held by this machine's process until `close`."""
+    """Folder of one run, held by this machine's process until `close`."""
 
     def __init__(
         self, path: Path, *, shard_id: int, difference: Difference = first_difference
@@ -157,7 +157,7 @@ class RunFolder:
         except (BlockingIOError, PermissionError) as error:
             os.close(lock)
             raise ConfigError(
-                f"--run_id {self.path.name}: this run is alive on this machine; stop it, or give "
+                f"--run_id {self.path.name}: this run is active on this machine; stop it, or give "
                 "another --run_id."
             ) from error
         self._lock = lock
