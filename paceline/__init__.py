@@ -6,7 +6,7 @@
         with world.step():
             …
 
-The library's names are imported when they are first used: `import paceline` needn't wait for torch.
+The library's names are imported at their first use, so that `import paceline` doesn't import torch.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ class PeerLost(CommError):
     Args:
         message: the sentence, where none of the fields is known.
         rank: the rank that noticed.
-        peer: the rank that was lost.
+        peer: the rank that was lost; None where the transport doesn't name it.
         operation: what was under way, with the step if there is one: "bucket 3 in step 7".
         cause: why the connection ended.
     """
@@ -134,13 +134,14 @@ class PeerLost(CommError):
         cause: str = "",
     ) -> None:
         self.rank, self.peer, self.operation, self.cause = rank, peer, operation, cause
-        if peer is not None:
-            message = f"rank {rank} lost rank {peer} in {operation}: {cause}."
+        if operation:
+            lost = "a peer" if peer is None else f"rank {peer}"
+            message = f"rank {rank} lost {lost} in {operation}: {cause}."
         super().__init__(message)
 
     def during(self, operation: str) -> PeerLost:
         """Return the same loss, noticed in another operation."""
-        if self.peer is None:
+        if not self.operation:
             return self
         return PeerLost(rank=self.rank, peer=self.peer, operation=operation, cause=self.cause)
 

@@ -1,4 +1,4 @@
-"""The library: a world, a model on all its ranks, and a loader, for a loop of one's own."""
+"""The public library: `join`, `parallelize` and `loader`, for a script with its own loop."""
 
 from paceline.api.join import join
 from paceline.api.loader import Loader, loader

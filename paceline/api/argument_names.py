@@ -1,7 +1,7 @@
-"""Sentences of the layers below speak of flags; in somebody's script they are arguments.
+"""The names that options have in a script: `run` for `--run_id`, `bucket_mb` for `--bucket_mb`.
 
---run_id first: this run is alive …, or give another --run_id.
-run first: this run is alive …, or give another run.
+--run_id first: this run is alive on this machine; stop it, or give another --run_id.
+run first: this run is alive on this machine; stop it, or give another run.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from paceline.errors import PacelineError, as_flag
+from paceline.cluster.supervision.supervisor import say
+from paceline.errors import Message, PacelineError, as_flag
 
 _ARGUMENTS = {
     **{"run_id": "run", "output_dir": "run", "use_cpu": "join(device='cpu')"},
@@ -26,22 +27,34 @@ _ARGUMENTS = {
 
 
 def as_argument(option: str) -> str:
-    """Call an option as `join` and `parallelize` do; one that they lack stays a flag."""
+    """Return the name of an option in a script; one that no function takes stays a flag."""
     return _ARGUMENTS.get(option, as_flag(option))
 
 
-def as_arguments(sentence: str) -> str:
-    """Write the flags in a sentence that `join` and `parallelize` have as their arguments."""
+def as_arguments(sentence: str | Message) -> str:
+    """Return a sentence with its options as arguments."""
+    if isinstance(sentence, Message):
+        return sentence.render(as_argument)
     return re.sub(r"--(\w+)", lambda flag: as_argument(flag[1]), sentence)
+
+
+def say_in_python(note: str | Message) -> None:
+    """Print a note on standard error, its options as arguments."""
+    say(as_arguments(note))
+
+
+def name_arguments(error: PacelineError) -> None:
+    """Let an error name options as arguments."""
+    error.name_of = as_argument
+    if error.args and isinstance(error.args[0], str):
+        error.args = (as_arguments(error.args[0]), *error.args[1:])
 
 
 @contextmanager
 def in_python() -> Iterator[None]:
-    """Let the sentences of errors that leave the block speak of arguments."""
+    """Let errors that leave the block name options as arguments."""
     try:
         yield
     except PacelineError as error:
-        error.name_of = as_argument
-        if error.args and isinstance(error.args[0], str):
-            error.args = (as_arguments(error.args[0]), *error.args[1:])
+        name_arguments(error)
         raise

@@ -1,16 +1,16 @@
-"""What a script says when an error ends it: a sentence or a traceback, once, and the status.
+"""Exit handler: what a script prints when an error ends it, and its exit status.
 
-    error of ours         its sentence; its status, 2 for the caller's mistake and 1 for the world's
+    PacelineError         its sentence; its status, 2 for the caller's mistake and otherwise 1
     Ctrl-C                nothing; 130
-    a lost peer           what ended that peer, in a line; its status
-    anything else         its traceback; 1
-    sys.exit(3)           nothing, but the peers learn of it; 3
+    a lost peer           the cause of that peer's end, in a line; its status
+    any other error       its traceback; 1
+    sys.exit(3)           nothing, but the peers get the reason; 3
 
-It takes the place of `sys.excepthook` as long as the world stands. Where there are peers the
-process leaves at once, without the interpreter's farewell: threads that wait for lost peers would
-keep the others waiting. What a run has in memory is written to the disk before.
+The handler replaces `sys.excepthook` while the world is active. Where there are peers, the process
+ends at once: threads that wait for lost peers would delay the interpreter's shutdown, and with it
+the peers. Before that the newest state in memory is written to the disk.
 
-Nothing tells a process at its end what `sys.exit` was called with, so that is listened to as well.
+The interpreter tells no exit hook the status of `sys.exit`, so the handler wraps `sys.exit` too.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -33,25 +34,24 @@ _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any
 
 
 class ExitHandler:
-    """Ends a process whose script failed.
+    """Exit handler: reports the failure of a script and sets the exit status.
 
     Args:
-        environment: who started the process.
+        environment: the launcher of the process.
 
     Attributes:
         failed: the script has failed.
-        standing: its world stands.
-        rescue: writes what a run has in memory to the disk.
-        asked: the status that the script asked to end with, by `sys.exit`; 0 until then.
+        active: the world is open.
+        rescue: writes the newest state in memory to the disk.
+        asked: the status of the script's `sys.exit`; 0 before that.
     """
 
     def __init__(self, environment: Environment) -> None:
-        self.failed = False
-        self.standing = False
+        self.failed = self.active = False
         worker = environment.worker
         self._ending: SingleProcessEnd | SupervisedEnd | Joined
         self._ending = SingleProcessEnd() if worker is None else SupervisedEnd(worker)
-        self.rescue: Callable[[], object] = _nothing
+        self.rescue: Callable[[], object] = lambda: None
         self._alone = worker is None
         current = sys.excepthook
         self._before: _Hook = current._before if isinstance(current, ExitHandler) else current
@@ -61,25 +61,25 @@ class ExitHandler:
         sys.exit = self._noted
 
     @staticmethod
-    def spoken_for() -> bool:
-        """Tell whether a world stands in this process."""
-        return isinstance(sys.excepthook, ExitHandler) and sys.excepthook.standing
+    def installed() -> bool:
+        """Tell whether this process has an open world."""
+        return isinstance(sys.excepthook, ExitHandler) and sys.excepthook.active
 
-    def stand(self, joined: Joined) -> None:
-        """Speak for a process of a world that stands now."""
+    def install(self, joined: Joined) -> None:
+        """Report failures of a process of this world from now on."""
         self._alone = self._alone and joined.members.world_size == 1
-        self._ending, self.standing = joined, True
+        self._ending, self.active = joined, True
 
-    def withdraw(self) -> None:
-        """Let another speak: the world ended well."""
-        self.standing = False
+    def uninstall(self) -> None:
+        """Put the interpreter's own hooks back: the world ended well."""
+        self.active = False
         if sys.excepthook is self:
             sys.excepthook = self._before
         if sys.exit == self._noted:
             sys.exit = self._exit
 
     def warn(self) -> None:
-        """Tell the peers why they are about to lose this process, if its script wants to fail."""
+        """Post the reason for the peers, if the script ends with a status other than 0."""
         if self.asked:
             self._ending.warn(self.asked)
 
@@ -90,42 +90,39 @@ class ExitHandler:
     def __call__(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        """Say why the script ends, and end the process."""
-        status = self._speak(error)
+        """Report why the script ends, and end the process."""
+        status = self._report(error)
         if self._alone:
             sys.exit(status)
         for child in multiprocessing.active_children():
             if child.daemon:
                 child.kill()
-        _leave(status)
+        end_process(status)
 
     def at_exit(self, error: BaseException) -> None:
-        """Say why a script that came to its end fails nevertheless, and end the process.
+        """Report why the end of a script fails, and end the process.
 
-        The interpreter's farewell has begun, which would end with the script's own status.
+        The interpreter is already shutting down; it would end with the script's own status.
         """
-        _leave(self._speak(error))
+        end_process(self._report(error))
 
-    def _speak(self, error: BaseException) -> int:
+    def _report(self, error: BaseException) -> int:
         self.failed = True
-        status = self._say(error)
+        if isinstance(error, KeyboardInterrupt):
+            status = _INTERRUPTED
+        elif self._alone and not isinstance(error, PacelineError):
+            self._before(type(error), error, error.__traceback__)
+            status = 1
+        else:
+            status = self._ending.fail(error)
         self.rescue()
         return status
 
-    def _say(self, error: BaseException) -> int:
-        if isinstance(error, KeyboardInterrupt):
-            return _INTERRUPTED
-        if self._alone and not isinstance(error, PacelineError):
-            self._before(type(error), error, error.__traceback__)
-            return 1
-        return self._ending.fail(error)
 
-
-def _leave(status: int) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
+def end_process(status: int) -> NoReturn:
+    """End the process at once, without the interpreter's shutdown; streams may be closed."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # as after `>&-`
+            with suppress(OSError, ValueError):
+                stream.flush()
     os._exit(status)
-
-
-def _nothing() -> None:
-    """Write nothing: there is no run yet."""

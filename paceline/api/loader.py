@@ -1,10 +1,10 @@
-"""`loader`: a data set's batches, cut up among the ranks, in an order that outlives a stop.
+"""`loader`: the global batches of a data set, each sliced among the ranks, in a resumable order.
 
-    for epoch in range(loader.epoch, EPOCHS):       where the run goes on
-        for x, y in loader:                         this rank's share of each global batch
+    for epoch in range(loader.epoch, EPOCHS):       from the epoch in which the run resumes
+        for x, y in loader:                         this rank's slice of each global batch
             with world.step(): …
 
-Which samples are in a batch depends on the seed and the epoch, not on the number of ranks.
+The samples of a batch depend on the seed and the epoch, not on the number of ranks.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from paceline.errors import ConfigError
 
 
 class Loader:
-    """This rank's shares of a data set's global batches; made by `paceline.loader`.
+    """Data loader that yields this rank's slice of each global batch; `paceline.loader` makes it.
 
-    Each iteration over it is an epoch; the first one of a run that goes on begins where the
-    checkpoint was made. A loop that is left by `break` ends its epoch; the next one begins another.
+    Each iteration is an epoch. The first iteration of a resumed run begins at the position of the
+    checkpoint. A `break` ends its epoch; the next iteration begins another.
     """
 
     def __init__(self, mapped: MappedLoader, order: Order, world: World, *, train: bool) -> None:
@@ -34,60 +34,62 @@ class Loader:
 
     @property
     def epoch(self) -> int:
-        """The epoch that runs, or that the next iteration is; 0 for evaluation."""
+        """The active epoch, or the one that the next iteration begins; 0 for evaluation."""
         return self._world.epoch if self._train else 0
 
     @property
     def step(self) -> int:
-        """The number of the present batch in its epoch, from 0."""
+        """The index of the current batch in its epoch, from 0."""
         return self._step
 
     @property
     def count(self) -> int:
-        """How many samples of the present batch count: 0 for the sample of an empty share."""
+        """The number of this rank's samples in the current batch.
+
+        It is 0 where the batch has fewer samples than ranks: the one sample yielded has no weight.
+        """
         return self._count
 
     @property
     def steps(self) -> int:
-        """The global batches of an epoch."""
+        """The number of global batches of an epoch."""
         return self._order.steps
 
     @property
     def samples(self) -> int:
-        """The samples of an epoch, over all ranks."""
+        """The number of samples of an epoch, over all ranks."""
         return self._order.samples
 
     def __len__(self) -> int:
-        """Count the global batches of an epoch."""
+        """Return the number of global batches of an epoch."""
         return self.steps
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield this rank's share of each global batch.
+        """Yield this rank's slice of each global batch.
 
         Raises:
-            ConfigError: batches of a loader that trains were left out, or the world is closed.
-            DataError: a process that loads data died, or hangs.
-            SystemExit: this process, or another, was asked to stop; the state is saved.
+            ConfigError: no step trained the last batches, or the world is closed.
+            DataError: a worker process that loads data died or hangs.
+            SystemExit: this process, or another, received a signal to stop; the state is saved.
         """
         return self._trained() if self._train else self._evaluated()
 
     def _trained(self) -> Iterator[Any]:
-        training = self._world._training
-        epoch, first = training.begin_epoch()
+        epoch, first = self._world._begin_epoch()
         try:
-            for place, batch in self._mapped.epoch(epoch, first):
-                self._step, self._count = place.step, place.count
-                training.hand_out(place)
+            for batch_slice, batch in self._mapped.epoch(epoch, first):
+                self._step, self._count = batch_slice.step, batch_slice.count
+                self._world._hand_out(batch_slice)
                 yield batch
-            training.end_steps()
+            self._world._end_steps()
         finally:
-            training.position.iterating = False
+            self._world._position.iterating = False
 
     def _evaluated(self) -> Iterator[Any]:
-        """Leave out empty shares: in an evaluation nobody waits for this rank."""
-        for place, batch in self._mapped.epoch(0):
-            self._step, self._count = place.step, place.count
-            if place.count:
+        """Skip empty slices: in an evaluation no rank waits for another."""
+        for batch_slice, batch in self._mapped.epoch(0):
+            self._step, self._count = batch_slice.step, batch_slice.count
+            if batch_slice.count:
                 yield batch
 
 
@@ -103,35 +105,35 @@ def loader(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     pin_memory: bool = False,
 ) -> Loader:
-    """Cut a data set into global batches, and those into shares, one a rank; collective.
+    """Slice the global batches of a data set among the ranks; collective.
 
     Args:
         dataset: any map-style data set, the same on all ranks.
-        batch_size: samples of a global batch, over all ranks.
-        world: whose ranks share them.
-        train: its batches are for `world.step()`, and say where the run stands; one loader of a
-            world does. Otherwise it is for evaluation: each sample comes once, on one rank, and a
-            rank without a sample of a batch passes over it.
-        shuffle: mix the samples anew in each epoch; by default, to train.
-        seed: of the order and of what the data set draws; by default the world's.
-        num_workers: processes that load; 0 loads in this one.
-        collate_fn: makes a batch of a list of samples; by default torch's.
-        pin_memory: leave batches in memory from which copies to a GPU are fast.
+        batch_size: the number of samples of a global batch, over all ranks.
+        world: whose ranks share the batches.
+        train: the batches are for `world.step()` and define the position of the run. A world has
+            one such loader. Other loaders are for evaluation: they yield each sample once, on one
+            rank, and a rank without a sample of a batch skips that batch.
+        shuffle: permute the samples anew in each epoch; by default only to train.
+        seed: of the order and of the data set's random transforms; by default the world's.
+        num_workers: the number of processes that load; 0 loads in this one.
+        collate_fn: makes a batch from a list of samples; by default torch's.
+        pin_memory: put batches into pinned memory, from which copies to a GPU are fast.
 
     Raises:
         ConfigError: the data set isn't map-style or is empty, a number is too small, or the ranks
-            or the checkpoint have something else.
-        CommError: a peer said nothing in time.
+            or the checkpoint have other values.
+        CommError: a peer is silent.
     """
     with in_python():
-        world._training.require_open("paceline.loader()")
+        world._require_open("paceline.loader()")
         size = len(dataset) if hasattr(dataset, "__len__") else 1
         if size == 0:
-            raise ConfigError(f"the data set ({type(dataset).__name__}) is empty: give samples.")
+            raise ConfigError(f"the data set ({type(dataset).__name__}) is empty.")
         order = Order(
             size=size,
             batch_size=batch_size,
-            seed=world._session.identity["seed"] if seed is None else seed,
+            seed=world._session.seed if seed is None else seed,
             shuffle=train if shuffle is None else shuffle,
         )
         mapped = MappedLoader(
@@ -143,5 +145,5 @@ def loader(
             collate=collate_fn,
             pin_memory=pin_memory,
         )
-        world._training.follow(order, train=train)
+        world._admit(order, train=train)
     return Loader(mapped, order, world, train=train)

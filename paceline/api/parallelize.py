@@ -1,10 +1,8 @@
-"""`parallelize`: one model on all ranks, and the checks that it is one that can be exchanged."""
+"""`parallelize`: binds one model and its optimizer to the exchange among all ranks."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
-from dataclasses import replace
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -13,20 +11,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from paceline.api.argument_names import as_arguments, in_python
+from paceline.api.argument_names import as_arguments, in_python, say_in_python
 from paceline.api.tracked import refuse_foreign
 from paceline.api.world import World
 from paceline.cluster.rendezvous.preflight import model_facts
-from paceline.cluster.supervision.supervisor import say
 from paceline.codecs.codecs import CODECS
-from paceline.comm.communicator import broadcast_bytes
+from paceline.comm.communicator import broadcast_bytes, until_end
 from paceline.comm.nixl.agent import require_nixl
 from paceline.config.world import SyncConfig
-from paceline.errors import ConfigError
-from paceline.replica.patch import patch
-from paceline.replica.replica import Replica
-from paceline.update.layer_exchange import BatchShare
-from paceline.update.sync_batch_norm import convert_sync_batchnorm
+from paceline.errors import ConfigError, Message
+from paceline.update.batch_norm import BatchShare, convert_sync_batchnorm
+from paceline.wiring import Peers, connect_machine
+from paceline.wiring.autotune import TrialSetting
 from paceline.wiring.exchange import (
     SYNCHRONIZERS,
     TRANSPORTS,
@@ -54,74 +50,90 @@ def parallelize(
 ) -> tuple[Model, AnyOptimizer]:
     """Train a model on all ranks of a world; return the same two objects. Collective.
 
-    All ranks get rank 0's parameters, buffers and optimizer state; a run that goes on, those of its
-    checkpoint.
+    All ranks receive rank 0's parameters, buffers and optimizer state. In a resumed run these are
+    the checkpoint's.
 
     Args:
-        model: on `world.device`, the same on all ranks but for its values.
-        optimizer: any but LBFGS and SparseAdam, of the model's parameters.
-        world: of which the processes are.
-        sync: how gradients are exchanged: "allreduce", by collectives, "notified", by puts, or
-            "auto", which tries both in the first steps and goes on with the faster one.
-        wire: what float32 gradients are between machines, with "notified": "fp32", as they are,
-            "bf16", half of the bytes, or "int8", a quarter.
-        update: who updates a parameter: "replicated", every rank its copy, or "sharded", with
-            "notified", the rank that adds up its gradients; each has a share of the state.
+        model: on `world.device`, with the same modules and shapes on all ranks.
+        optimizer: of the model's parameters; any but LBFGS and SparseAdam.
+        world: whose processes train the model.
+        sync: how gradients are exchanged: "allreduce", by collectives; "notified", by one-sided
+            puts; or "auto", which measures both in the first steps and continues with the faster.
+        wire: how float32 gradients are encoded between machines, with "notified": "fp32",
+            unchanged; "bf16", half of the bytes; or "int8", a quarter.
+        update: where a parameter is updated: "replicated", on every rank; or "sharded", with
+            "notified", on the rank that owns its shard and keeps the shard's optimizer state.
         transport: how puts travel, with "notified": "tcp", with shared memory inside a machine, or
             "nixl", by NVIDIA's library for RDMA.
-        connections: TCP connections to each rank of another machine, with "notified"; 0: one, or
-            what "auto" chooses.
-        bucket_mb: size of a bucket, the unit of communication, in MiB; 0: the method's own, or
-            what "auto" chooses.
-        sync_bn: make BatchNorm's statistics those of the global batch.
+        connections: the number of TCP connections to each rank of another machine, with
+            "notified"; 0: one, or the number that "auto" measures to be faster.
+        bucket_mb: the size of a bucket, the unit of communication, in MiB; 0: the default of the
+            method, or the size that "auto" measures to be faster.
+        sync_bn: compute BatchNorm's statistics over the global batch.
 
     Raises:
-        ConfigError: model or optimizer can't be exchanged, differ between the ranks, or aren't
-            those of the checkpoint.
-        CommError: a peer was lost, or silent.
+        ConfigError: model or optimizer can't be exchanged, differ between the ranks, or don't
+            match the checkpoint.
+        CommError: a peer is lost or silent.
     """
     with in_python():
-        training = world._training
-        session, link = training.session, training.session.link
-        training.require_open("paceline.parallelize()")
-        asked: dict[str, Any] = {
+        session = world._session
+        joined, resources, limits = session.joined, session.resources, session.limits
+        world._require_open("paceline.parallelize()")
+        arguments: dict[str, Any] = {
             "sync": sync,
             "wire": wire,
             "update": update,
             "transport": transport,
+            "connections": connections,
+            "bucket_mb": bucket_mb,
         }
-        asked |= {"connections": connections, "bucket_mb": bucket_mb}
-        config = _exchange_of(asked, world)
+        config = _exchange_of(arguments, world)
         _check(model, optimizer, world)
         state = chain(model.named_parameters(), model.named_buffers())
-        link.agree("model", model_facts(state))
-        link.agree("optimizer", {"the optimizer": type(optimizer).__name__, **asked})
-        link.agree("parameter groups", _group_facts(optimizer))
+        session.agree("model", model_facts(state))
+        session.agree("optimizer", {"the optimizer": type(optimizer).__name__, **arguments})
+        session.agree("parameter groups", _group_facts(optimizer))
         share = BatchShare()
         if sync_bn:
-            layers = link.connect("layers", session.resources)
-            converted = convert_sync_batchnorm(model, layers, share)
+            converted = convert_sync_batchnorm(model, session.connect("layers"), share)
             assert converted is model
         parts: dict[str, Any] = {"model": model, "optimizer": optimizer}
-        training.start.restore(parts)
+        world._start.restore(parts)
         _share_state(optimizer, world)
         if session.run is not None:
             for name, part in parts.items():
                 refuse_foreign(f"{name}.state_dict()", part.state_dict())
-        peers = replace(session.peers, intra_machine=link.connect_machine(sync, session.resources))
-        replica = replicate(model, optimizer, peers, config, share, session.setting)
-        told = list(training.start.restore_exchange(replica))
-        if len(link.joined.members.machines) == 1:
-            told += config.idle_on_one_machine
-        for note in told if world.rank == 0 else ():
-            say(as_arguments(note))
-        session.resources.callback(replica.close)
-        session.resources.callback(_refuse_outside(optimizer, replica))
-        training.bind(replica, model, optimizer, parts)
+        intra_machine = connect_machine(joined.members, joined.store, world.device, limits, sync)
+        if intra_machine is not None:
+            resources.enter_context(until_end(intra_machine))
+        peers = Peers(
+            members=joined.members,
+            token=joined.token,
+            limits=limits,
+            communicator=world._communicator,
+            device=world.device,
+            recorder=world._recorder,
+            trace=world._trace,
+            intra_machine=intra_machine,
+        )
+
+        def tell(note: str | Message) -> None:
+            world._recorder.event("note", text=as_arguments(note))
+            say_in_python(note)
+
+        setting = TrialSetting(folder=session.run, tell=tell)
+        replica = replicate(model, optimizer, peers, config, share, setting)
+        notes = list(world._start.restore_exchange(replica))
+        if len(joined.members.machines) == 1:
+            notes += config.idle_on_one_machine
+        for note in notes if world.rank == 0 else ():
+            say_in_python(note)
+        world._bind(model, optimizer, replica, parts)
     return model, optimizer
 
 
-def _exchange_of(asked: dict[str, Any], world: World) -> SyncConfig:
+def _exchange_of(arguments: dict[str, Any], world: World) -> SyncConfig:
     known = {
         "sync": ("auto", *SYNCHRONIZERS),
         "wire": CODECS,
@@ -129,9 +141,11 @@ def _exchange_of(asked: dict[str, Any], world: World) -> SyncConfig:
         "transport": TRANSPORTS,
     }
     for name, values in known.items():
-        if asked[name] not in values:
-            raise ConfigError(f"{name} is {asked[name]!r}; there is {', '.join(values)}.")
-    config = SyncConfig(**asked)
+        if arguments[name] not in values:
+            raise ConfigError(
+                f"{name} is {arguments[name]!r}; it must be one of {', '.join(values)}."
+            )
+    config = SyncConfig(**arguments)
     if world.device.type == "cuda":
         refuse_gpu(config)
     if config.transport == "nixl":
@@ -140,67 +154,51 @@ def _exchange_of(asked: dict[str, Any], world: World) -> SyncConfig:
 
 
 def _check(model: nn.Module, optimizer: Optimizer, world: World) -> None:
-    if world._training.bound:
+    if world._replica is not None:
         raise ConfigError(
-            "paceline.parallelize() was called before with this world: a world trains one model; "
-            "put several into one nn.ModuleList, with one optimizer."
+            "paceline.parallelize() was already called for this world, which trains one model: put "
+            "several models into one nn.ModuleList, with one optimizer."
         )
     if isinstance(model, DistributedDataParallel):
         raise ConfigError(
-            "the model is wrapped in DistributedDataParallel, which exchanges gradients as well: "
-            "give the model itself."
+            "the model is wrapped in DistributedDataParallel, which also exchanges gradients: pass "
+            "the unwrapped model."
         )
     if isinstance(model, nn.modules.batchnorm._BatchNorm):
         raise ConfigError("the model is a single BatchNorm: put it into an nn.Sequential.")
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.device != world.device:
             raise ConfigError(
-                f"the model's {name} is on {tensor.device}, and this rank computes on "
-                f"{world.device}: model.to(world.device) before the optimizer is made."
+                f"the model's {name} is on {tensor.device}, but this rank computes on "
+                f"{world.device}: call model.to(world.device) before you make the optimizer."
             )
     ours = set(model.parameters())
     groups = optimizer.param_groups
     if ours and not any(p in ours for group in groups for p in group["params"]):
         raise ConfigError(
-            "the optimizer has none of the model's parameters: make it of model.parameters(), "
-            "after the model was moved to its device or changed."
+            "the optimizer has none of the model's parameters: create it with model.parameters(), "
+            "after moving or changing the model."
         )
 
 
 def _group_facts(optimizer: Optimizer) -> dict[str, str]:
-    """Return what must be equal of the ranks' parameter groups."""
+    """Return the options and sizes of parameter groups, which are equal on all ranks."""
     facts = {}
     for number, group in enumerate(optimizer.param_groups):
         for name, value in group.items():
-            told = value.tolist() if isinstance(value, Tensor) else value
-            told = f"{len(value)} tensors" if name == "params" else told
-            facts[f"{name} of the optimizer's group {number}"] = str(told)
+            text = str(value.tolist() if isinstance(value, Tensor) else value)
+            text = f"{len(value)} tensors" if name == "params" else text
+            facts[f"{name} of the optimizer's group {number}"] = text
     return facts
 
 
 def _share_state(optimizer: Optimizer, world: World) -> None:
-    """Give all ranks the state of rank 0's optimizer, if it has made or loaded one."""
+    """Broadcast the state of rank 0's optimizer, if it has any."""
     data = io.BytesIO()
     if world.rank == 0 and optimizer.state:
         torch.save(optimizer.state_dict(), data)
-    communicator = world._training.session.communicator
     what = "the broadcast of rank 0's optimizer state"
-    told = broadcast_bytes(communicator, data.getvalue(), world.device, what)
-    if told and world.rank > 0:
-        state = torch.load(io.BytesIO(told), map_location="cpu", weights_only=True)
+    received = broadcast_bytes(world._communicator, data.getvalue(), world.device, what)
+    if received and world.rank > 0:
+        state = torch.load(io.BytesIO(received), map_location="cpu", weights_only=True)
         optimizer.load_state_dict(state)
-
-
-def _refuse_outside(optimizer: Optimizer, replica: Replica) -> Callable[[], None]:
-    """Refuse updates that no exchange precedes; return what undoes that."""
-    step = optimizer.step
-
-    def guarded(_: object, *args: Any, **kwargs: Any) -> Any:
-        if replica.ended:
-            raise ConfigError(
-                "optimizer.step() was called outside of a step, or twice in one, where no "
-                "gradients were exchanged: call it once in each `with world.step():` block."
-            )
-        return step(*args, **kwargs)
-
-    return patch(optimizer, "step", guarded)

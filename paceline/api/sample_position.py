@@ -1,11 +1,11 @@
-"""What the next step trains: the loader's shares that no step has trained yet, or a mere count.
+"""Sample position: which samples the next step of a script's loop trains.
 
-    loader      share ──▶ share ──▶ share ──▶ …         each handed out once, in the epoch's order
-    steps         └─── step ─┘        └─ step …         a step trains all that are waiting
+    loader      slice ──▶ slice ──▶ slice ──▶ …         each yielded once, in the epoch's order
+    steps         └─── step ─┘        └─ step …         a step trains all waiting slices
 
-As a rule a step trains one share. Where a loop accumulates gradients over several batches of the
-loader, its step trains several. Without a loader all steps are in one endless epoch, in which a
-rank takes as many positions as it says (`samples`), or one.
+A step usually trains one batch slice. A loop that accumulates gradients over several batches trains
+several. Without a loader all steps are in one endless epoch, in which a rank takes as many
+positions as its `samples`, or one.
 """
 
 from __future__ import annotations
@@ -25,36 +25,38 @@ from paceline.run.steps import Position
 
 @dataclass(frozen=True, kw_only=True)
 class WeightedSlice(BatchSlice):
-    """A share whose gradient counts otherwise than by its samples.
+    """Batch slice with an explicit gradient weight instead of its sample count.
 
     Attributes:
-        counts: its weight.
+        fraction: the weight: this slice's part of the step's gradient, 0 to 1.
     """
 
-    counts: float
+    fraction: float
 
     @property
     def weight(self) -> float:
-        """The share's part of the step."""
-        return self.counts
+        """The slice's part of the step's gradient."""
+        return self.fraction
 
     @classmethod
-    def of(cls, place: BatchSlice, weight: float) -> WeightedSlice:
-        """Give a share another weight."""
-        return cls(**{f.name: getattr(place, f.name) for f in fields(place)}, counts=weight)
+    def of(cls, plain: BatchSlice, fraction: float) -> WeightedSlice:
+        """Return a slice with another weight."""
+        return cls(**{f.name: getattr(plain, f.name) for f in fields(plain)}, fraction=fraction)
 
 
 class SamplePosition:
-    """Which samples steps train.
+    """Position tracker: determines which samples each step of a script's loop trains.
 
     Args:
-        position: where the run stands; the steps move it.
-        communicator: the ranks.
+        position: of the run; the steps advance it.
+        communicator: connects the ranks.
         device: where its tensors live.
 
     Attributes:
-        iterating: the loader's iteration is under way.
-        begun: the run was moved in this process, or could have been.
+        order: the order of the training loader, or None.
+        waiting: slices that the loader has yielded and no step has trained.
+        iterating: the loader's iteration is active.
+        begun: this process has advanced the run, or could have.
     """
 
     def __init__(
@@ -64,19 +66,14 @@ class SamplePosition:
         self.iterating = False
         self.begun = False
         self._communicator, self._device = communicator, device
-        self._order: Order | None = None
-        self._kept: Mapping[str, Any] | None = None  # the order in the checkpoint
-        self._waiting: list[BatchSlice] = []  # handed out, and not trained yet
+        self.order: Order | None = None
+        self.waiting: list[BatchSlice] = []
+        self._saved_order: Mapping[str, Any] | None = None  # in the checkpoint
         self._taken = 0  # positions of the endless epoch
 
     @property
-    def order(self) -> Order | None:
-        """The order of the loader that trains, if there is one."""
-        return self._order
-
-    @property
     def epoch(self) -> int:
-        """The epoch that runs, or that the loader's next iteration is."""
+        """The active epoch, or the one that the loader's next iteration begins."""
         return self.position.epoch + self.next_is_another
 
     @property
@@ -87,113 +84,103 @@ class SamplePosition:
     @property
     def at_end(self) -> bool:
         """Whether all steps of the epoch are done."""
-        return self._order is not None and self.position.step >= self._order.steps
+        return self.order is not None and self.position.step >= self.order.steps
 
     def follow(self, order: Order) -> None:
-        """Go by a loader's order from the first step on.
+        """Use a loader's order from the first step on.
 
         Raises:
-            ConfigError: there is such a loader, steps were made without one, or the checkpoint's
-                had another order.
+            ConfigError: there is such a loader already, steps were made without one, or the
+                checkpoint has another order.
         """
-        if self._order is not None:
+        if self.order is not None:
             raise ConfigError(
-                "this world has a loader that trains, and one loader says where a run stands: give "
-                "train=False to loaders for evaluation."
+                "this world already has a training loader, which defines the position of the run: "
+                "give train=False to loaders for evaluation."
             )
         if self._taken:
             raise ConfigError(
-                f"the run has made {self.position.number} steps without a loader: make the loader "
-                "before the first step, or give another run."
+                f"the run has already made {self.position.number} steps without a loader: create "
+                "the loader before the first step, or give another run."
             )
-        for name, kept in (self._kept or {}).items():
-            if getattr(order, name) != kept:
-                told = {"size": "the data set's length"}.get(name, name)
+        for name, saved in (self._saved_order or {}).items():
+            if getattr(order, name) != saved:
+                subject = {"size": "the data set's length"}.get(name, name)
                 raise ConfigError(
-                    f"{told} is {getattr(order, name)}, and was {kept} when the checkpoint was "
-                    "made: give the same, or another run."
+                    f"{subject} is {getattr(order, name)}, but was {saved} when the checkpoint was "
+                    "written: give the same, or another run."
                 )
-        self._order = order
-
-    def hand_out(self, place: BatchSlice) -> None:
-        """Let the next step train a share."""
-        self._waiting.append(place)
-
-    def drop(self) -> None:
-        """Forget shares of an iteration that was broken off."""
-        self._waiting.clear()
+        self.order = order
 
     def require_all_trained(self) -> None:
-        """Look whether steps have trained all shares, at an epoch's end.
+        """Require at an epoch's end that steps have trained all slices.
 
         Raises:
             ConfigError: no step trained the last ones.
         """
-        if self._waiting:
+        if self.waiting:
             raise ConfigError(
-                f"the epoch ended with {len(self._waiting)} batches that no world.step() trained: "
-                "where you accumulate, step at the last batch too (loader.step + 1 == "
+                f"the epoch ended with {len(self.waiting)} batches that no world.step() used: to "
+                "accumulate gradients, make a step at the last batch too (loader.step + 1 == "
                 "len(loader)); for a loop that doesn't train, give the loader train=False."
             )
 
     def take(self, samples: int | None) -> tuple[BatchSlice, Sequence[BatchSlice]]:
-        """Return what the next step trains, and the shares before it that it trains as well.
+        """Return the slice that the next step trains, and earlier ones that it trains too.
 
         Args:
-            samples: how many samples this rank's loss is the mean of, where the caller counts;
-                collective then.
+            samples: the number of samples of which this rank's loss is the mean, or None;
+                collective if it is given.
 
         Raises:
-            ConfigError: there is no share, or the counts can't be used.
-            CommError: a peer was lost, or silent.
+            ConfigError: no slice is waiting, or the numbers can't be used.
+            CommError: a peer is lost or silent.
         """
         self.begun = True
-        if self._order is None:
+        if self.order is None:
             return self._counted(samples), ()
-        if not self._waiting:
+        if not self.waiting:
             raise ConfigError(
                 "world.step() was called without a batch: call it once for each batch of the "
                 "loader, inside its loop; no_sync() accumulates several backwards in one step."
             )
-        *earlier, place = self._waiting
+        *earlier, last = self.waiting
         if samples is not None:
-            counts = self._counts(samples)
-            return WeightedSlice.of(place, samples / sum(counts)), earlier
-        return (self._accumulated(place) if earlier else place), earlier
+            return WeightedSlice.of(last, samples / sum(self._counts(samples))), earlier
+        return (self._accumulated(last) if earlier else last), earlier
 
     def trained(self) -> None:
-        """Count what `take` returned as trained."""
-        if self._order is None:
+        """Count the slices that `take` returned as trained."""
+        if self.order is None:
             self._taken = self._next
-        self._waiting.clear()
+        self.waiting.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint must keep."""
-        order = None if self._order is None else asdict(self._order)
+        """Return the state for a checkpoint."""
+        order = None if self.order is None else asdict(self.order)
         return {"taken": self._taken, "order": order}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what a checkpoint kept."""
-        self._taken, self._kept = state["taken"], state["order"]
+        """Restore the state of a checkpoint."""
+        self._taken, self._saved_order = state["taken"], state["order"]
 
-    def _accumulated(self, place: BatchSlice) -> BatchSlice:
-        """Weigh several shares as one: local samples / global samples of all of them."""
+    def _accumulated(self, last: BatchSlice) -> BatchSlice:
+        """Return one slice for all waiting ones; weight: local samples / global samples of all."""
         world_size = self._communicator.world_size
-        if any(share.global_count < world_size for share in self._waiting):
+        if any(each.global_count < world_size for each in self.waiting):
             raise ConfigError(
-                f"the batch before position {place.last} has less than a sample for each of the "
-                f"{world_size} ranks and can't be accumulated with others: give it a world.step() "
-                "of its own."
+                f"the batch before position {last.last} has fewer samples than the {world_size} "
+                "ranks and can't be accumulated with others: give it a world.step() of its own."
             )
-        local = sum(share.count for share in self._waiting)
-        return WeightedSlice.of(place, local / sum(share.global_count for share in self._waiting))
+        local = sum(each.count for each in self.waiting)
+        return WeightedSlice.of(last, local / sum(each.global_count for each in self.waiting))
 
     def _counted(self, samples: int | None) -> BatchSlice:
         """Take positions of the endless epoch, in rank order."""
-        if self._kept is not None:
+        if self._saved_order is not None:
             raise ConfigError(
-                "the run's checkpoint was made with a loader that trains, and there is none: make "
-                "it before the first step, or give another run."
+                "the run's checkpoint was written with a training loader, but this script has "
+                "none: create the loader before the first step, or give another run."
             )
         world_size, rank = self._communicator.world_size, self._communicator.rank
         counts = [1] * world_size if samples is None else self._counts(samples)
@@ -215,7 +202,7 @@ class SamplePosition:
         counts = torch.zeros(self._communicator.world_size, dtype=torch.int64, device=self._device)
         counts[self._communicator.rank] = samples
         self._communicator.all_reduce(counts).wait("the ranks' numbers of samples")
-        told: list[int] = counts.tolist()
-        if not sum(told):
-            raise ConfigError("samples is 0 on all ranks: a step needs one at least.")
-        return told
+        received: list[int] = counts.tolist()
+        if not sum(received):
+            raise ConfigError("samples is 0 on all ranks: a step needs at least one sample.")
+        return received

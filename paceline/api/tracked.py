@@ -1,9 +1,9 @@
-"""What a script gives to the checkpoints besides model and optimizer, by name.
+"""Tracked objects: what a script saves in checkpoints besides model and optimizer, by name.
 
     world.track(scheduler, scaler, average=ema)   ->   StepLR, GradScaler, average
 
-An object's name is its class's, with a number from the second of a class on: they must be given in
-the same order each time.
+An object's default name is its class's, with a number from the second of a class on. So each start
+must pass the objects in the same order.
 """
 
 from __future__ import annotations
@@ -22,52 +22,52 @@ _TORCH = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_form
 
 
 class Trackable(Protocol):
-    """Something with a state that can be kept and given back: schedulers, scalers, averages."""
+    """Protocol of objects with a state to save, such as schedulers, scalers and averages."""
 
     def state_dict(self) -> Any:
         """Return the state."""
 
     def load_state_dict(self, state: Any) -> Any:
-        """Take a state back."""
+        """Restore a state."""
 
 
 class Tracked:
-    """The objects that a script tracks.
+    """Registry of the objects passed to `world.track()`, whose state is in checkpoints.
 
     Args:
-        kept: their states in the checkpoint that the run goes on from, or None.
+        saved: their states in the checkpoint from which the run resumes, or None.
     """
 
-    def __init__(self, kept: Mapping[str, Any] | None) -> None:
-        self._kept = kept
+    def __init__(self, saved: Mapping[str, Any] | None) -> None:
+        self._saved = saved
         self._objects: dict[str, Trackable] = {}
 
     def add(self, named: Mapping[str, Trackable]) -> None:
-        """Track objects, and give each the state that the checkpoint has.
+        """Track objects, and restore each one's state from the checkpoint.
 
         Raises:
-            ConfigError: an object has no state, a name comes twice, or the checkpoint has other
-                names or an unfit state.
+            ConfigError: an object has no state, a name is used twice, or the checkpoint has other
+                names or a state that doesn't fit.
         """
         for name, part in named.items():
             self._check(name, part)
-            if self._kept is not None:
-                _restore(name, part, self._kept)
+            if self._saved is not None:
+                _restore(name, part, self._saved)
             self._objects[name] = part
 
     def begin(self) -> None:
-        """Look whether all that the checkpoint has is tracked, and let go of it.
+        """Require that all states of the checkpoint are restored, and release them.
 
         Raises:
-            ConfigError: something isn't.
+            ConfigError: an object isn't tracked.
         """
-        missing = [name for name in self._kept or () if name not in self._objects]
+        missing = [name for name in self._saved or () if name not in self._objects]
         if missing:
             raise ConfigError(
-                f"the checkpoint holds the state of {missing[0]}, which isn't tracked: give "
-                "world.track() the same objects as before, before the first step."
+                f"the checkpoint has the state of {missing[0]}, which isn't tracked: pass the same "
+                "objects to world.track() before the first step."
             )
-        self._kept = None
+        self._saved = None
 
     @property
     def scalers(self) -> list[GradScaler]:
@@ -92,7 +92,7 @@ class Tracked:
 
     def _check(self, name: str, part: Trackable) -> None:
         if name in self._objects:
-            raise ConfigError(f"world.track(): {name} is tracked already; give each a name once.")
+            raise ConfigError(f"world.track(): {name} is already tracked; names must be unique.")
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
             raise ConfigError(
                 f"world.track(): {name} is a {type(part).__name__}, which has no state_dict() and "
@@ -102,17 +102,16 @@ class Tracked:
 
 
 def refuse_foreign(name: str, state: Any) -> None:
-    """Look whether a state holds nothing that a checkpoint couldn't give back.
+    """Require that a checkpoint can hold a state.
 
     Raises:
-        ConfigError: a value is neither a tensor nor plain; names its place.
+        ConfigError: a value is neither a tensor nor plain; names where it is.
     """
     for where, value in _leaves(name, state):
         if not isinstance(value, _PLAIN + _TORCH):
             raise ConfigError(
-                f"{where} is a {type(value).__module__}.{type(value).__qualname__}, and "
-                "checkpoints keep tensors and plain values only: let state_dict() turn it into "
-                "such."
+                f"{where} is a {type(value).__module__}.{type(value).__qualname__}, but "
+                "checkpoints hold only tensors and plain values: convert it in state_dict()."
             )
 
 
@@ -121,21 +120,21 @@ def _leaves(where: str, state: Any) -> Iterator[tuple[str, Any]]:
         for key, value in state.items():
             yield from _leaves(f"{where}[{key!r}]", value)
     elif isinstance(state, list | tuple) and not isinstance(state, torch.Size):
-        for place, value in enumerate(state):
-            yield from _leaves(f"{where}[{place}]", value)
+        for index, value in enumerate(state):
+            yield from _leaves(f"{where}[{index}]", value)
     else:
         yield where, state
 
 
-def _restore(name: str, part: Trackable, kept: Mapping[str, Any]) -> None:
-    if name not in kept:
-        has = ", ".join(kept) or "nothing"
+def _restore(name: str, part: Trackable, saved: Mapping[str, Any]) -> None:
+    if name not in saved:
+        has = ", ".join(saved) or "nothing"
         raise ConfigError(
-            f"world.track(): the checkpoint has no state of {name}; it has {has}: track the same "
-            "objects in the same order as before, or give resume='no' and another run."
+            f"world.track(): the checkpoint has no state of {name} (it has {has}): track the same "
+            "objects in the same order, or begin another run with resume='no'."
         )
     try:
-        part.load_state_dict(kept[name])
+        part.load_state_dict(saved[name])
     except (KeyError, RuntimeError, ValueError, TypeError, AttributeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(

@@ -1,9 +1,12 @@
-"""`World`: a process's place among its peers, and the steps that they make together.
+"""`World`: one process among its peers, the one model that they train, and their steps.
 
-with world.step():                   a boundary: what is due is saved, who was asked to stops
-    loss = criterion(model(x), y)
-    loss.backward()                  gradients travel
-    optimizer.step()                 is installed by the next forward's layers
+    with world.step():                   boundary: save what is due, stop where it was requested
+        loss = criterion(model(x), y)
+        loss.backward()                  the gradient exchange begins
+        optimizer.step()                 the next forward installs the new parameters
+
+An epoch ends when the next one begins. What a script does between them, such as a scheduler's step
+or an evaluation, belongs to the earlier epoch and is repeated if the run stops in the middle of it.
 """
 
 from __future__ import annotations
@@ -11,40 +14,76 @@ from __future__ import annotations
 import atexit
 import sys
 import threading
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from paceline.api.argument_names import in_python, name_arguments
+from paceline.api.sample_position import SamplePosition
 from paceline.api.session import Session
-from paceline.api.tracked import Trackable
-from paceline.api.training import Training
-from paceline.comm.communicator import total
-from paceline.errors import ConfigError
+from paceline.api.tracked import Trackable, Tracked
+from paceline.cluster.supervision.supervisor import saved_sentence, say
+from paceline.comm.communicator import Communicator, total
+from paceline.data.batch_slice import BatchSlice
+from paceline.data.order import Order
+from paceline.errors import CommError, ConfigError, PacelineError
+from paceline.observe.trace.step_trace import Trace
+from paceline.recorder import Recorder
+from paceline.replica.hooks import patch
+from paceline.replica.replica import Replica
+from paceline.run.step_summary import StepSummaries
+from paceline.run.steps import SavePolicy, Steps, Stop
+from paceline.state.checkpoint_files import Checkpoints
+from paceline.state.checkpointer import Checkpointer, Stateful
 from paceline.wiring import Start
+
+_TERMINATED = 143  # the status where another process received the signal
 
 
 class World:
-    """The processes that train together, as one of them sees them; made by `paceline.join`.
+    """World of the processes that train one model together, from the view of one rank.
 
-    A context manager: its end is `close`. Without one, the script's end is.
+    `paceline.join` makes it. As a context manager it ends with `close`; otherwise the end of the
+    script closes it.
     """
 
-    def __init__(self, session: Session, start: Start) -> None:
-        self._session = session
-        self._members = session.link.joined.members
-        self._training = Training(session, start)
-        session.exit_handler.rescue = self._training.rescue
+    def __init__(
+        self,
+        session: Session,
+        communicator: Communicator,
+        start: Start,
+        recorder: Recorder,
+        trace: Trace | None,
+    ) -> None:
+        self._session, self._communicator = session, communicator
+        self._recorder, self._trace = recorder, trace
+        self._start = start  # without the checkpoint from the first step on
+        self._members = session.joined.members
+        self._tracked = Tracked(None if start.state is None else start.state.get("tracked", {}))
+        self._position = SamplePosition(start.position, communicator, session.device)
+        start.restore({"course": self._position})
+        self._parts: dict[str, Any] = {}  # "model" and "optimizer", once there is a model
+        self._steps: Steps | None = None
+        self._replica: Replica | None = None
+        self._loaders = 0
+        self._begun = False  # this process has begun its first step
+        self._inside = False  # a step is active
+        self._broken = False  # an error or a stop ended the last step
+        self._closed = False
+        session.exit_handler.rescue = self._rescue
         if session.run is not None and threading.current_thread() is threading.main_thread():
-            hear = session.signals.heard(self._training.rescue)
-            session.resources.enter_context(hear)
+            session.resources.enter_context(session.signals.heard(self._rescue))
         atexit.register(self._close_at_exit)
 
     @property
     def rank(self) -> int:
-        """This process's number, 0 to world_size - 1."""
+        """This process's rank, 0 to world_size - 1."""
         return self._members.rank
 
     @property
@@ -54,7 +93,7 @@ class World:
 
     @property
     def local_rank(self) -> int:
-        """This process's number on its machine."""
+        """This process's rank on its machine, 0 to local_world_size - 1."""
         return self._members.local_rank
 
     @property
@@ -64,144 +103,179 @@ class World:
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes."""
-        return self._session.link.device
+        """The device on which this process computes."""
+        return self._session.device
 
     @property
     def generation(self) -> int:
-        """How often the run was started before."""
-        return self._training.start.generation
+        """The number of earlier starts of the run."""
+        return self._start.generation
 
     @property
     def epoch(self) -> int:
-        """The epoch in which the run goes on."""
-        return self._training.position.epoch
+        """The active epoch, or the one that the loader's next iteration begins."""
+        return self._position.epoch
 
     @property
     def steps(self) -> int:
-        """The steps that the run has made, in earlier starts of it too."""
-        return self._training.position.position.number
+        """The number of steps of the run, those of earlier starts included."""
+        return self._position.position.number
 
-    def step(self, samples: int | None = None) -> AbstractContextManager[None]:
-        """Make a step with all other processes; forward, backward and `optimizer.step()` inside.
+    @contextmanager
+    def step(self, samples: int | None = None) -> Iterator[None]:
+        """Make a step on all ranks; forward, backward and `optimizer.step()` go inside the block.
 
-        The gradients of the ranks are added up, each with its rank's part of the global batch: the
-        loader's batch says how many samples that is. In a loop without our loader all ranks count
-        the same, or what `samples` says.
+        The gradient of the step is the sum of the ranks' gradients, each weighted by its rank's
+        part of the global batch. The loader's batch defines that part. Without a loader of
+        Paceline all ranks have the same weight, or the weights that `samples` defines.
 
         Args:
-            samples: how many samples this rank's loss is the mean of; on all ranks or on none.
-                With 0 a rank needs no forward and backward; with `sync_bn` it makes both, of any
-                samples, as its layers exchange within them.
+            samples: the number of samples of which this rank's loss is the mean. Give it on all
+                ranks or on none. A rank with 0 needs no forward and backward, except with
+                `sync_bn`, whose layers exchange within them: there any samples do.
 
         Raises:
-            ConfigError: a rule of the exchange is broken; names the remedy.
-            CommError: a peer was lost, or silent.
-            CheckpointError: a checkpoint couldn't be written.
-            SystemExit: this process, or another, was asked to stop; the state is saved.
+            ConfigError: a call breaks a rule of the exchange; names the remedy.
+            CommError: a peer is lost, silent, or has ended.
+            CheckpointError: a checkpoint can't be written.
+            SystemExit: this process, or another, received a signal to stop; the state is saved.
         """
-        return self._training.step(samples)
+        steps = self._between_steps("world.step()")
+        with self._until_stop():
+            batch_slice, earlier = self._position.take(samples)
+            self._begin()
+            self._inside = self._broken = True
+            try:
+                with steps.step(batch_slice):
+                    yield
+            finally:
+                self._inside = False
+            self._broken = False
+            for one in earlier:
+                self._recorder.event(
+                    "step",
+                    generation=self.generation,
+                    step=one.number,
+                    epoch=one.epoch,
+                    first=one.first,
+                    last=one.last,
+                    skipped=one.skipped,
+                )
+            self._position.trained()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Accumulate: gradients of backwards inside the block stay here, for a later one to send.
+        """Accumulate gradients: backwards inside the block are exchanged by a later one.
 
         Raises:
             ConfigError: there is no model yet.
         """
-        return self._training.replica("world.no_sync()").no_sync()
+        return self._bound("world.no_sync()").no_sync()
 
     def reduce(self) -> None:
-        """Wait, and make every `.grad` the mean over the global batch; then it may be changed.
+        """Wait until every `.grad` is the mean over the global batch and may be changed.
 
-        Between backward and `optimizer.step()`: to clip, to unscale, to look.
+        Call it between backward and `optimizer.step()`, to clip, unscale or inspect gradients.
 
         Raises:
-            ConfigError: no step runs, or a gradient was changed before.
-            CommError: a peer was lost, or silent.
+            ConfigError: no step is active, or a gradient was changed before.
+            CommError: a peer is lost or silent.
         """
-        self._training.replica("world.reduce()").reduce()
+        self._bound("world.reduce()").reduce()
 
     def settle(self) -> None:
-        """Wait, and make all parameters those after the last `optimizer.step()`.
+        """Wait until all parameters are those after the last `optimizer.step()`.
 
-        The model's next forward, `eval()` and `state_dict()` do so themselves; code that reads
-        parameters otherwise (an average of weights) calls this first.
+        The model's next forward, `eval()` and `state_dict()` do the same. Call this before other
+        reads of the parameters, such as an average of weights.
 
         Raises:
             ConfigError: there is no model yet.
-            CommError: a peer was lost, or silent.
+            CommError: a peer is lost or silent.
         """
-        self._training.replica("world.settle()").settle()
+        self._bound("world.settle()").settle()
 
     def total(self, tensor: Tensor) -> Tensor:
         """Return the sum of a tensor over all ranks; collective.
 
         Args:
-            tensor: of one shape and dtype on all ranks; truth values are counted.
+            tensor: of the same shape and dtype on all ranks; a bool tensor is counted as int64.
 
         Raises:
-            ConfigError: a step runs whose gradients are yet to be sent.
-            CommError: a peer was lost, or silent.
+            ConfigError: a step is active whose gradient exchange isn't complete.
+            CommError: a peer is lost, silent, or has ended.
         """
-        self._training.require_open("world.total()")
-        if self._training.exchanging:
+        self._require_open("world.total()")
+        if self._inside and self._replica is not None and not self._replica.ended:
             raise ConfigError(
-                "world.total() was called in a step before optimizer.step(), while gradients "
-                "travel: call it after optimizer.step()."
+                "world.total() was called inside a step before optimizer.step(), during the "
+                "gradient exchange: call it after optimizer.step()."
             )
         values = tensor.detach().to(self.device)
         values = values.long() if values.dtype is torch.bool else values
-        return total(self._session.communicator, values, "world.total()").to(tensor.device)
+        with self._explained("world.total()"):
+            return total(self._communicator, values, "world.total()").to(tensor.device)
 
     def track(self, *objects: Trackable, **named: Trackable) -> None:
-        """Keep the state of more objects in checkpoints; on resume they get it back at once.
+        """Save the state of more objects in checkpoints; a resumed run restores it at once.
 
         Args:
             objects: schedulers, scalers, …; in the same order at each start of the run.
-            named: the same, with names of one's own.
+            named: the same, under names of your own.
 
         Raises:
-            ConfigError: an object has no state, or the checkpoint has other objects' states.
+            ConfigError: an object has no state, or the checkpoint has the states of other objects.
         """
-        self._training.track(objects, named)
+        if self._begun:
+            raise ConfigError(
+                "world.track() was called after the first step: call it before the first step, so "
+                "that the state can be restored."
+            )
+        self._tracked.add({**self._tracked.unnamed(objects), **named})
+        if self._parts:
+            with in_python():  # a new scheduler has reset the optimizer's rates
+                self._start.restore({"optimizer": self._parts["optimizer"]})
 
     def checkpoint(self) -> None:
         """Save a checkpoint now, in the background. All ranks call it; rank 0 writes.
 
-        Rank 0 alone may call it, too, unless ranks have state of their own, which each gives: by a
-        lossy wire, or with update="sharded".
+        Rank 0 alone may call it, unless ranks have state of their own to contribute: with a lossy
+        wire, or with update="sharded".
 
-        Call it where the next step could begin: what comes before that step is made again.
+        Call it where the next step could begin: a resumed run repeats what comes before that step.
 
         Raises:
-            ConfigError: there is no run to save it to, or a step runs.
-            CommError: a peer was lost, or silent.
+            ConfigError: there is no run folder, or a step is active.
+            CommError: a peer is lost or silent.
             CheckpointError: an earlier checkpoint couldn't be written.
         """
         if self._session.run is None:
             raise ConfigError(
-                "world.checkpoint() has nowhere to write: give paceline.join() a folder, run=…."
+                "world.checkpoint() needs a run folder: pass run=… to paceline.join()."
             )
-        self._training.save()
+        with in_python():
+            self._between_steps("world.checkpoint()").save()
 
     def close(self) -> None:
-        """Leave the world, when all steps are done; what isn't saved is.
+        """End the world after its last step; save what isn't saved yet.
 
         Raises:
-            CommError: a peer was lost, or silent.
-            CheckpointError: the last checkpoint couldn't be written.
+            CommError: a peer is lost or silent.
+            CheckpointError: the last checkpoint can't be written.
         """
-        if self._training.closed:
+        if self._closed:
             return
         try:
-            self._training.finish()
-            self._training.drain()
+            self._finish()
+            if self._replica is not None:
+                self._replica.drain()
+            if not self._session.exit_handler.asked:  # else the status explains the end
+                self._session.post_end(self.steps)
         except BaseException:
             self._release(*sys.exc_info())
             raise
         self._release(None, None, None)
-        self._session.exit_handler.withdraw()
-        self._session.link.joined.close()
+        self._session.exit_handler.uninstall()
+        self._session.joined.close()
 
     def __enter__(self) -> Self:
         return self
@@ -218,21 +292,201 @@ class World:
         else:
             self._release(kind, error, trace)
 
+    def _bind(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        replica: Replica,
+        parts: dict[str, Any],
+    ) -> None:
+        """Make steps of a model from now on; `parts` is what checkpoints save, by name."""
+        session, rank = self._session, self.rank
+        session.resources.callback(replica.close)
+        session.resources.callback(_refuse_outside(optimizer, replica))
+        self._replica, self._parts = replica, parts
+        checkpointer = None
+        if session.run is not None and rank == 0:
+            saved: Mapping[str, Stateful] = {
+                **parts,
+                "course": self._position,
+                "tracked": self._tracked,
+            }
+            checkpoints = Checkpoints(session.run, session.output.keep_checkpoints)
+            checkpointer = Checkpointer(saved, checkpoints, constant={"config": session.identity})
+        output = session.output
+        self._steps = Steps(
+            replica,
+            StepSummaries(self._communicator),
+            self._recorder,
+            checkpointer,
+            rank=rank,
+            generation=self.generation,
+            seed=session.seed,
+            position=self._position.position,
+            policy=SavePolicy(steps=output.checkpoint_steps, minutes=output.checkpoint_minutes),
+            stopping=lambda: session.signals.status != 0,
+            listen=lambda number, sums: None,
+            values=0,
+            device=session.device,
+        )
+
+    def _admit(self, order: Order, *, train: bool) -> None:
+        """Admit a loader; collective.
+
+        Raises:
+            ConfigError: the ranks' loaders differ, or this one doesn't fit the run.
+        """
+        self._loaders += 1
+        facts = {
+            "the data set's length": order.size,
+            "batch_size": order.batch_size,
+            "seed of the loader": order.seed,
+            "shuffle": order.shuffle,
+            "train": train,
+        }
+        self._session.agree(f"loader {self._loaders}", facts)
+        if train:
+            self._position.follow(order)
+
+    def _begin_epoch(self) -> tuple[int, int]:
+        """End the epoch of the loader's last iteration; return the next one and its first step."""
+        self._require_open("the loader")
+        self._position.waiting.clear()  # slices of an iteration that was left early
+        if self._position.next_is_another and self._steps is not None:
+            with in_python():
+                self._steps.end_epoch()
+        self._position.begun = self._position.iterating = True
+        return self._position.position.epoch, self._position.position.step
+
+    def _hand_out(self, batch_slice: BatchSlice) -> None:
+        """Let the next step train a slice, perhaps with later ones."""
+        self._position.waiting.append(batch_slice)
+        if self._steps is not None:
+            self._steps.seed(batch_slice.number)
+
+    def _end_steps(self) -> None:
+        """End an epoch's steps; stop here where a signal requested it."""
+        self._position.require_all_trained()
+        if self._steps is not None:
+            with self._until_stop():
+                self._steps.end_steps()
+
+    def _begin(self) -> None:
+        """Begin this start's first step."""
+        if self._begun:
+            return
+        self._tracked.begin()
+        assert self._replica is not None
+        for scaler in self._tracked.scalers:
+            self._replica.follow(scaler.get_scale)
+        order = self._position.order
+        self._recorder.event(
+            "run",
+            generation=self.generation,
+            rank=self.rank,
+            world_size=self.world_size,
+            machines=len(self._members.machines),
+            samples=order and order.samples,
+            steps=order and order.steps,
+            epochs=None,  # only the script has this number
+            batch=order and order.batch_size,
+            model=type(self._parts["model"]).__name__,
+            device=self.device.type,
+        )
+        origin = self._start.origin
+        self._recorder.event("restore", generation=self.generation, step=self.steps, origin=origin)
+        self._begun, self._start = True, replace(self._start, state=None)
+
+    def _finish(self) -> None:
+        """Save the state after the last step, unless there is none or it is broken."""
+        if self._steps is None or self._broken or not self._position.begun:
+            return
+        with in_python():
+            if self._position.at_end:
+                self._steps.end_epoch()
+            else:
+                self._steps.save()
+            self._steps.finish()
+
+    def _rescue(self) -> None:
+        """Write the newest state in memory to the disk, from any thread."""
+        if self._steps is not None:
+            self._steps.rescue()
+
+    def _require_open(self, call: str) -> None:
+        """Raise ConfigError if the world is closed."""
+        if self._closed:
+            raise ConfigError(f"{call} was used after world.close(): join again.")
+
+    def _bound(self, call: str) -> Replica:
+        """Return the model's replica; raise ConfigError if there is none or the world is closed."""
+        self._require_open(call)
+        if self._replica is None:
+            raise ConfigError(
+                f"{call} was called before paceline.parallelize(model, optimizer, world): call "
+                "that first."
+            )
+        return self._replica
+
+    def _between_steps(self, call: str) -> Steps:
+        self._bound(call)
+        assert self._steps is not None
+        if self._inside:
+            raise ConfigError(f"{call} was called inside a step: call it outside.")
+        if self._broken:
+            raise ConfigError(
+                f"{call} was called after an error inside a step: close() the world and join "
+                "again; a run with a folder resumes from its last checkpoint."
+            )
+        return self._steps
+
+    @contextmanager
+    def _explained(self, operation: str = "the next step") -> Iterator[None]:
+        """Name the cause of a lost peer, and options as arguments, in errors that leave the block.
+
+        Args:
+            operation: what the peer is missing from.
+        """
+        try:
+            yield
+        except CommError as error:
+            name_arguments(error)
+            cause = self._session.ended_peer(self.steps, operation)
+            if cause is None:
+                raise
+            raise cause from error
+        except PacelineError as error:
+            name_arguments(error)
+            raise
+
+    @contextmanager
+    def _until_stop(self) -> Iterator[None]:
+        """End the script with the run, where a signal requested it."""
+        session = self._session
+        try:
+            with self._explained():
+                yield
+        except Stop:
+            self._broken = True  # the state is saved already
+            if session.joined.launcher == "paceline" and session.run and self.rank == 0:
+                say(saved_sentence(session.run))
+            raise SystemExit(session.signals.status or _TERMINATED) from None
+
     def _release(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Let go of all that is held; after an error its last word is still to be said."""
-        if not self._training.closed:
-            self._training.closed = True
+        """Close all resources; the exit handler still reports the error, if there is one."""
+        if not self._closed:
+            self._closed = True
             atexit.unregister(self._close_at_exit)
-            self._session.exit_handler.standing = False
+            self._session.exit_handler.active = False
             self._session.resources.__exit__(kind, error, trace)
 
     def _close_at_exit(self) -> None:
-        """Close when the script has come to its end, and say why where that can't be."""
+        """Close at the end of the script, and report where that fails."""
         if self._session.exit_handler.failed:
             return
         try:
@@ -240,3 +494,18 @@ class World:
             self.close()
         except Exception as error:
             self._session.exit_handler.at_exit(error)
+
+
+def _refuse_outside(optimizer: Optimizer, replica: Replica) -> Callable[[], None]:
+    """Refuse updates without an exchange before them; return what undoes that."""
+    step = optimizer.step
+
+    def guarded(_: object, *args: Any, **kwargs: Any) -> Any:
+        if replica.ended:
+            raise ConfigError(
+                "optimizer.step() was called outside a step, or twice in one step, so there are no "
+                "exchanged gradients: call it once in each `with world.step():` block."
+            )
+        return step(*args, **kwargs)
+
+    return patch(optimizer, "step", guarded)

@@ -1,42 +1,36 @@
-"""What the environment says: the only reader of environment variables.
+"""The only reader of environment variables.
 
-A supervisor tells each worker its place by one variable, `PACELINE_WORKER`. Other launchers have
-theirs, which their own files read: `torchrun`, `mpirun`, `slurm`. Where several have left their
-mark, the innermost counts: torchrun and mpirun are often started inside of a Slurm job.
+A supervisor describes each worker by one variable, `PACELINE_WORKER`. Other launchers have
+variables of their own, see `launchers`. `PACELINE_SECRET` is the secret of a run's machines.
 """
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Self
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
+from paceline.cluster.json_record import JsonRecord
 from paceline.cluster.launchers.launched_process import LaunchedProcess
-from paceline.cluster.launchers.mpirun import by_mpirun, read_mpirun
-from paceline.cluster.launchers.slurm import by_srun, read_srun
-from paceline.cluster.launchers.torchrun import by_hand, by_torchrun, read_torchrun
+from paceline.cluster.launchers.launchers import launched_by
 from paceline.cluster.stores.store_spec import StoreSpec
+from paceline.errors import ConfigError
 
+SECRET_VARIABLE = "PACELINE_SECRET"
 WORKER_VARIABLE = "PACELINE_WORKER"
 
 # Threads of one tensor operation wait asleep, not spinning: they share the cores with the threads
 # that decode images, and a spinning one keeps the one that it waits for from running. Seen: 8 times
 # as many images a second on a busy machine.
 # torch's store warns wherever an address has no hostname, as on most networks of a few machines.
-# Whoever sets the variables themselves is obeyed.
+# Variables that the user sets are kept.
 _DEFAULTS = {"OMP_WAIT_POLICY": "PASSIVE", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
-_Launcher = tuple[
-    Callable[[Mapping[str, str]], bool], Callable[[Mapping[str, str]], LaunchedProcess]
-]
-
-
 @dataclass(frozen=True, kw_only=True)
-class WorkerEnvironment:
-    """A worker's place in a run, as its supervisor tells it.
+class WorkerEnvironment(JsonRecord):
+    """A worker's rank and machine in a run, and the run's store: what its supervisor gives it.
 
     Attributes:
         run_id: the run's name.
@@ -49,7 +43,7 @@ class WorkerEnvironment:
         first_iter_timeout: seconds to wait for the others at the start.
         timeout: seconds to wait for the others afterwards.
         error_file: where to write why the worker failed.
-        command: whether the worker is a command that somebody gave to `paceline launch`.
+        command: whether the worker is the command given to `paceline launch`.
     """
 
     run_id: str
@@ -64,37 +58,18 @@ class WorkerEnvironment:
     error_file: str
     command: bool = False
 
-    def to_text(self) -> str:
-        """Return the variable's value."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_text(cls, text: str) -> Self:
-        """Read the variable's value."""
-        values: dict[str, Any] = json.loads(text)
-        return cls(**(values | {"store": StoreSpec(**values["store"])}))
-
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """Who started this process.
+    """What started this process: a supervisor, a launcher, or a user.
 
     Attributes:
         worker: this process is a worker of one of our supervisors.
-        launched: another launcher started it, one of several. Without both it was started alone.
+        launched: the process, if another launcher started it, one of several.
     """
 
     worker: WorkerEnvironment | None = None
     launched: LaunchedProcess | None = None
-
-
-# The launchers, the innermost first: how each is known, and who reads what it says.
-_LAUNCHERS: tuple[_Launcher, ...] = (
-    (by_torchrun, read_torchrun),
-    (by_mpirun, read_mpirun),
-    (by_srun, read_srun),
-    (by_hand, read_torchrun),
-)
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
@@ -104,13 +79,35 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         ConfigError: they contradict each other, or some are missing; names them.
     """
     variables = os.environ if variables is None else variables
-    worker = variables.get(WORKER_VARIABLE)
-    if worker is not None:
-        return Environment(worker=WorkerEnvironment.from_text(worker))
-    for started_by, read in _LAUNCHERS:
-        if started_by(variables):
-            return Environment(launched=read(variables))
-    return Environment()
+    worker = worker_environment(variables)
+    return Environment(worker=worker, launched=None if worker else launched_by(variables))
+
+
+def worker_environment(variables: Mapping[str, str] = os.environ) -> WorkerEnvironment | None:
+    """Return what this process's supervisor gave it; None if it has none."""
+    text = variables.get(WORKER_VARIABLE)
+    return None if text is None else WorkerEnvironment.from_text(text)
+
+
+def read_secret(file: str = "") -> str:
+    """Return the secret of a run's machines: the file's text, else `PACELINE_SECRET`, else "".
+
+    Raises:
+        ConfigError: the file can't be read, or is empty.
+    """
+    if not file:
+        return os.environ.get(SECRET_VARIABLE, "").strip()
+    try:
+        secret = Path(file).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it isn't text"
+        secret, rule = "", f"can't be read ({reason})"
+    else:
+        rule = "is empty"
+    if not secret:
+        remedy = "give a file with the same secret on all machines"
+        raise ConfigError(flag="secret_file", value=file, rule=rule, remedy=remedy)
+    return secret
 
 
 def environment_of(worker: WorkerEnvironment) -> dict[str, str]:

@@ -1,9 +1,9 @@
-"""One entry to the world, whoever started this process.
+"""One entry to the world, whatever started this process.
 
     launcher   started by                      the processes meet
-    paceline   a supervisor of ours            in the store that it tells them of
-    others     torchrun, mpirun or srun        where `meeting` says
-    alone      a person                        nowhere: it is the whole world
+    paceline   a supervisor of `paceline`      in the store that its environment names
+    others     a row of `LAUNCHERS`            where `meeting` says
+    alone      a user                          nowhere: it is the whole world
 
 From there on all is the same: ranks, addresses, a store, a job token, and a way to leave.
 """
@@ -14,7 +14,6 @@ import secrets
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Literal
 
 from torch._C._distributed_c10d import HashStore, Store
 
@@ -34,19 +33,18 @@ from paceline.cluster.supervision.process_end import (
     SingleProcessEnd,
     SupervisedEnd,
 )
+from paceline.cluster.supervision.supervisor import say
 from paceline.cluster.supervision.worker import join_world
-
-LauncherName = Literal["paceline", "torchrun", "mpirun", "slurm", "alone"]
 
 
 class Joined:
-    """A world that stands, and this process in it.
+    """Joined world: the members, the store and the job token, as this process sees them.
 
     Attributes:
         members: the world as this process sees it.
         store: where process groups meet; keep this object for as long as one uses it.
         token: the job token.
-        launcher: who started the processes.
+        launcher: what started the processes: paceline, alone, or a name in `LAUNCHERS`.
         meeting: where they met, HOST:PORT, where that is a TCP store; else "".
     """
 
@@ -56,7 +54,7 @@ class Joined:
         members: Members,
         store: Store,
         token: str,
-        launcher: LauncherName,
+        launcher: str,
         ending: ProcessEnd,
         meeting: str = "",
     ) -> None:
@@ -76,7 +74,7 @@ class Joined:
             timeout: seconds to wait for rank 0.
 
         Raises:
-            CommTimeout: rank 0 said nothing.
+            CommTimeout: rank 0 gave nothing.
             PeerLost: another process gave a reason for the run's end.
         """
         key = f"from rank 0/{name}"
@@ -90,13 +88,13 @@ class Joined:
         """Wait for keys in the store.
 
         Raises:
-            CommTimeout: some didn't come in time; says `late`.
+            CommTimeout: some didn't come in time; its text is `late`.
             PeerLost: another process gave a reason for the run's end.
         """
         await_keys(self.store, keys, timeout, lambda missing: f"{late} within {timeout:g} s.")
 
     def fail(self, error: BaseException) -> int:
-        """Say why this process fails, once, where the person sees it, and leave the world.
+        """Report why this process fails, once, where the user sees it, and leave the world.
 
         Returns:
             the exit status to end with, at once: by `os._exit`.
@@ -104,11 +102,11 @@ class Joined:
         return self._ending.fail(error)
 
     def warn(self, status: int) -> None:
-        """Say that this process is about to end with a status, before its peers lose it."""
+        """Report that this process is about to end with a status, before its peers lose it."""
         self._ending.warn(status)
 
     def close(self) -> None:
-        """Leave the world; who serves the store stays until all have left, within a limit."""
+        """Leave the world; the store's server waits for the others, within a limit."""
         self._ending.close()
 
 
@@ -123,7 +121,7 @@ def join_world_of(
     """Find this process's place in the world; collective.
 
     Args:
-        environment: who started the process.
+        environment: what started the process.
         first_iter_timeout: seconds to wait for the others at the start.
         timeout: seconds that the store's server waits for the others at the end.
         meeting: where flags say to meet.
@@ -149,7 +147,7 @@ def join_world_of(
     return _launched(launched, first_iter_timeout, timeout, meeting, wanted)
 
 
-def _alone(launcher: LauncherName) -> Joined:
+def _alone(launcher: str) -> Joined:
     host = ProcessIdentity.of_this_process().host
     return Joined(
         members=Members.on(0, 0, machines=(1,), addresses=("127.0.0.1",), hosts=(host,)),
@@ -169,18 +167,18 @@ def _launched(
 ) -> Joined:
     remedy = "see what they say, or give a longer --first_iter_timeout"
     deadline = Deadline(first_iter_timeout, _say_nothing, time.sleep, remedy)
-    server, place = meet(launched, meeting, wanted, first_iter_timeout)
-    world = gather(place, launched, wanted, deadline)
+    server, space = meet(launched, meeting, wanted, first_iter_timeout, say)
+    world = gather(space, launched, wanted, deadline)
     world.store.set_timeout(timedelta(seconds=first_iter_timeout))
     return Joined(
         members=world.members,
         store=world.store,
         token=world.token,
         launcher=launched.launcher,
-        meeting=place.address if place.kind == "tcp" else "",
-        ending=LaunchedEnd(world, place, server, keeps=launched.rank == 0, timeout=timeout),
+        meeting=space.address if space.served_by_run else "",
+        ending=LaunchedEnd(world, space, server, keeps=launched.rank == 0, timeout=timeout),
     )
 
 
 def _say_nothing(text: str) -> None:
-    """Tell nobody for whom a start waits: with many processes it would be many lines."""
+    """Report nothing of what a start waits for: with many processes it would be many lines."""

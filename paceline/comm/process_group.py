@@ -6,7 +6,13 @@ have the next group. Gloo listens on the address that reaches the peers, not on 
 
 from __future__ import annotations
 
+import os
+import re
+import secrets
+import select
+import socket
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -20,6 +26,8 @@ from paceline.comm.communicator import Ticket
 from paceline.errors import CommError, CommTimeout, PeerLost
 
 # Words of the transports for a peer that is gone; their other complaints are about the call.
+_PLACE = re.compile(r"\[[^\]]*\.\w+:\d+\] ?|[^\s\[]+\.(?:cc|cpp|hpp|h|cu):\d+,? ?")
+_ADDRESS = re.compile(r"\[([^\]\s]+)\]:\d+")
 _OF_CONNECTIONS = ("connect", "peer", "socket", "pipe", "closed", "abort", "remote process")
 
 
@@ -59,9 +67,8 @@ class ProcessGroupCommunicator:
             self._group = make(store, rank, world_size, address, self._limit)
         except RuntimeError as error:
             raise CommError(
-                f"rank {rank} of {world_size} at {address} couldn't connect to all ranks "
-                f"({_first_line(error)}): see what the others say, and whether a firewall is "
-                "between them."
+                f"rank {rank} of {world_size} at {address} could not connect to all ranks "
+                f"({_cause(error)}): check the output of the other ranks, and firewalls."
             ) from error
 
     def all_reduce(self, tensor: Tensor) -> Ticket:
@@ -132,8 +139,64 @@ def _gloo(store: Store, rank: int, world_size: int, address: str, limit: timedel
     gloo: Any = dist.ProcessGroupGloo  # its options are in no type stub
     options = gloo._Options()
     options._timeout = limit
-    options._devices = [gloo.create_device(hostname=address)]
-    return gloo(store, rank, world_size, options)
+    before = _descriptors()
+    device = gloo.create_device(hostname=address, lazy_init=False)
+    opened = dict(_descriptors().items() - before.items())
+    options._devices = [device]
+    group = gloo(store, rank, world_size, options)
+    _stop_listening(opened, address)
+    return group
+
+
+def _descriptors() -> dict[int, str]:
+    """Return what each descriptor of this process refers to."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # closed since it was listed
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+    return found
+
+
+def _stop_listening(opened: dict[int, str], address: str) -> None:
+    """Close the port of a Gloo device whose group is connected.
+
+    Gloo would accept every connection until the group ends, keep its descriptor, and abort the
+    process when it has no more. It also aborts if its listening socket fails. The descriptor
+    therefore gets another listening socket, which no process can address; until the device's
+    event loop has forgotten the port, `accept` finds no connection there.
+
+    Args:
+        opened: the descriptors that the device opened, and what each refers to.
+        address: the IP address on which it listens.
+    """
+    with ExitStack() as stack:
+        loops = [
+            stack.enter_context(select.epoll.fromfd(os.dup(number)))
+            for number, target in opened.items()
+            if target == "anon_inode:[eventpoll]"
+        ]
+        for number, target in opened.items():
+            if target.startswith("socket:") and _listens(number, address):
+                _replace(number, loops)
+
+
+def _listens(number: int, address: str) -> bool:
+    with socket.socket(fileno=os.dup(number)) as port:
+        listens = port.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        return bool(listens) and port.getsockname()[0] == address
+
+
+def _replace(number: int, loops: Sequence[select.epoll]) -> None:
+    """Give a listening descriptor another socket, of which the event loops get no event."""
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(f"\0paceline-{secrets.token_hex(16)}")
+        silent.listen(0)
+        silent.setblocking(False)
+        for loop in loops:
+            loop.unregister(number)
+        os.dup2(silent.fileno(), number, inheritable=False)
+        for loop in loops:
+            loop.register(number, 0)  # Gloo unregisters it at the end
 
 
 def _nccl(store: Store, rank: int, world_size: int, address: str, limit: timedelta) -> Any:
@@ -143,16 +206,24 @@ def _nccl(store: Store, rank: int, world_size: int, address: str, limit: timedel
 
 
 def _translate(error: RuntimeError, rank: int, operation: str, limit: timedelta) -> CommError:
-    text = _first_line(error)
-    if "timed out" in text.lower() or "timeout" in text.lower():
+    """Return the error of a collective in this package's terms."""
+    cause = _cause(error)
+    text = cause.lower()
+    if "timed out" in text or "timeout" in text:
         return CommTimeout(
-            f"rank {rank} waited {limit.total_seconds():g} s for a peer in {operation}: one hangs, "
-            "can't be reached, or needs a longer --timeout (--first_iter_timeout in the start)."
+            f"rank {rank} timed out after {limit.total_seconds():g} s in {operation}. Another rank "
+            "may be hanging or unreachable, or --timeout is too short (--first_iter_timeout at the "
+            "start)."
         )
-    if any(word in text.lower() for word in _OF_CONNECTIONS):
-        return PeerLost(f"rank {rank} lost a peer in {operation}: {text}")
-    return CommError(f"rank {rank} failed in {operation}: {text}")
+    if any(word in text for word in _OF_CONNECTIONS):
+        return PeerLost(rank=rank, operation=operation, cause=cause)
+    return CommError(f"rank {rank} failed in {operation}: {cause}.")
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]
+def _cause(error: BaseException) -> str:
+    """Return what a transport says in its first line, without places in its source code."""
+    text = _PLACE.sub("", str(error).strip().partition("\n")[0]).partition(". ")[0]
+    address = _ADDRESS.search(text)
+    if address and any(word in text.lower() for word in ("reset by peer", "closed by peer")):
+        return f"the process at {address[1]} ended, or closed the connection"
+    return text.rstrip(". ")

@@ -52,6 +52,10 @@ class WorldConfig:
     master: str = ""
     """Meet on machine 0, at HOST:PORT."""
 
+    secret_file: str = ""
+    """File with a secret that all machines share, without which no process can join or read the
+    run's entries in the store; the environment variable PACELINE_SECRET gives one, too."""
+
     first_iter_timeout: float = 1200.0
     """Seconds to wait for all machines, and for the first step."""
 

@@ -156,9 +156,10 @@ def _check(dataset: MapStyle, order: Order, num_workers: int) -> None:
     numbered = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if isinstance(dataset, IterableDataset) or not numbered:
         raise ConfigError(
-            f"{name} is not a map-style data set: without `__len__` and `__getitem__` samples "
-            "can't be assigned to ranks; give a data set that has both, or loop over a DataLoader "
-            "of your own and count its samples by world.step(samples=n)."
+            f"{name} is no map-style data set: without a length and numbered samples (`__len__` "
+            "and `__getitem__`) no rank knows its own samples. Give one that has both, or iterate "
+            "over your own DataLoader and make each step with world.step(samples=n), where n is "
+            "the number of samples in this rank's batch."
         )
     if len(dataset) != order.size:
         raise ConfigError(

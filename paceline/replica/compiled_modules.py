@@ -1,9 +1,9 @@
-"""Modules that torch.compile has compiled: who waits outside of them, and which ones to compile.
+"""Modules that torch.compile compiles: how to compile them, and how to wait around their calls.
 
-Inside a compiled module nobody can wait: its hooks are traced once and for all. So a compiled
-module is one reader of all its parameters, and what must happen before it reads them happens
-around its compiled call, which `module.compile()` leaves in an attribute. That keeps names and
-state dict as they are, and a copy of the module (an average of weights) isn't compiled.
+Inside a compiled module no hook can wait: its hooks are traced once and for all. So a compiled
+module is one reader of all its parameters, and the wait for them happens around its compiled call,
+which `module.compile()` leaves in an attribute. That keeps names and state dict as they are, and a
+copy of the module (an average of weights) isn't compiled.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, Message
 
 _SHAPES = 8  # specialised for training, for evaluation, and each for some batch sizes
 
 
 def compile_blocks(blocks: list[nn.Module], backend: str = "inductor") -> None:
     """Compile modules in place, each at its first call; a failure is a `ConfigError` there."""
-    import torch._dynamo as dynamo  # takes a second; only who compiles waits for it
+    import torch._dynamo as dynamo  # takes a second; imported only where it is used
 
     # Blocks share their code: one limit holds for the variants of all of them together.
     limit = _SHAPES * len(blocks)
@@ -72,7 +72,7 @@ def around_call(
 
 
 class _Explained(AbstractContextManager[None]):
-    """Turns a failure of the compiler into a sentence."""
+    """Context that turns a failure of the compiler into a `ConfigError`."""
 
     def __init__(self, kind: type[Exception]) -> None:
         self._kind = kind
@@ -83,16 +83,18 @@ class _Explained(AbstractContextManager[None]):
 
 
 def refusal(error: BaseException) -> ConfigError:
-    """Put a failure of torch.compile in a sentence."""
+    """Return the error for a failure of torch.compile."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reason = f"{type(error).__name__}: {' '.join(lines[:2])[:200]}"
     return ConfigError(
-        f"--compile: torch.compile failed ({type(error).__name__}: {' '.join(lines[:2])[:200]}); "
-        "install a C++ compiler (g++), or train without --compile."
+        flag="compile",
+        rule=Message("torch.compile failed ({})", reason),
+        remedy=Message("install a C++ compiler (g++), or train without {--compile}"),
     )
 
 
 def check_compiler() -> None:
-    """Compile a trifle for the CPU, in some seconds.
+    """Compile a small function for the CPU, in some seconds.
 
     Raises:
         ConfigError: there is no working C++ compiler.

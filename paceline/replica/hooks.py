@@ -1,32 +1,39 @@
-"""Ties one set of trained parameters to a synchronizer: hooks on gradients and on their readers.
+"""Hooks that tie one set of trained parameters to a synchronizer, on gradients and on readers.
 
-Lives until other parameters are trained (a layer is frozen, say), or by another exchange; then the
-replica makes another. Its first step is a lesson about who reads what (`readers.py`), unless an
-earlier one of the same parameters was; until then each parameter's owner waits.
+They live until other parameters are trained (a layer is frozen, say), or another exchange is used;
+then the replica makes others. Their first step traces the reads (`read_tracing.py`), unless an
+earlier one of the same parameters did; until then each parameter's owner waits for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import MethodType
+from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from paceline.algorithms.synchronizer import Synchronizer
+from paceline.errors import ConfigError
 from paceline.reduce.buckets import Bucket
 from paceline.replica.compiled_modules import around_call, is_compiled
-from paceline.replica.gradient_guard import GradientGuard
 from paceline.replica.read_tracing import Readers, ReadMap, ReadTracer, owners
 from paceline.replica.trained_parameters import TrainedParameters
+from paceline.update.write_guard import WriteGuard
+
+_SCALER_FLAG = "_step_supports_amp_scaling"
 
 
 class ReplicaHooks:
-    """Calls `before_read` and `gradient_ready` of a synchronizer.
+    """Hooks on a model that call `before_read` and `gradient_ready` of a synchronizer.
 
     Attributes:
+        gradients: gradients of the current step.
         exchanging: gradients are sent as they arrive; otherwise they accumulate.
-        reads: who reads what, once it is known.
+        reads: which modules read which parameters, once the first step has traced it.
     """
 
     def __init__(
@@ -37,11 +44,11 @@ class ReplicaHooks:
         reads: ReadMap | None = None,
     ) -> None:
         self.trained, self.synchronizer = trained, synchronizer
-        self.gradients = GradientGuard(synchronizer.buckets, trained.names)
+        self.gradients = StepGradients(synchronizer.buckets)
         self.exchanging = True
         self._model = model
         self._running = False
-        self._prompt: tuple[Bucket, ...] = ()  # read where nobody can wait: updated in `end`
+        self._unread: tuple[Bucket, ...] = ()  # no module waits for them: updated in `end`
         self._undo_waits: list[Callable[[], None]] = []
         self.reads: ReadMap | None = None
         self._tracer: ReadTracer | None = None
@@ -51,8 +58,8 @@ class ReplicaHooks:
             self._wait_in(owners(model))
             self._tracer = ReadTracer(model)
         self._handles = [
-            p.register_post_accumulate_grad_hook(partial(self._gradient_done, place))
-            for place, p in enumerate(self.gradients.parameters)
+            p.register_post_accumulate_grad_hook(partial(self._gradient_done, index))
+            for index, p in enumerate(self.gradients.parameters)
         ]
 
     def begin(self, number: int, weight: float, scale: float) -> None:
@@ -62,25 +69,25 @@ class ReplicaHooks:
         self.synchronizer.begin(number, weight, scale)
 
     def end(self) -> None:
-        """End the step, and update at once what nobody could wait for."""
+        """End the step, and update at once the buckets that no module waits for."""
         self._running = False
         self.gradients.end()
-        for bucket in self._prompt:
+        for bucket in self._unread:
             self.synchronizer.before_read(bucket)
 
-    def learn(self) -> None:
-        """Take from the first step, which is over, who reads what."""
+    def finish_tracing(self) -> None:
+        """After the first step, use the reads that it has traced."""
         if self._tracer is None:
             return
         outside = self._tracer.outside(self.gradients.parameters)
         readers = self._tracer.finish()
         self._tracer = None
         self._follow(ReadMap(readers=readers, outside=outside))
-        for bucket in self._prompt:
+        for bucket in self._unread:
             self.synchronizer.before_read(bucket)
 
     def close(self) -> None:
-        """Take the hooks off and close the synchronizer."""
+        """Remove the hooks and close the synchronizer."""
         if self._tracer is not None:
             self._tracer.finish()
         for handle in self._handles:
@@ -91,24 +98,24 @@ class ReplicaHooks:
     def _follow(self, reads: ReadMap) -> None:
         self.reads = reads
         self._wait_in(reads.readers)
-        self._prompt = tuple(
+        self._unread = tuple(
             bucket
             for bucket in self.synchronizer.buckets
             if not reads.outside.isdisjoint(bucket.parameters)
         )
 
-    def _gradient_done(self, place: int, parameter: Tensor) -> None:
+    def _gradient_done(self, index: int, parameter: Tensor) -> None:
         if not self._running:
             return
         assert isinstance(parameter, nn.Parameter)
         if self._tracer is not None:
             self._tracer.use(parameter)
-        bucket = self.gradients.arrive(place, parameter, exchanging=self.exchanging)
+        bucket = self.gradients.arrive(index, parameter, exchanging=self.exchanging)
         if bucket is not None:
             self.synchronizer.gradient_ready(bucket)
 
     def _wait_in(self, readers: Readers) -> None:
-        """Make each reader wait for its buckets, and the model's end for what is left."""
+        """Make each reader wait for its buckets, and the end of the forward for all others."""
         self._undo_all_waits()
         bucket_of = self.gradients.parameters
         for module, parameters in readers.items():
@@ -143,3 +150,159 @@ class ReplicaHooks:
     def _undo_all_waits(self) -> None:
         while self._undo_waits:
             self._undo_waits.pop()()
+
+
+class StepGradients:
+    """Gradients of the current step: readiness per bucket, and a guard against late writes.
+
+    A parameter is known by its index: a look-up in a dictionary takes longer than all the rest that
+    is done here. `GradScaler.unscale_` writes gradients without being counted by autograd; a few
+    values of the first gradient are retained, which a scaler's step compares.
+
+    Args:
+        buckets: the buckets that are exchanged.
+
+    Attributes:
+        parameters: the exchanged parameters, with their buckets; a parameter's index is its number.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self.parameters = {p: bucket for bucket in buckets for p in bucket.parameters}
+        self._buckets = list(self.parameters.values())
+        self._names = [name for bucket in buckets for name in bucket.names]
+        self._guard = WriteGuard(buckets, self._late_write)
+        self._sizes = [len(bucket.parameters) for bucket in buckets]
+        self.begin(0)
+
+    def begin(self, number: int) -> None:
+        """Expect all gradients of a step."""
+        self._number = number
+        self._missing = [True] * len(self._buckets)
+        self._remaining = list(self._sizes)  # gradients that each bucket has yet to get
+        self._sample: tuple[nn.Parameter, Tensor] | None = None  # a few values, as they were sent
+        self._same: Tensor | None = None  # whether they were the same when all were reduced
+
+    def arrive(self, index: int, parameter: nn.Parameter, *, exchanging: bool) -> Bucket | None:
+        """Take a completed gradient; return its bucket if that is complete now.
+
+        Args:
+            index: the parameter's index.
+            parameter: the parameter.
+            exchanging: the gradient will be sent; otherwise it accumulates.
+
+        Raises:
+            ConfigError: the gradient was sent before, or is sparse.
+        """
+        if not self._missing[index]:
+            raise ConfigError(
+                f"the gradient of {self._names[index]} was accumulated twice in step "
+                f"{self._number}: run all but the last backward of a step under no_sync(), call "
+                "reduce() after the last, and use activation checkpointing with "
+                "use_reentrant=False."
+            )
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.is_sparse:
+            raise ConfigError(
+                f"the gradient of {self._names[index]} is sparse, which is not supported: create "
+                "the layer with sparse=False."
+            )
+        if not exchanging:
+            return None
+        self._missing[index] = False
+        self._guard.note(index, gradient)
+        if self._sample is None:
+            self._sample = (parameter, _first_values(gradient).clone())
+        bucket = self._buckets[index]
+        self._remaining[bucket.index] -= 1
+        return None if self._remaining[bucket.index] else bucket
+
+    def reduce(self) -> None:
+        """Allow any write: `.grad` becomes the global mean. No more gradients may arrive.
+
+        Raises:
+            ConfigError: as `refuse_changes`.
+        """
+        self.refuse_changes()
+        if self._sample is not None and (now := self._sample[0].grad) is not None:
+            sent = self._sample[1]
+            self._same = ((_first_values(now) == sent) | sent.isnan()).all()
+        self._missing = [False] * len(self._buckets)
+
+    def reduced_as_sent(self) -> bool:
+        """Tell whether gradients were the same when they were sent and when they were reduced."""
+        return self._same is None or bool(self._same)
+
+    def end(self) -> None:
+        """Release the gradients."""
+        self._guard.clear()
+
+    def refuse_changes(self) -> None:
+        """Compare all sent gradients with the parameters' present ones.
+
+        Raises:
+            ConfigError: a gradient was written, replaced or removed.
+        """
+        self._guard.refuse_gradients()
+
+    def _late_write(self, name: str) -> ConfigError:
+        return ConfigError(
+            f"the gradient of {name} was modified between backward and optimizer.step() in step "
+            f"{self._number}, after it was sent: call reduce() after backward before modifying "
+            "gradients; zero gradients after optimizer.step()."
+        )
+
+
+def _first_values(gradient: Tensor) -> Tensor:
+    """View the first few values of a gradient."""
+    return gradient.detach().reshape(-1)[:16]
+
+
+def patch(target: object, name: str, function: Callable[..., Any]) -> Callable[[], None]:
+    """Replace a method of one object by `function(target, …)`; return what undoes that.
+
+    The replacement is a bound method, as torch's schedulers expect of `optimizer.step`.
+    """
+    attributes = vars(target)
+    before = attributes.get(name)
+
+    def method(this: object, *args: object, **kwargs: object) -> object:
+        return function(this, *args, **kwargs)
+
+    def undo() -> None:
+        attributes.pop(name, None)
+        if before is not None:
+            attributes[name] = before
+
+    method._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # the replica tells schedulers
+    attributes[name] = MethodType(method, target)
+    return undo
+
+
+def watch_scaler(optimizer: Optimizer, asked: Callable[[], None]) -> Callable[[], None]:
+    """Call `asked` when a `GradScaler.step(optimizer)` begins; return what undoes that.
+
+    The scaler's kernels aren't counted as writes. But before anything else `GradScaler.step` reads
+    a flag of the optimizer, whether its kernel unscales by itself; `_ScalerFlag` replaces the flag.
+    """
+    attributes = vars(optimizer)
+    before = attributes.get(_SCALER_FLAG)
+    attributes[_SCALER_FLAG] = _ScalerFlag(bool(before), asked)
+
+    def undo() -> None:
+        del attributes[_SCALER_FLAG]
+        if before is not None:
+            attributes[_SCALER_FLAG] = before
+
+    return undo
+
+
+class _ScalerFlag:
+    """Flag of an optimizer that calls `asked` whenever a `GradScaler` reads it."""
+
+    def __init__(self, value: bool, asked: Callable[[], None]) -> None:
+        self._value, self._asked = value, asked
+
+    def __bool__(self) -> bool:
+        self._asked()
+        return self._value

@@ -1,4 +1,4 @@
-"""Measures a model's forwards and backwards from outside, by hooks; only a traced run has them."""
+"""Spans `forward` and `backward` of a traced run, measured by hooks on the model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def watch_passes(model: nn.Module, recorder: Recorder) -> Callable[[], None]:
 
 
 class _Passes:
-    """Knows which passes are under way."""
+    """Spans of the passes that are under way."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder

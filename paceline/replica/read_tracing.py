@@ -1,15 +1,14 @@
-"""Which modules read which parameters: learned in the first step, not assumed.
+"""Read tracing: finds which modules read which parameters, in the first step.
 
 A module usually reads its own parameters, but not only: `MultiheadAttention` reads its child's
 (`out_proj`) without calling it. In the first step a dispatch mode sees every tensor operation
-under autograd; an operation on a parameter is a read by the innermost module then running. A
-parameter's readers are those and the module that owns it. A module that didn't run in the first
-step (a layer that was dropped) may read anything: it waits for all. A module that did, and that
-reads another module's parameter in a later step only, isn't known to: such a model calls
-`settle()` first. A compiled module owns all that is in it, and nobody
-looks inside. A parameter that is used and that no running module was seen to read is read by code
-outside, and one that no module owns can only be: nobody can wait there, so its update isn't put
-off.
+under autograd; an operation on a parameter is a read by the innermost running module. A
+parameter's readers are those modules and the module that owns it. A module that didn't run in the
+first step (a layer that was dropped) may read any parameter: it waits for all. A module that ran,
+and that reads another module's parameter in a later step only, isn't found: such a model calls
+`settle()` first. A compiled module owns all parameters in it, and its inside isn't traced. A used
+parameter that no running module was seen to read is read by code outside, and so is one that no
+module owns. No module can wait there, so its update isn't deferred.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ Readers = dict[nn.Module, list[nn.Parameter]]
 
 @dataclass(frozen=True, kw_only=True)
 class ReadMap:
-    """What a lesson has shown.
+    """Result of read tracing.
 
     Attributes:
         readers: each module's trainable parameters.
-        outside: those that are read where no module can wait for them.
+        outside: parameters that are read where no module can wait for them.
     """
 
     readers: Readers
@@ -53,7 +52,7 @@ def owners(model: nn.Module) -> Readers:
 
 
 class ReadTracer:
-    """Watches a model's calls until `finish` and tells who read what."""
+    """Tracer of a model's calls: notes which module reads which parameter, until `finish`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -75,7 +74,7 @@ class ReadTracer:
                 self._undo += [handle.remove for handle in handles]
 
     def __deepcopy__(self, memo: object) -> ReadTracer:
-        """Stay one: a copy of the model takes its hooks along, and they end with the lesson."""
+        """Return itself: a copied model has copies of the hooks, which end with the tracing."""
         return self
 
     def use(self, parameter: nn.Parameter) -> None:
@@ -83,7 +82,7 @@ class ReadTracer:
         self._used.add(parameter)
 
     def outside(self, parameters: Iterable[nn.Parameter]) -> frozenset[nn.Parameter]:
-        """Return those that are read where no module can wait for them."""
+        """Return the parameters that are read where no module can wait for them."""
         owned = {p for own in self._owners.values() for p in own}
         compiled = {p for m, own in self._owners.items() if is_compiled(m) for p in own}
         seen = compiled.union(*self._mode.reads.values())
@@ -92,7 +91,7 @@ class ReadTracer:
         )
 
     def finish(self) -> Readers:
-        """End the lesson; return each module's trainable parameters, owners' included."""
+        """End the tracing; return each module's trainable parameters, owners' included."""
         self._over = True
         while self._undo:
             self._undo.pop()()
@@ -124,7 +123,7 @@ class ReadTracer:
 
     @contextmanager
     def _pause(self) -> Iterator[None]:
-        """Look away: torch.compile would compile the watching, too."""
+        """Suspend the tracing: torch.compile would compile it, too."""
         if not self._running:
             yield
             return
@@ -136,7 +135,7 @@ class ReadTracer:
 
 
 class _ReadMode(TorchDispatchMode):
-    """Notes every operation on a parameter under the innermost running module."""
+    """Dispatch mode that notes each operation on a parameter under the innermost running module."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], running: list[nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

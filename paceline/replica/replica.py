@@ -1,4 +1,4 @@
-"""Binds a model and its optimizer to a synchronizer: who calls the four instants, and when.
+"""A model and its optimizer bound to a synchronizer: what calls the four instants, and when.
 
     with replica.step(number, weight):      begin
         loss = criterion(model(x), y)       before_read: a pre-hook on every reader of parameters
@@ -13,8 +13,8 @@ forward, layer by layer, as results arrive, or in `settle`. `eval()`, `state_dic
 The optimizer's own step hooks see what they see in plain torch: before a pre-hook gradients are
 reduced, before a post-hook parameters are settled.
 
-When other parameters are trained than in the step before, the replica settles and binds anew; what
-is new gets rank 0's values. It does the same where another plan goes on (`next_plan`).
+When other parameters are trained than in the step before, the replica settles and binds anew; new
+parameters get rank 0's values. It does the same where another exchange continues (`next_plan`).
 """
 
 from __future__ import annotations
@@ -33,45 +33,39 @@ from paceline.algorithms.synchronizer import Synchronizer
 from paceline.comm.communicator import Communicator, broadcast_all, broadcast_state
 from paceline.errors import ConfigError
 from paceline.reduce.buckets import Bucket, partition
-from paceline.replica.grad_scaler import watch_scaler
-from paceline.replica.hooks import ReplicaHooks
-from paceline.replica.patch import patch
+from paceline.replica.hooks import ReplicaHooks, patch, watch_scaler
 from paceline.replica.read_tracing import ReadMap
 from paceline.replica.trained_parameters import TrainedParameters, state_of
-from paceline.update.layer_exchange import BatchShare
+from paceline.update.batch_norm import BatchShare
 
 MakeSynchronizer = Callable[[Sequence[Bucket]], Synchronizer]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangePlan:
-    """How to exchange.
+    """Exchange plan: synchronizer factory and bucket size.
 
     Attributes:
-        make_synchronizer: makes the exchange of given buckets.
-        bucket_bytes: a bucket's size, about.
+        make_synchronizer: makes the synchronizer of given buckets.
+        bucket_bytes: approximate size of a bucket.
     """
 
     make_synchronizer: MakeSynchronizer
     bucket_bytes: int
 
 
-def _the_same() -> None:
-    """Go on with the exchange that there is."""
-
-
 class Replica:
-    """This rank's copy of the model, kept in step with the others'.
+    """Model replica of this rank, synchronised with the other ranks.
 
     Args:
-        model: on all ranks the same but for its values; they become rank 0's.
+        model: the same on all ranks but for its values, which become rank 0's.
         optimizer: of any parameters, the model's or others.
-        communicator: of the ranks; used at the start and when other parameters are trained.
-        make_synchronizer: makes the exchange of given buckets.
-        bucket_bytes: a bucket's size, about.
-        share: is told what this rank counts in each step; the SyncBatchNorm layers'.
-        next_plan: is asked when a step begins, and returns another plan that goes on from
-            there, the same on all ranks, or None.
+        communicator: of all ranks; used at the start and when other parameters are trained.
+        make_synchronizer: makes the synchronizer of given buckets.
+        bucket_bytes: approximate size of a bucket.
+        share: this rank's share of each step, set here; shared with the SyncBatchNorm layers.
+        next_plan: called when a step begins; returns another plan to continue with, the same on all
+            ranks, or None. Without it the first plan stays.
 
     Raises:
         ConfigError: a lazy module doesn't know its shapes, or the optimizer can't be exchanged.
@@ -87,7 +81,7 @@ class Replica:
         *,
         bucket_bytes: int,
         share: BatchShare | None = None,
-        next_plan: Callable[[], ExchangePlan | None] = _the_same,
+        next_plan: Callable[[], ExchangePlan | None] | None = None,
     ) -> None:
         self._model, self._optimizer = model, optimizer
         self._communicator = communicator
@@ -95,7 +89,7 @@ class Replica:
         self._next_plan = next_plan
         self._share = BatchShare() if share is None else share
         self._scale: Callable[[], float] | None = None
-        self._number: int | None = None  # the step that runs
+        self._number: int | None = None  # the current step
         self._reduced = False
         self._undo: list[Callable[[], None]] = []
         self._binding = self._bind(known=set())
@@ -112,12 +106,12 @@ class Replica:
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
-        """What is exchanged, by when backward completes it."""
+        """The buckets, by when backward completes them."""
         return self._binding.synchronizer.buckets
 
     @property
     def ended(self) -> bool:
-        """Whether `optimizer.step()` has ended the step; False in a step that it is yet to end."""
+        """Whether no step is under way: `optimizer.step()` has ended it, or none has begun."""
         return self._number is None
 
     @contextmanager
@@ -140,7 +134,7 @@ class Replica:
             self._binding.synchronizer.abandon(number)
             self._done()
         self._share.end()
-        self._binding.learn()
+        self._binding.finish_tracing()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -160,8 +154,8 @@ class Replica:
         """
         if self._number is None:
             raise ConfigError(
-                "reduce() was called where no step runs: call it within step(), after backward "
-                "and before optimizer.step()."
+                "reduce() was called outside a step: call it within step(), after backward and "
+                "before optimizer.step()."
             )
         if not self._reduced:
             self._binding.gradients.reduce()
@@ -173,20 +167,20 @@ class Replica:
         self._binding.synchronizer.settle()
 
     def drain(self) -> None:
-        """Return once the peers have all that they need of this rank, or within a limit."""
+        """Return once the peers have everything that they need from this rank, or after a limit."""
         self._binding.synchronizer.drain()
 
     @property
     def stateful(self) -> bool:
-        """Whether ranks have state besides model and optimizer; the same on all."""
+        """Whether ranks have state of their own, besides model and optimizer; the same on all."""
         return self._binding.synchronizer.state is not None
 
     def state(self) -> Mapping[str, Any] | None:
-        """Settle, and return on rank 0 what ranks have besides model and optimizer; collective.
+        """Settle, and return the ranks' own state, besides model and optimizer; collective.
 
         Returns:
-            by parameter, so that another world can take it; None on other ranks, and where nobody
-            has anything.
+            the state by parameter, on rank 0, so that another world size can restore it; None on
+            other ranks, and where no rank has any.
 
         Raises:
             CommError: a peer was lost, or silent.
@@ -196,22 +190,22 @@ class Replica:
         return None if state is None else state.gather(self._communicator)
 
     def restore(self, state: Mapping[str, Any]) -> bool:
-        """Take, on all ranks, what `state` returned; return whether this exchange can."""
+        """Restore on all ranks what `state` returned; return whether this exchange can."""
         ours = self._binding.synchronizer.state
         return ours is not None and ours.restore(state)
 
     def follow(self, scale: Callable[[], float]) -> None:
-        """Let what a lossy wire missed follow the loss's scale: a `GradScaler.get_scale`, say."""
+        """Rescale a lossy wire's residuals by the loss's `scale`, a `GradScaler.get_scale`, say."""
         self._scale = scale
 
     def close(self) -> None:
-        """Take the hooks off model and optimizer and close the synchronizer, without a wait."""
+        """Remove the hooks from model and optimizer and close the synchronizer, without a wait."""
         self._unbind()
         for undo in self._patches:
             undo()
 
     def _bind(self, known: set[Tensor], reads: ReadMap | None = None) -> ReplicaHooks:
-        """Bind what is trained now; `known` tensors are equal on all ranks, others become so."""
+        """Bind the present parameters; `known` tensors are equal on all ranks, others become so."""
         trained = TrainedParameters.of(self._model, self._optimizer)
         fresh = [tensor for tensor in trained.tensors if tensor not in known]
         broadcast_all(self._communicator, fresh, "the broadcast of rank 0's weights")
@@ -220,18 +214,18 @@ class Replica:
         return ReplicaHooks(self._model, trained, synchronizer, reads)
 
     def _bind_anew_if_changed(self) -> None:
-        old, plan = self._binding, self._next_plan()
+        old, plan = self._binding, self._next_plan() if self._next_plan else None
         same = state_of(self._optimizer) == old.trained.state
         if same and plan is None:
             return
         self._plan = plan or self._plan
-        device, stateful, kept = old.trained.tensors[0].device, self.stateful, self.state()
+        device, stateful, state = old.trained.tensors[0].device, self.stateful, self.state()
         self.drain()
         self._unbind()
         self._binding = self._bind(set(old.trained.tensors), old.reads if same else None)
         if stateful:
-            what = "the broadcast of what ranks have besides the model"
-            self.restore(broadcast_state(self._communicator, kept, device, what))
+            what = "the broadcast of per-rank state"
+            self.restore(broadcast_state(self._communicator, state, device, what))
         self._binding.exchanging = old.exchanging
         self._settle_before_states()
 
@@ -241,7 +235,7 @@ class Replica:
             self._undo.pop()()
 
     def _step_optimizer(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Stand in for `optimizer.step()`: inside a step, end it."""
+        """Replace `optimizer.step()`: inside a step, end it."""
         if self._number is None:
             return self._plain_step(*args, **kwargs)
         if not args and not kwargs and _has_hooks(optimizer, "pre"):  # no closure to run first
@@ -255,7 +249,7 @@ class Replica:
                 loss = closure()
         assert self._number is not None
         self._binding.gradients.refuse_changes()
-        self._refuse_strangers()
+        self._refuse_unexchanged()
         self._binding.synchronizer.end(self._number)
         self._done()
         if _has_hooks(optimizer, "post"):
@@ -273,27 +267,26 @@ class Replica:
             return
         if not self._reduced or not self._binding.gradients.reduced_as_sent():
             raise ConfigError(
-                f"a GradScaler unscaled gradients in step {self._number} that had been sent: call "
-                "reduce() after backward, before unscale_() and step()."
+                "a GradScaler unscaled gradients that had already been sent in step "
+                f"{self._number}: call reduce() after backward, before unscale_() and step()."
             )
         state = self._binding.synchronizer.state
         if self._scale is None and state is not None and state.scaled:
             raise ConfigError(
-                "a GradScaler scales gradients that a lossy wire codes, and what the wire missed "
-                "must follow its scale: call world.track(scaler) before the first step."
+                "a GradScaler is used with a lossy wire, whose error-feedback residuals must be "
+                "rescaled with it: call world.track(scaler) before the first step."
             )
 
-    def _refuse_strangers(self) -> None:
-        """Refuse a gradient that nobody exchanges and that a plain step would have used."""
+    def _refuse_unexchanged(self) -> None:
+        """Refuse a gradient that isn't exchanged and that a plain step would have used."""
         exchanged = self._binding.gradients.parameters
         for group in self._optimizer.param_groups:
             for p in group["params"]:
                 if p.grad is not None and p not in exchanged:
                     name = self._binding.trained.names.get(p, f"a new parameter, {tuple(p.shape)},")
                     raise ConfigError(
-                        f"{name} has a gradient that isn't exchanged: freeze and unfreeze "
-                        "parameters, and give them to the optimizer, between steps, and "
-                        "zero_grad() what you freeze."
+                        f"{name} has a gradient that is not exchanged: freeze, unfreeze and add "
+                        "parameters only between steps, and call zero_grad() on frozen ones."
                     )
 
     def _settle_before_states(self) -> None:
@@ -308,19 +301,19 @@ class Replica:
         self._undo.append(optimizer.register_load_state_dict_pre_hook(settle_first).remove)
 
     def _train(self, model: nn.Module, mode: bool = True) -> nn.Module:
-        """Stand in for `model.train()`, which `eval()` calls too."""
+        """Replace `model.train()`, which `eval()` calls too."""
         if not mode and model is self._model:
             self.settle()
         return type(model).train(model, mode)
 
     def _zero_optimizer(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
-        """Stand in for `optimizer.zero_grad()`, which may write gradients that are on their way."""
+        """Replace `optimizer.zero_grad()`, which may write gradients that are being sent."""
         if not set_to_none:
             self._binding.synchronizer.release()
         self._plain_zero(set_to_none)
 
     def _zero_model(self, model: nn.Module, set_to_none: bool = True) -> None:
-        """Stand in for `model.zero_grad()`, likewise."""
+        """Replace `model.zero_grad()`, likewise."""
         if not set_to_none and model is self._model:
             self._binding.synchronizer.release()
         type(model).zero_grad(model, set_to_none)

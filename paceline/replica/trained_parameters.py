@@ -1,9 +1,9 @@
-"""Which parameters are trained, and how a change of them is noticed.
+"""Trained parameters: the ones that are exchanged, and the state that shows a change of them.
 
 A parameter is exchanged if the optimizer has it and it isn't frozen, be it the model's or not (a
-loss's own, say). Layers may be frozen and unfrozen, and parameters and groups given to the
+loss's own, say). Layers may be frozen and unfrozen, and parameters and groups added to the
 optimizer, between any two steps; all ranks do the same at the same step. Each step begins with a
-look: `state` is a few numbers a parameter, about 25 microseconds for a ResNet-50.
+comparison of `state`, a few numbers a parameter: about 25 microseconds for a ResNet-50.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ State = tuple[tuple[tuple[int, bool, torch.dtype, torch.device], ...], ...]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainedParameters:
-    """The parameters that are trained.
+    """Trained parameters: their names, groups and freezing state.
 
     Attributes:
         state: changes with the parameters, their groups, and with freezing.
         names: the name of each parameter of model and optimizer, in the model's order first.
         groups: the index of each parameter's group in the optimizer.
-        buffers: the model's.
+        buffers: the model's buffers.
     """
 
     state: State
@@ -38,32 +38,32 @@ class TrainedParameters:
 
     @staticmethod
     def of(model: nn.Module, optimizer: Optimizer) -> TrainedParameters:
-        """List what model and optimizer have at this moment.
+        """List the present parameters of model and optimizer.
 
         Raises:
-            ConfigError: a lazy module doesn't know its shapes yet.
+            ConfigError: a lazy module has no shapes yet.
         """
         names = {p: name for name, p in model.named_parameters()}
         groups = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        strangers = [p for p in groups if p not in names]
-        names |= {p: f"a parameter of shape {tuple(p.shape)}, not the model's," for p in strangers}
+        others = [p for p in groups if p not in names]
+        names |= {p: f"a parameter of shape {tuple(p.shape)}, not the model's," for p in others}
         for p, name in names.items():
             if is_lazy(p):
                 raise ConfigError(
-                    f"{name} has no shape yet: run one batch through the model before the ranks "
-                    "begin."
+                    f"{name} is uninitialised (lazy): run one batch through the model before "
+                    "paceline.parallelize()."
                 )
         state, buffers = state_of(optimizer), tuple(model.buffers())
         return TrainedParameters(state=state, names=names, groups=groups, buffers=buffers)
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that must be equal on all ranks."""
+        """All tensors that must be equal on all ranks."""
         return [*self.names, *self.buffers]
 
 
 def state_of(optimizer: Optimizer) -> State:
-    """Return what changes when other parameters are trained, or in other groups."""
+    """Return a value that changes with the trained parameters and their groups."""
     return tuple(
         tuple((id(p), p.requires_grad, p.dtype, p.device) for p in group["params"])
         for group in optimizer.param_groups

@@ -1,11 +1,11 @@
-"""Updates of a rank's shards: torch's own optimizer over the pieces of parameters that lie there.
+"""Updates of a rank's shards (ZeRO-1): torch's optimizer over the pieces of parameters in them.
 
     bucket   [ a              | b         | c                  ]
     shards   [ rank 0              | rank 1                    ]
-    pieces   [ a              | b  ] [ b  | c                  ]     one parameter each
+    pieces   [ a              | b  ] [ b  | c                  ]     of one parameter each
 
-A piece is flat, in the order in which its parameter lies in memory. The optimizer's state is that
-of this rank's pieces, a part of 1/N; `gather` puts it together.
+A piece is flat, in the order in which its parameter lies in memory. A rank holds the optimizer's
+state of its own pieces, 1/N of the whole; `gather` assembles the whole state on rank 0.
 """
 
 from __future__ import annotations
@@ -22,40 +22,42 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.comm.communicator import Communicator, gather_all
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, Message
 from paceline.reduce.buckets import Bucket, like
-from paceline.update.parameter_guard import ParameterGuard
-from paceline.update.sub_optimizer import SubOptimizer
-from paceline.update.updater import ELEMENTWISE
+from paceline.update.updater import ELEMENTWISE, SubOptimizer
+from paceline.update.write_guard import WriteGuard, late_write
 
 _SCALARS = frozenset({"step", "eta", "mu", "mu_product"})  # of a parameter, whatever its size
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Piece:
-    """The part of a parameter that lies in this rank's shard.
+    """Piece of a parameter: the values of it that lie in this rank's shard.
 
     Attributes:
-        bucket, place: of the parameter.
-        start, stop: its values of the parameter's.
-        at: where it begins in the shard.
-        values: the optimizer's parameter, (stop - start,).
+        bucket: index of the parameter's bucket.
+        index: index of the parameter in its bucket.
+        parameter: the parameter.
+        start, stop: range of the values in the flat parameter.
+        memory: (stop - start,), where the shard has the sums of their gradients.
+        values: (stop - start,), the sub-optimizer's parameter.
     """
 
     bucket: int
-    place: int
+    index: int
+    parameter: nn.Parameter
     start: int
     stop: int
-    at: int
+    memory: Tensor
     values: nn.Parameter
 
 
 class ShardOptimizer:
-    """Updates this rank's shard of each bucket.
+    """Sharded optimizer: updates this rank's shard of each bucket (ZeRO-1).
 
     Args:
-        optimizer: whose kind and hyperparameters updates have.
-        buckets: all.
+        optimizer: the user's optimizer; updates have its class and hyperparameters.
+        buckets: all buckets.
 
     Raises:
         ConfigError: the optimizer doesn't treat every value by itself.
@@ -65,16 +67,19 @@ class ShardOptimizer:
         if type(optimizer) not in ELEMENTWISE:
             kinds = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
             raise ConfigError(
-                f"--update sharded can't divide {type(optimizer).__name__}, whose update of a "
-                f"value may need others: give one of {kinds}, or --update replicated."
+                Message(
+                    "{--update} sharded does not support {}, because its update is not "
+                    "element-wise: use one of {}, or {--update} replicated.",
+                    type(optimizer).__name__,
+                    kinds,
+                )
             )
         self._optimizer, self._buckets = optimizer, buckets
         self._state: dict[Tensor, Any] = defaultdict(dict)
         self._pieces: dict[int, list[_Piece]] = {}
-        self._parts: dict[int, SubOptimizer] = {}
-        self._memory: dict[int, Tensor] = {}
+        self._sub_optimizers: dict[int, SubOptimizer] = {}
         self._strides = [[p.stride() for p in bucket.parameters] for bucket in buckets]
-        self._guard = ParameterGuard([(bucket,) for bucket in buckets])
+        self._guard = WriteGuard(buckets, late_write)
         self._gathering = False
         self._undo = [
             optimizer.register_state_dict_pre_hook(self._refuse_state).remove,
@@ -82,41 +87,39 @@ class ShardOptimizer:
         ]
 
     def own(self, index: int, shard: slice, memory: Tensor) -> None:
-        """Take a bucket's shard: its values, and where its sums are, (values,)."""
-        bucket, self._memory[index] = self._buckets[index], memory
+        """Own a bucket's shard: the range of its values, and the memory of its sums, (values,)."""
+        bucket = self._buckets[index]
         ends = list(accumulate(p.numel() for p in bucket.parameters))
         pieces = self._pieces[index] = []
-        for place, (first, last) in enumerate(zip([0, *ends], ends, strict=False)):
-            a, b = max(first, shard.start), min(last, shard.stop)
-            if a < b:
-                values = nn.Parameter(memory.new_empty(b - a))
-                pieces.append(
-                    _Piece(
-                        bucket=index,
-                        place=place,
-                        start=a - first,
-                        stop=b - first,
-                        at=a - shard.start,
-                        values=values,
-                    )
+        for number, (first, last) in enumerate(zip([0, *ends], ends, strict=False)):
+            start, stop = max(first, shard.start), min(last, shard.stop)
+            if start < stop:
+                piece = _Piece(
+                    bucket=index,
+                    index=number,
+                    parameter=bucket.parameters[number],
+                    start=start - first,
+                    stop=stop - first,
+                    memory=memory[start - shard.start : stop - shard.start],
+                    values=nn.Parameter(memory.new_empty(stop - start)),
                 )
+                pieces.append(piece)
         if pieces:
             groups = {piece.values: bucket.group for piece in pieces}
-            self._parts[index] = SubOptimizer(self._optimizer, groups, self._state)
+            self._sub_optimizers[index] = SubOptimizer(self._optimizer, groups, self._state)
 
     def deal(self) -> None:
-        """Take this rank's part of the optimizer's state, and leave it nothing."""
+        """Take this rank's shards of the optimizer's state, and clear the optimizer's own."""
         for pieces in self._pieces.values():
             for piece in pieces:
-                parameter = self._parameter(piece)
                 self._state[piece.values] = {
-                    name: _dealt(name, value, parameter, piece)
-                    for name, value in self._optimizer.state.get(parameter, {}).items()
+                    name: _shard_of(name, value, piece)
+                    for name, value in self._optimizer.state.get(piece.parameter, {}).items()
                 }
         self._clear()
 
     def load(self, states: Mapping[int, dict[str, Any]]) -> None:
-        """Take this rank's part of what a plain state dict has of each parameter, by its number."""
+        """Take this rank's shards of a plain state dict's `state`, by the parameters' numbers."""
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         for number, state in states.items():
             p = parameters[number]
@@ -127,17 +130,17 @@ class ShardOptimizer:
         self.deal()
 
     def close(self) -> None:
-        """Let go of the optimizer."""
+        """Remove the hooks from the optimizer."""
         while self._undo:
             self._undo.pop()()
 
     def install(self, bucket: Bucket, values: Sequence[Tensor | None]) -> None:
-        """Copy updated parameters.
+        """Copy updated parameters into the model.
 
         Raises:
-            ConfigError: a parameter was written since `freeze`, or lies otherwise in memory now.
+            ConfigError: a parameter was written since `freeze`, or its memory format has changed.
         """
-        self._guard.refuse((bucket,))
+        self._guard.refuse_parameters((bucket,))
         self._refuse_other_strides(bucket)
         with torch.inference_mode(False), torch.no_grad():
             for p, value in zip(bucket.parameters, values, strict=True):
@@ -146,18 +149,18 @@ class ShardOptimizer:
 
     def freeze(self) -> None:
         """Take the optimizer's present hyperparameters for the updates to come."""
-        self._guard.freeze()
-        for part in self._parts.values():
-            part.freeze()
+        self._guard.note_parameters()
+        for sub_optimizer in self._sub_optimizers.values():
+            sub_optimizer.freeze()
 
     def cut(self, index: int) -> list[Tensor | None]:
-        """Copy the gradients of a bucket's pieces as they are, to be given to `update`."""
-        cut: list[Tensor | None] = []
+        """Copy the present gradients of a bucket's pieces, to be given to `update`."""
+        gradients: list[Tensor | None] = []
         for piece in self._pieces.get(index, ()):
-            parameter = self._parameter(piece)
-            whole = None if parameter.grad is None else _flat_as(parameter, parameter.grad)
-            cut.append(None if whole is None else whole[piece.start : piece.stop])
-        return cut
+            gradient = piece.parameter.grad
+            whole = None if gradient is None else _flat_as(piece.parameter, gradient)
+            gradients.append(None if whole is None else whole[piece.start : piece.stop])
+        return gradients
 
     def update(
         self, index: int, used: Sequence[int], given: Sequence[Tensor | None] | None
@@ -165,64 +168,60 @@ class ShardOptimizer:
         """Replace the sums of this rank's shard by updated parameters.
 
         Args:
-            index: the bucket's.
-            used: (parameters,), 0 where nobody used one, if gradients are the sums.
-            given: gradients in their place, one a piece.
+            index: the bucket's index.
+            used: (parameters,), 0 where no rank used one, if the gradients are the sums.
+            given: gradients to use in place of the sums, one a piece.
         """
-        memory = self._memory[index]
+        pieces = self._pieces[index]
+        if not pieces:
+            return
+        if given is None:
+            given = [piece.memory if used[piece.index] else None for piece in pieces]
         with torch.no_grad():
-            for number, piece in enumerate(self._pieces[index]):
-                parameter = self._parameter(piece)
-                piece.values.copy_(_flat(parameter)[piece.start : piece.stop])
-                place = memory[piece.at :][: piece.stop - piece.start]
-                if given is None:
-                    piece.values.grad = place if used[piece.place] else None
-                else:
-                    piece.values.grad = given[number]
-        if index in self._parts:
-            self._parts[index].step()
+            for piece in pieces:
+                piece.values.copy_(_flat(piece.parameter)[piece.start : piece.stop])
+        self._sub_optimizers[index].step(given)
         with torch.no_grad():
-            for piece in self._pieces[index]:
-                memory[piece.at :][: piece.stop - piece.start].copy_(piece.values)
-                piece.values.grad = None
+            for piece in pieces:
+                piece.memory.copy_(piece.values)
 
     def gather(self, communicator: Communicator) -> dict[str, Any] | None:
         """Return the whole optimizer's plain state dict on rank 0, None elsewhere; collective.
 
         Raises:
             CommError: a peer was lost, or silent.
-            ConfigError: a parameter lies otherwise in memory now.
+            ConfigError: a parameter's memory format has changed.
         """
         for bucket in self._buckets:
             self._refuse_other_strides(bucket)
         data = io.BytesIO()
-        mine = [
-            (piece.bucket, piece.place, piece.start, piece.stop, dict(self._state[piece.values]))
+        own = [
+            (piece.bucket, piece.index, piece.start, piece.stop, dict(self._state[piece.values]))
             for pieces in self._pieces.values()
             for piece in pieces
         ]
-        torch.save(mine, data)
-        told = torch.frombuffer(bytearray(data.getvalue()), dtype=torch.uint8)
+        torch.save(own, data)
+        packed = torch.frombuffer(bytearray(data.getvalue()), dtype=torch.uint8)
         device = self._buckets[0].parameters[0].device
-        what = "the gathering of the optimizer's state, for which all ranks must come"
-        parts = gather_all(communicator, told.to(device), what)
+        what = "the gather of the optimizer state (collective: all ranks must call it)"
+        shards = gather_all(communicator, packed.to(device), what)
         if communicator.rank > 0:
             return None
-        for part in parts:
-            file = io.BytesIO(part.cpu().numpy().tobytes())
-            for bucket, place, start, stop, state in torch.load(file, weights_only=True):
-                self._put_together(self._buckets[bucket].parameters[place], start, stop, state)
+        for shard in shards:
+            file = io.BytesIO(shard.cpu().numpy().tobytes())
+            for bucket, index, start, stop, state in torch.load(file, weights_only=True):
+                self._assemble(self._buckets[bucket].parameters[index], start, stop, state)
         self._gathering = True
         plain: dict[str, Any] = self._optimizer.state_dict()
         self._gathering = False
         self._clear()
         return plain
 
-    def _put_together(
+    def _assemble(
         self, parameter: nn.Parameter, start: int, stop: int, state: Mapping[str, Any]
     ) -> None:
         if not any(p is parameter for g in self._optimizer.param_groups for p in g["params"]):
-            return  # it was taken from the optimizer
+            return  # the user has removed it from the optimizer
         whole = self._optimizer.state[parameter]
         for name, value in state.items():
             if isinstance(value, Tensor) and value.dim() == 1:
@@ -236,18 +235,21 @@ class ShardOptimizer:
                 whole[name] = value
 
     def _refuse_other_strides(self, bucket: Bucket) -> None:
-        """Look whether pieces, which are parts of a memory's order, are still where they were."""
+        """Check that parameters have the memory format in which their pieces were cut."""
         known = zip(bucket.parameters, bucket.names, self._strides[bucket.index], strict=True)
         for p, name, stride in known:
             if p.stride() != stride:
                 raise ConfigError(
-                    f"{name} got another memory format, and its shards were dealt out in the one "
-                    "before: call model.to(memory_format=…) before "
-                    "parallelize(), or give --update replicated."
+                    Message(
+                        "{} changed its memory format after sharding: call "
+                        "model.to(memory_format=…) before parallelize(), or use "
+                        "{--update} replicated.",
+                        name,
+                    )
                 )
 
     def _clear(self) -> None:
-        """Leave the optimizer the state of what isn't exchanged: frozen parameters."""
+        """Clear the optimizer's state of exchanged parameters; that of frozen ones stays."""
         for bucket in self._buckets:
             for parameter in bucket.parameters:
                 self._optimizer.state.pop(parameter, None)
@@ -255,20 +257,18 @@ class ShardOptimizer:
     def _refuse_state(self, _: Optimizer) -> None:
         if not self._gathering:
             raise ConfigError(
-                "optimizer.state_dict() would have this rank's share only, with update='sharded': "
-                "call world.checkpoint(), whose file has the whole state."
+                "with update='sharded', optimizer.state_dict() would contain only this rank's "
+                "shard: call world.checkpoint(), which writes the complete state."
             )
 
-    def _parameter(self, piece: _Piece) -> nn.Parameter:
-        return self._buckets[piece.bucket].parameters[piece.place]
 
-
-def _dealt(name: str, value: Any, parameter: Tensor, piece: _Piece) -> Any:
+def _shard_of(name: str, value: Any, piece: _Piece) -> Any:
+    """Return a piece's values of one entry of its parameter's state."""
     if not isinstance(value, Tensor):
         return value
-    if not _lies_with(name, value, parameter):
+    if not _lies_with(name, value, piece.parameter):
         return value.clone()
-    return _flat_as(parameter, value)[piece.start : piece.stop].clone()
+    return _flat_as(piece.parameter, value)[piece.start : piece.stop].clone()
 
 
 def _lies_with(name: str, value: Any, parameter: Tensor) -> bool:

@@ -1,24 +1,28 @@
-"""Applying a torch optimizer a bucket at a time, with the hyperparameters of `optimizer.step()`.
+"""Updates of whole parameters: torch's optimizer, a bucket at a time, with frozen hyperparameters.
 
-For each bucket there is a *part*: an object of the optimizer's own class that knows only this
+Each bucket has a sub-optimizer: an object of the optimizer's own class that knows only this
 bucket's parameters and shares the optimizer's state. So the update is torch's own, the state is
-where `optimizer.state_dict()` looks for it, and a bucket can be updated as soon as its gradients
-are there. That is right for optimizers that treat every value by itself; any other optimizer
-updates all buckets at once, from copies: it may write into gradients, or keep them.
+where `optimizer.state_dict()` looks for it, and a bucket is updated as soon as its gradients
+have arrived. That is right for optimizers that treat every value by itself. Any other optimizer
+updates all buckets at once, from copies of the gradients: it may write or retain them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
-from torch.optim import Optimizer
+from torch.autograd.graph import increment_version
+from torch.optim import SGD, Optimizer
+from torch.optim.sgd import sgd
 
 from paceline.errors import ConfigError
 from paceline.reduce.buckets import Bucket
-from paceline.update.parameter_guard import ParameterGuard
-from paceline.update.sub_optimizer import SubOptimizer
+from paceline.update.write_guard import WriteGuard, late_write
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     {
@@ -35,36 +39,41 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
         optim.ASGD,
     }
 )
+# What a GradScaler sets for the time of a fused optimizer's step, which unscales or skips itself.
+_SCALING = ("grad_scale", "found_inf")
+_FUSED = (torch.float32, torch.float64)
+_HYPERPARAMETERS = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
 
 
 class Updater:
-    """Updates parameters from reduced gradients."""
+    """Updater of all parameters from reduced gradients, one unit of buckets at a time.
+
+    Args:
+        optimizer: the user's optimizer.
+        buckets: buckets of all parameters that are exchanged.
+
+    Raises:
+        ConfigError: the optimizer evaluates the loss itself (LBFGS), or needs gradients that can't
+            be exchanged (SparseAdam).
+    """
 
     def __init__(self, optimizer: Optimizer, buckets: Sequence[Bucket]) -> None:
-        """Prepare one part a bucket, or one for all.
-
-        Raises:
-            ConfigError: the optimizer evaluates the loss itself (LBFGS), or wants gradients that
-                aren't exchanged (SparseAdam).
-        """
         if isinstance(optimizer, optim.LBFGS):
             raise ConfigError(
-                "LBFGS evaluates the loss several times a step, which can't be exchanged: "
-                "use an optimizer with one gradient a step."
+                "LBFGS evaluates the loss several times per step, which is not supported: use an "
+                "optimizer that needs one gradient evaluation per step."
             )
         if isinstance(optimizer, optim.SparseAdam):
             raise ConfigError(
                 "SparseAdam takes sparse gradients only, which can't be exchanged: use Adam, and "
                 "layers with sparse=False."
             )
-        self._optimizer = optimizer
-        self._borrows = type(optimizer) in ELEMENTWISE  # neither writes gradients nor keeps them
-        if self._borrows:
+        if type(optimizer) in ELEMENTWISE:
             self._units: list[tuple[Bucket, ...]] = [(bucket,) for bucket in buckets]
         else:
             self._units = [tuple(buckets)] * len(buckets)
-        self._guard = ParameterGuard(self._units)
-        self._parts = {
+        self._guard = WriteGuard(buckets, late_write)
+        self._sub_optimizers = {
             unit: SubOptimizer(optimizer, {p: b.group for b in unit for p in b.parameters})
             for unit in dict.fromkeys(self._units)
         }
@@ -75,9 +84,9 @@ class Updater:
 
     def freeze(self) -> None:
         """Take the optimizer's present hyperparameters for the updates to come."""
-        self._guard.freeze()
-        for part in self._parts.values():
-            part.freeze()
+        self._guard.note_parameters()
+        for sub_optimizer in self._sub_optimizers.values():
+            sub_optimizer.freeze()
 
     def update(self, unit: tuple[Bucket, ...], gradients: Sequence[Tensor | None]) -> None:
         """Update a unit's parameters from the means of their gradients, in the unit's order.
@@ -87,34 +96,155 @@ class Updater:
         Raises:
             ConfigError: a parameter was written since `freeze`, which the update would undo.
         """
-        parameters = _parameters(unit)
-        self._guard.refuse(unit)
-        device = parameters[0].device.type
-        # It runs in whatever block first reads: an evaluation's, one under autocast.
+        self._guard.refuse_parameters(unit)
+        device = unit[0].parameters[0].device.type
+        # An update runs in whatever block reads first: an evaluation's, one under autocast.
         if _is_plain(device):
-            self._step(unit, parameters, gradients)
+            self._sub_optimizers[unit].step(gradients)
         else:
             with torch.inference_mode(False), torch.autocast(device, enabled=False):
-                self._step(unit, parameters, gradients)
+                self._sub_optimizers[unit].step(gradients)
 
-    def _step(
+
+class SubOptimizer:
+    """Sub-optimizer: torch's optimizer over some of the parameters.
+
+    Args:
+        optimizer: the whole optimizer.
+        groups: the parameters, with the index of each one's group in the whole optimizer.
+        state: state of these parameters, if it isn't the optimizer's.
+    """
+
+    def __init__(
         self,
-        unit: tuple[Bucket, ...],
-        parameters: Sequence[nn.Parameter],
-        gradients: Sequence[Tensor | None],
+        optimizer: Optimizer,
+        groups: Mapping[nn.Parameter, int],
+        state: dict[Tensor, Any] | None = None,
     ) -> None:
-        part = self._parts[unit]
-        if part.step_fused(gradients):
+        self._optimizer, self._state = optimizer, state
+        self._parameters = list(groups)
+        self._copies = type(optimizer) not in ELEMENTWISE  # it may write gradients, or retain them
+        self._part: Optimizer = object.__new__(type(optimizer))
+        self._part.__dict__.update(optimizer.__dict__)
+        self._part.__dict__.pop("step", None)  # schedulers and Paceline wrap the instance's
+        self._part._optimizer_step_pre_hooks = OrderedDict()
+        self._part._optimizer_step_post_hooks = OrderedDict()
+        self._indices = sorted(set(groups.values()))
+        self._part.param_groups = [
+            {
+                "params": [p for p, group in groups.items() if group == index],
+                **_hyperparameters(optimizer.param_groups[index]),
+            }
+            for index in self._indices
+        ]
+
+    def freeze(self) -> None:
+        """Take the optimizer's present hyperparameters for the next step."""
+        part, whole = self._part, self._optimizer
+        # load_state_dict() makes a new one
+        part.state = whole.state if self._state is None else self._state  # type: ignore[assignment]
+        for name in _SCALING:
+            setattr(part, name, getattr(whole, name, None))
+        for index, group in zip(self._indices, part.param_groups, strict=True):
+            group.update(_hyperparameters(whole.param_groups[index]))
+
+    def step(self, gradients: Sequence[Tensor | None]) -> None:
+        """Update from gradients, one a parameter; the parameters' own `.grad` are as before.
+
+        Hyperparameters that the update itself changes (some optimizers count steps there) are
+        changed in the whole optimizer, too.
+        """
+        if self._step_fused(gradients):
             return
-        kept = [p.grad for p in parameters]
-        for p, gradient in zip(parameters, gradients, strict=True):
-            if gradient is None or self._borrows or gradient is p.grad:
+        own = [p.grad for p in self._parameters]
+        for p, gradient in zip(self._parameters, gradients, strict=True):
+            if gradient is None or gradient is p.grad or not self._copies:
                 p.grad = gradient
             else:
                 p.grad = gradient.clone()  # other ranks read it, and the next sum is written there
-        part.step()
-        for p, grad in zip(parameters, kept, strict=True):
-            p.grad = grad
+        before = [dict(group) for group in self._part.param_groups]
+        _unhooked_step(self._part)
+        for index, group, old in zip(self._indices, self._part.param_groups, before, strict=True):
+            if group.get("fused"):
+                increment_version(group["params"])  # which torch's fused kernels don't
+            changed = {name: value for name, value in group.items() if value is not old.get(name)}
+            self._optimizer.param_groups[index].update(changed)
+        for p, gradient in zip(self._parameters, own, strict=True):
+            p.grad = gradient
+
+    def _step_fused(self, gradients: Sequence[Tensor | None]) -> bool:
+        """Update by torch's fused SGD, one pass over the memory instead of four, where possible.
+
+        The fused kernel needs all gradients, and momenta for all or none, that lie in memory as
+        their parameters do; the optimizer's own first step makes the momenta.
+
+        Returns:
+            whether the update is done.
+        """
+        part, group = self._part, self._part.param_groups[0]
+        if type(part) is not SGD or len(part.param_groups) > 1 or not _may_fuse(group):
+            return False
+        parameters, momenta = group["params"], []
+        if group["momentum"] != 0:
+            momenta = [part.state[p].get("momentum_buffer") for p in parameters]
+        if not _lie_as(parameters, gradients, momenta):
+            return False
+        with torch.no_grad():
+            sgd(
+                parameters,
+                gradients,  # type: ignore[arg-type]  # all are there
+                momenta or [None] * len(parameters),
+                fused=True,
+                grad_scale=getattr(part, "grad_scale", None),
+                found_inf=getattr(part, "found_inf", None),
+                **{name: group[name] for name in _HYPERPARAMETERS},
+            )
+        increment_version(parameters)  # which torch's fused kernels don't
+        return True
+
+
+def _may_fuse(group: Mapping[str, Any]) -> bool:
+    """Tell whether the group leaves the choice of the kernel open."""
+    chosen = group["foreach"] is not None or group["fused"] not in (None, True)
+    return not chosen and not group["differentiable"]
+
+
+def _lie_as(
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Tensor | None],
+    momenta: Sequence[Tensor | None],
+) -> bool:
+    """Tell whether gradients, and momenta, if any, lie as their parameters, without gaps."""
+    strided, dtype = torch.strided, parameters[0].dtype
+    for p, gradient, momentum in zip(parameters, gradients, momenta or parameters, strict=True):
+        if gradient is None or momentum is None:
+            return False
+        if not (p.dtype is gradient.dtype is momentum.dtype is dtype):
+            return False
+        if not (gradient.layout is momentum.layout is strided):
+            return False
+        shape, stride = p.shape, p.stride()
+        places = _dense_strides(shape, stride)
+        if places is None or gradient.shape != shape:
+            return False
+        for own in (gradient.stride(), momentum.stride()):
+            if own != stride and _dense_strides(shape, own) != places:
+                return False
+    return dtype in _FUSED
+
+
+@lru_cache(maxsize=10_000)
+def _dense_strides(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the strides that matter; None where the memory has gaps."""
+    places = list(zip(stride, shape, strict=True))
+    expected = 1
+    for step, size in sorted(places):
+        if size == 1:
+            continue
+        if step != expected:
+            return None
+        expected *= size
+    return tuple(step for step, size in places if size != 1)
 
 
 def _is_plain(device: str) -> bool:
@@ -126,5 +256,18 @@ def _is_plain(device: str) -> bool:
     )
 
 
-def _parameters(unit: tuple[Bucket, ...]) -> list[nn.Parameter]:
-    return [p for bucket in unit for p in bucket.parameters]
+def _unhooked_step(part: Optimizer) -> None:
+    """Update without the hooks of every optimizer's step, which are for the user's optimizers."""
+    step = type(part).step
+    if getattr(step, "hooked", False):  # by torch, in the optimizer's constructor
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    step(part)
+
+
+def _hyperparameters(group: dict[str, object]) -> dict[str, object]:
+    """Copy a parameter group without its parameters; a tensor (a learning rate) is cloned."""
+    return {
+        name: value.detach().clone() if isinstance(value, torch.Tensor) else value
+        for name, value in group.items()
+        if name != "params"
+    }

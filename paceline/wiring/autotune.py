@@ -159,8 +159,8 @@ class Chooser:
         noise = f"{100 * outcome.noise:.2g}%"
         intra_machine = "" if own <= min(figures.values()) else f" (all within {noise} are equal)"
         self._tell(
-            f"{_long(chosen)}: {_number(own)} ms a step; {others}{intra_machine}; fix it by --sync "
-            f"{chosen.sync} --bucket_mb {chosen.bucket_mb:g}"
+            f"{_long(chosen)}: {_number(own)} ms a step; {others}{intra_machine}. Pin this choice "
+            f"with --sync {chosen.sync} --bucket_mb {chosen.bucket_mb:g}"
             f"{f' --connections {chosen.connections}' if chosen.connections > 1 else ''}"
         )
 

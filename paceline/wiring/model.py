@@ -21,8 +21,7 @@ from paceline.replica.compiled_modules import compile_blocks
 from paceline.run.bfloat16_support import capabilities_of, computes_bfloat16
 from paceline.run.learning_rate import base_rate
 from paceline.state.weights import load_weights
-from paceline.update.layer_exchange import BatchShare
-from paceline.update.sync_batch_norm import convert_sync_batchnorm
+from paceline.update.batch_norm import BatchShare, convert_sync_batchnorm
 
 _KINDS = {"cpu": "processor", "cuda": "GPU"}
 

@@ -15,6 +15,7 @@ import torch
 
 from paceline.comm.communicator import Communicator, broadcast_bytes
 from paceline.config.run import OutputConfig
+from paceline.config.train import difference
 from paceline.errors import CheckpointError, ConfigError
 from paceline.replica.replica import Replica
 from paceline.run.steps import Position
@@ -142,7 +143,7 @@ def _readable(
         except CheckpointError as error:
             notes.append(str(error))
             continue
-        if state.get("config") != dict(identity):
+        if difference(state.get("config") or {}, identity):
             notes.append(f"{path}: the checkpoint of another run; it is left out.")
             continue
         yield path, state

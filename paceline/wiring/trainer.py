@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from paceline.state.checkpoint_files import FOLDER, Checkpoints
 from paceline.state.checkpointer import Checkpointer, Stateful
 from paceline.state.weights import save_weights
 from paceline.trainer import Trainer
-from paceline.update.layer_exchange import BatchShare
+from paceline.update.batch_norm import BatchShare
 from paceline.wiring.autotune import TrialSetting
 from paceline.wiring.exchange import Peers, replicate
 from paceline.wiring.model import make_model, make_optimizer
@@ -74,15 +74,13 @@ def build_trainer(
     train = loader(sources.train, train=True)
     test = loader(sources.test, train=False) if sources.test is not None else None
     optimizer = make_optimizer(model, optim, config.global_batch)
-    schedule = LambdaLR(
-        optimizer,
-        LearningRate(
-            policy=optim.lr_policy,
-            steps_per_epoch=train.steps,
-            epochs=optim.num_epochs,
-            warmup_epochs=optim.warmup_epochs,
-        ),
+    rate = LearningRate(
+        policy=optim.lr_policy,
+        steps_per_epoch=train.steps,
+        epochs=optim.num_epochs,
+        warmup_epochs=optim.warmup_epochs,
     )
+    schedule = LambdaLR(optimizer, rate)
     precision = Precision(
         config.model.dtype, device, clip_norm=optim.clip_norm, clip_value=optim.clip_value
     )
@@ -93,6 +91,8 @@ def build_trainer(
         "precision": precision,
     }
     start.restore(parts)
+    if start.origin is None and rate.epochs != optim.num_epochs:  # `rate` is the checkpoint's now
+        _extend(schedule, replace(rate, epochs=optim.num_epochs))
     setting = TrialSetting(
         folder=folder,
         steps=optim.num_epochs * train.steps - start.position.number,
@@ -156,6 +156,14 @@ def watch_of(config: TrainConfig, recorder: Recorder, folder: Path, generation: 
         f"{folder / FOLDER} is good."
     )
     return LossWatch(recorder, generation=generation, max_loss=config.optim.max_loss, remedy=remedy)
+
+
+def _extend(schedule: LambdaLR, rate: LearningRate) -> None:
+    """Let a schedule continue with the learning rates of more epochs."""
+    schedule.lr_lambdas = [rate for _ in schedule.lr_lambdas]
+    schedule._last_lr = [base * rate(schedule.last_epoch) for base in schedule.base_lrs]
+    for group, value in zip(schedule.optimizer.param_groups, schedule._last_lr, strict=True):
+        group["lr"] = value
 
 
 def _nothing() -> None:

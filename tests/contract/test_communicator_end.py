@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import socket
+from contextlib import suppress
+
 import psutil
 import torch
 
 from paceline.comm.communicator import Communicator, broadcast_all, total
 from paceline.comm.single_rank import SingleRankCommunicator
+from paceline.errors import PeerLost
 from tests.harness.equivalence.rank_threads import run_ranks
-from tests.harness.processes.gloo_processes import spawn
+from tests.harness.processes.gloo_processes import LIMIT, spawn
 
 
 def sum_and_end(c: Communicator) -> tuple[float, int]:
@@ -23,6 +27,46 @@ def test_gloos_threads_end_with_it() -> None:
     for result, ended in spawn(3, sum_and_end):
         assert result == 3
         assert ended > 0
+
+
+def connect_to_own_ports(c: Communicator) -> tuple[int, int, float]:
+    """Connect 1,500 times where this rank's connections end; count what was accepted, and kept."""
+    process = psutil.Process()
+    ours = [one for one in process.net_connections("tcp") if one.status == psutil.CONN_ESTABLISHED]
+    ports = sorted({one.laddr.port for one in ours})
+    before, accepted = process.num_fds(), 0
+    for number in range(1500):
+        address = ("127.0.0.1", ports[number % len(ports)])
+        with suppress(ConnectionRefusedError):
+            socket.create_connection(address, LIMIT, source_address=("127.0.0.2", 0)).close()
+            accepted += 1
+    result = float(total(c, torch.ones(1000), "a sum")[-1])
+    kept = process.num_fds() - before
+    c.end()
+    return accepted, kept, result
+
+
+def test_gloo_listens_no_longer_once_the_ranks_are_connected() -> None:
+    assert spawn(3, connect_to_own_ports) == [(0, 0, 3.0)] * 3
+
+
+def lose_a_peer(c: Communicator) -> str:
+    if c.rank == 1:
+        c.end()
+        return ""
+    try:
+        total(c, torch.ones(3), "world.total()")
+    except PeerLost as error:
+        return str(error)
+    raise AssertionError
+
+
+def test_a_lost_peer_is_reported_without_gloos_own_text() -> None:
+    sentence, _ = spawn(2, lose_a_peer)
+    assert sentence == (
+        "rank 0 lost a peer in world.total(): the process at 127.0.0.1 ended, or closed the "
+        "connection."
+    )
 
 
 def test_a_rank_that_ends_leaves_the_others_at_work() -> None:

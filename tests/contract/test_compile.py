@@ -23,8 +23,7 @@ from paceline.replica.compiled_modules import (
     visible_modules,
 )
 from paceline.replica.replica import Replica
-from paceline.update.layer_exchange import BatchShare
-from paceline.update.sync_batch_norm import convert_sync_batchnorm
+from paceline.update.batch_norm import BatchShare, convert_sync_batchnorm
 from tests.harness.equivalence.large_batch import (
     Training,
     largest_difference,

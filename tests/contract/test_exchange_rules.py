@@ -216,7 +216,7 @@ def test_an_update_is_seen_by_autograd(model: nn.Module) -> None:
 
 
 class TiedSegments(nn.Module):
-    """One layer in two segments of reentrant checkpointing: its gradient is completed twice."""
+    """One layer in two segments of reentrant checkpointing: its gradient is accumulated twice."""
 
     def __init__(self, *, use_reentrant: bool) -> None:
         super().__init__()
@@ -241,7 +241,9 @@ def test_a_gradient_hook_that_fires_twice_is_answered_by_the_remedy(use_reentran
     if not use_reentrant:  # the remedy
         run_ranks(1, train)
         return
-    with pytest.raises(ConfigError, match=r"shared\.\w+ was completed twice.*use_reentrant=False"):
+    with pytest.raises(
+        ConfigError, match=r"shared\.\w+ was accumulated twice.*use_reentrant=False"
+    ):
         run_ranks(1, train)
 
 
@@ -256,5 +258,5 @@ def test_a_retained_graph_run_twice_is_refused() -> None:
             loss.backward(retain_graph=True)
             loss.backward()
 
-    with pytest.raises(ConfigError, match=r"inner\.weight was completed twice"):
+    with pytest.raises(ConfigError, match=r"inner\.weight was accumulated twice"):
         run_ranks(1, train)

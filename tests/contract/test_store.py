@@ -1,4 +1,4 @@
-"""One suite over the three stores: shared folder, Redis, TCP; the last is torch's own."""
+"""One suite over the stores: shared folder, Redis, TCP, and values sealed by a secret."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.cluster.stores.store_spec import StoreSpec, erase, open_store, pee
 from tests.harness.network.stores import LIMIT, on_processes, store_of
 from tests.harness.processes.gloo_all_reduce import sum_of_ranks
 
-KINDS = ["folder", "redis", "tcp"]
+KINDS = ["folder", "redis", "tcp", "sealed tcp"]
 BINARY = bytes(range(256)) * 3
 
 

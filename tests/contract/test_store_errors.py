@@ -14,7 +14,7 @@ import redis
 from paceline.cluster.stores import tcp_store
 from paceline.cluster.stores.redis_store import RedisStore
 from paceline.cluster.stores.store_spec import StoreSpec, erase, open_store
-from paceline.cluster.stores.tcp_store import connect_tcp, serve_tcp, split_address
+from paceline.cluster.stores.tcp_store import TcpStore, serve_tcp, split_address
 from paceline.errors import CommError, ConfigError
 from tests.harness.network.ports import free_port
 from tests.harness.network.redis_server import redis_server
@@ -91,12 +91,12 @@ def test_a_taken_port_is_the_callers_mistake() -> None:
 
 def test_nobody_at_the_tcp_address_is_a_sentence(closed_port: int) -> None:
     with pytest.raises(CommError, match=rf"127.0.0.1:{closed_port} can't be reached: .*refused"):
-        connect_tcp("127.0.0.1", closed_port, LIMIT)
+        TcpStore(f"127.0.0.1:{closed_port}", "", LIMIT)
 
 
 def test_an_unknown_name_is_the_callers_mistake() -> None:
     with pytest.raises(ConfigError, match=r"the name no-such-host.invalid isn't known"):
-        connect_tcp("no-such-host.invalid", 29500, LIMIT)
+        TcpStore("no-such-host.invalid:29500", "", LIMIT)
 
 
 @pytest.mark.parametrize("address", ["node0", "node0:", ":29500", "node0:port", "node0:70000"])
@@ -136,6 +136,6 @@ def test_whoever_isnt_a_tcp_store_is_told_at_once_and_in_a_sentence(
         thread = threading.Thread(target=serve)
         thread.start()
         with pytest.raises(CommError, match="can't be reached: no store answers there"):
-            connect_tcp("127.0.0.1", listener.getsockname()[1], LIMIT)
+            TcpStore(f"127.0.0.1:{listener.getsockname()[1]}", "", LIMIT)
         thread.join()
     assert capfd.readouterr().err == ""

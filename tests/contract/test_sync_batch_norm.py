@@ -16,9 +16,12 @@ from torch import Tensor, nn
 from paceline.comm.communicator import Communicator
 from paceline.comm.inprocess.communicator import ThreadCommunicator, ThreadGroup
 from paceline.errors import CommTimeout, ConfigError
-from paceline.update.layer_exchange import BatchShare
-from paceline.update.running_statistics import RunningStatistics
-from paceline.update.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
+from paceline.update.batch_norm import (
+    BatchShare,
+    RunningStatistics,
+    SyncBatchNorm,
+    convert_sync_batchnorm,
+)
 from tests.harness.equivalence.rank_threads import run_ranks
 
 SHAPE = (9, 4, 5, 6)
@@ -183,7 +186,7 @@ def test_one_value_a_channel_in_the_whole_batch_is_refused_by_name() -> None:
         share = share_of(0, 1 - communicator.rank, 1)  # rank 1 has only a borrowed sample
         convert_sync_batchnorm(copy.deepcopy(model), communicator, share)(torch.ones(1, 2))
 
-    with pytest.raises(ConfigError, match="1: the global batch has one value a channel"):
+    with pytest.raises(ConfigError, match="1: the global batch has one value per channel"):
         run_ranks(2, run)
 
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from paceline.comm.connection_window import ConnectionWindow
 from paceline.comm.shm_window import connect_locally, share_memory
 from paceline.comm.tcp_window import connect_by_tcp, tcp_window
 from paceline.comm.transport import bootstrap as mesh
 from paceline.comm.transport import event_loop as loop
+from paceline.comm.transport import transport
 from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.comm.transport.event_loop import HEAD
 from paceline.comm.window import Window
@@ -159,6 +164,51 @@ def test_a_loop_that_fails_loses_all_peers_and_says_why(monkeypatch: pytest.Monk
         window.wait(1, 0, 1, limit=LIMIT, operation="a put")
     end.close()
     window.close()
+
+
+def test_the_event_loop_is_compiled_before_anything_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    callers: list[str] = []
+    run = loop.run
+
+    def noted(*arrays: object) -> None:
+        callers.append(threading.current_thread().name)
+        run(*arrays)
+
+    monkeypatch.setattr(loop, "run", noted)
+    window, (end,) = window_and_sockets(1024, 1)
+    end.close()
+    window.close()
+    assert callers == [threading.current_thread().name, "transport"]
+
+
+def test_a_loop_that_ends_after_close_keeps_its_descriptors_until_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    def run(state: NDArray[np.int64], *arrays: object) -> None:
+        if threading.current_thread().name == "transport":
+            opened.append(int(state[loop.CONTROL]))
+            begun.set()
+            go.wait(LIMIT)
+
+    opened: list[int] = []
+    monkeypatch.setattr(loop, "run", run)
+    monkeypatch.setattr(transport, "_CLOSE_S", 0.05)
+    window, (end,) = window_and_sockets(1024, 1)
+    assert begun.wait(LIMIT)
+    before = os.readlink(f"/proc/self/fd/{opened[0]}")
+    window.close()
+    assert os.readlink(f"/proc/self/fd/{opened[0]}") == before
+    end.settimeout(LIMIT)
+    assert end.recv(1) == b""  # the peer learns it at once
+    with pytest.raises(PeerLost, match="this process closed"):
+        window.wait(1, 0, 1, limit=LIMIT, operation="a put")
+    go.set()
+    window.close()
+    target = Path(f"/proc/self/fd/{opened[0]}")
+    assert not target.is_symlink() or os.readlink(target) != before
+    end.close()
 
 
 @pytest.mark.parametrize("mistake", ["a cut", "nonsense"])

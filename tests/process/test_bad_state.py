@@ -144,8 +144,8 @@ REFUSED = {
     ),
     "ledger of nothing": Bad(
         words="ledger nowhere",
-        said="nowhere: no run's folder, with files events.rank<r>.jsonl, nor the id of a run in "
-        "--output_dir runs; runs has r; check the path.",
+        said="nowhere is neither a run folder (with files events.rank<r>.jsonl) nor the id of a "
+        "run in --output_dir runs, which has r; check the path.",
     ),
 }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster.rendezvous.finished_answer import answer
+from paceline.cluster.rendezvous.machine_rendezvous import answer_finished
 from paceline.cluster.stores.store_spec import StoreSpec
 from tests.harness.network.meeting_places import KINDS, left_behind, meeting_of, plan
 from tests.harness.processes.supervisor_stage import Actor, Stage, Supervisor
@@ -76,7 +76,7 @@ def test_a_machine_killed_before_its_mark_learns_that_the_run_is_finished(
     assert machines[0].status() == 0
     assert [mark.exists() for mark in marks] == [True, False]
     back = stage.start(plan(meeting, 1, begun=True), finish=marks[1])
-    answer(plan(meeting, 0), limit=60)  # until it has come, and no longer
+    answer_finished(plan(meeting, 0), limit=60)  # until it has come, and no longer
     assert back.status() == 0
     assert back.text.splitlines()[-1] == (
         "paceline: run r is finished; give another --run_id to train again."
@@ -115,5 +115,5 @@ def test_a_new_run_of_a_finished_ones_name_isnt_finished(
 
 def test_nobody_who_asks_is_no_error(tmp_path: Path) -> None:
     with meeting_of("folder", tmp_path) as folder:
-        answer(plan(folder, 0), limit=0.3)
+        answer_finished(plan(folder, 0), limit=0.3)
         assert left_behind(folder) == []

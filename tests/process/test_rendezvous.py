@@ -16,7 +16,7 @@ import pytest
 
 from paceline.cluster.membership.lease import BEAT_S, LeaseOptions
 from paceline.cluster.membership.process_identity import ProcessIdentity
-from paceline.cluster.rendezvous.registration import MachineRegistration, RunRecord
+from paceline.cluster.rendezvous.registration import Registration, RunRecord
 from paceline.cluster.stores.store_spec import StoreSpec, open_store
 from paceline.cluster.supervision.worker import join_world
 from tests.harness.network.meeting_places import KINDS, SPACE, left_behind, meeting_of, plan
@@ -257,9 +257,7 @@ def test_a_signal_ends_the_wait_and_leaves_nothing(
 def elsewhere(machines: int) -> RunRecord:
     """The record of a run whose machine 0 is another machine: its kernel can't be asked."""
     who = replace(ProcessIdentity.of_this_process(), kernel="another boot", host="farnode")
-    registration = MachineRegistration(
-        id="far", who=who, workers=1, addresses=("127.0.0.1",), port=1
-    )
+    registration = Registration(id="far", process=who, workers=1, addresses=("127.0.0.1",), port=1)
     return RunRecord(generation="old", machines=machines, leader=registration)
 
 

@@ -46,7 +46,7 @@ def train(data: Path, *words: str) -> tuple[str, ...]:
 
 def test_two_workers_leave_log_events_weights_and_configuration(data: Path, tmp_path: Path) -> None:
     words = train(data, "--test_data", str(data / "test-lmdb"), "--num_workers", "2")
-    ended = run(*words, "--run_id", "r", folder=tmp_path)
+    ended = run(*words, "--run_id", "r", folder=tmp_path, real=True)
     assert ended.status == 0, ended.text
     assert "epoch 2/2" in ended.text
 

@@ -278,9 +278,9 @@ def loop_of(run: Path, *, batch: int = BATCH, seed: int = 0, track: int = 0) -> 
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"batch": 10}, "batch_size is 10, and was 12 when the checkpoint was made"),
+        ({"batch": 10}, "batch_size is 10, but was 12 when the checkpoint was written"),
         ({"seed": 4}, "^run r: this run was started with seed 0, now it is 4.*another run"),
-        ({"track": 2}, "no state of StepLR 2; it has StepLR:"),
+        ({"track": 2}, r"no state of StepLR 2 \(it has StepLR\)"),
         ({"track": 0}, "the state of StepLR, which isn't tracked"),
     ],
     ids=str,
@@ -319,6 +319,6 @@ def test_what_a_wire_has_yet_to_send_follows_the_scaler_that_is_tracked() -> Non
         world.track(step_lr(optimizer), scaler)
         with world.step(samples=1):
             optimizer.step()
-        replica = world._training.replica("a test")
+        replica = world._bound("a test")
         assert replica._scale is not None
         assert replica._scale() == 2.0**7

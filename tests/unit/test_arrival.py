@@ -5,31 +5,26 @@ from __future__ import annotations
 import pytest
 
 from paceline.cluster.membership.process_identity import ProcessIdentity
-from paceline.cluster.rendezvous.process_registration import (
-    ProcessRegistration,
-    RegisteredProcesses,
-)
+from paceline.cluster.rendezvous.registration import RegisteredWorld, Registration
 from paceline.errors import ConfigError
 
 
-def registration(
-    rank: int, host: str, local_rank: int, node: int | None = None
-) -> ProcessRegistration:
-    return ProcessRegistration(
+def registration(rank: int, host: str, local_rank: int, node: int | None = None) -> Registration:
+    return Registration(
         id=f"id{rank}",
         rank=rank,
         node=node,
         local_rank=local_rank,
-        who=ProcessIdentity(host=host, kernel=host, network=host, pid=rank, started=0),
+        process=ProcessIdentity(host=host, kernel=host, network=host, pid=rank, started=0),
         addresses=("127.0.0.1",),
         port=1,
     )
 
 
-def ranks(*registrations: ProcessRegistration) -> list[list[int]]:
+def ranks(*registrations: Registration) -> list[list[int]]:
     """Return the launcher's ranks on each machine, in our order."""
-    processes = RegisteredProcesses(token="t", registrations=registrations)
-    return [[each.rank for each in group] for group in processes.machines()]
+    world = RegisteredWorld(token="t", registrations=registrations)
+    return [[each.rank for each in group] for group in world.machines()]
 
 
 def test_block_by_block_our_ranks_are_the_launchers() -> None:
@@ -69,8 +64,8 @@ def test_local_ranks_with_holes_are_refused(local_ranks: tuple[int, int]) -> Non
         ranks(*(registration(i, "a", local, 0) for i, local in enumerate(local_ranks)))
 
 
-def test_a_company_survives_the_store() -> None:
-    processes = RegisteredProcesses(
+def test_a_world_survives_the_store() -> None:
+    world = RegisteredWorld(
         token="t", registrations=(registration(0, "a", 0), registration(1, "b", 0, 1)), lost="why"
     )
-    assert RegisteredProcesses.from_text(processes.to_text()) == processes
+    assert RegisteredWorld.from_text(world.to_text()) == world

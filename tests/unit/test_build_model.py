@@ -19,8 +19,7 @@ from paceline.config.world import SyncConfig
 from paceline.errors import ConfigError
 from paceline.models.resnet import BasicBlock
 from paceline.replica.compiled_modules import is_compiled
-from paceline.update.layer_exchange import BatchShare
-from paceline.update.sync_batch_norm import SyncBatchNorm
+from paceline.update.batch_norm import BatchShare, SyncBatchNorm
 from paceline.wiring.model import refuse_emulation
 
 CPU = torch.device("cpu")

@@ -8,6 +8,7 @@ import pytest
 
 from paceline.cluster.environment import read_environment
 from paceline.cluster.launchers.launched_process import LaunchedProcess
+from paceline.cluster.launchers.launchers import command_of
 from paceline.cluster.launchers.slurm import expand_counts, expand_nodes, port_of
 from paceline.errors import ConfigError
 
@@ -134,7 +135,7 @@ def test_sruns_variables_are_read() -> None:
         start="slurm-901593.2.0",
         master=f"node01:{port_of('901593', '2')}",
     )
-    assert place.command == "srun"
+    assert command_of(place.launcher) == "srun"
 
 
 def test_a_task_of_the_first_node_knows_its_nodes_count() -> None:

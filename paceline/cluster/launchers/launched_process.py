@@ -1,18 +1,16 @@
-"""A process's place as somebody else's launcher tells it: torchrun, mpirun, Slurm's srun.
+"""One process of a launcher (torchrun, mpirun, Slurm's srun), by the environment variables it set.
 
-Each launcher has variables of its own, and a file here that reads them. What they share is four
-numbers (`VariableNames` says what a launcher calls them) and the rules that the numbers obey.
+Each launcher has variables of its own, and a file here that reads them. All have four numbers:
+rank, world size, and both on the machine. `VariableNames` has the variables' names, and the rules
+that the numbers obey.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from paceline.errors import ConfigError
-
-Launcher = Literal["torchrun", "mpirun", "slurm"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +18,7 @@ class LaunchedProcess:
     """One process among those that a launcher started.
 
     Attributes:
-        launcher: who started it.
+        launcher: the launcher's name in `LAUNCHERS`.
         rank: the launcher's number of the process; ours may differ, which counts by machines.
         world_size: how many processes it started.
         local_rank: the process's number on its machine.
@@ -31,7 +29,7 @@ class LaunchedProcess:
         serves: whether the launcher itself serves that store; else rank 0 does.
     """
 
-    launcher: Launcher
+    launcher: str
     rank: int
     world_size: int
     local_rank: int
@@ -42,11 +40,6 @@ class LaunchedProcess:
     serves: bool = False
 
     @property
-    def command(self) -> str:
-        """The launcher's command, for people."""
-        return command_of(self.launcher)
-
-    @property
     def one_machine(self) -> bool:
         """Whether all processes were started on this machine."""
         return self.world_size == self.local_world_size
@@ -54,9 +47,15 @@ class LaunchedProcess:
 
 @dataclass(frozen=True, kw_only=True)
 class VariableNames:
-    """What a launcher calls its variables."""
+    """Names of a launcher's variables.
 
-    launcher: Launcher
+    Attributes:
+        launcher: the launcher's name in `LAUNCHERS`.
+        command: its command, for messages.
+    """
+
+    launcher: str
+    command: str
     rank: str
     world_size: str
     local_rank: str
@@ -69,7 +68,7 @@ class VariableNames:
             ConfigError: one is missing, isn't a number, or contradicts another; names them.
         """
         names = (self.rank, self.world_size, self.local_rank, self.local_world_size)
-        require(variables, names, self.launcher)
+        require(variables, names, self.command)
         rank, size, local_rank, local_size = (whole(variables, name) for name in names)
         for part, whole_part in ((self.rank, self.world_size), (self.local_rank, names[3])):
             below(variables, part, whole_part)
@@ -87,12 +86,7 @@ class VariableNames:
         )
 
 
-def command_of(launcher: Launcher) -> str:
-    """Return the name of a launcher's command."""
-    return "srun" if launcher == "slurm" else launcher
-
-
-def require(variables: Mapping[str, str], names: tuple[str, ...], launcher: Launcher) -> None:
+def require(variables: Mapping[str, str], names: tuple[str, ...], command: str) -> None:
     """Require all of a launcher's variables.
 
     Raises:
@@ -104,7 +98,7 @@ def require(variables: Mapping[str, str], names: tuple[str, ...], launcher: Laun
         verb = ("are" if len(present) > 1 else "is", "aren't" if len(missing) > 1 else "isn't")
         raise ConfigError(
             f"{' and '.join(present)} {verb[0]} set and {', '.join(missing)} {verb[1]}: start all "
-            f"processes by {command_of(launcher)}, which sets all of them, or unset those."
+            f"processes by {command}, which sets all of them, or unset those."
         )
 
 

@@ -12,6 +12,7 @@ from paceline.cluster.launchers.launched_process import LaunchedProcess, Variabl
 
 _MPICH = VariableNames(
     launcher="mpirun",
+    command="mpirun",
     rank="PMI_RANK",
     world_size="PMI_SIZE",
     local_rank="MPI_LOCALRANKID",
@@ -19,6 +20,7 @@ _MPICH = VariableNames(
 )
 _OPEN_MPI = VariableNames(
     launcher="mpirun",
+    command="mpirun",
     rank="OMPI_COMM_WORLD_RANK",
     world_size="OMPI_COMM_WORLD_SIZE",
     local_rank="OMPI_COMM_WORLD_LOCAL_RANK",

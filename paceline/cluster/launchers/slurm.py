@@ -50,7 +50,7 @@ def read_srun(variables: Mapping[str, str]) -> LaunchedProcess:
     size, counts_name = _size_name(variables), _name(variables, "TASKS_PER_NODE")
     nodes_name = _name(variables, "NODELIST")
     needed = ("SLURM_JOB_ID", "SLURM_PROCID", size, "SLURM_LOCALID", "SLURM_NODEID")
-    require(variables, (*needed, counts_name, nodes_name), "slurm")
+    require(variables, (*needed, counts_name, nodes_name), "srun")
     counts, node = expand_counts(variables[counts_name]), whole(variables, "SLURM_NODEID")
     if sum(counts) != whole(variables, size) or node >= len(counts):
         raise ConfigError(
@@ -59,6 +59,7 @@ def read_srun(variables: Mapping[str, str]) -> LaunchedProcess:
         )
     names = VariableNames(
         launcher="slurm",
+        command="srun",
         rank="SLURM_PROCID",
         world_size=size,
         local_rank="SLURM_LOCALID",

@@ -20,6 +20,7 @@ from paceline.cluster.launchers.launched_process import (
 
 _NAMES = VariableNames(
     launcher="torchrun",
+    command="torchrun",
     rank="RANK",
     world_size="WORLD_SIZE",
     local_rank="LOCAL_RANK",

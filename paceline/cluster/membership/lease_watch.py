@@ -1,4 +1,4 @@
-"""One reader's eye on one lease: the observations that `judge` judges."""
+"""One reader's observations of one lease, which `judge` judges."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from torch._C._distributed_c10d import Store
 
 from paceline.cluster.membership.lease import LeaseOptions, Observation, Verdict, judge
 from paceline.cluster.membership.process_identity import ProcessIdentity
-from paceline.cluster.rendezvous.registration import MachineRegistration
+from paceline.cluster.rendezvous.registration import Registration
 from paceline.cluster.stores.store_spec import peek
 
 
 class LeaseWatch:
-    """Watches the lease of one claim.
+    """Watch on the lease of one registered machine.
 
     Args:
-        store: the incarnation's.
+        store: the start's.
         registration: whose lease.
         here: this process.
         options: when a lease counts as dead.
@@ -25,7 +25,7 @@ class LeaseWatch:
     def __init__(
         self,
         store: Store,
-        registration: MachineRegistration,
+        registration: Registration,
         here: ProcessIdentity,
         options: LeaseOptions | None = None,
     ) -> None:
@@ -34,13 +34,13 @@ class LeaseWatch:
         self._here = here
         self._options = options or LeaseOptions()
         counter = peek(store, self._key)
-        self._seen = Observation.first(registration.who, here, counter, time.monotonic())
+        self._seen = Observation.first(registration.process, here, counter, time.monotonic())
 
     def verdict(self) -> Verdict:
-        """Look at the lease, and judge by all that was seen of it."""
+        """Look at the lease, and judge by all observations until now."""
         counter = peek(self._store, self._key)
         now = time.monotonic()
-        self._seen = self._seen.then(self.registration.who, self._here, counter, now)
+        self._seen = self._seen.then(self.registration.process, self._here, counter, now)
         return judge(self._seen, now, self._options)
 
     @property
@@ -48,6 +48,6 @@ class LeaseWatch:
         return lease_key(self.registration)
 
 
-def lease_key(registration: MachineRegistration) -> str:
-    """Return the key of a claim's lease."""
+def lease_key(registration: Registration) -> str:
+    """Return the key of a registration's lease."""
     return f"lease/{registration.id}"

@@ -1,9 +1,9 @@
-"""Waiting for other machines: a limit, a line that says for whom, and a pause that can be ended."""
+"""Waiting for other machines: a limit, a line that names what is waited for, and a pause."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from paceline.errors import CommError
 
@@ -11,15 +11,15 @@ _PAUSE_S = 0.1
 
 
 class DeadlinePassed(CommError):
-    """Somebody didn't come within the limit."""
+    """What a start waits for didn't come within the limit."""
 
 
 class Deadline:
-    """One limit over all waits of a start.
+    """Deadline over all waits of a start.
 
     Args:
         limit: seconds from now.
-        tell: receives a line when what is waited for changes.
+        report: receives a line when what is waited for changes.
         pause: sleeps for some seconds, or raises what ends the wait (a signal, a failure).
         remedy: what the caller can do, the end of the error's sentence.
     """
@@ -27,28 +27,28 @@ class Deadline:
     def __init__(
         self,
         limit: float,
-        tell: Callable[[str], None],
+        report: Callable[[str], None],
         pause: Callable[[float], None],
         remedy: str,
     ) -> None:
         self._limit = limit
         self._deadline = time.monotonic() + limit
-        self._tell = tell
+        self._report = report
         self._pause = pause
         self._remedy = remedy
-        self._told = ""
+        self._reported = ""
 
-    def wait(self, whom: str) -> None:
-        """Pause for a moment, having told whom the wait is for, if that is new.
+    def wait(self, awaited: str) -> None:
+        """Pause for a moment; report first what the wait is for, if that is new.
 
         Raises:
             DeadlinePassed: the limit is over.
         """
         if time.monotonic() > self._deadline:
-            raise DeadlinePassed(f"{whom} didn't come within {self._limit:g} s: {self._remedy}.")
-        if whom != self._told:
-            self._tell(f"waiting for {whom}")
-            self._told = whom
+            raise DeadlinePassed(f"{awaited} didn't come within {self._limit:g} s: {self._remedy}.")
+        if awaited != self._reported:
+            self._report(f"waiting for {awaited}")
+            self._reported = awaited
         self.pause()
 
     def pause(self) -> None:
@@ -56,12 +56,12 @@ class Deadline:
         self._pause(_PAUSE_S)
 
     def at_most(self, limit: float, remedy: str) -> Deadline:
-        """Return a patience that ends sooner, if `limit` is sooner."""
+        """Return a deadline that ends sooner, if `limit` is sooner."""
         left = max(0.0, self._deadline - time.monotonic())
-        return Deadline(min(limit, left), self._tell, self._pause, remedy)
+        return Deadline(min(limit, left), self._report, self._pause, remedy)
 
 
-def name_machines(missing: list[int], machines: int) -> str:
-    """Name machines by their numbers: "machines 1, 2 of 4"."""
+def numbered(noun: str, missing: Sequence[int], total: int) -> str:
+    """Name machines or ranks by their numbers: "machines 1, 2 of 4"."""
     plural = "s" if len(missing) > 1 else ""
-    return f"machine{plural} {', '.join(map(str, missing))} of {machines}"
+    return f"{noun}{plural} {', '.join(map(str, missing))} of {total}"

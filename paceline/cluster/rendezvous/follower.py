@@ -1,8 +1,8 @@
-"""The other machines' part of a rendezvous: find the live incarnation, claim a place, wait.
+"""The other machines' part of a rendezvous: find the live start, register, wait for the world.
 
-The newest incarnation may be a dead run's, so it counts only while machine 0's lease advances. A
-machine that finds a world sealed without it, or loses machine 0 before the seal, goes back to
-waiting: the next start of the run is a new incarnation.
+The newest start may be a dead run's, so it counts only while machine 0's lease advances. A machine
+that finds a world complete without it, or loses machine 0 before that, goes back to waiting for the
+run's next start.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from torch.distributed import DistError
 
 from paceline.cluster.membership.lease_watch import LeaseWatch
 from paceline.cluster.membership.process_identity import ProcessIdentity
-from paceline.cluster.rendezvous.deadline import Deadline, DeadlinePassed, name_machines
-from paceline.cluster.rendezvous.finished import FINISHED, Finished
+from paceline.cluster.rendezvous.deadline import Deadline, DeadlinePassed, numbered
 from paceline.cluster.rendezvous.registered_machine import (
+    FINISHED,
     STORE_LIMIT,
+    Finished,
     RegisteredMachine,
     read_registrations,
 )
-from paceline.cluster.rendezvous.registration import MachineRegistration, RegisteredWorld, RunRecord
+from paceline.cluster.rendezvous.registration import RegisteredWorld, Registration, RunRecord
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.stores.store_spec import STORE_ERRORS, StoreSpec, open_store, peek
 from paceline.cluster.supervision.failure_report import FailureReport
@@ -32,52 +33,59 @@ from paceline.errors import CommError, ConfigError
 
 def follow(
     plan: RunPlan,
-    registration: MachineRegistration,
+    registration: Registration,
     deadline: Deadline,
-    sit: Callable[[str], RegisteredMachine],
+    notice: Callable[[FailureReport], None],
+    warn: Callable[[str], None],
 ) -> tuple[RegisteredMachine, RegisteredWorld]:
-    """Find this machine's place in the run.
+    """Register this machine in the run's live start.
 
     Args:
         plan: this machine's part.
         registration: its entry.
         deadline: the limit.
-        sit: takes a seat in the incarnation of a name.
+        notice: see `RegisteredMachine`.
+        warn: see `RegisteredMachine`.
 
     Returns:
-        the seat, and the sealed world that it is in.
+        the registered machine, and the complete world with it.
 
     Raises:
-        ConfigError: the machines disagree on their number, or the place is taken.
+        ConfigError: the machines disagree on their number, or this machine's number is taken.
         DeadlinePassed: a machine didn't come; names it.
         Finished: this machine was in the run before, and it is over.
     """
     meeting = plan.meeting
     assert meeting is not None
-    if meeting.kind != "tcp":  # machine 0 serves that one, and may be yet to start
+
+    def register(live: _Live) -> RegisteredMachine:
+        name = live.record.generation
+        return RegisteredMachine(plan, meeting, name, registration, notice=notice, warn=warn)
+
+    if not meeting.served_by_run:  # machine 0 serves that one, and may be yet to start
         open_store(meeting, STORE_LIMIT)
     while True:
         reason = ""
         try:
             live = _live_generation(meeting, registration, plan, deadline)
             if _finished(live, plan):
-                with suppress(*STORE_ERRORS):  # somebody else has tidied up
-                    sit(live.record.generation).leave()
+                with suppress(*STORE_ERRORS):  # another machine has removed the start
+                    register(live).leave()
                 raise Finished
-            if not _sealed_without_us(live, plan, registration.who, deadline):
-                seated = _join(live, sit(live.record.generation), deadline)
-                if seated is not None:
-                    return seated
+            if not _complete_without_us(live, plan, registration.process, deadline):
+                joined = _join(live, register(live), deadline)
+                if joined is not None:
+                    return joined
         except DeadlinePassed:
             raise
         except (CommError, DistError) as error:  # machine 0 went, and took the store with it
             reason = f" ({str(error).splitlines()[0].rstrip('.')})"
-        deadline.wait(name_machines([0], plan.machines) + reason)
+        deadline.wait(numbered("machine", [0], plan.machines) + reason)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Live:
-    """An incarnation whose machine 0 was just seen alive, or has finished the run."""
+    """Live start: one whose machine 0 is alive, or has finished the run."""
 
     text: bytes
     record: RunRecord
@@ -86,9 +94,9 @@ class _Live:
 
 
 def _live_generation(
-    meeting: StoreSpec, registration: MachineRegistration, plan: RunPlan, deadline: Deadline
+    meeting: StoreSpec, registration: Registration, plan: RunPlan, deadline: Deadline
 ) -> _Live:
-    """Wait for an incarnation that is alive or finished."""
+    """Wait for a start that is alive or finished."""
     store = open_store(meeting, STORE_LIMIT)
     live: _Live | None = None
     while True:
@@ -96,26 +104,26 @@ def _live_generation(
         if text is not None and (live is None or text != live.text):
             record = RunRecord.from_text(text)
             inside = open_store(meeting.within(record.generation), STORE_LIMIT)
-            leader = LeaseWatch(inside, record.leader, registration.who)
+            leader = LeaseWatch(inside, record.leader, registration.process)
             live = _Live(text=text, record=record, store=inside, leader=leader)
-        if text is not None and live is not None and _standing(live, plan):
+        if text is not None and live is not None and _is_live(live, plan):
             return live
-        deadline.wait(name_machines([0], plan.machines))
+        deadline.wait(numbered("machine", [0], plan.machines))
 
 
-def _standing(live: _Live, plan: RunPlan) -> bool:
+def _is_live(live: _Live, plan: RunPlan) -> bool:
     return _finished(live, plan) or live.leader.verdict().state == "alive"
 
 
 def _finished(live: _Live, plan: RunPlan) -> bool:
-    """Tell whether the run is over; to a machine that is new in it, a run of that name isn't."""
+    """Tell whether the run is over; for a machine that never trained in it, it isn't."""
     return plan.begun and peek(live.store, FINISHED) is not None
 
 
-def _sealed_without_us(
+def _complete_without_us(
     live: _Live, plan: RunPlan, here: ProcessIdentity, deadline: Deadline
 ) -> bool:
-    """Tell whether the run is in its course and this machine's predecessor in it is gone."""
+    """Tell whether the run trains already, and the machine of this number in it has ended."""
     text = peek(live.store, "world")
     if text is None:
         return False
@@ -149,9 +157,7 @@ def _join(
 def _registration(registered: RegisteredMachine, deadline: Deadline) -> None:
     key, own = registered.key("machine"), registered.registration.to_text()
     while (holder := registered.store.compare_set(key, "", own)) != own.encode():
-        watch = LeaseWatch(
-            registered.store, MachineRegistration.from_text(holder), registered.registration.who
-        )
+        watch = registered.watch(Registration.from_text(holder))
         _refuse_live_holder(watch, registered.plan, deadline)
         registered.store.compare_set(key, holder.decode(), own)
 
@@ -162,7 +168,7 @@ def _refuse_live_holder(holder: LeaseWatch, plan: RunPlan, deadline: Deadline) -
     Raises:
         ConfigError: it is alive.
     """
-    host = holder.registration.who.host
+    host = holder.registration.process.host
     while (verdict := holder.verdict()).state == "unknown":
         deadline.wait(f"a sign of life of machine {plan.machine} ({host})")
     if verdict.state == "alive":
@@ -184,11 +190,11 @@ def _await_world(
             return None
         there = read_registrations(registered.store, registered.plan.machines)
         missing = [i for i in range(registered.plan.machines) if i not in there] or [0]
-        deadline.wait(name_machines(missing, registered.plan.machines))
+        deadline.wait(numbered("machine", missing, registered.plan.machines))
 
 
 def _disagree(plan: RunPlan, record: RunRecord) -> ConfigError:
     return ConfigError(
         f"--num_shards {plan.machines} on machine {plan.machine}, but {record.machines} on "
-        f"machine 0 ({record.leader.who.host}): give the same number on all machines."
+        f"machine 0 ({record.leader.process.host}): give the same number on all machines."
     )

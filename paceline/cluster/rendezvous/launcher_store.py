@@ -1,40 +1,45 @@
 """Where the processes that a launcher started meet.
 
-    torchrun   in its own TCP store
-    mpirun     at rank 0's TCP store, at a free port that MPI tells them
-    srun       at rank 0's TCP store, at a node and a port that all derive from Slurm's variables
+    a launcher with a store     in that store: torchrun's
+    one that gives an address   in rank 0's TCP store there: srun, torchrun without a store
+    any other                   in rank 0's TCP store, at a free port that MPI broadcasts: mpirun
 
-A meeting place that flags give comes before those of mpirun and srun.
+A meeting place that options give comes before all but a launcher's own store.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torch._C._distributed_c10d import TCPStore
 
+from paceline.cluster.environment import read_secret
 from paceline.cluster.launchers.launched_process import LaunchedProcess
 from paceline.cluster.launchers.mpi_address import share_address
-from paceline.cluster.rendezvous.reachability import candidates, interfaces
+from paceline.cluster.rendezvous.machine_rendezvous import OPEN_STORE, serve
+from paceline.cluster.rendezvous.reachability import own_addresses
 from paceline.cluster.rendezvous.registered_machine import STORE_LIMIT
 from paceline.cluster.stores.store_spec import StoreSpec, run_space
-from paceline.cluster.stores.tcp_store import connect_tcp, serve_tcp, split_address
+from paceline.cluster.stores.tcp_store import TcpStore, serve_tcp
 from paceline.errors import CommError
-
-_HERE = ("127.0.0.1", "localhost")
 
 
 def meet(
-    launched: LaunchedProcess, flags: StoreSpec | None, wanted: Sequence[str], timeout: float
+    launched: LaunchedProcess,
+    flags: StoreSpec | None,
+    wanted: Sequence[str],
+    timeout: float,
+    report: Callable[[str], None],
 ) -> tuple[TCPStore | None, StoreSpec]:
-    """Return where the processes meet; rank 0 serves the place if nobody else does.
+    """Return where the processes meet; rank 0 serves the TCP store if the launcher doesn't.
 
     Args:
-        launched: this process's place by its launcher.
+        launched: this process, as its launcher describes it.
         flags: where flags say to meet.
         wanted: the network interfaces to use; none: all.
         timeout: seconds to wait for the others of mpirun's processes.
+        report: receives a line if any process that reaches rank 0's store can join.
 
     Returns:
         the store's server, where this process serves it, and the job's space in the store.
@@ -43,31 +48,37 @@ def meet(
         ConfigError: the place can't be had, or mpirun's processes have none.
         CommError: rank 0 can't be reached, or mpirun's processes didn't come in time.
     """
-    if launched.launcher == "mpirun" and flags is None:
-        return _meet_by_mpi(launched, wanted, timeout)
+    if not launched.master and flags is None:
+        return _meet_by_mpi(launched, wanted, timeout, report)
+    space = run_space(launched.start)
     if flags is None or launched.serves:
-        place = StoreSpec(kind="tcp", address=launched.master, space=_space(launched))
+        secret = read_secret() if flags is None else flags.secret
+        meeting = StoreSpec(kind="tcp", address=launched.master, space=space, secret=secret)
     else:
-        place = replace(flags, space=_space(launched) if launched.start else flags.space)
-    if place.kind != "tcp" or launched.serves or launched.rank > 0:
-        return None, place
-    host, port = split_address(place.address)
+        meeting = replace(flags, space=space if launched.start else flags.space)
+    if not meeting.served_by_run or launched.serves or launched.rank > 0:
+        return None, meeting
     given = "MASTER_PORT" if flags is None else "--master"
-    server = serve_tcp("127.0.0.1" if host in _HERE else "", port, STORE_LIMIT, given)
-    return server, replace(place, address=f"127.0.0.1:{port}")
+    return serve(meeting, tuple(wanted), report, given)
 
 
 def _meet_by_mpi(
-    launched: LaunchedProcess, wanted: Sequence[str], timeout: float
+    launched: LaunchedProcess,
+    wanted: Sequence[str],
+    timeout: float,
+    report: Callable[[str], None],
 ) -> tuple[TCPStore | None, StoreSpec]:
-    apart = not launched.one_machine
-    addresses: Sequence[str] = candidates(interfaces(), wanted) if apart else ["127.0.0.1"]
-    server = serve_tcp("" if apart else "127.0.0.1", 0, STORE_LIMIT) if launched.rank == 0 else None
-    port = server.port if server is not None else 0
+    addresses, secret = own_addresses(wanted, apart=not launched.one_machine), read_secret()
+    server, port = None, 0
+    if launched.rank == 0:
+        address = addresses[0] if len(addresses) == 1 else ""
+        server = serve_tcp(address, 0, STORE_LIMIT)
+        port = server.port
+        if not launched.one_machine and not secret:
+            report(OPEN_STORE.format(address or "all interfaces", port))
     addresses, port = share_address(launched, addresses, port, timeout)
-    return server, StoreSpec(
-        kind="tcp", address=f"{_answering(addresses, port)}:{port}", space=run_space("mpirun")
-    )
+    address = f"{_answering(addresses, port)}:{port}"
+    return server, StoreSpec(kind="tcp", address=address, space=run_space("mpirun"), secret=secret)
 
 
 def _answering(addresses: Sequence[str], port: int) -> str:
@@ -75,7 +86,7 @@ def _answering(addresses: Sequence[str], port: int) -> str:
     reasons = []
     for address in addresses:
         try:
-            connect_tcp(address, port, STORE_LIMIT)
+            TcpStore(f"{address}:{port}", "", STORE_LIMIT).close()
         except CommError as error:
             reasons.append(str(error).rstrip("."))
         else:
@@ -84,7 +95,3 @@ def _answering(addresses: Sequence[str], port: int) -> str:
         f"Rank 0 can't be reached at any of its addresses ({'; '.join(reasons)}): check firewalls, "
         "or name the interfaces that connect the machines by --distributed_interfaces."
     )
-
-
-def _space(launched: LaunchedProcess) -> str:
-    return run_space(launched.start)

@@ -1,8 +1,8 @@
-"""Machine 0's part of a rendezvous: open an incarnation, wait for all machines, seal the world.
+"""Machine 0's part of a rendezvous: open a start, wait for all machines, write the world.
 
-1. The run's last incarnation, if there was one, must be over: none of its machines alive.
+1. The run's last start, if there was one, must be over: none of its machines alive.
 2. The new one takes its place by compare-and-set, so that of two that come at once one wins.
-3. Every machine has a claim, and its lease advances: the world is written, and final.
+3. Once every machine has registered, and its lease advances, the world is written, and final.
 """
 
 from __future__ import annotations
@@ -11,17 +11,15 @@ import secrets
 import uuid
 from contextlib import suppress
 
-from torch._C._distributed_c10d import Store
-
 from paceline.cluster.membership.lease_watch import LeaseWatch
 from paceline.cluster.membership.process_identity import ProcessIdentity
-from paceline.cluster.rendezvous.deadline import Deadline, DeadlinePassed, name_machines
+from paceline.cluster.rendezvous.deadline import Deadline, DeadlinePassed, numbered
 from paceline.cluster.rendezvous.registered_machine import (
     STORE_LIMIT,
     RegisteredMachine,
     read_registrations,
 )
-from paceline.cluster.rendezvous.registration import MachineRegistration, RegisteredWorld, RunRecord
+from paceline.cluster.rendezvous.registration import RegisteredWorld, Registration, RunRecord
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.stores.folder_store import FolderRemoved
 from paceline.cluster.stores.store_spec import StoreSpec, erase, open_store, peek
@@ -31,9 +29,9 @@ _ENDING_S = 15.0
 
 
 def take_over(
-    plan: RunPlan, meeting: StoreSpec, registration: MachineRegistration, deadline: Deadline
+    plan: RunPlan, meeting: StoreSpec, registration: Registration, deadline: Deadline
 ) -> str:
-    """Make a new incarnation the run's newest; return its name.
+    """Make a new start the run's newest; return its name.
 
     Nothing of it is in the store before, so that a process killed on the way leaves nothing that
     the next one doesn't find by the run's record.
@@ -47,7 +45,7 @@ def take_over(
         found = peek(store, "run")
         old = None if found is None else RunRecord.from_text(found)
         if old is not None:
-            _wait_until_over(plan, meeting, old, registration.who, deadline)
+            _wait_until_over(plan, meeting, old, registration.process, deadline)
         expected, wanted = "" if found is None else found.decode(), record.to_text()
         with suppress(FolderRemoved):  # just now, by the last machine of the run before
             if store.compare_set("run", expected, wanted) == wanted.encode():
@@ -56,7 +54,7 @@ def take_over(
                 return record.generation
 
 
-def seal(registered: RegisteredMachine, deadline: Deadline) -> RegisteredWorld:
+def complete_world(registered: RegisteredMachine, deadline: Deadline) -> RegisteredWorld:
     """Wait for all machines and write the world.
 
     Raises:
@@ -65,7 +63,7 @@ def seal(registered: RegisteredMachine, deadline: Deadline) -> RegisteredWorld:
     registered.store.set(registered.key("machine"), registered.registration.to_text())
     watches: dict[int, LeaseWatch] = {}
     while missing := _missing(registered, watches):
-        deadline.wait(name_machines(missing, registered.plan.machines))
+        deadline.wait(numbered("machine", missing, registered.plan.machines))
     registrations = tuple(
         watches[machine].registration for machine in range(registered.plan.machines)
     )
@@ -78,9 +76,7 @@ def _missing(registered: RegisteredMachine, watches: dict[int, LeaseWatch]) -> l
     registrations = read_registrations(registered.store, registered.plan.machines)
     for machine, registration in registrations.items():
         if machine not in watches or watches[machine].registration != registration:
-            watches[machine] = LeaseWatch(
-                registered.store, registration, registered.registration.who
-            )
+            watches[machine] = registered.watch(registration)
     return [
         machine
         for machine in range(registered.plan.machines)
@@ -91,7 +87,7 @@ def _missing(registered: RegisteredMachine, watches: dict[int, LeaseWatch]) -> l
 def _wait_until_over(
     plan: RunPlan, meeting: StoreSpec, old: RunRecord, here: ProcessIdentity, deadline: Deadline
 ) -> None:
-    """Wait until no machine of an incarnation is alive; its machine 0 alive is an error at once."""
+    """Wait until no machine of an start is alive; its machine 0 alive is an error at once."""
     watches = _old_watches(meeting, old, here)
     ending = deadline.at_most(_ENDING_S, "")
     while watches:
@@ -102,14 +98,16 @@ def _wait_until_over(
         watches = [watch for watch in watches if verdicts[watch].state != "dead"]
         if watches:
             try:
-                ending.wait(f"the end of run {plan.run_id!r} on {watches[0].registration.who.host}")
+                ending.wait(
+                    f"the end of run {plan.run_id!r} on {watches[0].registration.process.host}"
+                )
             except DeadlinePassed:
                 reason = verdicts[watches[0]].reason
                 raise _in_use(plan, watches[0].registration, reason) from None
 
 
 def _old_watches(meeting: StoreSpec, old: RunRecord, here: ProcessIdentity) -> list[LeaseWatch]:
-    store: Store = open_store(meeting.within(old.generation), STORE_LIMIT)
+    store = open_store(meeting.within(old.generation), STORE_LIMIT)
     registrations = {
         registration.id: registration
         for registration in read_registrations(store, old.machines).values()
@@ -118,8 +116,8 @@ def _old_watches(meeting: StoreSpec, old: RunRecord, here: ProcessIdentity) -> l
     return [LeaseWatch(store, registration, here) for registration in registrations.values()]
 
 
-def _in_use(plan: RunPlan, by: MachineRegistration, reason: str) -> ConfigError:
+def _in_use(plan: RunPlan, by: Registration, reason: str) -> ConfigError:
     return ConfigError(
-        f"--run_id {plan.run_id} is in use by a live run on host {by.who.host} (process "
-        f"{by.who.pid}; {reason}): choose another, or stop that one."
+        f"--run_id {plan.run_id} is in use by a live run on host {by.process.host} (process "
+        f"{by.process.pid}; {reason}): choose another, or stop that one."
     )

@@ -1,10 +1,10 @@
 """How machines form one run: machine 0 opens it, the others find it, all learn their addresses.
 
     machine 0                                 machine i
-    make sure that the run isn't alive        wait for a live incarnation
-    open an incarnation                       claim machine/<i>
-    claim machine/0, wait for all claims      wait for the world
-    write the world (claims, job token)       read it
+    make sure that the run isn't alive        wait for a live start
+    open a start                              register as machine/<i>
+    register, wait for all registrations      wait for the world
+    write the world (with the job token)      read it
     ------------- all: connect to each other's addresses, post which ones worked -------------
     every machine's address is the first of its own at which all others reached it
 
@@ -13,49 +13,55 @@ A machine alone goes the same way, with a store of its own on 127.0.0.1.
 
 from __future__ import annotations
 
-import json
 import time
-import uuid
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 
-from paceline.cluster.membership.lease_watch import LeaseWatch
 from paceline.cluster.membership.process_identity import ProcessIdentity
-from paceline.cluster.rendezvous.deadline import Deadline, name_machines
+from paceline.cluster.rendezvous.deadline import Deadline
 from paceline.cluster.rendezvous.follower import follow
-from paceline.cluster.rendezvous.leader import seal, take_over
+from paceline.cluster.rendezvous.leader import complete_world, take_over
 from paceline.cluster.rendezvous.reachability import (
     ProbeListener,
-    candidates,
-    choose,
+    agreed_addresses,
     interfaces,
-    reach,
+    listening_address,
+    own_addresses,
+    post_reached,
 )
-from paceline.cluster.rendezvous.registered_machine import STORE_LIMIT, RegisteredMachine
+from paceline.cluster.rendezvous.registered_machine import (
+    FINISHED,
+    STORE_LIMIT,
+    RegisteredMachine,
+)
 from paceline.cluster.rendezvous.registration import (
     GenerationInfo,
-    MachineRegistration,
     RegisteredWorld,
+    Registration,
+    RunRecord,
 )
 from paceline.cluster.rendezvous.run_plan import RunPlan
-from paceline.cluster.stores.store_spec import StoreSpec, peek, run_space
+from paceline.cluster.stores.store_spec import (
+    STORE_ERRORS,
+    StoreSpec,
+    open_store,
+    peek,
+    run_space,
+)
 from paceline.cluster.stores.tcp_store import serve_tcp, split_address
 from paceline.cluster.supervision.failure_report import FailureReport
 from paceline.cluster.supervision.formed_run import FormedRun
 from paceline.errors import CommError
 
-_CONNECT_S = 60.0
-_JUDGE_S = 5.0
-
 
 def open_run(
     plan: RunPlan,
     *,
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
     notice: Callable[[FailureReport], None],
     warn: Callable[[str], None],
     pause: Callable[[float], None] = time.sleep,
@@ -64,9 +70,9 @@ def open_run(
 
     Args:
         plan: this machine's part.
-        tell: receives lines about whom the start waits for.
+        report: receives lines about what the start waits for.
         notice: receives, from another thread, the failure that a machine gives for the run's end.
-        warn: receives, from another thread, a line if the meeting place is lost.
+        warn: receives, from another thread, a line if the store is lost.
         pause: sleeps; may raise to end the wait.
 
     Raises:
@@ -77,68 +83,141 @@ def open_run(
     """
     remedy = f"start {'them' if plan.machines > 2 else 'it'} with --run_id {plan.run_id} and the "
     remedy += "same meeting place, or give a longer --first_iter_timeout"
-    deadline = Deadline(plan.first_iter_timeout, tell, pause, remedy)
+    deadline = Deadline(plan.first_iter_timeout, report, pause, remedy)
     with ExitStack() as undo:
         listener = undo.enter_context(ProbeListener())
         registration = registration_of(plan, listener)
+        server: TCPStore | None = None
         try:
-            server, registered, world = _register(plan, registration, deadline, notice, warn)
-            undo.callback(registered.abandon)
+            if plan.machine == 0:
+                server, meeting = host(plan, report)
+                generation = take_over(plan, meeting, registration, deadline)
+                registered = RegisteredMachine(
+                    plan, meeting, generation, registration, notice=notice, warn=warn
+                )
+                undo.callback(registered.abandon)
+                world = complete_world(registered, deadline)
+            else:
+                registered, world = follow(plan, registration, deadline, notice, warn)
+                undo.callback(registered.abandon)
             generation_info = _form(registered, world, listener, deadline)
         except DistError as error:
             reason = str(error).splitlines()[0]
             raise CommError(f"The meeting place was lost during the start: {reason}") from error
         undo.pop_all()
         listener.close()
-    return FormedRun(registered, generation_info, server)
+    return FormedRun(
+        registered=registered, world=world, generation_info=generation_info, server=server
+    )
 
 
-def registration_of(plan: RunPlan, listener: ProbeListener) -> MachineRegistration:
-    """Make this machine's entry, new at each call."""
-    addresses = candidates(interfaces(), plan.interfaces) if plan.machines > 1 else ("127.0.0.1",)
-    return MachineRegistration(
-        id=uuid.uuid4().hex,
-        who=ProcessIdentity.of_this_process(),
+def answer_finished(plan: RunPlan, limit: float = 5.0) -> None:
+    """Tell the machines that come within the limit that the run is over; for machine 0.
+
+    The machines wait for machine 0, whose store may have ended with it. Started again it finds its
+    run folder marked, and opens a start of the run that never trains. Nothing is lost if the
+    meeting place fails: the machines wait, as for any other.
+
+    Args:
+        plan: machine 0's part in the run.
+        limit: seconds to wait for machines to come.
+    """
+    deadline = Deadline(limit, _ignore, time.sleep, "")
+    with suppress(*STORE_ERRORS), ProbeListener() as listener:
+        server, meeting = host(plan, _ignore)
+        if server is None and _has_answer(meeting):
+            return
+        registration = registration_of(plan, listener)
+        generation = take_over(plan, meeting, registration, deadline)
+        registered = RegisteredMachine(
+            plan, meeting, generation, registration, notice=_ignore, warn=_ignore
+        )
+        try:
+            registered.store.set(FINISHED, "1")
+            registered.store.set(registered.key("left"), "1")
+            while not registered.others_left():
+                deadline.wait("the other machines")
+        finally:
+            registered.abandon()
+
+
+def registration_of(plan: RunPlan, listener: ProbeListener) -> Registration:
+    """Make this machine's registration, new at each call."""
+    return Registration(
+        process=ProcessIdentity.of_this_process(),
         workers=plan.workers,
-        addresses=addresses,
+        rank=plan.machine,
+        addresses=own_addresses(plan.interfaces, apart=plan.machines > 1),
         port=listener.port,
     )
 
 
-def _register(
-    plan: RunPlan,
-    registration: MachineRegistration,
-    deadline: Deadline,
-    notice: Callable[[FailureReport], None],
-    warn: Callable[[str], None],
-) -> tuple[TCPStore | None, RegisteredMachine, RegisteredWorld]:
-    def sit(meeting: StoreSpec, generation: str) -> RegisteredMachine:
-        return RegisteredMachine(plan, meeting, generation, registration, notice=notice, warn=warn)
+def host(plan: RunPlan, report: Callable[[str], None]) -> tuple[TCPStore | None, StoreSpec]:
+    """Serve the TCP store if that is where the run meets.
 
-    if plan.machine > 0:
-        assert plan.meeting is not None
-        meeting = plan.meeting
-        return None, *follow(plan, registration, deadline, lambda name: sit(meeting, name))
-    server, meeting = host(plan)
-    registered = sit(meeting, take_over(plan, meeting, registration, deadline))
-    try:
-        return server, registered, seal(registered, deadline)
-    except BaseException:
-        registered.abandon()
-        raise
+    Args:
+        plan: machine 0's part.
+        report: receives a line if any process that reaches the store can join.
 
-
-def host(plan: RunPlan) -> tuple[TCPStore | None, StoreSpec]:
-    """Serve the TCP store if that is where the run meets; return it and the way to it from here."""
-    if plan.meeting is not None and plan.meeting.kind != "tcp":
-        return None, plan.meeting
-    if plan.meeting is None:
+    Returns:
+        the store's server, if there is one, and the way to the store from this machine.
+    """
+    meeting = plan.meeting
+    if meeting is None:
         server = serve_tcp("127.0.0.1", 0, STORE_LIMIT)
-        space = run_space(plan.run_id)
-    else:
-        server = serve_tcp("", split_address(plan.meeting.address)[1], STORE_LIMIT)
-        space = plan.meeting.space
-    return server, StoreSpec(kind="tcp", address=f"127.0.0.1:{server.port}", space=space)
+        return server, StoreSpec(
+            kind="tcp", address=f"127.0.0.1:{server.port}", space=run_space(plan.run_id)
+        )
+    if not meeting.served_by_run:
+        return None, meeting
+    return serve(meeting, plan.interfaces, report)
+
+
+def serve(
+    meeting: StoreSpec,
+    wanted: tuple[str, ...],
+    report: Callable[[str], None],
+    given: str = "--master",
+) -> tuple[TCPStore, StoreSpec]:
+    """Serve a TCP store on the interface of its address.
+
+    Args:
+        meeting: the store, as an option or a launcher gives it.
+        wanted: the network interfaces to use; none: all.
+        report: receives a line if any process that reaches the store can join.
+        given: the option or variable that names the port.
+
+    Returns:
+        the store's server, and the way to the store from this machine.
+
+    Raises:
+        ConfigError: the port can't be had.
+    """
+    name, port = split_address(meeting.address)
+    address = listening_address(name, interfaces(), wanted)
+    server = serve_tcp(address, port, STORE_LIMIT, given)
+    if not address.startswith("127.") and not meeting.secret:
+        report(OPEN_STORE.format(address or "all interfaces", server.port))
+    return server, replace(meeting, address=f"{address or '127.0.0.1'}:{server.port}")
+
+
+OPEN_STORE = (
+    "any process that reaches port {1} on {0} can join this run and read its job token: give all "
+    "machines the same secret, as PACELINE_SECRET or by --secret_file."
+)
+
+
+def _has_answer(meeting: StoreSpec) -> bool:
+    """Tell whether the run's last start left `finished` for a machine that was killed."""
+    text = peek(open_store(meeting, STORE_LIMIT, make=True), "run")
+    if text is None:
+        return False
+    space = meeting.within(RunRecord.from_text(text).generation)
+    return peek(open_store(space, STORE_LIMIT), FINISHED) is not None
+
+
+def _ignore(reported: object) -> None:
+    """Report nothing: the run is finished."""
 
 
 def _form(
@@ -147,68 +226,28 @@ def _form(
     listener: ProbeListener,
     deadline: Deadline,
 ) -> GenerationInfo:
+    store, machine = registered.store, registered.plan.machine
+    machines = world.registrations
+    addresses: tuple[str, ...] = ("127.0.0.1",) * len(machines)
+    if not world.one_network or registered.plan.interfaces:
+        watches = [registered.watch(entry) for entry in machines]
+
+        def check(missing: list[int]) -> None:
+            for peer in missing:
+                verdict = watches[peer].verdict()
+                if verdict.state == "dead":
+                    raise CommError(
+                        f"Machine {peer} ({machines[peer].process.host}) ended during the start "
+                        f"({verdict.reason}): see what it says, and start the run again."
+                    )
+
+        post_reached(store, (world.token, machines), machine, listener, deadline)
+        addresses = agreed_addresses(store, machines, machine, deadline, check)
     generation_info = GenerationInfo(
         token=world.token,
-        machines=world.machines,
-        addresses=("127.0.0.1",) * len(world.registrations),
-        hosts=world.hosts,
+        machines=tuple(entry.workers for entry in machines),
+        addresses=addresses,
+        hosts=tuple(entry.process.host for entry in machines),
     )
-    one_place = len({registration.who.network for registration in world.registrations}) == 1
-    if not one_place or registered.plan.interfaces:
-        listener.answer(world.token, registered.plan.machine)
-        generation_info = replace(
-            generation_info, addresses=_addresses(registered, world, deadline)
-        )
-    registered.store.set(registered.key("formed"), generation_info.to_text())
+    store.set(registered.key("formed"), generation_info.to_text())
     return generation_info
-
-
-def _addresses(
-    registered: RegisteredMachine, world: RegisteredWorld, deadline: Deadline
-) -> tuple[str, ...]:
-    numbers = range(len(world.registrations))
-    others = {
-        machine: (world.registrations[machine].addresses, world.registrations[machine].port)
-        for machine in numbers
-        if machine != registered.plan.machine
-    }
-    found = reach(world.token, registered.plan.machine, others, deadline.pause)
-    registered.store.set(registered.key("reach"), json.dumps(found))
-    _await_reports(registered, world, deadline.at_most(_CONNECT_S, "start the run again"))
-    reports = [
-        json.loads(registered.store.get(registered.key("reach", machine))) for machine in numbers
-    ]
-    reached = [{int(peer): tries for peer, tries in report.items()} for report in reports]
-    registered.store.set(registered.key("judged"), "1")
-    try:
-        return choose([registration.addresses for registration in world.registrations], reached)
-    except CommError:
-        # All machines judge the same reports, and machine 0 takes them away when it leaves.
-        until = time.monotonic() + _JUDGE_S
-        judged = [registered.key("judged", machine) for machine in numbers]
-        while not registered.store.check(judged) and time.monotonic() < until:
-            deadline.pause()
-        raise
-
-
-def _await_reports(
-    registered: RegisteredMachine, world: RegisteredWorld, deadline: Deadline
-) -> None:
-    watches = [
-        LeaseWatch(registered.store, registration, registered.registration.who)
-        for registration in world.registrations
-    ]
-    while missing := [
-        machine
-        for machine in range(len(watches))
-        if peek(registered.store, registered.key("reach", machine)) is None
-    ]:
-        for machine in missing:
-            verdict = watches[machine].verdict()
-            if verdict.state == "dead":
-                host = world.registrations[machine].who.host
-                raise CommError(
-                    f"Machine {machine} ({host}) ended during the start ({verdict.reason}): see "
-                    "what it says, and start the run again."
-                )
-        deadline.wait(f"the connections of {name_machines(missing, len(watches))}")

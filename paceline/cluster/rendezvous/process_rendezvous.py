@@ -1,21 +1,20 @@
-"""How the processes that a launcher started find each other and agree on who is where.
+"""How the processes that a launcher started find each other and agree on ranks and machines.
 
     rank 0                                    rank i
     make a start: a space of a random name
     write its name to `start`                 wait for `start`; in its space, write here/<i>
     wait for all here/<i>
-    write `processes`: all that came, a token   wait for a company that it is in
+    write `world`: all that came, a token       wait for a world that it is in
     -- local rank 0 of each machine: connect to each other's addresses, post which ones worked --
     every machine's address is the first of its own at which all others reached it
 
-A `start` that an earlier, killed one has left in a folder or in Redis misleads nobody: each entry
-has a random id, so a rank that waits there never finds itself in its company, and goes on to the
+A `start` that an earlier, killed one has left in a folder or in Redis does no harm: each entry has
+a random id, so a rank that waits there never finds itself in its world, and continues with the
 newer start as soon as rank 0 has written that.
 """
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 import uuid
@@ -29,19 +28,15 @@ from torch.distributed import DistError
 from paceline.cluster.launchers.launched_process import LaunchedProcess
 from paceline.cluster.membership.members import Members
 from paceline.cluster.membership.process_identity import ProcessIdentity
-from paceline.cluster.rendezvous.deadline import Deadline, DeadlinePassed, name_machines
-from paceline.cluster.rendezvous.process_registration import (
-    ProcessRegistration,
-    RegisteredProcesses,
-)
+from paceline.cluster.rendezvous.deadline import Deadline, DeadlinePassed, numbered
 from paceline.cluster.rendezvous.reachability import (
     ProbeListener,
-    candidates,
-    choose,
-    interfaces,
-    reach,
+    agreed_addresses,
+    own_addresses,
+    post_reached,
 )
 from paceline.cluster.rendezvous.registered_machine import STORE_LIMIT
+from paceline.cluster.rendezvous.registration import RegisteredWorld, Registration
 from paceline.cluster.stores.folder_store import FolderRemoved
 from paceline.cluster.stores.store_spec import StoreSpec, erase, open_store, peek
 from paceline.errors import CommError
@@ -52,7 +47,7 @@ _READ_S = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class FormedWorld:
-    """A world that stands, as one of its processes sees it.
+    """A formed world, as one of its processes sees it.
 
     Attributes:
         members: the world.
@@ -86,39 +81,29 @@ def gather(
         own = _registration(launched, wanted, listener.port)
         try:
             meet = _open if launched.rank == 0 else _find
-            space, processes = meet(meeting, own, launched.world_size, deadline)
+            space, world = meet(meeting, own, launched.world_size, deadline)
             store = open_store(space, STORE_LIMIT)
-            members = _members(processes, own, store, listener, wanted, deadline)
+            members = _members(world, own, store, listener, wanted, deadline)
         except DistError as error:
             reason = str(error).splitlines()[0]
             raise CommError(f"The meeting place was lost during the start: {reason}") from error
-    return FormedWorld(members=members, token=processes.token, space=space, store=store)
+    return FormedWorld(members=members, token=world.token, space=space, store=store)
 
 
-def name_ranks(missing: Sequence[int], world_size: int) -> str:
-    """Name ranks by their numbers: "ranks 1, 2 of 4"."""
-    plural = "s" if len(missing) > 1 else ""
-    return f"rank{plural} {', '.join(map(str, missing))} of {world_size}"
-
-
-def _registration(
-    launched: LaunchedProcess, wanted: Sequence[str], port: int
-) -> ProcessRegistration:
-    apart = bool(wanted) or not launched.one_machine
-    return ProcessRegistration(
-        id=uuid.uuid4().hex,
+def _registration(launched: LaunchedProcess, wanted: Sequence[str], port: int) -> Registration:
+    return Registration(
         rank=launched.rank,
         node=launched.node,
         local_rank=launched.local_rank,
-        who=ProcessIdentity.of_this_process(),
-        addresses=candidates(interfaces(), wanted) if apart else ("127.0.0.1",),
+        process=ProcessIdentity.of_this_process(),
+        addresses=own_addresses(wanted, apart=bool(wanted) or not launched.one_machine),
         port=port,
     )
 
 
 def _open(
-    meeting: StoreSpec, own: ProcessRegistration, world_size: int, deadline: Deadline
-) -> tuple[StoreSpec, RegisteredProcesses]:
+    meeting: StoreSpec, own: Registration, world_size: int, deadline: Deadline
+) -> tuple[StoreSpec, RegisteredWorld]:
     """Make a start, and wait for all."""
     outer = open_store(meeting, STORE_LIMIT, make=True)
     old, name = peek(outer, START), uuid.uuid4().hex
@@ -130,23 +115,22 @@ def _open(
         erase(meeting.within(old.decode()))
     try:
         while missing := _missing(store, world_size):
-            deadline.wait(name_ranks(missing, world_size))
+            deadline.wait(numbered("rank", missing, world_size))
     except DeadlinePassed as error:
         _give_up(store, world_size, str(error), deadline)
         raise
-    processes = RegisteredProcesses(
+    world = RegisteredWorld(
         token=secrets.token_hex(16), registrations=_registrations(store, world_size)
     )
-    store.set("company", processes.to_text())
-    return space, processes
+    store.set("world", world.to_text())
+    return space, world
 
 
 def _give_up(store: Store, world_size: int, why: str, deadline: Deadline) -> None:
-    """Tell those who came, and keep the store until they have read it."""
+    """Tell the processes that came, and keep the store until they have read it."""
     registrations = _registrations(store, world_size)
-    store.set(
-        "company", RegisteredProcesses(token="", registrations=registrations, lost=why).to_text()
-    )
+    world = RegisteredWorld(token="", registrations=registrations, lost=why)
+    store.set("world", world.to_text())
     readers = [f"read/{registration.rank}" for registration in registrations[1:]]
     until = time.monotonic() + _READ_S
     while not store.check(readers) and time.monotonic() < until:
@@ -154,9 +138,9 @@ def _give_up(store: Store, world_size: int, why: str, deadline: Deadline) -> Non
 
 
 def _find(
-    meeting: StoreSpec, own: ProcessRegistration, world_size: int, deadline: Deadline
-) -> tuple[StoreSpec, RegisteredProcesses]:
-    """Wait for a start, and for a company in it that this process is in."""
+    meeting: StoreSpec, own: Registration, world_size: int, deadline: Deadline
+) -> tuple[StoreSpec, RegisteredWorld]:
+    """Wait for a start, and for a world in it that this process is in."""
     outer = _reached(meeting, world_size, deadline)
     found: bytes | None = None
     missing = [0]
@@ -169,15 +153,15 @@ def _find(
                 store.set(f"here/{own.rank}", own.to_text())
                 found = name
             if found is not None:
-                text = peek(store, "company")
-                processes = None if text is None else RegisteredProcesses.from_text(text)
-                if processes is not None and own in processes.registrations:
+                text = peek(store, "world")
+                world = None if text is None else RegisteredWorld.from_text(text)
+                if world is not None and own in world.registrations:
                     store.set(f"read/{own.rank}", "")
-                    if processes.lost:
-                        raise CommError(processes.lost)
-                    return space, processes
+                    if world.lost:
+                        raise CommError(world.lost)
+                    return space, world
                 missing = _missing(store, world_size) or [0]
-        deadline.wait(name_ranks(missing, world_size))
+        deadline.wait(numbered("rank", missing, world_size))
 
 
 def _reached(meeting: StoreSpec, world_size: int, deadline: Deadline) -> Store:
@@ -186,13 +170,13 @@ def _reached(meeting: StoreSpec, world_size: int, deadline: Deadline) -> Store:
         try:
             return open_store(meeting, STORE_LIMIT)
         except CommError as error:
-            deadline.wait(f"{name_ranks([0], world_size)} ({str(error).rstrip('.')})")
+            deadline.wait(f"{numbered('rank', [0], world_size)} ({str(error).rstrip('.')})")
 
 
-def _registrations(store: Store, world_size: int) -> tuple[ProcessRegistration, ...]:
+def _registrations(store: Store, world_size: int) -> tuple[Registration, ...]:
     missing = _missing(store, world_size)
     texts = [store.get(f"here/{rank}") for rank in range(world_size) if rank not in missing]
-    return tuple(map(ProcessRegistration.from_text, texts))
+    return tuple(map(Registration.from_text, texts))
 
 
 def _missing(store: Store, world_size: int) -> list[int]:
@@ -200,53 +184,25 @@ def _missing(store: Store, world_size: int) -> list[int]:
 
 
 def _members(
-    processes: RegisteredProcesses,
-    own: ProcessRegistration,
+    world: RegisteredWorld,
+    own: Registration,
     store: Store,
     listener: ProbeListener,
     wanted: Sequence[str],
     deadline: Deadline,
 ) -> Members:
-    machines = processes.machines()
+    machines = world.machines()
     machine = next(i for i, group in enumerate(machines) if own in group)
     addresses: tuple[str, ...] = ("127.0.0.1",) * len(machines)
-    if wanted or len({registration.who.network for registration in processes.registrations}) > 1:
+    if wanted or not world.one_network:
         leaders = [group[0] for group in machines]
         if own in leaders:
-            listener.answer(processes.token, machine)
-            _post_reached(leaders, machine, processes.token, store, deadline)
-        addresses = _chosen(leaders, store, deadline)
+            post_reached(store, (world.token, leaders), machine, listener, deadline)
+        addresses = agreed_addresses(store, leaders, machine, deadline)
     return Members.on(
         machine,
         machines[machine].index(own),
         machines=tuple(map(len, machines)),
         addresses=addresses,
-        hosts=tuple(group[0].who.host for group in machines),
+        hosts=tuple(group[0].process.host for group in machines),
     )
-
-
-def _post_reached(
-    leaders: Sequence[ProcessRegistration],
-    machine: int,
-    token: str,
-    store: Store,
-    deadline: Deadline,
-) -> None:
-    others = {
-        peer: (leader.addresses, leader.port)
-        for peer, leader in enumerate(leaders)
-        if peer != machine
-    }
-    store.set(f"reach/{machine}", json.dumps(reach(token, machine, others, deadline.pause)))
-
-
-def _chosen(
-    leaders: Sequence[ProcessRegistration], store: Store, deadline: Deadline
-) -> tuple[str, ...]:
-    """Return each machine's address; every process comes to the same."""
-    numbers = range(len(leaders))
-    while missing := [i for i in numbers if not store.check([f"reach/{i}"])]:
-        deadline.wait(name_machines(missing, len(leaders)))
-    reports = [json.loads(store.get(f"reach/{machine}")) for machine in numbers]
-    reached = [{int(peer): tries for peer, tries in report.items()} for report in reports]
-    return choose([leader.addresses for leader in leaders], reached)

@@ -9,8 +9,8 @@ A connection carries one message each way, of fixed size:
 
     magic (8 bytes) | proof (32 bytes) | from machine (uint32) | to machine (uint32)
 
-The proof is a digest of the run's job token, so that neither a stranger nor another run's machine
-is taken for a peer; nor is this machine itself, where an address is everybody's (172.17.0.1).
+The proof is a digest of the run's job token, so that neither an unauthenticated process nor another
+run's machine counts as a peer; nor does this machine, at an address that each has (172.17.0.1).
 
 IPv4 only, and of each interface its first address, as Linux's SIOCGIFADDR tells it.
 """
@@ -21,13 +21,19 @@ import errno
 import fcntl
 import hashlib
 import hmac
+import json
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Self
 
+from torch._C._distributed_c10d import Store
+
+from paceline.cluster.rendezvous.deadline import Deadline, numbered
+from paceline.cluster.rendezvous.registration import Registration
 from paceline.errors import CommError, ConfigError
 
 _MESSAGE = struct.Struct("!8s32sII")
@@ -38,7 +44,10 @@ _ANSWER_S = 15.0
 """A peer answers once it has read the world from the store, which may be slow to show it."""
 
 _SILENCE_S = 1.0
-"""How long somebody who connects may keep the others waiting."""
+"""How long one connection may keep the others waiting."""
+
+_MEET_S = 60.0
+_JUDGE_S = 5.0
 
 
 def interfaces() -> dict[str, str]:
@@ -84,8 +93,31 @@ def candidates(available: Mapping[str, str], wanted: Sequence[str]) -> tuple[str
     return tuple(addresses)
 
 
+def own_addresses(wanted: Sequence[str], *, apart: bool) -> tuple[str, ...]:
+    """Return the addresses at which peers may try this machine; `apart`: from other machines."""
+    return candidates(interfaces(), wanted) if apart else ("127.0.0.1",)
+
+
+def listening_address(host: str, available: Mapping[str, str], wanted: Sequence[str]) -> str:
+    """Return the address to listen on for peers that connect to `host`; "" for all interfaces.
+
+    Args:
+        host: a name or an address of this machine, as an option gives it.
+        available: what `interfaces` returned.
+        wanted: names of interfaces; none: the one with the address of `host`.
+    """
+    if host == "localhost" or host.startswith("127."):
+        return "127.0.0.1" if host == "localhost" else host
+    with suppress(OSError):  # a name that only the peers know
+        found = [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, socket.AF_INET)]
+        own = [a for a in found if a in available.values() and not a.startswith("127.")]
+        if own:
+            return own[0]
+    return available.get(wanted[0], "") if len(wanted) == 1 else ""
+
+
 class ProbeListener:
-    """Answers peers that try this machine's addresses, until closed.
+    """Listener of the reachability probes that peers send to this machine's addresses.
 
     Attributes:
         port: where it listens, on all interfaces.
@@ -101,7 +133,7 @@ class ProbeListener:
     def answer(self, token: str, machine: int) -> None:
         """Begin to answer as `machine` of the run with this job token."""
         self._thread = threading.Thread(
-            target=self._run, args=(_proof(token), machine), name="doorbell", daemon=True
+            target=self._run, args=(_proof(token), machine), name="probe listener", daemon=True
         )
         self._thread.start()
 
@@ -157,6 +189,70 @@ def reach(
     }
 
 
+def post_reached(
+    store: Store,
+    world: tuple[str, Sequence[Registration]],
+    machine: int,
+    listener: ProbeListener,
+    deadline: Deadline,
+) -> None:
+    """Answer the others' probes, probe their addresses, and post which ones worked.
+
+    Args:
+        store: the start's.
+        world: the job token, and a registration of each machine.
+        machine: this machine's number.
+        listener: this machine's.
+        deadline: the limit.
+    """
+    token, machines = world
+    listener.answer(token, machine)
+    others = {
+        peer: (entry.addresses, entry.port)
+        for peer, entry in enumerate(machines)
+        if peer != machine
+    }
+    store.set(f"reach/{machine}", json.dumps(reach(token, machine, others, deadline.pause)))
+
+
+def agreed_addresses(
+    store: Store,
+    machines: Sequence[Registration],
+    machine: int,
+    deadline: Deadline,
+    check: Callable[[list[int]], None] = lambda missing: None,
+) -> tuple[str, ...]:
+    """Wait for the posts of all machines; return each machine's address, the same to all.
+
+    Args:
+        store: the start's.
+        machines: a registration of each machine.
+        machine: this machine's number.
+        deadline: the limit.
+        check: called with the machines that are waited for; may raise.
+
+    Raises:
+        CommError: a machine has no address that all others reached; names the machines.
+    """
+    numbers = range(len(machines))
+    soon = deadline.at_most(_MEET_S, "start the run again")
+    while missing := [i for i in numbers if not store.check([f"reach/{i}"])]:
+        check(missing)
+        soon.wait(f"the connections of {numbered('machine', missing, len(machines))}")
+    reports = [json.loads(store.get(f"reach/{i}")) for i in numbers]
+    store.set(f"judged/{machine}", "1")
+    reached = [{int(peer): tries for peer, tries in report.items()} for report in reports]
+    try:
+        return choose([entry.addresses for entry in machines], reached)
+    except CommError:
+        # All judge the same reports, and the process that serves the store takes them away.
+        until = time.monotonic() + _JUDGE_S
+        judged = [f"judged/{i}" for i in numbers]
+        while not store.check(judged) and time.monotonic() < until:
+            deadline.pause()
+        raise
+
+
 def choose(
     offered: Sequence[Sequence[str]], reached: Sequence[Mapping[int, Sequence[str]]]
 ) -> tuple[str, ...]:
@@ -188,10 +284,10 @@ def _common(
 
 
 class _Probe(threading.Thread):
-    """One try of one address. A daemon: a wait that is ended leaves it to its own limit."""
+    """Reachability probe: one try of one address. A wait that is ended leaves it to its limit."""
 
     def __init__(self, address: tuple[str, int], proof: bytes, machine: int, peer: int) -> None:
-        super().__init__(name=f"ring {address[0]}", daemon=True)
+        super().__init__(name=f"probe {address[0]}", daemon=True)
         self.address = address
         self.peer = peer
         self.worked = False
@@ -217,16 +313,16 @@ def _answer(connection: socket.socket, proof: bytes, machine: int) -> None:
             if hmac.compare_digest(message, _MESSAGE.pack(_MAGIC, proof, peer, machine)):
                 connection.sendall(_MESSAGE.pack(_MAGIC, proof, machine, peer))
     except OSError:
-        return  # a stranger, or a peer that has its answer by another way
+        return  # an unauthenticated process, or a peer that has its answer from another address
 
 
 def _receive(connection: socket.socket) -> bytes:
     message = b""
     while len(message) < _MESSAGE.size:
-        part = connection.recv(_MESSAGE.size - len(message))
-        if not part:
+        more = connection.recv(_MESSAGE.size - len(message))
+        if not more:
             break
-        message += part
+        message += more
     return message
 
 

@@ -1,4 +1,4 @@
-"""A machine's place in one incarnation of a run: its claim, its beating lease, its leaving."""
+"""A registered machine: its entries in one start of a run, its lease, and how it leaves."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch._C._distributed_c10d import Store
 
 from paceline.cluster.membership.heartbeat import Heartbeat
 from paceline.cluster.membership.lease import ENDED
-from paceline.cluster.membership.lease_watch import lease_key
-from paceline.cluster.rendezvous.registration import MachineRegistration, RunRecord
+from paceline.cluster.membership.lease_watch import LeaseWatch, lease_key
+from paceline.cluster.rendezvous.registration import Registration, RunRecord
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.stores.store_spec import (
     STORE_ERRORS,
@@ -21,21 +21,26 @@ from paceline.cluster.stores.store_spec import (
     peek,
     tidy,
 )
-from paceline.cluster.supervision.failure_report import FailureReport
+from paceline.cluster.supervision.failure_report import FAILURE, FailureReport
 
 STORE_LIMIT = timedelta(seconds=10)
+FINISHED = "finished"
+
+
+class Finished(Exception):
+    """The run came to its end in an earlier start; nothing is left to do."""
 
 
 class RegisteredMachine:
-    """What a supervisor holds of an incarnation; its lease beats from construction on.
+    """One machine in one start of a run; its lease advances from construction on.
 
     Args:
         plan: this machine's part.
         meeting: the run's space, as this machine reaches it.
-        generation: the incarnation's name.
-        registration: this machine's entry.
-        notice: told, from the heartbeat's thread, of the failure that ended the run.
-        warn: told, from the heartbeat's thread, that the meeting place is lost.
+        generation: the start's name.
+        registration: this machine's.
+        notice: called in the heartbeat's thread with the failure that ended the run.
+        warn: called in the heartbeat's thread with a line if the store is lost.
     """
 
     def __init__(
@@ -43,7 +48,7 @@ class RegisteredMachine:
         plan: RunPlan,
         meeting: StoreSpec,
         generation: str,
-        registration: MachineRegistration,
+        registration: Registration,
         *,
         notice: Callable[[FailureReport], None],
         warn: Callable[[str], None],
@@ -56,8 +61,8 @@ class RegisteredMachine:
         self.store = open_store(self.space, STORE_LIMIT, make=self.leads)
         self.run_store = open_store(meeting, STORE_LIMIT)
         # The heartbeat has connections of its own: a wait on one blocks its other users.
-        self._pulse = open_store(self.space, STORE_LIMIT)
-        self._run_pulse = open_store(meeting, STORE_LIMIT)
+        self._lease_store = open_store(self.space, STORE_LIMIT)
+        self._run_lease_store = open_store(meeting, STORE_LIMIT)
         self._notice: Callable[[FailureReport], None] | None = notice
         self._heartbeat = Heartbeat(self._beat, lambda error: warn(_lost(error)))
 
@@ -66,15 +71,19 @@ class RegisteredMachine:
         """Whether this is machine 0."""
         return self.plan.machine == 0
 
+    def watch(self, registration: Registration) -> LeaseWatch:
+        """Watch another machine's lease."""
+        return LeaseWatch(self.store, registration, self.registration.process)
+
     def post(self, failure: FailureReport) -> FailureReport:
         """Give a reason for the run's end; returns the one that came first."""
-        text = self.store.compare_set("failure", "", failure.to_text())
+        text = self.store.compare_set(FAILURE, "", failure.to_text())
         return FailureReport.from_text(text)
 
     def abandon(self) -> None:
-        """Leave before the world stands, so that the next start finds the place free."""
+        """Leave before the world is complete, so that the next start finds the number free."""
         self._heartbeat.close()
-        with suppress(*STORE_ERRORS):  # a store that is gone holds no place
+        with suppress(*STORE_ERRORS):  # a store that is gone holds no entries
             if self.leads:
                 self._remove_run()
             elif self._is_newest():
@@ -83,7 +92,7 @@ class RegisteredMachine:
                 self._clear()  # as machine 0 did; our lease may have come back since
 
     def leave(self) -> None:
-        """Leave a world that stood; the last machine removes what the run has in the store."""
+        """Leave a complete world; the last machine removes what the run has in the store."""
         self._heartbeat.close()
         self.store.set(self.key("left"), "1")
         if self.others_left() and self._wins("remover"):
@@ -93,19 +102,18 @@ class RegisteredMachine:
         """Tell whether all machines have left."""
         return self.store.check([f"left/{i}" for i in range(self.plan.machines)])
 
-    def key(self, name: str, machine: int | None = None) -> str:
-        """Return the key of a machine's record `name`; by default this machine's."""
-        return f"{name}/{self.plan.machine if machine is None else machine}"
+    def key(self, name: str) -> str:
+        """Return the key of this machine's entry `name`."""
+        return f"{name}/{self.plan.machine}"
 
     def _wins(self, key: str) -> bool:
-        return (
-            self.store.compare_set(key, "", self.registration.id) == self.registration.id.encode()
-        )
+        own = self.registration.id
+        return self.store.compare_set(key, "", own) == own.encode()
 
     def _remove_run(self) -> None:
-        """Remove this incarnation, and the run's record if it is this incarnation's."""
-        if self.meeting.kind == "tcp":
-            return  # goes with its server
+        """Remove this start, and the run's record if it is this start's."""
+        if self.meeting.served_by_run:
+            return  # its entries end with the server
         if self._is_newest():
             self.run_store.delete_key("run")
             self.run_store.delete_key("beat")
@@ -120,10 +128,10 @@ class RegisteredMachine:
         return text is not None and RunRecord.from_text(text).generation == self.generation
 
     def _beat(self, count: int) -> None:
-        self._pulse.set(lease_key(self.registration), str(count))
+        self._lease_store.set(lease_key(self.registration), str(count))
         if self.leads:
-            self._run_pulse.set("beat", str(count))
-        text = peek(self._pulse, "failure")
+            self._run_lease_store.set("beat", str(count))
+        text = peek(self._lease_store, FAILURE)
         if text is not None and self._notice is not None:
             self._notice(FailureReport.from_text(text))
             self._notice = None
@@ -134,11 +142,9 @@ def _lost(error: Exception) -> str:
     return f"the meeting place is lost ({reason}); the run goes on, but nobody new finds it."
 
 
-def read_registrations(store: Store, machines: int) -> dict[int, MachineRegistration]:
-    """Return the machines' entries that are there."""
+def read_registrations(store: Store, machines: int) -> dict[int, Registration]:
+    """Return the machines' registrations that are there, by the machines' numbers."""
     texts = {machine: peek(store, f"machine/{machine}") for machine in range(machines)}
     return {
-        machine: MachineRegistration.from_text(text)
-        for machine, text in texts.items()
-        if text is not None
+        machine: Registration.from_text(text) for machine, text in texts.items() if text is not None
     }

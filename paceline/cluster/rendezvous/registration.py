@@ -1,136 +1,145 @@
-"""What the machines of a run write into its store, as JSON; `<i>` is a machine's number.
+"""Records of a rendezvous in the store, as JSON; `<i>` is a machine's number, or a rank.
 
-In the run's space:
+Machines with supervisors write these. In the run's space:
 
-    run                 which incarnation is the newest                         RunRecord
+    run                 the newest start of the run                             RunRecord
     beat                keeps `run` from expiring                               a counter
 
-In the incarnation's:
+In the start's own space, which has its name:
 
-    machine/<i>         who is machine i                                        MachineRegistration
-    lease/<claim's id>  that machine's lease                                    a counter
-    world               all claims, sealed by machine 0                         RegisteredWorld
-    reach/<i>           at which addresses machine i reached each of the others
-    formed/<i>          what machine i's workers need to know                   GenerationInfo
-    failure             why the run ended, the first word on it                 FailureReport
-    finished            machine 0 has written down that the run is finished
+    machine/<i>         the registration of machine i                           Registration
+    lease/<id>          the lease of the machine with that registration         a counter
+    world               all registrations, written by machine 0                 RegisteredWorld
+    reach/<i>           the addresses at which machine i reached each of the others
+    formed/<i>          what the workers of machine i need to know              GenerationInfo
+    failure             why the run ended; the first report is the run's        FailureReport
+    finished            machine 0 has marked the run as finished
     left/<i>            machine i has ended and stopped its lease
-    remover             which of those removes all this                         a claim's id
+    remover             the id of the machine that removes all this
 
-Values that came from the store are checked by nobody: who can write there owns the run.
+Processes of a launcher write their registrations to `here/<rank>`, and rank 0 the world.
+
+Ranks are counted machine by machine; a launcher's may go round the machines:
+
+    the launcher's rank      0    1    2    3        machine 0: a    machine 1: b
+    on node                  a    b    a    b   ->   ranks 0, 1      ranks 2, 3
+    local rank               0    0    1    1        its 0, 2        its 1, 3
+
+Machines are numbered as the launcher numbers them. Where it doesn't (mpirun), they are numbered by
+the first rank on each. Two processes are on one machine if their 127.0.0.1 is the same.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
-from typing import Any, Self
+import uuid
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+from paceline.cluster.json_record import JsonRecord
+from paceline.cluster.membership.members import Members
 from paceline.cluster.membership.process_identity import ProcessIdentity
+from paceline.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class MachineRegistration:
-    """One machine's entry.
+class Registration(JsonRecord):
+    """Registration of one machine, by its supervisor, or of one process of a launcher.
 
     Attributes:
-        id: a random name of this entry; its lease's key.
-        who: the supervisor's process.
-        workers: how many workers the machine brings.
-        addresses: where peers may try to reach it, the preferred ones first.
-        port: where it listens while they do.
+        id: a random name of this registration.
+        process: the supervisor, or the launcher's process.
+        workers: the number of workers of the machine; 1 for a process.
+        rank: the launcher's number of the process; a machine's number.
+        node: the launcher's number of the process's machine, if it has one.
+        local_rank: the process's number on its machine.
+        addresses: where peers may try to reach the machine, the preferred ones first.
+        port: where the machine listens while they do.
     """
 
-    id: str
-    who: ProcessIdentity
-    workers: int
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    process: ProcessIdentity
+    workers: int = 1
+    rank: int = 0
+    node: int | None = None
+    local_rank: int = 0
     addresses: tuple[str, ...]
     port: int
 
-    def to_text(self) -> str:
-        """Return the claim as JSON."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_values(cls, values: dict[str, Any]) -> Self:
-        """Read what `dataclasses.asdict` made."""
-        who, addresses = ProcessIdentity(**values["who"]), tuple(values["addresses"])
-        return cls(**(values | {"who": who, "addresses": addresses}))
-
-    @classmethod
-    def from_text(cls, text: str | bytes) -> Self:
-        """Read what `to_text` wrote."""
-        return cls.from_values(json.loads(text))
-
 
 @dataclass(frozen=True, kw_only=True)
-class RunRecord:
-    """The newest start of a run: its incarnation, its number of machines, and machine 0."""
+class RunRecord(JsonRecord):
+    """The newest start of a run: its name, its number of machines, and machine 0."""
 
     generation: str
     machines: int
-    leader: MachineRegistration
-
-    def to_text(self) -> str:
-        """Return the record as JSON."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_text(cls, text: str | bytes) -> Self:
-        """Read what `to_text` wrote."""
-        values = json.loads(text)
-        return cls(**(values | {"leader": MachineRegistration.from_values(values["leader"])}))
+    leader: Registration
 
 
 @dataclass(frozen=True, kw_only=True)
-class RegisteredWorld:
-    """All machines of an incarnation, and the secret by which they know each other."""
+class RegisteredWorld(JsonRecord):
+    """All registrations of a start, and the job token.
+
+    Attributes:
+        token: the job token, by which the processes know each other.
+        registrations: the machines, by their numbers, or the processes, by the launcher's ranks.
+        lost: why the start failed, if it did: some processes did not come.
+    """
 
     token: str
-    registrations: tuple[MachineRegistration, ...]
-
-    def to_text(self) -> str:
-        """Return the world as JSON."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_text(cls, text: str | bytes) -> Self:
-        """Read what `to_text` wrote."""
-        values = json.loads(text)
-        registrations = tuple(
-            MachineRegistration.from_values(entry)
-            for entry in values["registrations"]
-            for registration in values["registrations"]
-        )
-        return cls(token=values["token"], registrations=registrations)
+    registrations: tuple[Registration, ...]
+    lost: str = ""
 
     @property
-    def machines(self) -> tuple[int, ...]:
-        """The number of workers of each machine."""
-        return tuple(registration.workers for registration in self.registrations)
+    def one_network(self) -> bool:
+        """Whether all are on one machine, where 127.0.0.1 reaches every other."""
+        return len({entry.process.network for entry in self.registrations}) == 1
 
-    @property
-    def hosts(self) -> tuple[str, ...]:
-        """Each machine's name, for people."""
-        return tuple(registration.who.host for registration in self.registrations)
+    def machines(self) -> tuple[tuple[Registration, ...], ...]:
+        """Return the launcher's processes of each machine, by their local ranks.
+
+        Raises:
+            ConfigError: the launcher's numbers contradict each other.
+        """
+        groups: dict[object, list[Registration]] = {}
+        seen: Counter[object] = Counter()
+        for entry in self.registrations:
+            # mpirun may be given one machine under two names: each then has a local rank 0.
+            seen[entry.process.network, entry.local_rank] += 1
+            count = seen[entry.process.network, entry.local_rank]
+            key = (entry.process.network, count) if entry.node is None else entry.node
+            groups.setdefault(key, []).append(entry)
+        if self.registrations[0].node is not None:
+            groups = dict(sorted(groups.items(), key=lambda item: item[1][0].node or 0))
+        return tuple(_in_order(group) for group in groups.values())
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationInfo:
-    """What a worker needs to know of the world, beyond its own place."""
+class GenerationInfo(JsonRecord):
+    """What a machine's workers need to know of the world, beyond their own ranks."""
 
     token: str
     machines: tuple[int, ...]
     addresses: tuple[str, ...]
     hosts: tuple[str, ...]
 
-    def to_text(self) -> str:
-        """Return the formation as JSON."""
-        return json.dumps(asdict(self))
+    def members(self, machine: int, local_rank: int) -> Members:
+        """Return the world as worker `local_rank` of `machine` sees it."""
+        return Members.on(
+            machine,
+            local_rank,
+            machines=self.machines,
+            addresses=self.addresses,
+            hosts=self.hosts,
+        )
 
-    @classmethod
-    def from_text(cls, text: str | bytes) -> Self:
-        """Read what `to_text` wrote."""
-        values: dict[str, Any] = json.loads(text)
-        lists = {name: tuple(values[name]) for name in ("machines", "addresses", "hosts")}
-        return cls(**(values | lists))
+
+def _in_order(group: Sequence[Registration]) -> tuple[Registration, ...]:
+    ordered = sorted(group, key=lambda entry: entry.local_rank)
+    if [entry.local_rank for entry in ordered] != list(range(len(ordered))):
+        local = ", ".join(str(entry.local_rank) for entry in ordered)
+        raise ConfigError(
+            f"The processes on {ordered[0].process.host} have the local ranks {local} by the "
+            f"launcher's variables, and must have 0 to {len(ordered) - 1}: see what set them."
+        )
+    return tuple(ordered)

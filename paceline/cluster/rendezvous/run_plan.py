@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Self
 
+from paceline.cluster.environment import read_secret
 from paceline.cluster.stores.store_spec import StoreSpec, run_space
-from paceline.cluster.stores.tcp_store import split_address
 from paceline.config.world import WorldConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """One machine's part in a run.
+    """Plan of one machine for a run: its number, its workers, and the store to meet in.
 
     Attributes:
         run_id: the run's name, the same on all machines.
@@ -24,7 +23,7 @@ class RunPlan:
         interfaces: network interfaces to use; none: all.
         first_iter_timeout: seconds to wait for the others at the start.
         timeout: seconds to wait for the others afterwards.
-        command: whether the workers are a command that somebody gave to `paceline launch`.
+        command: whether the workers are the command given to `paceline launch`.
         begun: whether this machine was in the run before, which may be finished elsewhere.
     """
 
@@ -44,7 +43,7 @@ class RunPlan:
         """Make the plan that the flags ask for.
 
         Raises:
-            ConfigError: `--master` isn't HOST:PORT.
+            ConfigError: `--master` isn't HOST:PORT, or `--secret_file` can't be read.
         """
         run_id = world.run_id or cls.run_id
         names = (name.strip() for name in world.distributed_interfaces.split(","))
@@ -53,23 +52,8 @@ class RunPlan:
             machine=world.shard_id,
             machines=world.num_shards,
             workers=workers,
-            meeting=_meeting(world, run_space(run_id)),
+            meeting=StoreSpec.of(world, run_space(run_id), read_secret(world.secret_file)),
             interfaces=tuple(name for name in names if name),
             first_iter_timeout=world.first_iter_timeout,
             timeout=world.timeout,
         )
-
-
-def _meeting(world: WorldConfig, space: str) -> StoreSpec | None:
-    if world.file_store_path:
-        path = str(Path(world.file_store_path).absolute())
-        return StoreSpec(kind="folder", address=path, space=space)
-    if world.redis_url:
-        return StoreSpec(kind="redis", address=world.redis_url, space=space)
-    if world.redis_host:
-        url = f"redis://{world.redis_host}:{world.redis_port}/0"
-        return StoreSpec(kind="redis", address=url, space=space)
-    if world.master:
-        split_address(world.master)
-        return StoreSpec(kind="tcp", address=world.master, space=space)
-    return None

@@ -27,7 +27,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from hashlib import sha256
 from pathlib import Path
@@ -36,11 +36,15 @@ from urllib.parse import quote
 
 from torch.distributed import DistStoreError
 
-from paceline.cluster.stores.polled_store import PolledStore, as_bytes
+from paceline.cluster.stores.polled_store import ChangedStore, as_bytes
+from paceline.config.world import WorldConfig
 from paceline.errors import CommError, ConfigError
 
 _GONE = (errno.ENOENT, errno.ESTALE)
 """Somebody removed a file after we had read its name; ESTALE is NFS's word for it."""
+
+_PRIVATE = 0o700
+"""Of the folders: values hold the job token, which only this user may read."""
 
 _THERE = (errno.EEXIST, errno.ENOTEMPTY)
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -50,7 +54,7 @@ class FolderRemoved(CommError):
     """Somebody removed the store."""
 
 
-class FolderStore(PolledStore):
+class FolderStore(ChangedStore):
     """Keys and values in a folder; see the module's text.
 
     Args:
@@ -68,7 +72,36 @@ class FolderStore(PolledStore):
         self.path = path
         if make:
             with self._sentences():
-                path.mkdir(parents=True, exist_ok=True)
+                path.mkdir(_PRIVATE, parents=True, exist_ok=True)
+
+    @classmethod
+    def address_of(cls, world: WorldConfig) -> str:
+        return str(Path(world.file_store_path).absolute()) if world.file_store_path else ""
+
+    @classmethod
+    def at(cls, address: str, space: str, timeout: timedelta, *, make: bool) -> Self:
+        if not Path(address).is_dir():  # not made here: a mistyped one would wait for no machine
+            raise ConfigError(
+                flag="file_store_path",
+                value=address,
+                rule="there is no such folder",
+                remedy="create it where all machines see it",
+            )
+        return cls(Path(address, space), timeout, make=make)
+
+    def erase(self) -> None:
+        """Remove the folder, at once: a process that still writes there can't bring it back."""
+        grave = self.path.with_name(_temporary_name())
+        with suppress(FileNotFoundError):
+            os.rename(self.path, grave)
+        shutil.rmtree(grave, ignore_errors=True)
+
+    def tidy(self) -> None:
+        """Remove halves of entries, and the folder if it is empty; one in use stays."""
+        for half in self.path.glob("tmp=*"):
+            shutil.rmtree(half, ignore_errors=True)
+        with suppress(OSError):  # not empty: a new start of the run is already here
+            self.path.rmdir()
 
     def read(self, keys: Sequence[str]) -> list[bytes | None]:
         with self._sentences():
@@ -81,25 +114,7 @@ class FolderStore(PolledStore):
 
     def set(self, key: str, value: str | bytes) -> None:
         data = as_bytes(value)
-        self._change(key, lambda old: data)
-
-    def add(self, key: str, value: int) -> int:
-        return int(self._change(key, lambda old: str(int(old or b"0") + value).encode()))
-
-    def append(self, key: str, value: str | bytes) -> None:
-        data = as_bytes(value)
-        self._change(key, lambda old: (old or b"") + data)
-
-    def compare_set(
-        self, key: str, expected_value: str | bytes, desired_value: str | bytes
-    ) -> bytes:
-        """Set a key if its value is `expected_value`, or if that is empty and there is no key.
-
-        Returns:
-            the value afterwards; `expected_value` where there is no key (as torch's stores do).
-        """
-        expected, desired = as_bytes(expected_value), as_bytes(desired_value)
-        return self._change(key, lambda old: desired if (old or b"") == expected else old, expected)
+        self.change(key, lambda old: data)
 
     def delete_key(self, key: str) -> bool:
         with self._sentences():
@@ -118,10 +133,9 @@ class FolderStore(PolledStore):
     def clone(self) -> Self:
         return type(self)(self.path, timedelta(seconds=self.limit), make=False)
 
-    def _change(
+    def change(
         self, key: str, change: Callable[[bytes | None], bytes | None], absent: bytes = b""
     ) -> bytes:
-        """Replace a value by `change(value)`, again and again until nobody came between."""
         deadline = time.monotonic() + self.limit
         with self._sentences():
             while True:
@@ -156,7 +170,7 @@ class FolderStore(PolledStore):
         folder = self.path / _temporary_name()
         unique = uuid.uuid4().hex
         try:
-            folder.mkdir()
+            folder.mkdir(_PRIVATE)
             (folder / unique).write_bytes(value)
             (folder / _head_name(1, unique)).touch()
             os.rename(folder, self.path / _key_name(key))

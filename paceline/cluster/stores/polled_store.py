@@ -1,4 +1,4 @@
-"""What the shared folder's and the Redis server's stores have in common: waiting by looking again.
+"""Base classes of the stores: waiting for a key by reading it again.
 
 `torch.distributed` keeps its meeting point behind `torch.distributed.Store`. A store written in
 Python is called back by C++, which looks methods up by name; the names that it uses are these,
@@ -15,32 +15,58 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Self, TypeVar
+from typing import ClassVar, Self, TypeVar
 
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
+
+from paceline.config.world import WorldConfig
 
 _T = TypeVar("_T")
 
 
 class PolledStore(Store):
-    """A store that can read what is there, and waits for what isn't by reading again.
+    """Base class of stores: reads the present values, and waits by reading again.
 
     Args:
         timeout: the limit of `get`, `multi_get` and of a `wait` that gives none.
+
+    Attributes:
+        served_by_run: whether a process of the run serves the store, which ends with it.
     """
+
+    served_by_run: ClassVar[bool] = False
 
     def __init__(self, timeout: timedelta) -> None:
         super().__init__()
         self.set_timeout(timeout)
 
+    @classmethod
+    def address_of(cls, world: WorldConfig) -> str:
+        """Return the address of a store of this kind that the options give, or ""."""
+        raise NotImplementedError
+
+    @classmethod
+    def at(cls, address: str, space: str, timeout: timedelta, *, make: bool) -> Self:
+        """Open the space `space` of the store at an address; make it first if asked to."""
+        raise NotImplementedError
+
+    def erase(self) -> None:
+        """Remove all keys."""
+
+    def tidy(self) -> None:
+        """Remove what is left of a space that holds no key."""
+
+    def close(self) -> None:
+        """Close the connections."""
+
     @abstractmethod
     def read(self, keys: Sequence[str]) -> list[bytes | None]:
         """Return the values of `keys` as they are now, None for those that aren't there."""
 
-    @abstractmethod
     def missing(self, keys: Sequence[str]) -> list[str]:
         """Return those of `keys` that aren't there now."""
+        return [key for key, value in zip(keys, self.read(keys), strict=True) if value is None]
 
     def get(self, key: str) -> bytes:
         """Return a key's value, waiting for it.
@@ -84,6 +110,16 @@ class PolledStore(Store):
     @abstractmethod
     def set(self, key: str, value: str | bytes) -> None: ...
 
+    @abstractmethod
+    def compare_set(
+        self, key: str, expected_value: str | bytes, desired_value: str | bytes
+    ) -> bytes:
+        """Set a key if its value is `expected_value`, or if that is empty and there is no key.
+
+        Returns:
+            the value afterwards; `expected_value` where there is no key (as torch's stores do).
+        """
+
     def has_extended_api(self) -> bool:
         """Tell C++ that `append`, `multi_get` and `multi_set` are there."""
         return True
@@ -116,6 +152,33 @@ class PolledStore(Store):
             time.sleep(min(pause, left))
             pause = min(1.5 * pause, 0.05)
         return found
+
+
+class ChangedStore(PolledStore):
+    """Base class of stores that change a value by reading it and setting it if it is unchanged."""
+
+    @abstractmethod
+    def change(
+        self, key: str, change: Callable[[bytes | None], bytes | None], absent: bytes = b""
+    ) -> bytes:
+        """Replace a value by `change(value)`, again until no other process came between.
+
+        Returns:
+            the value afterwards; `absent` where there is none.
+        """
+
+    def add(self, key: str, value: int) -> int:
+        return int(self.change(key, lambda old: str(int(old or b"0") + value).encode()))
+
+    def append(self, key: str, value: str | bytes) -> None:
+        data = as_bytes(value)
+        self.change(key, lambda old: (old or b"") + data)
+
+    def compare_set(
+        self, key: str, expected_value: str | bytes, desired_value: str | bytes
+    ) -> bytes:
+        expected, desired = as_bytes(expected_value), as_bytes(desired_value)
+        return self.change(key, lambda old: desired if (old or b"") == expected else old, expected)
 
 
 def as_bytes(value: str | bytes) -> bytes:

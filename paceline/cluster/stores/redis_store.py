@@ -19,6 +19,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from paceline.cluster.stores.polled_store import PolledStore, as_bytes
+from paceline.config.world import WorldConfig
 from paceline.errors import CommError, ConfigError
 
 _KEEP = timedelta(hours=1)
@@ -70,13 +71,19 @@ class RedisStore(PolledStore):
         with self._sentences():
             self._client.ping()
 
+    @classmethod
+    def address_of(cls, world: WorldConfig) -> str:
+        host = f"redis://{world.redis_host}:{world.redis_port}/0" if world.redis_host else ""
+        return world.redis_url or host
+
+    @classmethod
+    def at(cls, address: str, space: str, timeout: timedelta, *, make: bool) -> Self:
+        return cls(address, space, timeout)
+
     def read(self, keys: Sequence[str]) -> list[bytes | None]:
         with self._sentences():
             values: Any = self._client.hmget(self._prefix, list(keys))
         return list(values)
-
-    def missing(self, keys: Sequence[str]) -> list[str]:
-        return [key for key, value in zip(keys, self.read(keys), strict=True) if value is None]
 
     def set(self, key: str, value: str | bytes) -> None:
         with self._sentences(), self._client.pipeline() as both:
@@ -98,11 +105,6 @@ class RedisStore(PolledStore):
     def compare_set(
         self, key: str, expected_value: str | bytes, desired_value: str | bytes
     ) -> bytes:
-        """Set a key if its value is `expected_value`, or if that is empty and there is no key.
-
-        Returns:
-            the value afterwards; `expected_value` where there is no key (as torch's stores do).
-        """
         values = [as_bytes(expected_value), as_bytes(desired_value)]
         with self._sentences():
             result: Any = self._compare_set(keys=[self._prefix], args=[key, *values, self._keep_s])
@@ -127,7 +129,6 @@ class RedisStore(PolledStore):
             self._client.delete(self._prefix)
 
     def close(self) -> None:
-        """Close the connections."""
         self._client.close()
 
     @contextmanager

@@ -1,14 +1,29 @@
-"""torch's own TCP store, served by machine 0's supervisor.
+"""torch's TCP store: served by torch, used through a client of our own.
 
-Nothing is added to it but sentences: the port is bound here, so that one that is taken is said
-with its flag, and asked of the system (port 0) where nobody outside this machine comes. A client
-knocks before torch's own client does, which would wait without a limit for an answer of somebody
-silent, and print C++ stacks about what isn't a store:
+The server is torch's `TCPStore`, in machine 0's supervisor or in rank 0. Its port is bound here, so
+that a port that is taken is an error with its flag, and so that the system chooses the port (0)
+where no process outside this machine connects.
 
-    knock     [0][magic number, 4 bytes] [13][4 random bytes]      the store's VALIDATE and PING
-    answer    the 4 bytes
+The client is not torch's, whose calls have no limit of their own: a server that was stopped, or cut
+off, would keep its callers for ever, in C++, where no signal of Python's reaches them. Here every
+call ends within `_ANSWER_S`, and the next one connects anew. The messages, in native byte order,
+with `<bytes>` as a length of 8 bytes and so many bytes:
 
-See torch/csrc/distributed/c10d/TCPStoreBackend.hpp.
+    VALIDATE     0  magic number (4 bytes)
+    SET          1  <key> <value>
+    COMPARE_SET  2  <key> <expected> <desired>     answers <value>
+    ADD          4  <key> number (8 bytes)         answers the sum (8 bytes)
+    GETNUMKEYS   7                                 answers the number (8 bytes)
+    DELETE_KEY   8  <key>                          answers the number deleted (8 bytes)
+    APPEND       9  <key> <value>
+    PING        13  4 bytes                        answers these
+
+`SET` and `APPEND` answer nothing, so a `PING` follows them. A COMPARE_SET that expects a random
+value reads a key without a wait: for a missing key the server returns the expected value.
+
+The server authenticates no process. `SealedStore` keeps the values from those without the secret.
+
+See torch/csrc/distributed/c10d/TCPStoreBackend.hpp and TCPStore.cpp.
 """
 
 from __future__ import annotations
@@ -17,18 +32,160 @@ import errno
 import secrets
 import socket
 import struct
+import threading
+import time
+import weakref
+from collections.abc import Sequence
 from datetime import timedelta
+from typing import Self
 
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed import DistError
 
+from paceline.cluster.stores.polled_store import PolledStore, as_bytes
+from paceline.config.world import WorldConfig
 from paceline.errors import CommError, ConfigError
 
 _CONNECT_S = 3.0
 _ANSWER_S = 5.0
 _VALIDATE = struct.pack("=BI", 0, 0x3C85F7CE)
-_PING = b"\x0d"
+_SET, _COMPARE_SET, _ADD = b"\x01", b"\x02", b"\x04"
+_GETNUMKEYS, _DELETE_KEY, _APPEND, _PING = b"\x07", b"\x08", b"\x09", b"\x0d"
+_NUMBER = struct.Struct("=q")
 _SILENT = "no store answers there"
+
+
+class TcpStore(PolledStore):
+    """Client of a TCP store that this module, or torchrun, serves.
+
+    Args:
+        address: HOST:PORT.
+        space: what the keys begin with, "" for nothing.
+        timeout: the limit of `get` and of a `wait` that gives none.
+
+    Raises:
+        ConfigError: the host's name isn't known.
+        CommError: no store answers there (yet).
+    """
+
+    served_by_run = True
+
+    def __init__(self, address: str, space: str, timeout: timedelta) -> None:
+        super().__init__(timeout)
+        self._address, self._space = address, space
+        self._prefix = f"/{space}/" if space else "/"
+        self._lock = threading.Lock()  # over `_connection`: one request at a time
+        self._connection: socket.socket | None = self._connect()
+
+    @classmethod
+    def address_of(cls, world: WorldConfig) -> str:
+        if world.master:
+            split_address(world.master)
+        return world.master
+
+    @classmethod
+    def at(cls, address: str, space: str, timeout: timedelta, *, make: bool) -> Self:
+        return cls(address, space, timeout)
+
+    def read(self, keys: Sequence[str]) -> list[bytes | None]:
+        return [self._value(key) for key in keys]
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._confirmed(_SET + self._key(key) + _counted(as_bytes(value)))
+
+    def add(self, key: str, value: int) -> int:
+        return self._number(_ADD + self._key(key) + _NUMBER.pack(value))
+
+    def append(self, key: str, value: str | bytes) -> None:
+        self._confirmed(_APPEND + self._key(key) + _counted(as_bytes(value)))
+
+    def compare_set(
+        self, key: str, expected_value: str | bytes, desired_value: str | bytes
+    ) -> bytes:
+        values = _counted(as_bytes(expected_value)) + _counted(as_bytes(desired_value))
+        return self._ask(_COMPARE_SET + self._key(key) + values, None)
+
+    def delete_key(self, key: str) -> bool:
+        return self._number(_DELETE_KEY + self._key(key)) > 0
+
+    def num_keys(self) -> int:
+        return self._number(_GETNUMKEYS)
+
+    def clone(self) -> Self:
+        return type(self)(self._address, self._space, timedelta(seconds=self.limit))
+
+    def erase(self) -> None:
+        """Leave the keys: they end with the server."""
+
+    def close(self) -> None:
+        self._drop()
+
+    def _value(self, key: str) -> bytes | None:
+        absent = secrets.token_bytes(16)
+        value = self.compare_set(key, absent, absent)
+        return None if value == absent else value
+
+    def _key(self, key: str) -> bytes:
+        return _counted((self._prefix + key).encode())
+
+    def _number(self, request: bytes) -> int:
+        number: int = _NUMBER.unpack(self._ask(request, _NUMBER.size))[0]
+        return number
+
+    def _confirmed(self, request: bytes) -> None:
+        word = secrets.token_bytes(4)
+        self._ask(request + _PING + word, len(word))
+
+    def _ask(self, request: bytes, size: int | None) -> bytes:
+        """Send a request; return the answer of `size` bytes, or of a length that it gives."""
+        if not self._lock.acquire(timeout=2 * _ANSWER_S):
+            raise CommError(f"The store at {self._address} answers another thread too slowly.")
+        try:
+            if self._connection is None:
+                self._connection = self._connect()
+            deadline = time.monotonic() + _ANSWER_S
+            self._connection.settimeout(_ANSWER_S)
+            self._connection.sendall(request)
+            if size is None:
+                size = _NUMBER.unpack(_receive(self._connection, _NUMBER.size, deadline))[0]
+            return _receive(self._connection, size, deadline)
+        except OSError as error:
+            self._drop()
+            late = f"no answer within {_ANSWER_S:g} s"
+            reason = late if isinstance(error, TimeoutError) else error.strerror or str(error)
+            raise CommError(f"The store at {self._address} is lost: {reason}.") from error
+        finally:
+            self._lock.release()
+
+    def _drop(self) -> None:
+        """Close a connection on which an answer may still come; the next request makes one."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _connect(self) -> socket.socket:
+        """Connect, and see that a store answers."""
+        host, port = split_address(self._address)
+        connection: socket.socket | None = None
+        word = secrets.token_bytes(4)
+        try:
+            connection = socket.create_connection((host, port), timeout=_CONNECT_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.settimeout(_ANSWER_S)
+            connection.sendall(_VALIDATE + _PING + word)
+            if _receive(connection, len(word), time.monotonic() + _ANSWER_S) != word:
+                raise OSError(errno.EPROTO, _SILENT)
+        except OSError as error:
+            if connection is not None:
+                connection.close()
+            if isinstance(error, socket.gaierror):
+                raise ConfigError(
+                    f"{host}:{port}: the name {host} isn't known here; give an address, or a name "
+                    "that this machine can look up."
+                ) from error
+            reason = error.strerror or _SILENT
+            raise CommError(f"{host}:{port} can't be reached: {reason}.") from error
+        weakref.finalize(self, connection.close)
+        return connection
 
 
 def serve_tcp(host: str, port: int, timeout: timedelta, given: str = "--master") -> TCPStore:
@@ -57,26 +214,6 @@ def serve_tcp(host: str, port: int, timeout: timedelta, given: str = "--master")
     return store
 
 
-def connect_tcp(host: str, port: int, timeout: timedelta) -> TCPStore:
-    """Open the store that somebody serves at `host` and `port`.
-
-    Raises:
-        ConfigError: the host's name isn't known.
-        CommError: nobody serves a store there (yet).
-    """
-    try:
-        _knock(host, port)
-        return TCPStore(host, port, is_master=False, timeout=timeout)
-    except socket.gaierror as error:
-        raise ConfigError(
-            f"{host}:{port}: the name {host} isn't known here; give an address, or a name that "
-            "this machine can look up."
-        ) from error
-    except (DistError, OSError) as error:
-        reason = error.strerror if isinstance(error, OSError) else None
-        raise CommError(f"{host}:{port} can't be reached: {reason or _SILENT}.") from error
-
-
 def split_address(address: str) -> tuple[str, int]:
     """Read HOST:PORT.
 
@@ -89,18 +226,19 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _knock(host: str, port: int) -> None:
-    """See that a store answers.
+def _counted(data: bytes) -> bytes:
+    return _NUMBER.pack(len(data)) + data
 
-    Raises:
-        OSError: somebody else does, or nobody.
-    """
-    word = secrets.token_bytes(4)
-    with socket.create_connection((host, port), timeout=_CONNECT_S) as connection:
-        connection.settimeout(_ANSWER_S)
-        connection.sendall(_VALIDATE + _PING + word)
-        if connection.recv(len(word), socket.MSG_WAITALL) != word:
-            raise OSError(errno.EPROTO, _SILENT)
+
+def _receive(connection: socket.socket, size: int, deadline: float) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        more = connection.recv(size - len(data))
+        if not more:
+            raise OSError(errno.ECONNRESET, _SILENT)
+        data += more
+    return bytes(data)
 
 
 def _listen(host: str, port: int, given: str) -> socket.socket:

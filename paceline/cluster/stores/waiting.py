@@ -11,13 +11,10 @@ from typing import TypeVar
 from torch._C._distributed_c10d import Store
 
 from paceline.cluster.stores.store_spec import STORE_ERRORS, peek
-from paceline.cluster.supervision.failure_report import FailureReport
+from paceline.cluster.supervision.failure_report import FAILURE, FailureReport
 from paceline.errors import CommTimeout, PeerLost
 
 _T = TypeVar("_T")
-
-FAILURE = "failure"
-"""The key of the first word on why a run ended."""
 
 
 def await_keys(
@@ -60,7 +57,7 @@ def check_failure(store: Store) -> None:
 def within(limit: float, work: Callable[[], _T]) -> _T | None:
     """Return what `work` returns, or None if the store fails it or keeps it waiting too long.
 
-    In the middle of ending there is nobody to help: the heartbeat has told that the store is lost.
+    An error is not reported: the heartbeat has warned that the store is lost.
     """
     results: SimpleQueue[_T | None] = SimpleQueue()
 

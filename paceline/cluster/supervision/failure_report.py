@@ -1,33 +1,36 @@
-"""Why a run ended: what one process tells another, and which of several reasons is the cause.
+"""Failure reports: why a run ended, and which of several reasons is the cause.
 
 When a worker fails, its peers lose their connections to it and fail too. Theirs are consequences;
-the person is told the cause, once.
+the user is told the cause, once. A report is never of a good end: status 0 that is read from the
+store or from a worker becomes 1.
 """
 
 from __future__ import annotations
 
-import json
 import signal
 import traceback
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
 from torch.distributed import DistError
 
-from paceline.atomic_write import write_atomically
+from paceline.cluster.json_record import JsonRecord
 from paceline.errors import CommTimeout, PacelineError, PeerLost
+
+FAILURE = "failure"
+"""The key, in the store, of the first report on why a run ended."""
 
 _LOST = "See what became of it, and give the same command again."
 
 
 @dataclass(frozen=True, kw_only=True)
-class FailureReport:
-    """A reason to end a run.
+class FailureReport(JsonRecord):
+    """Failure report: a reason to end a run, and the exit status that follows.
 
     Attributes:
-        text: a sentence, or the traceback of an error that nobody foresaw.
+        text: a sentence, or the traceback of an unexpected error.
         status: the exit status that a command ends with.
         consequence: whether it only follows from another process's failure.
     """
@@ -52,33 +55,43 @@ class FailureReport:
         return cls(text=f"ended with status {status}.", status=status)
 
     @classmethod
-    def of_exit(cls, whom: str, returncode: int) -> Self:
-        """Describe the end of a process that left no word; negative codes are signals."""
+    def of_signal(cls, number: signal.Signals) -> Self:
+        """Describe the end of a process that a signal stops."""
+        return cls(text=f"stopped by {number.name}.", status=128 + number)
+
+    @classmethod
+    def of_exit(cls, process: str, returncode: int) -> Self:
+        """Describe the end of a process that left no report; negative codes are signals."""
         if returncode >= 0:
-            return cls(text=f"{whom} ended with status {returncode}.", status=returncode)
+            # A worker that a signal stopped left a report; the others stop with it, and leave none.
+            stopped = returncode in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+            text = f"{process} ended with status {returncode}."
+            return cls(text=text, status=returncode, consequence=stopped)
         hint = ""
         if -returncode == signal.SIGKILL:
             hint = " If nobody did that, the machine ran out of memory: try a smaller batch."
         names = {number.value: number.name for number in signal.Signals}
         name = names.get(-returncode, f"signal {-returncode}")  # real-time signals have no names
-        return cls(text=f"{whom} was killed by {name}.{hint}", status=1)
+        return cls(text=f"{process} was killed by {name}.{hint}", status=1)
 
-    def by(self, whom: str) -> Self:
-        """Return the failure with the name of who failed in front."""
-        return replace(self, text=f"{whom}: {self.text}")
-
-    def to_text(self) -> str:
-        """Return the failure as JSON."""
-        return json.dumps(asdict(self))
+    def by(self, process: str) -> Self:
+        """Return the report with the name of the process that failed in front."""
+        return replace(self, text=f"{process}: {self.text}")
 
     @classmethod
     def from_text(cls, text: str | bytes) -> Self:
-        """Read what `to_text` wrote."""
-        return cls(**json.loads(text))
+        """Read what `to_text` wrote; any status but 1 to 255, 0 above all, becomes 1.
+
+        Raises:
+            CommError: the text is something else.
+        """
+        report = super().from_text(text)
+        valid = isinstance(report.status, int) and 0 < report.status < 256
+        return report if valid else replace(report, status=1)
 
     def write(self, path: Path) -> None:
-        """Write the failure to a file, whole or not at all."""
-        write_atomically(path, self.to_text())
+        """Write the report to a worker's error file, in one call."""
+        path.write_text(self.to_text())
 
 
 def cause(failures: Iterable[FailureReport]) -> FailureReport | None:

@@ -1,77 +1,72 @@
-"""A run that stands: what a supervisor does with it until it leaves."""
+"""A formed run: what a supervisor does with it until it leaves.
+
+Machine 0, where the run's state is, decides that the run is finished:
+
+    machine 0                                 machine i
+    its workers have ended well               its workers have ended well
+    mark its run folder
+    write `finished` into the store  ──────▶  mark its run folder
+    leave                                     leave
+
+So a mark on another machine means that machine 0 has one. A machine that was killed before its mark
+comes back with the same command and reads `finished` in the store, or from `answer_finished`.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
+from dataclasses import dataclass
 
 from torch._C._distributed_c10d import TCPStore
 
 from paceline.cluster.environment import WorkerEnvironment
-from paceline.cluster.membership.members import Members
-from paceline.cluster.rendezvous.finished import FINISHED, await_finished
-from paceline.cluster.rendezvous.registered_machine import RegisteredMachine
-from paceline.cluster.rendezvous.registration import GenerationInfo
-from paceline.cluster.stores.store_spec import STORE_ERRORS
-from paceline.cluster.supervision.failure_report import FailureReport
+from paceline.cluster.rendezvous.registered_machine import FINISHED, RegisteredMachine
+from paceline.cluster.rendezvous.registration import GenerationInfo, RegisteredWorld
+from paceline.cluster.stores.store_spec import STORE_ERRORS, peek
+from paceline.errors import CommError
+
+_PAUSE_S = 0.05
 
 
+@dataclass(frozen=True, kw_only=True)
 class FormedRun:
-    """This machine's part in a formed run.
+    """One machine's part in a formed run.
 
-    Args:
-        registered: its place in the incarnation.
-        generation_info: the world.
+    Attributes:
+        registered: this machine in the start.
+        world: the registrations of all machines.
+        generation_info: what its workers need to know.
         server: the TCP store, where this machine serves it.
     """
 
-    def __init__(
-        self,
-        registered: RegisteredMachine,
-        generation_info: GenerationInfo,
-        server: TCPStore | None,
-    ) -> None:
-        self._registered = registered
-        self.generation_info = generation_info
-        self._server = server
+    registered: RegisteredMachine
+    world: RegisteredWorld
+    generation_info: GenerationInfo
+    server: TCPStore | None
 
-    def members(self, local_rank: int) -> Members:
-        """Return the world as one of this machine's workers sees it."""
-        return Members.on(
-            self._registered.plan.machine,
-            local_rank,
-            machines=self.generation_info.machines,
-            addresses=self.generation_info.addresses,
-            hosts=self.generation_info.hosts,
-        )
-
-    def worker(self, local_rank: int, error_file: Path) -> WorkerEnvironment:
-        """Return what a worker is told of its place."""
-        plan = self._registered.plan
+    def worker(self, local_rank: int, error_file: str) -> WorkerEnvironment:
+        """Return the environment of a worker."""
+        plan = self.registered.plan
         return WorkerEnvironment(
             run_id=plan.run_id,
-            generation=self._registered.generation,
+            generation=self.registered.generation,
             machine=plan.machine,
             machines=plan.machines,
             local_rank=local_rank,
             local_world_size=plan.workers,
-            store=self._registered.space,
+            store=self.registered.space,
             first_iter_timeout=plan.first_iter_timeout,
             timeout=plan.timeout,
-            error_file=str(error_file),
+            error_file=error_file,
             command=plan.command,
         )
-
-    def post(self, failure: FailureReport) -> FailureReport:
-        """Give this machine's reason for the run's end; returns the run's, which came first."""
-        return self._registered.post(failure)
 
     def finish(
         self, write: Callable[[], None], pause: Callable[[float], None], limit: float
     ) -> None:
-        """Write down that the run is finished: machine 0 first, the others when it says so.
+        """Write down that the run is finished: machine 0 first, the others after it.
 
         Args:
             write: writes it down on this machine.
@@ -79,27 +74,56 @@ class FormedRun:
             limit: seconds to wait for machine 0.
 
         Raises:
-            PacelineError: it can't be written, or machine 0 was killed or says nothing.
+            PacelineError: it can't be written, or machine 0 was killed or reports nothing.
         """
-        if not self._registered.leads:
-            await_finished(self._registered, self.generation_info.hosts[0], pause, limit)
+        if not self.registered.leads:
+            self._await_finished(pause, limit)
         write()
-        if self._registered.leads:
-            with suppress(*STORE_ERRORS):  # the run doesn't need its meeting place any more
-                self._registered.store.set(FINISHED, "1")
+        if self.registered.leads:
+            with suppress(*STORE_ERRORS):  # the run doesn't need the store any more
+                self.registered.store.set(FINISHED, "1")
 
     def leave(self, pause: Callable[[float], None], linger: float) -> None:
-        """Leave the run; whoever serves the store stays until all have left, within a limit.
+        """Leave the run; the machine that serves the store waits for the others, within a limit.
 
         Args:
             pause: sleeps; may raise to end the wait.
             linger: seconds that the store's server waits for the other machines.
         """
-        self._registered.leave()
+        self.registered.leave()
         deadline = time.monotonic() + linger
         while (
-            self._server is not None
-            and not self._registered.others_left()
+            self.server is not None
+            and not self.registered.others_left()
             and time.monotonic() < deadline
         ):
-            pause(0.05)
+            pause(_PAUSE_S)
+
+    def _await_finished(self, pause: Callable[[float], None], limit: float) -> None:
+        """Wait until machine 0 reports that the run is finished.
+
+        A shared folder or Redis server that was lost in mid-run reports nothing, and is no error.
+        """
+        try:
+            reason = self._reason_against(pause, limit)
+        except STORE_ERRORS as error:
+            if not self.registered.meeting.served_by_run:
+                return
+            reason = f"its store is lost: {str(error).splitlines()[0].rstrip('.')}"
+        if reason:
+            raise CommError(
+                f"machine 0 ({self.generation_info.hosts[0]}) didn't say that the run is finished "
+                f"({reason}): start the same command again on all machines."
+            )
+
+    def _reason_against(self, pause: Callable[[float], None], limit: float) -> str:
+        """Wait for machine 0's report; return "" once it is there, or why it won't come."""
+        watch = self.registered.watch(self.world.registrations[0])
+        deadline = time.monotonic() + limit
+        while True:
+            verdict = watch.verdict()
+            if peek(self.registered.store, FINISHED) is not None:
+                return ""
+            if verdict.state == "dead" or time.monotonic() > deadline:
+                return verdict.reason
+            pause(_PAUSE_S)

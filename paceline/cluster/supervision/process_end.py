@@ -1,13 +1,13 @@
-"""How a process leaves its world, well or not, and who tells the person why.
+"""How a process leaves its world, well or not, and which process reports why.
 
-A supervised worker leaves a word for its supervisor. A process of another launcher has nobody but
-itself: it prints its sentence, and writes it into the store as the first word on why the run ended.
-One that fails only because a peer has gone looks there for the cause, for two seconds:
+A supervised worker leaves a failure report for its supervisor. A process of another launcher prints
+its sentence, and writes it into the store as the first report on why the run ended. One that fails
+only because a peer has ended reads the cause there, for two seconds:
 
     paceline: rank 1 on machine 0 (a): record 7 is damaged.
     paceline: rank 0 on machine 0 (a): ended because rank 1 on machine 0 (a) failed: record 7 is …
 
-Whoever serves the store leaves last, within a limit, so that the others can read it.
+The process that serves the store leaves last, within a limit, so that the others can read it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from paceline.cluster.stores.store_spec import (
     peek,
     tidy,
 )
-from paceline.cluster.stores.waiting import FAILURE, within
-from paceline.cluster.supervision.failure_report import FailureReport
+from paceline.cluster.stores.waiting import within
+from paceline.cluster.supervision.failure_report import FAILURE, FailureReport
 from paceline.cluster.supervision.supervisor import say
 from paceline.cluster.supervision.worker import report_error
 from paceline.errors import CommTimeout
@@ -42,20 +42,20 @@ _PAUSE_S = 0.05
 
 
 class ProcessEnd(Protocol):
-    """A process's leave-taking."""
+    """Protocol of a process's end: a failure, a status other than 0, or a good end."""
 
     def fail(self, error: BaseException) -> int:
-        """Say why the process fails and leave; return the exit status."""
+        """Report why the process fails and leave; return the exit status."""
 
     def warn(self, status: int) -> None:
-        """Say that the process is about to end with a status other than 0."""
+        """Report that the process is about to end with a status other than 0."""
 
     def close(self) -> None:
         """Leave well."""
 
 
 class SupervisedEnd:
-    """A worker of ours: its supervisor tells, and keeps the store."""
+    """End of a supervised worker: its supervisor prints the reason, and keeps the store."""
 
     def __init__(self, environment: WorkerEnvironment) -> None:
         self._environment = environment
@@ -67,11 +67,11 @@ class SupervisedEnd:
         FailureReport.of_status(status).write(Path(self._environment.error_file))
 
     def close(self) -> None:
-        """Leave: the supervisor sees it."""
+        """Leave: the supervisor notices it."""
 
 
 class SingleProcessEnd:
-    """A process alone: nobody else wants to know."""
+    """End of a process without peers."""
 
     def fail(self, error: BaseException) -> int:
         failure = FailureReport.of(error)
@@ -79,14 +79,14 @@ class SingleProcessEnd:
         return failure.status
 
     def warn(self, status: int) -> None:
-        """Say nothing."""
+        """Report nothing: there are no peers."""
 
     def close(self) -> None:
         """Leave."""
 
 
 class LaunchedEnd:
-    """A process of another launcher.
+    """End of a process of another launcher.
 
     Args:
         world: the world that it leaves.
@@ -108,15 +108,15 @@ class LaunchedEnd:
         self._world, self._meeting, self._server = world, meeting, server
         self._keeps, self._timeout = keeps, timeout
         members = world.members
-        self._whom = members.describe(members.rank)
+        self._name = members.describe(members.rank)
 
     def fail(self, error: BaseException) -> int:
         failure = FailureReport.of(error)
-        # Who saw a peer lost waits longer than who saw one hang, and left because of that.
+        # A process that lost a peer waits longer than one that saw a peer hang, and left for that.
         limit = _CAUSE_S / 2 if isinstance(error, CommTimeout) else _CAUSE_S
-        status = within(2 * _CAUSE_S, lambda: self._tell(failure, limit))
+        status = within(2 * _CAUSE_S, lambda: self._report(failure, limit))
         if status is None:  # the store has gone with the process that served it
-            say(f"{self._whom}: {failure.text}")
+            say(f"{self._name}: {failure.text}")
             return failure.status
         within(2 * _CAUSE_S, lambda: self._leave(_CAUSE_S))
         return status
@@ -125,31 +125,32 @@ class LaunchedEnd:
         within(_CAUSE_S, lambda: self._post(FailureReport.of_status(status)))
 
     def close(self) -> None:
-        with suppress(*STORE_ERRORS):  # nobody is left who needs it
+        with suppress(*STORE_ERRORS):  # no process is left that needs it
             self._leave(self._timeout)
 
-    def _tell(self, failure: FailureReport, limit: float) -> int:
+    def _report(self, failure: FailureReport, limit: float) -> int:
         first = self._cause(limit) if failure.consequence else None
         if first is None:
             self._post(failure)
-            self._say_once(failure.text)
+            self._report_once(failure.text)
             return failure.status
-        whom, _, why = first.text.partition(": ")
-        say(f"{self._whom}: ended because {whom} failed: {why.splitlines()[-1]}")
+        process, _, why = first.text.partition(": ")
+        reason = (why.splitlines() or [""])[-1]
+        say(f"{self._name}: ended because {process} failed: {reason}")
         return first.status
 
     def _post(self, failure: FailureReport) -> None:
-        self._world.store.compare_set(FAILURE, "", failure.by(self._whom).to_text())
+        self._world.store.compare_set(FAILURE, "", failure.by(self._name).to_text())
 
-    def _say_once(self, text: str) -> None:
+    def _report_once(self, text: str) -> None:
         """Print what all processes of a machine may find at once, such as a wrong flag, once."""
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-        key = f"told/{self._world.members.machine}/{digest}"
-        if self._world.store.compare_set(key, "", self._whom) == self._whom.encode():
-            say(f"{self._whom}: {text}")
+        key = f"reported/{self._world.members.machine}/{digest}"
+        if self._world.store.compare_set(key, "", self._name) == self._name.encode():
+            say(f"{self._name}: {text}")
 
     def _cause(self, limit: float) -> FailureReport | None:
-        """Wait for another process's word on why the run ended."""
+        """Wait for another process's report on why the run ended."""
         deadline = time.monotonic() + limit
         while (text := peek(self._world.store, FAILURE)) is None:
             if time.monotonic() > deadline:
@@ -173,8 +174,8 @@ class LaunchedEnd:
     def _tidy(self) -> None:
         """Remove what a folder or Redis has of this start."""
         name = self._world.space.space.rpartition("/")[2]
-        if self._meeting.kind == "tcp":
-            return  # goes with its server
+        if self._meeting.served_by_run:
+            return  # ends with its server
         outer = open_store(self._meeting, STORE_LIMIT)
         if peek(outer, START) == name.encode():
             outer.delete_key(START)

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT in a process that trains: noticed at once, obeyed at the next step's end.
+"""SIGTERM and SIGINT in a process that trains: noticed at once, effective at the next step's end.
 
 A handler of Python's runs only when the main thread is back from C++, which a long convolution or
 a wait for a peer may keep for a while. The system writes the signal's number into a pipe instead,
@@ -17,24 +17,26 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
 
+from paceline.cluster.supervision.worker import report_stop
+
 _RESCUE_S = 1.5
 _END_S = 3.5
 
 
 class StopSignals:
-    """Listens to SIGTERM and SIGINT; `with signals.heard(rescue):` in the main thread.
+    """Receiver of SIGTERM and SIGINT; `with signals.heard(rescue):` in the main thread.
 
     Args:
-        tell: is told of the signal that comes, from another thread.
+        report: called with the signal that comes, from another thread.
         leave: ends the process with a status; for tests.
     """
 
     def __init__(
         self,
-        tell: Callable[[signal.Signals], None] = lambda number: None,
+        report: Callable[[signal.Signals], None] = lambda number: None,
         leave: Callable[[int], None] = os._exit,
     ) -> None:
-        self._tell = tell
+        self._report = report
         self._leave = leave
         self._number = 0
         self._ended = threading.Event()
@@ -87,7 +89,8 @@ class StopSignals:
         while received := os.read(reader, 1):
             if received[0] in (signal.SIGTERM, signal.SIGINT):
                 self._number = received[0]
-                self._tell(signal.Signals(received[0]))
+                report_stop(signal.Signals(received[0]))
+                self._report(signal.Signals(received[0]))
                 self._see_to_the_end(rescue)
                 return
 

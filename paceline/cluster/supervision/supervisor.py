@@ -3,26 +3,26 @@
     open the run -> start the workers -> wait for the first of: all ended well | one failed |
     a signal | another machine's failure -> post the reason -> end the workers -> leave
 
-Of several failures the person is told the cause, once: a lost peer is a consequence, so its
-cause is waited for, for two seconds, from this machine's other workers and from the store. The
-first reason in the store is the run's, and every machine prints it.
+Of several failures the supervisor reports the cause, once: a lost peer is a consequence, so the
+supervisor waits two seconds for its cause, from this machine's other workers and from the store.
+The first report in the store is the run's, and every machine prints it.
 
-Ending takes 5 seconds at most: SIGTERM, 4 seconds later SIGKILL, and little is waited for after
-that. A second signal shortens the wait, but not below what saving takes.
+Workers get SIGTERM, and SIGKILL 4 seconds later. A second signal shortens the wait, but not below
+what saving takes. Nothing is on the disk: a worker's error file is memory of this process.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
-from paceline.cluster.rendezvous.finished import Finished
 from paceline.cluster.rendezvous.machine_rendezvous import open_run
+from paceline.cluster.rendezvous.registered_machine import Finished
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.stores.store_spec import STORE_ERRORS
 from paceline.cluster.stores.waiting import within
@@ -41,26 +41,27 @@ from paceline.errors import ConfigError, PacelineError
 
 _CAUSE_S = 2.0
 _TERM_S = 4.0
-_SAVE_S = 2.5  # which workers have to save what they trained, whoever is in a hurry
+_SAVE_S = 2.5  # a worker has that long to save what it trained, whatever comes
 _KILL_S = 0.5
+_REAP_S = 10.0  # a busy machine may take that long to end a killed process
 _POST_S = 1.0
 _LEAVE_S = 1.0
 
 
 def say(text: str) -> None:
-    """Print a line for the person, on standard error; without one, nobody reads it."""
+    """Print a line for the user, on standard error, if there is one."""
     with suppress(OSError):
         erase = "\r\x1b[2K" if sys.stderr.isatty() else ""  # of a worker's progress, or of ^C
         print(f"{erase}paceline: {text}", file=sys.stderr, flush=True)
 
 
 def finished_sentence(run_id: str) -> str:
-    """Say that there is nothing to do."""
+    """Return the line that there is nothing to do."""
     return f"run {run_id} is finished; give another --run_id to train again."
 
 
 def saved_sentence(run: Path) -> str:
-    """Say where a run that was stopped goes on."""
+    """Return the line that names the folder from which a stopped run resumes."""
     return f"the state is saved in {run}, and the same command goes on."
 
 
@@ -68,33 +69,29 @@ def supervise(
     plan: RunPlan,
     argv: Sequence[str],
     *,
-    tell: Callable[[str], None] = say,
+    report: Callable[[str], None] = say,
     formed: Callable[[], None] = lambda: None,
     finish: Callable[[], None] | None = None,
 ) -> int:
-    """Run this machine's workers to their end; errors are told, not raised. Main thread only.
+    """Run this machine's workers to their end; errors are reported, not raised. Main thread only.
 
     Args:
         plan: this machine's part of the run.
-        argv: the command of a worker; its place is in its environment.
-        tell: receives lines for the person.
+        argv: the command of a worker; its rank is in its environment.
+        report: receives lines for the user.
         formed: called once all machines are there, before a worker starts; a `PacelineError` of
             it ends the run on all machines.
-        finish: writes down that the run is finished; called once that is certain. None: nobody
-            needs to know.
+        finish: writes down that the run is finished; called once that is certain. None: no mark
+            is needed.
 
     Returns:
         the exit status: 0, that of the run's failure, 130 for SIGINT, 143 for SIGTERM.
     """
-    with (
-        closing(EventQueue()) as events,
-        events.signals(),
-        tempfile.TemporaryDirectory(prefix="paceline-") as folder,
-    ):
+    with closing(EventQueue()) as events, events.signals():
         try:
             run = open_run(
                 plan,
-                tell=tell,
+                report=report,
                 notice=lambda failure: events.put(Noticed(failure=failure)),
                 warn=lambda text: events.put(Warned(text=text)),
                 pause=events.pause,
@@ -106,46 +103,47 @@ def supervise(
         except Finished:
             failure = _finish_late(plan, finish)
         else:
-            return _Crew(plan, run, events, tell).work(argv, Path(folder), formed, finish)
-        tell(failure.text)
+            return _Workers(plan, run, events, report).work(argv, formed, finish)
+        report(failure.text)
         return failure.status
 
 
-class _Crew:
-    """The workers of one machine, from their start to their end."""
+class _Workers:
+    """Workers of one machine, from their start to their end."""
 
     def __init__(
-        self, plan: RunPlan, run: FormedRun, events: EventQueue, tell: Callable[[str], None]
+        self, plan: RunPlan, run: FormedRun, events: EventQueue, report: Callable[[str], None]
     ) -> None:
         self._plan = plan
         self._run = run
         self._events = events
-        self._tell = tell
-        self._workers: dict[
-            int, WorkerProcess
-        ] = {}  # those that haven't ended, as far as events say
+        self._report = report
+        self._workers: dict[int, WorkerProcess] = {}
+        """By local rank, those whose end is no event yet."""
+
+        self._error_files = ExitStack()
 
     def work(
         self,
         argv: Sequence[str],
-        folder: Path,
         formed: Callable[[], None],
         finish: Callable[[], None] | None,
     ) -> int:
         try:
             failure = (
                 self._prepare(formed)
-                or self._start(argv, folder)
+                or self._start(argv)
                 or self._first_failure()
                 or (self._finish(finish) if finish else None)
             )
             if failure is not None:
                 failure = self._post(failure)  # before the others see workers end because of it
                 self._signal(signal.SIGTERM)
-                self._tell(failure.text)
+                self._report(failure.text)
             self._end()
         finally:
             self._signal(signal.SIGKILL)
+            self._error_files.close()
         self._leave(failure)
         return 0 if failure is None else failure.status
 
@@ -169,14 +167,16 @@ class _Crew:
         failure = FailureReport.of(error)
         return failure if self._plan.machines == 1 else failure.by(self._machine())
 
-    def _start(self, argv: Sequence[str], folder: Path) -> FailureReport | None:
+    def _start(self, argv: Sequence[str]) -> FailureReport | None:
         if self._plan.machines > 1:
             first = self._run.generation_info.hosts[0]
-            self._tell(f"all {self._plan.machines} machines have met; rank 0 is on {first}.")
+            self._report(f"all {self._plan.machines} machines have met; rank 0 is on {first}.")
         for local_rank in range(self._plan.workers):
-            place = self._run.worker(local_rank, folder / f"error.{local_rank}.json")
+            memory = os.memfd_create(f"paceline error file {local_rank}")
+            self._error_files.callback(os.close, memory)
+            worker = self._run.worker(local_rank, f"/proc/{os.getpid()}/fd/{memory}")
             try:
-                self._workers[local_rank] = WorkerProcess(argv, place, self._putter(local_rank))
+                self._workers[local_rank] = WorkerProcess(argv, worker, self._putter(local_rank))
             except OSError as error:
                 sentence = f"{argv[0]} can't be started: {error.strerror}; see if it is installed."
                 return FailureReport.of(ConfigError(sentence)).by(self._name(local_rank))
@@ -200,20 +200,20 @@ class _Crew:
             if not failure.consequence:
                 break
             deadline = deadline or time.monotonic() + _CAUSE_S
-        return cause([*failures, *self._words()] if failures else [])
+        return cause([*failures, *self._reports()] if failures else [])
 
-    def _words(self) -> Iterator[FailureReport]:
-        """Yield what workers that haven't ended yet have left on why they fail."""
+    def _reports(self) -> Iterator[FailureReport]:
+        """Yield the reports of workers that fail and haven't ended yet."""
         for local_rank, worker in self._workers.items():
-            word = worker.word(self._name(local_rank))
-            if word is not None:
-                yield word
+            report = worker.report(self._name(local_rank))
+            if report is not None:
+                yield report
 
     def _next(self, timeout: float | None) -> FailureReport | None:
         """Take the next event; return the failure in it, if it is one."""
         event = self._events.get(timeout)
         if isinstance(event, Warned):
-            self._tell(event.text)
+            self._report(event.text)
         elif isinstance(event, Exited):
             worker = self._workers.pop(event.local_rank)
             if event.returncode != 0:
@@ -224,16 +224,25 @@ class _Crew:
 
     def _post(self, failure: FailureReport) -> FailureReport:
         """Return the run's reason: this one, or the one that another machine gave before."""
-        return within(_POST_S, lambda: self._run.post(failure)) or failure
+        return within(_POST_S, lambda: self._run.registered.post(failure)) or failure
 
     def _end(self) -> None:
-        """Wait for the workers, which were told to end; kill them after the limit or a signal."""
-        if not self._endedwithin(_TERM_S, hurry=True):
-            self._signal(signal.SIGKILL)
-            if not self._endedwithin(_KILL_S, hurry=False):
-                self._tell("some workers can't be killed: they hang in the kernel.")
+        """Wait for the workers, which have SIGTERM; kill them after the limit or a signal."""
+        if self._ended_within(_TERM_S, hurry=True):
+            return
+        self._signal(signal.SIGKILL)
+        deadline = time.monotonic() + _REAP_S
+        while not self._ended_within(_KILL_S, hurry=False):
+            hung = [self._name(rank) for rank, worker in self._workers.items() if worker.hangs()]
+            if hung:
+                self._report(f"{', '.join(hung)} can't be killed: a call in the kernel hangs.")
+                return
+            if time.monotonic() > deadline:
+                names = ", ".join(map(self._name, self._workers))
+                self._report(f"{names} did not end within {_REAP_S:g} s after SIGKILL.")
+                return
 
-    def _endedwithin(self, limit: float, *, hurry: bool) -> bool:
+    def _ended_within(self, limit: float, *, hurry: bool) -> bool:
         started = time.monotonic()
         deadline = started + limit
         while self._workers:
@@ -251,28 +260,27 @@ class _Crew:
         if failure is not None:
             within(_LEAVE_S, lambda: self._run.leave(time.sleep, _LEAVE_S))
             return
-        with suppress(Interrupted):  # the person doesn't want to wait for the other machines
+        with suppress(Interrupted):  # a signal: the other machines are not waited for
             try:
                 self._run.leave(self._events.pause, self._plan.timeout)
             except STORE_ERRORS as error:
-                self._tell(f"the meeting place couldn't be cleaned up: {error}")
+                self._report(f"the meeting place couldn't be cleaned up: {error}")
 
     def _signal(self, number: signal.Signals) -> None:
         for worker in self._workers.values():
             worker.send(number)
 
     def _name(self, local_rank: int) -> str:
-        members = self._run.members(local_rank)
+        members = self._run.generation_info.members(self._plan.machine, local_rank)
         return members.describe(members.rank)
 
     def _machine(self) -> str:
-        return (
-            f"machine {self._plan.machine} ({self._run.generation_info.hosts[self._plan.machine]})"
-        )
+        machine = self._plan.machine
+        return f"machine {machine} ({self._run.generation_info.hosts[machine]})"
 
 
 def _finish_late(plan: RunPlan, finish: Callable[[], None] | None) -> FailureReport:
-    """Return what there is to say of a run that was finished before; its status is 0."""
+    """Return the line about a run that was finished before; its status is 0."""
     try:
         if finish is not None:
             finish()
@@ -284,5 +292,6 @@ def _finish_late(plan: RunPlan, finish: Callable[[], None] | None) -> FailureRep
 def _reason(event: Signalled | Noticed, machine: str) -> FailureReport:
     if isinstance(event, Noticed):
         return event.failure
-    text = f"stopped by {event.number.name} on {machine}."
-    return FailureReport(text=text, status=128 + event.number)
+    return FailureReport(
+        text=f"stopped by {event.number.name} on {machine}.", status=128 + event.number
+    )

@@ -1,4 +1,4 @@
-"""A worker's side of its supervisor: finding the world, ending with it, saying why it failed.
+"""A worker's side of its supervisor: finding the world, ending with it, reporting why it failed.
 
 The worker's standard input is a pipe that only its supervisor holds open. A thread reads it; at its
 end the supervisor is gone, however it went, and the worker kills its own process group: nothing is
@@ -12,13 +12,14 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
 from torch._C._distributed_c10d import Store
 
-from paceline.cluster.environment import WorkerEnvironment
+from paceline.cluster.environment import WorkerEnvironment, worker_environment
 from paceline.cluster.membership.members import Members
 from paceline.cluster.rendezvous.registration import GenerationInfo
 from paceline.cluster.stores.store_spec import open_store
@@ -29,11 +30,11 @@ from paceline.cluster.supervision.failure_report import FailureReport
 def run_worker(environment: WorkerEnvironment, work: Callable[[Members, Store, str], None]) -> None:
     """Do a worker's work, and end the process with a report to the supervisor if it fails.
 
-    A worker that fails or was stopped leaves at once, without the interpreter's farewell: threads
+    A worker that fails or was stopped ends at once, without the interpreter's shutdown: threads
     and process groups that wait for lost peers must not keep its supervisor waiting.
 
     Args:
-        environment: the worker's place.
+        environment: the worker's rank and machine, and the run's store.
         work: called with the world, the store and the job token.
     """
     end_with_supervisor()
@@ -56,15 +57,8 @@ def join_world(environment: WorkerEnvironment) -> tuple[Members, Store, str]:
         CommError: the store can't be reached.
     """
     store = open_store(environment.store, timedelta(seconds=environment.first_iter_timeout))
-    generation_info = GenerationInfo.from_text(store.get(f"formed/{environment.machine}"))
-    members = Members.on(
-        environment.machine,
-        environment.local_rank,
-        machines=generation_info.machines,
-        addresses=generation_info.addresses,
-        hosts=generation_info.hosts,
-    )
-    return members, store, generation_info.token
+    info = GenerationInfo.from_text(store.get(f"formed/{environment.machine}"))
+    return info.members(environment.machine, environment.local_rank), store, info.token
 
 
 def report_error(environment: WorkerEnvironment, error: BaseException) -> int:
@@ -74,6 +68,14 @@ def report_error(environment: WorkerEnvironment, error: BaseException) -> int:
     return failure.status
 
 
+def report_stop(number: signal.Signals) -> None:
+    """Write down for the supervisor, if there is one, that a signal stops this worker."""
+    environment = worker_environment()
+    if environment is not None:
+        with suppress(OSError):  # the supervisor has ended
+            FailureReport.of_signal(number).write(Path(environment.error_file))
+
+
 def end_with_supervisor() -> None:
     """Kill this worker and its children as soon as its supervisor is gone."""
     parent_death_watchdog = os.dup(0)
@@ -81,7 +83,7 @@ def end_with_supervisor() -> None:
     os.dup2(nothing, 0)
     os.close(nothing)
     threading.Thread(
-        target=_watch, args=(parent_death_watchdog,), name="lifeline", daemon=True
+        target=_watch, args=(parent_death_watchdog,), name="parent-death watchdog", daemon=True
     ).start()
 
 

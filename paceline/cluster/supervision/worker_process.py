@@ -1,4 +1,4 @@
-"""One worker as its supervisor holds it: a process in a session of its own.
+"""One worker, in its supervisor: a process in a session of its own.
 
 In its own session it gets no Ctrl-C from the terminal; signals come from the supervisor alone.
 Its output goes where the supervisor's goes.
@@ -16,16 +16,17 @@ from pathlib import Path
 
 from paceline.cluster.environment import WorkerEnvironment, environment_of
 from paceline.cluster.supervision.failure_report import FailureReport
+from paceline.errors import CommError
 
 
 class WorkerProcess:
-    """A running worker.
+    """Running process of a worker.
 
     Args:
         argv: the command.
-        environment: the worker's place in the run.
+        environment: the worker's rank and machine, and the run's store.
         ended: called with the exit status (negative: the signal that killed it), from a thread,
-            once the worker and whatever it started are gone.
+            once the worker and what it started have ended.
 
     Raises:
         OSError: the command can't be started.
@@ -39,7 +40,7 @@ class WorkerProcess:
     ) -> None:
         self._error_file = Path(environment.error_file)
         self._ended = ended
-        self._lock = threading.Lock()  # over `_running`: a reaped process's number is somebody's
+        self._lock = threading.Lock()  # over `_running`: a reaped process's number is used again
         self._running = True
         self._process = subprocess.Popen(
             list(argv),
@@ -52,20 +53,29 @@ class WorkerProcess:
         self._thread.start()
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to the worker and whatever it started."""
+        """Send a signal to the worker and what it started."""
         with self._lock:
             if self._running:
                 self._send(number)
 
-    def failure(self, whom: str, returncode: int) -> FailureReport:
-        """Return why the worker failed: its own word, or what its exit status says."""
-        return self.word(whom) or FailureReport.of_exit(whom, returncode)
+    def failure(self, name: str, returncode: int) -> FailureReport:
+        """Return why the worker failed: its own report, or what its exit status says."""
+        return self.report(name) or FailureReport.of_exit(name, returncode)
 
-    def word(self, whom: str) -> FailureReport | None:
-        """Return what the worker left on why it fails, perhaps before it has ended."""
-        if not self._error_file.exists():
-            return None
-        return FailureReport.from_text(self._error_file.read_bytes()).by(whom)
+    def report(self, name: str) -> FailureReport | None:
+        """Return the worker's report on why it fails, perhaps before it has ended."""
+        text = self._error_file.read_bytes()
+        with suppress(CommError):  # half of a report: the worker writes it at this moment
+            return FailureReport.from_text(text).by(name) if text else None
+        return None
+
+    def hangs(self) -> bool:
+        """Tell whether the worker is in a call of the kernel that no signal interrupts."""
+        try:
+            text = Path(f"/proc/{self._process.pid}/stat").read_text()
+        except OSError:  # it has ended
+            return False
+        return text.rpartition(")")[2].split()[0] == "D"
 
     def _wait(self) -> None:
         # Not reaped yet, so that its number still names its process group.

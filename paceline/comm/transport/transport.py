@@ -10,6 +10,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import accumulate
 
 import numpy as np
@@ -97,26 +98,25 @@ class Transport:
             self._seats.put((seat, WakeEvent()))
         self._failure = ""
         self._ends: dict[int, float] = {}  # when a peer was first seen to have closed some
-        self._thread = threading.Thread(
-            target=self._run,
-            args=(
-                self._state,
-                self._links,
-                self._puts,
-                _words(count, notifications),
-                self.values,
-                self._waits,
-                _words(2, count, loop.HEAD_WORDS),
-                np.zeros((count + 1, 2), np.int32),
-                _words(12),
-                _words(512),
-                np.zeros(1, np.int32),
-                np.ones(1, np.int64),
-                self._marks,
-            ),
-            name="window",
-            daemon=True,
+        arrays = (
+            self._state,
+            self._links,
+            self._puts,
+            _words(count, notifications),
+            self.values,
+            self._waits,
+            _words(2, count, loop.HEAD_WORDS),
+            np.zeros((count + 1, 2), np.int32),
+            _words(12),
+            _words(512),
+            np.zeros(1, np.int32),
+            np.ones(1, np.int64),
+            self._marks,
         )
+        self._thread = threading.Thread(
+            target=self._run, args=arrays, name="transport", daemon=True
+        )
+        self._prepare(arrays)
         self._thread.start()
 
     @property
@@ -265,27 +265,43 @@ class Transport:
                 write_word(int(self._waits[seat, loop.EVENT]), 1)
 
     def close(self) -> None:
-        """End the loop and close the connections; whoever sleeps wakes."""
-        if self._control == _CLOSED:
-            return
-        write_word(self._control[1], loop.STOP)
+        """End the event loop and close the connections; every sleeping thread wakes."""
+        with self._putting:
+            if self._control != _CLOSED:
+                write_word(self._control[1], loop.STOP)
         self._thread.join(_CLOSE_S)
         self._end_all()
-        for end in self._sockets:
-            end.close()
-        with self._putting:
-            for end_of_pipe in self._control:
-                os.close(end_of_pipe)
-            self._control = _CLOSED
+        for end in self._sockets if self._thread.is_alive() else ():
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)  # closed by the thread, at its end
+
+    def _prepare(self, arrays: tuple[object, ...]) -> None:
+        """Run the loop until the stop that is already written, so that numba compiles it here.
+
+        Compiling takes half a minute on a busy machine. In the transport thread it would count
+        against the limits of the first waits, and keep `close` from stopping the loop.
+        """
+        write_word(self._control[1], loop.STOP)
+        with suppress(Exception):  # the thread fails alike, and reports it
+            loop.run(*arrays)
 
     def _run(self, *arrays: object) -> None:
-        """Run the loop; whoever waits for it learns if it fails."""
+        """Run the loop, then close what it uses: no other thread may free these descriptors.
+
+        Their numbers would be given to the next window, whose commands this loop would read.
+        """
         try:
             loop.run(*arrays)
         except BaseException as error:
             what = f"{type(error).__name__}: {error}"
-            self._failure = f"this process moves no bytes any more ({what})"
-            self._end_all()
+            self._failure = f"the transport thread of this process has stopped ({what})"
+        self._end_all()
+        for end in self._sockets:
+            end.close()
+        with self._putting:
+            for descriptor in self._control:
+                os.close(descriptor)
+            self._control = _CLOSED
 
     def _end_all(self) -> None:
         """End all connections here, and wake whoever sleeps."""

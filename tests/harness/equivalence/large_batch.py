@@ -18,15 +18,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from paceline.algorithms.allreduce import AllReduce
+from paceline.algorithms.allreduce import make_allreduce
 from paceline.algorithms.synchronizer import Synchronizer
 from paceline.comm.communicator import Communicator
 from paceline.comm.inprocess.communicator import ThreadGroup
 from paceline.reduce.buckets import Bucket
 from paceline.replica.replica import ExchangePlan, Replica
-from paceline.update.layer_exchange import BatchShare
-from paceline.update.running_statistics import RunningStatistics
-from paceline.update.sync_batch_norm import convert_sync_batchnorm
+from paceline.update.batch_norm import BatchShare, RunningStatistics, convert_sync_batchnorm
 from paceline.update.updater import Updater
 from tests.harness.equivalence.rank_threads import run_ranks
 
@@ -152,7 +150,7 @@ class Training:
         self,
         communicator: Communicator,
         bucket_bytes: int,
-        kind: Callable[..., Any] = AllReduce,
+        kind: Callable[..., Any] = make_allreduce,
         layers: Communicator | None = None,
         later: Later = (),
     ) -> State:
@@ -184,7 +182,7 @@ class Training:
         self,
         world_size: int,
         bucket_bytes: int,
-        kind: Callable[..., Any] = AllReduce,
+        kind: Callable[..., Any] = make_allreduce,
         later: Later = (),
     ) -> list[State]:
         """Train on ranks that are threads; return each one's state dict."""
@@ -204,7 +202,7 @@ def replicate(
     optimizer: Optimizer,
     communicator: Communicator,
     bucket_bytes: int,
-    kind: Callable[..., Any] = AllReduce,
+    kind: Callable[..., Any] = make_allreduce,
     share: BatchShare | None = None,
     later: Later = (),
 ) -> Replica:

@@ -30,7 +30,9 @@ def store_of(kind: str, folder: Path) -> Iterator[StoreSpec]:
             yield StoreSpec(kind="redis", address=url, space="run")
     else:
         server = serve_tcp("127.0.0.1", 0, LIMIT)
-        yield StoreSpec(kind="tcp", address=f"127.0.0.1:{server.port}", space="run")
+        secret = "open sesame" if kind == "sealed tcp" else ""
+        address = f"127.0.0.1:{server.port}"
+        yield StoreSpec(kind="tcp", address=address, space="run", secret=secret)
 
 
 def on_processes(

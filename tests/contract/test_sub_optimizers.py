@@ -1,4 +1,4 @@
-"""An optimizer's parts update as the whole does, whatever way to do it they choose."""
+"""Sub-optimizers update as the whole optimizer does, whichever kernel they use."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from torch.optim import SGD, Adafactor, Optimizer
 from torch.optim import sgd as torchs_sgd
 
 from paceline.reduce.buckets import Bucket, partition
-from paceline.update.sub_optimizer import SubOptimizer
-from paceline.update.updater import Updater
+from paceline.update.updater import SubOptimizer, Updater
 
 SHAPES = [(4, 3, 3, 3), (8, 4, 1, 1), (5,), (6, 5)]
 
@@ -32,17 +31,20 @@ def gradients(step: int, missing: Sequence[int] = ()) -> list[Tensor | None]:
 
 
 def both(make: Any, steps: Sequence[list[Tensor | None]]) -> list[list[Tensor]]:
-    """Return the parameters after some steps: a part's, and the plain optimizer's."""
+    """Return the parameters after some steps: a sub-optimizer's, and the plain optimizer's."""
     ours, theirs = parameters(), parameters()
     optimizer, plain = make(ours), make(theirs)
     part = SubOptimizer(optimizer, dict.fromkeys(ours, 0))
     for given in steps:
-        for values, step in ((ours, part.step), (theirs, plain.step)):
-            for p, gradient in zip(values, given, strict=True):
-                p.grad = None if gradient is None else torch.empty_like(p).copy_(gradient)
-            if step == part.step:
-                part.freeze()
-            step()
+        laid = [
+            None if gradient is None else torch.empty_like(p).copy_(gradient)
+            for p, gradient in zip(ours, given, strict=True)
+        ]
+        for q, gradient in zip(theirs, laid, strict=True):
+            q.grad = None if gradient is None else gradient.clone()
+        part.freeze()
+        part.step(laid)
+        plain.step()
     return [[p.detach() for p in values] for values in (ours, theirs)]
 
 
@@ -93,14 +95,15 @@ def test_momenta_that_lie_otherwise_are_taken_by_value() -> None:
         own = [nn.Parameter(p.detach().clone()) for p in ps]
         again = nesterov(own)
         again.load_state_dict(copy.deepcopy(state))
+        laid = []
         for p, gradient in zip(own, gradients(1), strict=True):
             momentum = again.state[p]["momentum_buffer"]
             if contiguous:
                 again.state[p]["momentum_buffer"] = momentum.contiguous()
-            p.grad = torch.empty_like(p).copy_(gradient)  # type: ignore[arg-type]
+            laid.append(torch.empty_like(p).copy_(gradient))  # type: ignore[arg-type]
         part = SubOptimizer(again, dict.fromkeys(own, 0))
         part.freeze()
-        part.step()
+        part.step(laid)
         results.append([p.detach() for p in own])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b)

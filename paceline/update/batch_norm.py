@@ -1,25 +1,35 @@
-"""BatchNorm over the samples of all ranks, on any device and in any dtype.
+"""BatchNorm on several ranks: running statistics averaged over the ranks, or one global batch.
 
+Without `--sync_bn` each rank normalises by its own batch slice. A running mean is linear in the
+batches' means, so the mean of the ranks' running means is the running mean of the ranks' means. The
+statistics of a step's forward are sent first in its backward (a ResNet's are 0.2% of its
+gradients) and have arrived when the next step begins. Settling only installs what has arrived: it
+exchanges nothing, so one rank alone may call `state_dict()`, and since all ranks install the same
+values between the same steps, that changes nothing.
+
+With `--sync_bn` the statistics are those of the global batch, on any device and in any dtype.
 Forward: each rank has n_r values a channel, of mean m_r and sum of squared deviations M2_r; all
-ranks get all of them and merge them in rank order (Chan, Golub, LeVeque 1979):
+ranks gather all of them and merge them in rank order (Chan, Golub, LeVeque 1979):
 
     n = sum n_r     mean = sum n_r m_r / n     M2 = sum M2_r + n_r (m_r - mean)^2     var = M2 / n
 
-Backward: rank r's loss is the mean over its own slice and counts with its weight w_r, its part of
-the global batch. With x^ = (x - mean) / std, two more sums over the ranks give its gradient, of
-its own loss like everybody's:
+Backward: rank r's loss is the mean over its own slice and counts with its weight w_r, its share of
+the global batch. With x^ = (x - mean) / std, two more sums over the ranks give the gradient of the
+rank's own loss:
 
     G = sum w_r sum g_r     H = sum w_r sum g_r x^_r     (inner sums: over rank r's values)
     dx = weight / std * (g - (G + x^ H) / (w_r n))
 
-So uneven shares are right, and a rank of weight 0 (its sample is borrowed) counts nothing. Layers
-wait for their peers within forward and backward. Their collectives are on a communicator of their
-own: on the buckets' one, ranks that complete buckets in different orders would mix them up.
+So uneven shares are exact, and a rank of weight 0 (its sample is borrowed) counts nothing. Layers
+wait for their peers within forward and backward. Their collectives use a communicator of their own:
+on that of the buckets, ranks that complete buckets in different orders would mix them up.
 Statistics are in float32, or float64 where the input is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -27,11 +37,104 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from paceline.comm.communicator import Communicator
 from paceline.errors import ConfigError
-from paceline.update.layer_exchange import BatchShare, LayerCommunicator
+
+
+class RunningStatistics:
+    """Running statistics of a model, flat; `SyncBatchNorm`'s are equal anyway and not included.
+
+    Attributes:
+        flat: (values,) in the widest of their dtypes, or None where there are none.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._owned: Sequence[tuple[nn.Module, Tensor]] = [
+            (module, buffer)
+            for module in model.modules()
+            if isinstance(module, _NormBase) and not isinstance(module, SyncBatchNorm)
+            for buffer in (module.running_mean, module.running_var)
+            if buffer is not None
+        ]
+        self._buffers = [buffer for _, buffer in self._owned]
+        self._moving: set[nn.Module] = set()
+        self.flat: Tensor | None = None
+        if self._buffers:
+            self.flat = torch.cat([buffer.detach().flatten() for buffer in self._buffers])
+
+    def pack(self) -> None:
+        """Copy the statistics of this rank."""
+        if self.flat is not None:
+            torch.cat([buffer.flatten() for buffer in self._buffers], out=self.flat)
+            self._moving = {module for module, _ in self._owned if module.training}
+
+    @torch.no_grad()
+    def install(self, mean: Tensor) -> None:
+        """Copy the ranks' mean, (values,), into the model; statistics of frozen modules stay."""
+        means = torch.split(mean, [buffer.numel() for buffer in self._buffers])
+        moving = [module in self._moving for module, _ in self._owned]
+        if any(moving):
+            buffers = list(compress(self._buffers, moving))
+            torch._foreach_copy_(buffers, list(compress(means, moving)))
+
+
+class BatchShare:
+    """This rank's share of the current step's global batch.
+
+    Attributes:
+        weight: local samples / global samples, as in `Synchronizer.begin`; 0 where the rank's one
+            sample is borrowed, and 1 on all ranks outside a step.
+        begun: number of steps that have begun.
+    """
+
+    def __init__(self) -> None:
+        self.weight = 1.0
+        self.begun = 0
+
+    def begin(self, weight: float) -> None:
+        """Start a step."""
+        self.weight = weight
+        self.begun += 1
+
+    def end(self) -> None:
+        """End the step."""
+        self.weight = 1.0
+
+
+class LayerCommunicator:
+    """Communicator of the layers, with this rank's share of the global batch."""
+
+    def __init__(self, communicator: Communicator, share: BatchShare) -> None:
+        self._communicator = communicator
+        self._share = share
+
+    def __deepcopy__(self, memo: object) -> LayerCommunicator:
+        """Return itself: a copy of the model has the same peers."""
+        return self
+
+    @property
+    def weight(self) -> float:
+        """Weight of this rank's loss in the current step."""
+        return self._share.weight
+
+    def sum(self, tensor: Tensor, operation: str) -> Tensor:
+        """Replace `tensor` by its sum over the ranks and return it; collective.
+
+        Raises:
+            CommError: a peer was lost, or silent.
+        """
+        if self._share.begun > 1:  # by now all ranks have compiled their models
+            self._communicator.steady()
+        self._communicator.all_reduce(tensor).wait(operation)
+        return tensor
+
+    def gather(self, row: Tensor, operation: str) -> Tensor:
+        """Return all ranks' rows, (world_size, values), of this rank's `row`, (values,)."""
+        rows = row.new_zeros(self._communicator.world_size, row.numel())
+        rows[self._communicator.rank] = row
+        return self.sum(rows, operation)  # with zeros: exact
 
 
 def convert_sync_batchnorm(
@@ -44,7 +147,7 @@ def convert_sync_batchnorm(
     Args:
         model: changed in place, unless it is a BatchNorm itself.
         communicator: the layers' own, of the same ranks as the buckets'.
-        share: tells what this rank's samples count; the replica's.
+        share: this rank's share of each step; the replica's.
     """
     exchange = LayerCommunicator(communicator, share)
     converted = {
@@ -60,7 +163,10 @@ def convert_sync_batchnorm(
 
 
 class SyncBatchNorm(_BatchNorm):
-    """A BatchNorm of any number of dimensions; made by `like`."""
+    """BatchNorm with statistics over the global batch, for any number of dimensions.
+
+    Create it with `like`.
+    """
 
     _exchange: LayerCommunicator
     _name: str
@@ -82,7 +188,7 @@ class SyncBatchNorm(_BatchNorm):
         """
         return self._together(input) if self.training else super().forward(input)
 
-    @_disable_dynamo  # what waits for peers isn't compiled; imports the compiler when called
+    @_disable_dynamo  # a wait for peers can't be compiled; imports the compiler when called
     def _together(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
         factor = self._averaging_factor()
@@ -122,15 +228,15 @@ class SyncBatchNorm(_BatchNorm):
         total = counts.sum()
         if count <= 1 and total <= 1:
             raise ConfigError(
-                f"{self._name}: the global batch has one value a channel, and its variance needs "
-                "more: make the batch larger."
+                f"{self._name}: the global batch has one value per channel, which has no variance: "
+                "use a larger batch."
             )
         mean = (counts * means).sum(0) / total
         return mean, (m2 + counts * (means - mean).square()).sum(0) / total, total
 
 
 class _Normalise(torch.autograd.Function):
-    """Normalise by given statistics, with the gradient of statistics that depend on all ranks."""
+    """Autograd function: normalises by given statistics, which depend on all ranks' inputs."""
 
     @staticmethod
     def forward(

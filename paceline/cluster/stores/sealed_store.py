@@ -1,0 +1,108 @@
+"""A store whose values only processes with the run's secret can read or write.
+
+    keys of a run   scrypt(secret): a cipher key and a proof key, 32 bytes each
+    stored value    magic | nonce (16 bytes) | proof (32 bytes) | encrypted value
+    encrypted       value XOR SHAKE-256(cipher key, nonce)
+    proof           HMAC-SHA256(proof key, name of the store's key, nonce, encrypted value)
+
+So the job token never travels in the clear, and a registration or a failure report that a process
+without the secret wrote, or moved from another key, is an error. A process that reaches the
+server can still delete keys and so end a start; it can't make a run end well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import lru_cache
+from typing import Self
+
+from paceline.cluster.stores.polled_store import ChangedStore, PolledStore, as_bytes
+from paceline.errors import ConfigError
+
+_MAGIC = b"\x00paceline sealed 1\n"
+_NONCE, _PROOF = 16, 32
+
+
+class SealedStore(ChangedStore):
+    """Store that encrypts and authenticates the values of another one.
+
+    Args:
+        inner: the store that holds the sealed values.
+        secret: the run's secret.
+        space: the space that `inner` is; part of each key's name.
+    """
+
+    def __init__(self, inner: PolledStore, secret: str, space: str) -> None:
+        super().__init__(timedelta(seconds=inner.limit))
+        self._inner, self._secret, self._space = inner, secret, space
+        self._cipher_key, self._proof_key = _split(_keys_of(secret), 32)
+
+    def read(self, keys: Sequence[str]) -> list[bytes | None]:
+        values = self._inner.read(keys)
+        return [self._open(key, value) for key, value in zip(keys, values, strict=True)]
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._inner.set(key, self._seal(key, as_bytes(value)))
+
+    def delete_key(self, key: str) -> bool:
+        return self._inner.delete_key(key)
+
+    def num_keys(self) -> int:
+        return self._inner.num_keys()
+
+    def clone(self) -> Self:
+        return type(self)(self._inner.clone(), self._secret, self._space)
+
+    def change(
+        self, key: str, change: Callable[[bytes | None], bytes | None], absent: bytes = b""
+    ) -> bytes:
+        while True:
+            before = self._inner.read([key])[0]
+            old = self._open(key, before)
+            new = change(old)
+            if new is None or new is old:
+                return absent if new is None else new
+            sealed = self._seal(key, new)
+            if self._inner.compare_set(key, before or b"", sealed) == sealed:
+                return new
+
+    def _seal(self, key: str, value: bytes) -> bytes:
+        nonce = secrets.token_bytes(_NONCE)
+        encrypted = self._crypt(nonce, value)
+        return _MAGIC + nonce + self._proof(key, nonce, encrypted) + encrypted
+
+    def _open(self, key: str, stored: bytes | None) -> bytes | None:
+        if stored is None:
+            return None
+        nonce, rest = _split(stored.removeprefix(_MAGIC), _NONCE)
+        proof, encrypted = _split(rest, _PROOF)
+        if not hmac.compare_digest(proof, self._proof(key, nonce, encrypted)):
+            raise ConfigError(
+                f"The entry {key!r} in the store was written without this run's secret: give all "
+                "machines the same PACELINE_SECRET or --secret_file, and let no others reach the "
+                "store."
+            )
+        return self._crypt(nonce, encrypted)
+
+    def _proof(self, key: str, nonce: bytes, encrypted: bytes) -> bytes:
+        name = f"{self._space}/{key}".encode()
+        message = len(name).to_bytes(8, "big") + name + nonce + encrypted
+        return hmac.digest(self._proof_key, message, "sha256")
+
+    def _crypt(self, nonce: bytes, data: bytes) -> bytes:
+        stream = hashlib.shake_256(self._cipher_key + nonce).digest(len(data))
+        mixed = int.from_bytes(data, "big") ^ int.from_bytes(stream, "big")
+        return mixed.to_bytes(len(data), "big")
+
+
+def _split(data: bytes, size: int) -> tuple[bytes, bytes]:
+    return data[:size], data[size:]
+
+
+@lru_cache
+def _keys_of(secret: str) -> bytes:
+    return hashlib.scrypt(secret.encode(), salt=b"paceline store 1", n=2**14, r=8, p=1, dklen=64)

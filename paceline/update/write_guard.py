@@ -1,0 +1,95 @@
+"""Guard against writes that would be lost: to sent gradients, and to parameters before an update.
+
+Gradients travel during backward, and a parameter's update waits for the next forward. A write in
+between changes nothing that the other ranks receive, or is overwritten by the update. Autograd
+counts the writes of each tensor in `Tensor._version`; comparing the counts costs some 50
+microseconds a step for a ResNet-50. Tensors that share memory share their count, too: of a gradient
+that is a view only its replacement is noticed, and such parameters aren't watched.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from paceline.errors import ConfigError
+from paceline.reduce.buckets import Bucket
+
+
+class WriteGuard:
+    """Guard against lost writes: the noted versions of tensors, each known by a parameter's index.
+
+    Args:
+        buckets: buckets whose parameters, one bucket after the other, have the indices 0, 1, ….
+        refusal: error for a lost write, from the parameter's name.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], refusal: Callable[[str], ConfigError]) -> None:
+        self._parameters = [p for bucket in buckets for p in bucket.parameters]
+        self._names = [name for bucket in buckets for name in bucket.names]
+        self._refusal = refusal
+        self._noted: dict[int, tuple[Tensor, int | None, torch.dtype]] = {}
+        self._ends = list(accumulate(len(bucket.parameters) for bucket in buckets))
+        memories = [p.untyped_storage().data_ptr() for p in self._parameters]
+        uses = Counter(memories)
+        self._counted = [i for i, memory in enumerate(memories) if uses[memory] == 1]
+
+    def note(self, index: int, tensor: Tensor) -> None:
+        """Take a tensor's present version as the one that counts."""
+        version = None if tensor._is_view() else tensor._version
+        self._noted[index] = (tensor, version, tensor.dtype)
+
+    def note_parameters(self) -> None:
+        """Take the present versions of all parameters that don't share memory."""
+        for index in self._counted:
+            self.note(index, self._parameters[index])
+
+    def refuse(self, index: int, tensor: Tensor | None) -> None:
+        """Compare a tensor with the one that was noted, if any, and forget that one.
+
+        Raises:
+            ConfigError: the tensor was written, converted, replaced or removed.
+        """
+        noted = self._noted.pop(index, None)
+        if noted is None:
+            return
+        known, version, dtype = noted
+        if tensor is known and tensor.dtype is dtype and version in (None, tensor._version):
+            return
+        raise self._refusal(self._names[index])
+
+    def refuse_gradients(self) -> None:
+        """Compare all noted gradients with the parameters' present ones.
+
+        Raises:
+            ConfigError: a gradient was written, replaced or removed.
+        """
+        for index in list(self._noted):
+            self.refuse(index, self._parameters[index].grad)
+
+    def refuse_parameters(self, unit: Sequence[Bucket]) -> None:
+        """Compare the parameters of some buckets with their noted versions.
+
+        Raises:
+            ConfigError: a parameter was written or converted.
+        """
+        for bucket in unit:
+            end = self._ends[bucket.index]
+            for index in range(end - len(bucket.parameters), end):
+                self.refuse(index, self._parameters[index])
+
+    def clear(self) -> None:
+        """Forget all noted tensors."""
+        self._noted.clear()
+
+
+def late_write(name: str) -> ConfigError:
+    """Return the error for a parameter that was written before its update was installed."""
+    return ConfigError(
+        f"{name} was written between optimizer.step() and its update, which the next forward "
+        "installs: call settle() after optimizer.step(), then write."
+    )
