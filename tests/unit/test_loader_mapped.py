@@ -251,7 +251,7 @@ class Endless(Dataset[int]):
 
 @pytest.mark.parametrize("dataset", [Stream(), Endless(), iter([1, 2])])
 def test_a_data_set_without_length_or_numbers_is_refused(dataset: Any) -> None:
-    with pytest.raises(ConfigError, match=f"{type(dataset).__name__} is not a map-style data set"):
+    with pytest.raises(ConfigError, match=f"{type(dataset).__name__} is no map-style data set"):
         loader_of(dataset, order=Order(size=SIZE, batch_size=BATCH))
 
 
