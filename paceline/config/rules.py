@@ -57,7 +57,10 @@ def file_name(flag: str, value: str) -> None:
         ConfigError: it has slashes, line breaks or the like, only blanks or dots, or is too long.
     """
     if "/" in value or "\\" in value or not value.isprintable() or not value.strip(" ."):
-        raise ConfigError(f"--{flag} {value!r}: it names a file; use letters, digits, - and _.")
+        raise ConfigError(
+            f"--{flag} {value!r}: it names a file; use printable characters but / and \\, and not "
+            "only blanks and dots."
+        )
     if len(value.encode()) > 200:
         raise ConfigError(f"--{flag} {value[:20]}…: it names a file; use at most 200 characters.")
 

@@ -1,10 +1,13 @@
-"""Everything that `paceline train` is told, in one frozen value."""
+"""Configuration of `paceline train` in one frozen value, and what makes two of them one run."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from typing import Any
 
 from paceline.config.data import DataConfig
 from paceline.config.model import ModelConfig
@@ -12,7 +15,7 @@ from paceline.config.optim import OptimConfig
 from paceline.config.run import LegacyConfig, OutputConfig
 from paceline.config.world import SyncConfig, WorldConfig
 
-# What may differ between the machines of one run, or between two starts of it.
+# Flags that may differ between the machines of one run, or between two starts of it.
 _OWN = frozenset(
     {
         *("gpus", "num_gpus", "num_workers", "shard_id", "run_id", "output_dir", "cache_dir"),
@@ -21,6 +24,20 @@ _OWN = frozenset(
         *("train_data", "test_data"),
         *("resume", "checkpoint_steps", "checkpoint_minutes", "keep_checkpoints"),
         "trace_steps",
+    }
+)
+
+# Flags of which the first default run ids were digests, whatever their values. Never changes.
+_FIRST_DIGESTED = frozenset(
+    {
+        *("num_channels", "image_size", "num_labels", "epoch_size", "test_epoch_size", "db_type"),
+        *("image_mean_per_channel", "image_std_per_channel", "augment", "scale", "color_jitter"),
+        *("bad_records", "model", "num_layers", "dtype", "channels_last", "force_bfloat16"),
+        *("sync_bn", "compile", "load_model_path", "save_model_name", "batch_size", "num_epochs"),
+        *("base_learning_rate", "weight_decay", "momentum", "lr_policy", "warmup_epochs"),
+        *("scale_lr", "label_smoothing", "no_bn_decay", "clip_norm", "clip_value", "max_loss"),
+        *("seed", "use_cpu", "num_shards", "sync", "wire", "update", "transport", "connections"),
+        "bucket_mb",
     }
 )
 
@@ -53,9 +70,20 @@ class TrainConfig:
         legacy = asdict(self.legacy)
         return {k: v for k, v in self.flat().items() if k not in _OWN and k not in legacy}
 
-    def digest(self) -> str:
-        """Eight hex digits of `identity` and the data's paths."""
-        told = {**self.identity(), "data": [self.data.train_data, self.data.test_data]}
+    def digests(self) -> tuple[str, ...]:
+        """Eight hex digits for the default run id, and the older ones that it may still have.
+
+        They are a digest of the data's paths and of the flags that differ from their defaults, so
+        that a new flag changes no run's id. Older ids are digests of all flags of their time.
+        """
+        values = self.identity()
+        given = {name: value for name, value in values.items() if value != _defaults()[name]}
+        first = {name: value for name, value in values.items() if name in _FIRST_DIGESTED}
+        older = (self._digest(first),) if given.keys() <= _FIRST_DIGESTED else ()
+        return self._digest(given), *older
+
+    def _digest(self, flags: Mapping[str, object]) -> str:
+        told = {**flags, "data": [self.data.train_data, self.data.test_data]}
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
 
     def without_weights(self) -> TrainConfig:
@@ -65,6 +93,36 @@ class TrainConfig:
     def with_run_id(self, run_id: str) -> TrainConfig:
         """Return the same configuration under the name `run_id`."""
         return replace(self, world=replace(self.world, run_id=run_id))
+
+
+def difference(known: Mapping[str, object], wanted: Mapping[str, object]) -> str:
+    """Return the first flag that makes a run another one, "" where it is the same.
+
+    A flag that one of the two lacks has its default: the run began before the flag existed. More
+    epochs than before continue the same run.
+
+    Args:
+        known: identity of a run, as it was saved.
+        wanted: identity of the run that is asked for.
+    """
+    trains = "num_epochs" in known and "num_epochs" in wanted  # not so a run of a script
+    for name in {**wanted, **known}:
+        default = _defaults().get(name) if trains else None
+        before, now = _plain(known.get(name, default)), _plain(wanted.get(name, default))
+        more = name == "num_epochs" and trains and before <= now
+        if before != now and not more:
+            return name
+    return ""
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as TOML and JSON know it."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+@cache
+def _defaults() -> Mapping[str, object]:
+    return TrainConfig(data=DataConfig(train_data="")).identity()
 
 
 def _without_password(url: str) -> str:

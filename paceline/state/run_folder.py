@@ -19,7 +19,7 @@ import errno
 import fcntl
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,22 @@ GENERATION_NAME = "generation"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
+Difference = Callable[[Mapping[str, object], Mapping[str, object]], str]
+"""Returns the first name in which a known and a wanted configuration are two runs', or ""."""
+
+
+def first_difference(known: Mapping[str, object], wanted: Mapping[str, object]) -> str:
+    """Return the first name whose values differ, "" where all are equal."""
+    return next((n for n in {**wanted, **known} if known.get(n) != wanted.get(n)), "")
+
+
 class RunFolder:
     """The folder of one run, held by this machine's process until `close`."""
 
-    def __init__(self, path: Path, *, shard_id: int) -> None:
-        self.path = path
+    def __init__(
+        self, path: Path, *, shard_id: int, difference: Difference = first_difference
+    ) -> None:
+        self.path, self._difference = path, difference
         self._lock_path = path / f".alive.{shard_id}"
         self._lock: int | None = None
 
@@ -80,8 +91,10 @@ class RunFolder:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
                 self._take_lock()
-                if not self.begun:
+                known = _read(self.path / CONFIG_NAME)
+                if not known or self._difference(config, known):  # a new run, or more epochs
                     write_atomically(self.path / CONFIG_NAME, tomli_w.dumps(dict(config)))
+                    (self.path / FINISHED_NAME).unlink(missing_ok=True)
             except OSError as error:
                 if error.errno in _FULL:
                     raise
@@ -95,6 +108,15 @@ class RunFolder:
     def finished(self) -> bool:
         """Tell whether the run came to its end."""
         return is_finished(self.path)
+
+    def finished_as(self, config: Mapping[str, object]) -> bool:
+        """Tell whether the run came to its end, with as many epochs as this configuration has.
+
+        Args:
+            config: every flag that makes it this run, by name.
+        """
+        known = _read(self.path / CONFIG_NAME)
+        return self.finished and not (known and self._difference(config, known))
 
     @property
     def begun(self) -> bool:
@@ -121,13 +143,12 @@ class RunFolder:
     def _refuse_other(self, config: Mapping[str, object]) -> None:
         known = _read(self.path / CONFIG_NAME)
         wanted: dict[str, Any] = tomllib.loads(tomli_w.dumps(dict(config)))
-        for name in [*wanted, *known] if known else ():
-            if known.get(name) != wanted.get(name):
-                raise ConfigError(
-                    f"--run_id {self.path.name}: this run was started with --{name} "
-                    f"{known.get(name)}, now it is {wanted.get(name)}; give the same or another "
-                    "--run_id."
-                )
+        if known and (name := self._difference(known, wanted)):
+            raise ConfigError(
+                f"--run_id {self.path.name}: this run was started with --{name} "
+                f"{known.get(name)}, now it is {wanted.get(name)}; give the same or another "
+                "--run_id."
+            )
 
     def _take_lock(self) -> None:
         lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -173,20 +194,28 @@ def next_generation(run: Path, at_least: int = 0) -> int:
     return generation
 
 
-def choose_run_id(output_dir: Path, digest: str, *, anew: bool) -> str:
+def choose_run_id(output_dir: Path, digest: str, *older: str, anew: bool) -> str:
     """Return `<digest>-<n>`: the unfinished run of this configuration, or the next one.
 
     Args:
         output_dir: the folder of all runs.
         digest: of the configuration.
+        older: digests that earlier versions made of it; their unfinished runs count as well.
         anew: start the next one, whether the last is finished or not.
     """
-    number = 1
-    while (output_dir / f"{digest}-{number}").exists():
+    for known in (digest, *older):
+        last = output_dir / f"{known}-{_runs(output_dir, known)}"
+        if not anew and last.exists() and not is_finished(last):
+            return last.name
+    return f"{digest}-{_runs(output_dir, digest) + 1}"
+
+
+def _runs(output_dir: Path, digest: str) -> int:
+    """Return the number of the last run of a digest, 0 where there is none."""
+    number = 0
+    while (output_dir / f"{digest}-{number + 1}").exists():
         number += 1
-    last = output_dir / f"{digest}-{number - 1}"
-    done = number == 1 or anew or (last / FINISHED_NAME).exists()
-    return f"{digest}-{number}" if done else last.name
+    return number
 
 
 def _ended(events: Path) -> bool:

@@ -115,7 +115,8 @@ class Chooser:
         left, needed = setting.steps, steps_of_trials(len(candidates))
         plain = next((c for c in candidates if c.sync == "allreduce"), candidates[0])
         if left is not None and left < SHARE * needed:
-            short = f"{left} steps are too few to measure what is best"
+            few = f"{left} steps are too few to measure what is best"
+            short = few if left else "no step is left to measure what is best"
             self._tell(f"{_long(plain)}: {short}; choose by --sync and --bucket_mb")
             return plain
         self._trials = Trials(len(candidates), time.perf_counter, self._mean)
@@ -158,8 +159,8 @@ class Chooser:
         noise = f"{100 * outcome.noise:.2g}%"
         intra_machine = "" if own <= min(figures.values()) else f" (all within {noise} are equal)"
         self._tell(
-            f"{_long(chosen)}: {_number(own)} ms a step; {others}{intra_machine}; fix it by --sync "
-            f"{chosen.sync} --bucket_mb {chosen.bucket_mb:g}"
+            f"{_long(chosen)}: {_number(own)} ms a step; {others}{intra_machine}. Pin this choice "
+            f"with --sync {chosen.sync} --bucket_mb {chosen.bucket_mb:g}"
             f"{f' --connections {chosen.connections}' if chosen.connections > 1 else ''}"
         )
 

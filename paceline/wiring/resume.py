@@ -15,6 +15,7 @@ import torch
 
 from paceline.comm.communicator import Communicator, broadcast_bytes
 from paceline.config.run import OutputConfig
+from paceline.config.train import difference
 from paceline.errors import CheckpointError, ConfigError
 from paceline.replica.replica import Replica
 from paceline.run.steps import Position
@@ -142,7 +143,7 @@ def _readable(
         except CheckpointError as error:
             notes.append(str(error))
             continue
-        if state.get("config") != dict(identity):
+        if difference(state.get("config") or {}, identity):
             notes.append(f"{path}: the checkpoint of another run; it is left out.")
             continue
         yield path, state
@@ -152,7 +153,8 @@ def _start(
     run: Path, state: Mapping[str, Any], what: str, origin: str | None, notes: list[str]
 ) -> Start:
     position = state["position"]
-    where = f"epoch {position['epoch'] + 1}, {position['step']} steps done."
+    epoch, step = position["epoch"], position["step"]
+    where = f"epoch {epoch + 1}, {_done(step, 'step')}." if step else f"{_done(epoch, 'epoch')}."
     own = 0 if origin else position["generation"] + 1
     return Start(
         generation=next_generation(run, own),
@@ -160,3 +162,7 @@ def _start(
         origin=origin,
         notes=(*notes, f"{what}: {where}"),
     )
+
+
+def _done(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'} done"

@@ -35,13 +35,14 @@ def check_origin(output: OutputConfig, run: Path) -> None:
         )
 
 
-def check_order(output: OutputConfig, run: Path, order: Order) -> None:
+def check_order(output: OutputConfig, run: Path, order: Order, fingerprint: str) -> None:
     """Look whether the checkpoint to start from stands at a step of the same epochs.
 
     Args:
         output: says what to resume from.
         run: the run's folder, rank 0's; a checkpoint of its own comes first.
         order: of the images that the run will train.
+        fingerprint: of these images; checkpoints of earlier versions have none.
 
     Raises:
         ConfigError: its run had other data or batches.
@@ -54,6 +55,11 @@ def check_order(output: OutputConfig, run: Path, order: Order) -> None:
     if kept != wanted:
         raise ConfigError(
             f"{path} was made with {kept}, and this run has {wanted}; give the data and flags that "
+            "it was made with, or its weights to a new run by --load_model_path."
+        )
+    if state.get("data", fingerprint) != fingerprint:
+        raise ConfigError(
+            f"{path} was made with other images or labels, of the same number; give the data that "
             "it was made with, or its weights to a new run by --load_model_path."
         )
 

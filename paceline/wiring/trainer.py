@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from paceline.comm.communicator import Communicator
 from paceline.config.train import TrainConfig
+from paceline.data.source import Source
 from paceline.observe.loss_watch import LossWatch
 from paceline.observe.score_counter import TOLD
 from paceline.recorder import NullRecorder, Recorder
@@ -73,15 +74,13 @@ def build_trainer(
     train = loader(sources.train, train=True)
     test = loader(sources.test, train=False) if sources.test is not None else None
     optimizer = make_optimizer(model, optim, config.global_batch)
-    schedule = LambdaLR(
-        optimizer,
-        LearningRate(
-            policy=optim.lr_policy,
-            steps_per_epoch=train.steps,
-            epochs=optim.num_epochs,
-            warmup_epochs=optim.warmup_epochs,
-        ),
+    rate = LearningRate(
+        policy=optim.lr_policy,
+        steps_per_epoch=train.steps,
+        epochs=optim.num_epochs,
+        warmup_epochs=optim.warmup_epochs,
     )
+    schedule = LambdaLR(optimizer, rate)
     precision = Precision(
         config.model.dtype, device, clip_norm=optim.clip_norm, clip_value=optim.clip_value
     )
@@ -92,6 +91,8 @@ def build_trainer(
         "precision": precision,
     }
     start.restore(parts)
+    if start.origin is None and rate.epochs != optim.num_epochs:  # `rate` is the checkpoint's now
+        _extend(schedule, replace(rate, epochs=optim.num_epochs))
     setting = TrialSetting(
         folder=folder,
         steps=optim.num_epochs * train.steps - start.position.number,
@@ -108,7 +109,7 @@ def build_trainer(
         replica,
         StepSummaries(communicator),
         recorder,
-        make_checkpointer(config, folder, parts, len(sources.train)) if members.rank == 0 else None,
+        make_checkpointer(config, folder, parts, sources.train) if members.rank == 0 else None,
         rank=members.rank,
         generation=start.generation,
         seed=optim.seed,
@@ -139,11 +140,12 @@ def build_trainer(
 
 
 def make_checkpointer(
-    config: TrainConfig, folder: Path, parts: Mapping[str, Stateful], records: int
+    config: TrainConfig, folder: Path, parts: Mapping[str, Stateful], source: Source
 ) -> Checkpointer:
-    """Make what saves the run's state, with the order of its `records`, into `folder`."""
+    """Make what saves the run's state, with its data's order and fingerprint, into `folder`."""
     checkpoints = Checkpoints(folder, config.output.keep_checkpoints)
-    constant = {"config": config.identity(), "order": asdict(order_of(config, records))}
+    order = asdict(order_of(config, len(source)))
+    constant = {"config": config.identity(), "order": order, "data": source.fingerprint}
     return Checkpointer(parts, checkpoints, constant=constant)
 
 
@@ -154,6 +156,14 @@ def watch_of(config: TrainConfig, recorder: Recorder, folder: Path, generation: 
         f"{folder / FOLDER} is good."
     )
     return LossWatch(recorder, generation=generation, max_loss=config.optim.max_loss, remedy=remedy)
+
+
+def _extend(schedule: LambdaLR, rate: LearningRate) -> None:
+    """Let a schedule continue with the learning rates of more epochs."""
+    schedule.lr_lambdas = [rate for _ in schedule.lr_lambdas]
+    schedule._last_lr = [base * rate(schedule.last_epoch) for base in schedule.base_lrs]
+    for group, value in zip(schedule.optimizer.param_groups, schedule._last_lr, strict=True):
+        group["lr"] = value
 
 
 def _nothing() -> None:

@@ -26,7 +26,7 @@ SCRIPT = (
     "100000",
 )
 CHOSEN = re.compile(
-    r"exchange: (allreduce|notified), (\d+) MB buckets: \S+ ms a step; .*; fix it by "
+    r"exchange: (allreduce|notified), (\d+) MB buckets: \S+ ms a step; .*\. Pin this choice with "
     r"--sync \1 --bucket_mb \2\.$"
 )
 
@@ -72,7 +72,9 @@ def test_a_script_chooses_by_its_first_steps(tmp_path: Path) -> None:
     script = Script("paceline", *SCRIPT, folder=tmp_path)
     line = script.line_with("exchange: ").rstrip()
     said = re.fullmatch(
-        r"paceline: exchange: (\w+), \d+ MB buckets: .*; fix it by sync \1 bucket_mb \d+\.", line
+        r"paceline: exchange: (\w+), \d+ MB buckets: .*\. Pin this choice with sync \1 bucket_mb "
+        r"\d+\.",
+        line,
     )
     assert said is not None, line
     assert tomllib.loads((tmp_path / "run/exchange.toml").read_text())["sync"] == said[1]

@@ -110,8 +110,8 @@ FLAGS = {
     ),
     "a run's name that is a path": Bad(
         words="--run_id ../r",
-        said=r"Error parsing world: --run_id '\.\./r': it names a file; use letters, digits, - "
-        "and _.",
+        said=r"Error parsing world: --run_id '\.\./r': it names a file; use printable "
+        r"characters but / and \\, and not only blanks and dots\.",
     ),
 }
 

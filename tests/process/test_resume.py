@@ -263,6 +263,22 @@ def test_a_finished_run_is_not_trained_again_and_the_next_one_is(here: Path) -> 
     )
 
 
+def test_a_finished_run_continues_with_more_epochs_to_the_same_bits(
+    here: Path, plain: Path
+) -> None:
+    for epochs in (2, 3):
+        ended = run(*train("plain", epochs=epochs), folder=here)
+        assert ended.status == 0, ended.text
+    assert curve(here / "runs/r") == curve(plain)
+    each_sample_once(here / "runs/r")
+    name = f"step-{3 * STEPS:08}.pt"
+    weights, expected = (
+        read_checkpoint(folder / "checkpoints" / name)["model"]
+        for folder in (here / "runs/r", plain)
+    )
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
 def test_another_runs_checkpoint_is_a_start(here: Path, dropout: Path) -> None:
     file = dropout / "checkpoints" / f"step-{STEPS:08}.pt"
     ended = run(*train("dropout", "--resume", str(file)), folder=here)

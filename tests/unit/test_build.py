@@ -31,7 +31,7 @@ def config_of(*words: str) -> TrainConfig:
     return parse(TrainConfig, [*BASE, *words], prog="paceline train", description="")
 
 
-def trainer_of(folder: Path, *words: str) -> Trainer:
+def trainer_of(folder: Path, *words: str, start: build.Start | None = None) -> Trainer:
     config = config_of(*words)
     return build.build_trainer(
         config,
@@ -45,6 +45,7 @@ def trainer_of(folder: Path, *words: str) -> Trainer:
         torch.device("cpu"),
         NullRecorder(),
         folder,
+        start,
     )
 
 
@@ -102,6 +103,23 @@ def test_the_schedule_follows_policy_warm_up_and_linear_rule(tmp_path: Path) -> 
         [0.1 / 8, 0.2 / 8, 0.3 / 8]
     )
     assert rates(trainer_of(tmp_path, "--scale_lr"))[0] == pytest.approx(0.1 * 16 / 256)
+
+
+@pytest.mark.parametrize("origin", [None, "another run's"])
+def test_more_epochs_of_a_run_have_their_own_schedule(tmp_path: Path, origin: str | None) -> None:
+    short = trainer_of(tmp_path, "--lr_policy", "cosine", "--num_epochs", "2")
+    for _ in range(4):
+        short.optimizer.step()
+        short.schedule.step()
+    names = ("model", "optimizer", "schedule", "precision")
+    state = {name: getattr(short, name).state_dict() for name in names}
+    state["position"] = {"epoch": 1, "step": 0, "number": 4, "sums": [], "best": None}
+    start = build.Start(state=state, origin=origin)
+    longer = trainer_of(tmp_path, "--lr_policy", "cosine", start=start)
+    whole = rates(trainer_of(tmp_path, "--lr_policy", "cosine") if origin is None else short)
+    assert rates(longer) == whole
+    groups = longer.optimizer.param_groups
+    assert [group["lr"] for group in groups] == longer.schedule.get_last_lr() == [whole[4]] * 2
 
 
 def test_the_loss_is_smoothed_as_asked(tmp_path: Path) -> None:

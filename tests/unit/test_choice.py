@@ -147,7 +147,7 @@ def test_a_choice_is_told_with_its_figures_and_kept_for_the_next_start(tmp_path:
     assert re.fullmatch(
         rf"exchange: {chosen.sync}, {chosen.bucket_mb:g} MB buckets: \S+ ms a step; "
         rf"(notified 16|allreduce 8) MB \S+( \(all within [\d.]+% are equal\))?; "
-        rf"fix it by --sync {chosen.sync} --bucket_mb {chosen.bucket_mb:g}\.",
+        rf"Pin this choice with --sync {chosen.sync} --bucket_mb {chosen.bucket_mb:g}\.",
         note,
     )
     kept = read_choice(tmp_path)

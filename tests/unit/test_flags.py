@@ -152,15 +152,15 @@ def test_what_was_chosen_for_the_person_is_said() -> None:
         "--train_data", "null", "--num_gpus", "3", "--use_nccl", "--batch_size", "32"
     )
     assert list(notes(config, gpus=0)) == [
-        "this machine has no GPU that torch can use: 3 CPU workers instead.",
-        "--batch_size 32 doesn't divide by 3 workers: 2 of them take 11 images a step and the "
-        "others 10.",
-        "--use_nccl has no meaning any more and changes nothing.",
+        "torch finds no usable GPU here: starting 3 CPU workers instead.",
+        "--batch_size 32 is not divisible by 3 workers: 2 of them process 11 images per step and "
+        "the others 10.",
+        "--use_nccl is deprecated and has no effect.",
     ]
     assert list(notes(config_of("--train_data", "null"), gpus=0)) == []
     few = config_of("--train_data", "null", "--num_workers", "3", "--batch_size", "2")
     (told,) = notes(few, gpus=0)
-    assert told.endswith("by 3 workers: 2 of them take 1 image a step and the others 0.")
+    assert told.endswith("by 3 workers: 2 of them process 1 image per step and the others 0.")
     fine = ["--wire", "int8", "--connections", "4"]
     for told, flag in zip(
         notes(config_of("--train_data", "null", *fine), gpus=0), fine[::2], strict=True
@@ -179,7 +179,7 @@ def test_the_identity_of_a_run_is_the_same_on_all_machines_and_has_no_password()
     one = config_of(*words, "--redis_url", url)
     other = config_of(*words, "--file_store_path", "/x", "--shard_id", "1", "--num_workers", "5")
     assert one.identity() == other.identity()
-    assert one.digest() == other.digest()
+    assert one.digests() == other.digests()
     assert "pass-word" not in str(one.flat())
     assert one.flat()["redis_url"] == "redis://host:1/0"
 

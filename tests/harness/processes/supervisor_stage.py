@@ -6,7 +6,6 @@ before all of its children have ended, which inherit it: so nobody sleeps and lo
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import socket
@@ -23,6 +22,7 @@ from paceline.cluster.environment import WorkerEnvironment
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.supervision.failure_report import FailureReport
 from paceline.cluster.supervision.supervisor import supervise
+from tests.harness.processes.forkserver import context
 
 LIMIT = 30.0
 LIGHT = "tests.harness.processes.light_worker"
@@ -101,8 +101,6 @@ class Stage:
         self._listener.settimeout(LIMIT)
         self._supervisors: list[Supervisor] = []
         self._actors: list[Actor] = []
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch.distributed", __name__])
 
     def start(
         self, plan: RunPlan, worker: str = LIGHT, *, finish: Path | None = None
@@ -110,7 +108,7 @@ class Stage:
         """Start a machine's supervisor, which marks the end of its run by the file `finish`."""
         log = self.folder / f"supervisor{len(self._supervisors)}.log"
         argv = [sys.executable, "-m", worker, str(self._listener.getsockname()[1])]
-        process = self._context.Process(target=_supervise, args=(plan, argv, str(log), finish))
+        process = context().Process(target=_supervise, args=(plan, argv, str(log), finish))
         log.touch()
         process.start()
         supervisor = Supervisor(process=process, log=log)

@@ -1,0 +1,153 @@
+"""What makes two configurations one run: default ids, flags that are missing, more epochs."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, make_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.config import train as config_train
+from paceline.config.data import DataConfig
+from paceline.config.optim import OptimConfig
+from paceline.config.train import TrainConfig, difference
+from paceline.errors import ConfigError
+from paceline.state.run_folder import CONFIG_NAME, RunFolder, choose_run_id
+
+OLD_DIGEST = "7c7a494b"  # of `--train_data x`, by a Paceline that digested all flags
+
+
+def config_of(**optim: Any) -> TrainConfig:
+    return TrainConfig(data=DataConfig(train_data="x"), optim=OptimConfig(**optim))
+
+
+@pytest.fixture
+def with_new_flag(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return configurations of a later Paceline, whose optimizer has one more flag."""
+    kind = make_dataclass(
+        "Later",
+        [("nesterov", bool, dataclasses.field(default=True))],
+        bases=(OptimConfig,),
+        frozen=True,
+        kw_only=True,
+    )
+    later = replace(config_of(), optim=kind())
+    values = later.identity()
+    monkeypatch.setattr(config_train, "_defaults", lambda: values)
+    return lambda **optim: replace(config_of(), optim=kind(**optim))
+
+
+def test_a_default_digest_of_old_is_still_known() -> None:
+    assert config_of().digests()[1] == OLD_DIGEST
+    assert config_of(seed=1).digests()[1] != OLD_DIGEST
+
+
+def test_a_new_flag_at_its_default_changes_no_digest(with_new_flag: Any) -> None:
+    assert with_new_flag().digests() == config_of().digests()
+    assert with_new_flag(seed=3).digests() == config_of(seed=3).digests()
+
+
+def test_a_new_flag_that_is_given_makes_another_run_that_is_not_an_old_one(
+    with_new_flag: Any,
+) -> None:
+    (digest,) = with_new_flag(nesterov=False).digests()
+    assert digest not in config_of().digests()
+
+
+def test_each_flag_and_the_data_make_another_default_id() -> None:
+    other = TrainConfig(data=DataConfig(train_data="y"))
+    digests = [config.digests()[0] for config in (config_of(), config_of(momentum=0.5), other)]
+    assert len(set(digests)) == 3
+
+
+def test_a_flag_that_a_run_lacks_has_its_default() -> None:
+    saved = config_of().identity()
+    del saved["transport"]
+    assert difference(saved, config_of().identity()) == ""
+    given = replace(config_of(), sync=replace(config_of().sync, transport="nixl"))
+    assert difference(saved, given.identity()) == "transport"
+    assert difference({**saved, "unheard_of": 1}, config_of().identity()) == "unheard_of"
+
+
+def test_lists_and_tuples_are_equal() -> None:
+    saved = config_of().identity() | {"image_mean_per_channel": [128.0]}  # as TOML has it
+    assert difference(saved, config_of().identity()) == ""
+
+
+def test_more_epochs_are_the_same_run_and_fewer_are_not() -> None:
+    six, eight = config_of(num_epochs=6).identity(), config_of(num_epochs=8).identity()
+    assert difference(six, eight) == ""
+    assert difference(eight, six) == "num_epochs"
+
+
+def test_a_scripts_run_is_not_one_of_the_command() -> None:
+    assert difference({"seed": 0}, config_of().identity()) != ""
+    assert difference({"seed": 0}, {"seed": 0}) == ""
+    assert difference({"seed": 0}, {"seed": 1}) == "seed"
+
+
+def test_an_unfinished_run_under_its_older_id_is_found(tmp_path: Path) -> None:
+    def choose(*, anew: bool = False) -> str:
+        return choose_run_id(tmp_path, "new", "old", anew=anew)
+
+    assert choose() == "new-1"
+    (tmp_path / "old-1").mkdir()
+    (tmp_path / "old-1" / "finished").touch()
+    assert choose() == "new-1"
+    (tmp_path / "old-2").mkdir()
+    assert choose() == "old-2"
+    assert choose(anew=True) == "new-1"
+    (tmp_path / "new-1").mkdir()
+    assert choose() == "new-1"
+    (tmp_path / "new-1" / "finished").touch()
+    assert choose() == "old-2"
+
+
+@dataclass
+class Folder:
+    """A run's folder, opened anew for each look."""
+
+    path: Path
+
+    def open(self, config: TrainConfig) -> None:
+        folder = RunFolder(self.path, shard_id=0, difference=difference)
+        folder.check(config.identity())
+        folder.open(config.identity())
+        folder.close()
+
+    def finish(self) -> None:
+        RunFolder(self.path, shard_id=0).finish()
+
+    def finished_as(self, config: TrainConfig) -> bool:
+        folder = RunFolder(self.path, shard_id=0, difference=difference)
+        return folder.finished_as(config.identity())
+
+
+def test_a_finished_run_continues_with_more_epochs_and_is_unfinished_until_then(
+    tmp_path: Path,
+) -> None:
+    folder, six, eight = Folder(tmp_path / "r"), config_of(num_epochs=6), config_of(num_epochs=8)
+    folder.open(six)
+    folder.finish()
+    assert folder.finished_as(six)
+    assert not folder.finished_as(eight)
+    folder.open(eight)
+    assert not folder.finished_as(eight)
+    assert "num_epochs = 8" in (folder.path / CONFIG_NAME).read_text()
+    folder.finish()
+    assert folder.finished_as(eight)
+    with pytest.raises(ConfigError, match="started with --num_epochs 8, now it is 6"):
+        folder.open(six)
+
+
+def test_a_started_run_is_not_written_anew_by_the_same_command(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "r")
+    folder.open(config_of())
+    saved = (folder.path / CONFIG_NAME).read_text().replace("seed = 0\n", "")
+    (folder.path / CONFIG_NAME).write_text(saved)  # of a Paceline without that flag
+    folder.open(config_of())
+    assert (folder.path / CONFIG_NAME).read_text() == saved
+    with pytest.raises(ConfigError, match=r"started with --momentum 0\.9, now it is 0\.5"):
+        folder.open(config_of(momentum=0.5))
