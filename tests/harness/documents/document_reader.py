@@ -1,4 +1,4 @@
-"""Somebody who does what a document says: runs its blocks in a folder.
+"""Reader of a document: runs its blocks in a folder.
 
 Hosts and ports of the examples become those of servers on this machine.
 """
