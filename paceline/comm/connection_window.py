@@ -19,7 +19,7 @@ from paceline.comm.put_event import PutEvent
 from paceline.comm.transport.event_loop import EVERYBODY
 from paceline.comm.transport.transport import Transport
 from paceline.comm.window import Source, bytes_of, tensors_of
-from paceline.errors import CommTimeout, PeerLost
+from paceline.errors import CommTimeout, Message, PeerLost
 
 
 class ConnectionWindow:
@@ -124,8 +124,14 @@ class ConnectionWindow:
             return
         self._require(peer, operation)
         raise CommTimeout(
-            f"rank {self.rank} waited {limit:g} s for rank {peer} in {operation}: it hangs, can't "
-            "be reached, or needs a longer --timeout."
+            Message(
+                "rank {} waited {:g} s for rank {} in {}: it hangs, can't be reached, or needs a "
+                "longer {--timeout}.",
+                self.rank,
+                limit,
+                peer,
+                operation,
+            )
         )
 
     def _require(self, peer: int, operation: str) -> None:

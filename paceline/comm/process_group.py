@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from paceline.comm.communicator import Ticket
-from paceline.errors import CommError, CommTimeout, PeerLost
+from paceline.errors import CommError, CommTimeout, Message, PeerLost
 
 # Words of the transports for a peer that is gone; their other complaints are about the call.
 _PLACE = re.compile(r"\[[^\]]*\.\w+:\d+\] ?|[^\s\[]+\.(?:cc|cpp|hpp|h|cu):\d+,? ?")
@@ -211,9 +211,13 @@ def _translate(error: RuntimeError, rank: int, operation: str, limit: timedelta)
     text = cause.lower()
     if "timed out" in text or "timeout" in text:
         return CommTimeout(
-            f"rank {rank} timed out after {limit.total_seconds():g} s in {operation}. Another rank "
-            "may be hanging or unreachable, or --timeout is too short (--first_iter_timeout at the "
-            "start)."
+            Message(
+                "rank {} timed out after {:g} s in {}. Another rank may be hanging or unreachable, "
+                "or {--timeout} is too short ({--first_iter_timeout} at the start).",
+                rank,
+                limit.total_seconds(),
+                operation,
+            )
         )
     if any(word in text for word in _OF_CONNECTIONS):
         return PeerLost(rank=rank, operation=operation, cause=cause)

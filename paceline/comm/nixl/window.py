@@ -24,7 +24,7 @@ from paceline.comm.nixl.peer import Peer
 from paceline.comm.tcp_window import connect_by_tcp
 from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.comm.window import Source, bytes_of
-from paceline.errors import CommError, CommTimeout, PeerLost
+from paceline.errors import CommError, CommTimeout, Message, PeerLost
 
 _CARD = struct.Struct("!QI")  # the memory's address, bytes of NIXL's card that follow
 _LARGEST_CARD = 2**20
@@ -149,8 +149,14 @@ class NixlWindow:
                 return
             self._require(peer, operation)
         raise CommTimeout(
-            f"rank {self.rank} waited {limit:g} s for rank {peer} in {operation}: it hangs, can't "
-            "be reached, or needs a longer --timeout."
+            Message(
+                "rank {} waited {:g} s for rank {} in {}: it hangs, can't be reached, or needs a "
+                "longer {--timeout}.",
+                self.rank,
+                limit,
+                peer,
+                operation,
+            )
         )
 
     def _error(self, peer: int) -> str:

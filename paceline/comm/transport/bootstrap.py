@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from torch._C._distributed_c10d import Store
 
-from paceline.errors import CommTimeout, PeerLost
+from paceline.errors import CommTimeout, Message, PeerLost
 
 _GREETING = struct.Struct("!8s32sI")
 _NAME = b"paceline"
@@ -183,6 +183,11 @@ def _received(end: socket.socket, limit: float) -> bytes:
 def _missing(bootstrap: Bootstrap, ranks: list[int]) -> CommTimeout:
     who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
     return CommTimeout(
-        f"rank {bootstrap.rank} waited {bootstrap.limit:g} s for the connection of {who}: "
-        "it didn't come; see what it says, or give a longer --first_iter_timeout."
+        Message(
+            "rank {} waited {:g} s for the connection of {}: it didn't come; see what it says, or "
+            "give a longer {--first_iter_timeout}.",
+            bootstrap.rank,
+            bootstrap.limit,
+            who,
+        )
     )

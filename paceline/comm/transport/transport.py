@@ -20,7 +20,7 @@ from paceline.comm.put_event import PutEvent
 from paceline.comm.transport import event_loop as loop
 from paceline.comm.transport.system_calls import Lock, write_word
 from paceline.comm.transport.wake_event import WakeEvent
-from paceline.errors import CommError
+from paceline.errors import CommError, Message
 
 CHUNK = 2**18  # bytes of a frame at most
 _SHARED = 2**17  # bytes of a put that several connections share, at least
@@ -319,8 +319,11 @@ class Transport:
             self._reap()
         if len(self._free) < count:
             raise CommError(
-                f"{_PUTS:,} pieces of puts are under way, and more can't be: a peer takes none, or "
-                "there are too many; give a larger --bucket_mb."
+                Message(
+                    "{:,} pieces of puts are under way, and more can't be: a peer takes none, or "
+                    "there are too many; give a larger {--bucket_mb}.",
+                    _PUTS,
+                )
             )
         slots = [heapq.heappop(self._free) for _ in range(count)]
         self._top = max(self._top, slots[-1] + 1)
