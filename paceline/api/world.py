@@ -275,7 +275,7 @@ class World:
             raise
         self._release(None, None, None)
         self._session.exit_handler.uninstall()
-        self._session.joined.close()
+        self._session.joined.ending.close()
 
     def __enter__(self) -> Self:
         return self

@@ -1,7 +1,7 @@
 """Collectives among the ranks of one generation: the seam to `torch.distributed`.
 
-`all_reduce` returns a ticket at once; `Ticket.wait` redeems it. Every wait has a limit, and an
-error names the operation, this rank and, where the transport knows it, the peer.
+`all_reduce` returns a ticket at once; `Ticket.wait` waits for the result. Every wait has a limit,
+and an error names the operation, this rank and, where the transport knows it, the peer.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from torch import Tensor
 
 
 class Ticket(Protocol):
-    """A collective under way."""
+    """Handle of an asynchronous collective."""
 
     def done(self) -> bool:
-        """Tell whether `wait` would return at once."""
+        """Return whether `wait` would return at once."""
 
     def wait(self, operation: str) -> None:
-        """Return once the result is there; on a GPU, once the stream's next kernels see it.
+        """Return once the result is ready; on a GPU, once the stream's next kernels see it.
 
         Args:
-            operation: what is waited for, in words for an error.
+            operation: the name of the operation, for errors.
 
         Raises:
             PeerLost: a peer's connection ended.
-            CommTimeout: a peer said nothing within the limit.
+            CommTimeout: the limit was reached.
         """
 
 
 class Communicator(Protocol):
-    """A fixed set of ranks that can add up tensors.
+    """Protocol of collective communication over a fixed set of ranks.
 
     Attributes:
-        rank: this process's number.
+        rank: this process's rank.
         world_size: the number of ranks.
     """
 
@@ -54,29 +54,29 @@ class Communicator(Protocol):
         """Start to replace `tensor` by rank 0's."""
 
     def reduce(self, tensor: Tensor) -> Ticket:
-        """Start to replace rank 0's `tensor` by its sum over the ranks; the others' is spoilt."""
+        """Start to replace rank 0's `tensor` by the sum over ranks; others' become undefined."""
 
     def gather(self, tensor: Tensor, into: Sequence[Tensor]) -> Ticket:
         """Start to copy all ranks' `tensor`, of one shape, to rank 0.
 
         Args:
             tensor: this rank's.
-            into: on rank 0 a place for each rank's, in rank order; elsewhere nothing.
+            into: on rank 0 a target for each rank's, in rank order; elsewhere empty.
         """
 
     def steady(self) -> None:
-        """End the start-up: from now on a wait is limited by the shorter time-out."""
+        """End the start: later waits have the shorter timeout."""
 
     def end(self) -> None:
-        """Close after a good end: all that was started is done, and no thread of it is left."""
+        """Close after the last collective has completed; leave no thread."""
 
     def close(self) -> None:
-        """Give the connections up without waiting for anybody."""
+        """Abort all connections without waiting."""
 
 
 @contextmanager
 def until_end(communicator: Communicator) -> Iterator[None]:
-    """Run a block with connections, which end with it: well, or given up where it fails."""
+    """Run a block with connections; close them at its end, abort them if it fails."""
     try:
         yield
     except BaseException:
@@ -107,7 +107,9 @@ def broadcast_all(communicator: Communicator, tensors: Sequence[Tensor], operati
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
     for alike in by_dtype.values():
         flat = torch.cat([tensor.detach().flatten() for tensor in alike])
-        communicator.broadcast(flat.view(torch.uint8)).wait(operation)  # not all know all dtypes
+        communicator.broadcast(flat.view(torch.uint8)).wait(
+            operation
+        )  # some dtypes are unknown to some
         sizes = [tensor.numel() for tensor in alike]
         for tensor, values in zip(alike, torch.split(flat, sizes), strict=True):
             tensor.detach().copy_(values.view(tensor.shape))
@@ -122,7 +124,7 @@ def gather_bytes(
         communicator: the ranks.
         data: this rank's.
         device: where the communicator's tensors live.
-        operation: what is waited for, in words for an error.
+        operation: the name of the operation, for errors.
 
     Raises:
         CommError: as `Ticket.wait`.
@@ -133,7 +135,7 @@ def gather_bytes(
     parts = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
     if data:
         parts[communicator.rank] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    flat = torch.cat(parts).to(device)  # the others' parts are zeros: their sum is all parts
+    flat = torch.cat(parts).to(device)  # the others' parts are zeros: the sum has all parts
     if flat.numel():
         communicator.all_reduce(flat).wait(operation)
     return [part.numpy().tobytes() for part in flat.cpu().split(sizes)]
@@ -148,7 +150,7 @@ def broadcast_bytes(
         communicator: the ranks.
         data: rank 0's; the others' is ignored.
         device: where the communicator's tensors live.
-        operation: what is waited for, in words for an error.
+        operation: the name of the operation, for errors.
 
     Raises:
         CommError: as `Ticket.wait`.
@@ -175,8 +177,8 @@ def broadcast_state(
     data = io.BytesIO()
     if communicator.rank == 0:
         torch.save(state, data)
-    told = broadcast_bytes(communicator, data.getvalue(), device, operation)
-    return torch.load(io.BytesIO(told), map_location="cpu", weights_only=True)
+    received = broadcast_bytes(communicator, data.getvalue(), device, operation)
+    return torch.load(io.BytesIO(received), map_location="cpu", weights_only=True)
 
 
 def gather_all(communicator: Communicator, tensor: Tensor, operation: str) -> list[Tensor]:
@@ -193,4 +195,4 @@ def gather_all(communicator: Communicator, tensor: Tensor, operation: str) -> li
     padded[: tensor.numel()] = tensor
     into = [torch.empty_like(padded) for _ in lengths] if communicator.rank == 0 else []
     communicator.gather(padded, into).wait(operation)
-    return [place[:length] for place, length in zip(into, lengths, strict=False)]
+    return [padded[:length] for padded, length in zip(into, lengths, strict=False)]

@@ -1,9 +1,9 @@
-"""A window over connections: TCP between machines, shared memory and a local socket inside one.
+"""Window over connections: TCP between machines; shared memory and a local socket inside one.
 
-    put over TCP   frames of a head and the bytes themselves (`transport/event_loop.py`)
-    put inside     a copy into the peer's memory, which is mapped here, and a head without bytes
+    put over TCP          frames of a head and the bytes themselves (`transport/event_loop.py`)
+    put inside a machine  a copy into the peer's mapped memory, and a head without bytes
 
-Both are one loop and one notification, so a rank has peers of either kind at once.
+One event loop carries both and notifies alike, so a rank has peers of either kind at once.
 """
 
 from __future__ import annotations
@@ -12,26 +12,72 @@ import os
 import socket
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 
 from torch import Tensor
 
-from paceline.comm.put_event import PutEvent
-from paceline.comm.transport.event_loop import EVERYBODY
+from paceline.comm.transport.bootstrap import Bootstrap
+from paceline.comm.transport.event_loop import ANY_PEER
+from paceline.comm.transport.shared_memory import connect_locally, share_memory
+from paceline.comm.transport.tcp import connect_by_tcp
 from paceline.comm.transport.transport import Transport
-from paceline.comm.window import Source, bytes_of, tensors_of
-from paceline.errors import CommTimeout, Message, PeerLost
+from paceline.comm.window import FOR_EVENTS, PutEvent, Source, bytes_of, timed_out
+from paceline.errors import PeerLost
+
+
+def connect_window(
+    bootstrap: Bootstrap,
+    group_peers: Sequence[int],
+    address: str,
+    size: int,
+    notifications: int,
+    marks: int = 0,
+    connections: int = 1,
+) -> ConnectionWindow:
+    """Open a window: shared memory with the ranks of this machine, TCP with others; collective.
+
+    Args:
+        bootstrap: the ranks that connect.
+        group_peers: the ranks of this machine, this one included.
+        address: the IP address of this machine that the peers reach.
+        size: bytes of this rank's memory, the same on all ranks.
+        notifications: how many each peer has.
+        marks: how many put events to keep, the newest.
+        connections: TCP connections to each rank of another machine.
+
+    Raises:
+        CommError: a rank did not connect in time, or cannot be reached.
+    """
+    intra_machine = replace(bootstrap, purpose=f"{bootstrap.purpose}/machine", only=group_peers)
+    others = [rank for rank in bootstrap.ranks if rank == bootstrap.rank or rank not in group_peers]
+    inter_machine = replace(bootstrap, only=others)
+    with ExitStack() as stack:
+        ends = connect_locally(intra_machine)
+        for end in filter(None, ends):
+            stack.callback(end.close)
+        memory, mapped = share_memory(intra_machine, ends, size)
+        streams = connect_by_tcp(inter_machine, address, connections)
+        for peer, local_end in enumerate(ends):
+            if local_end is not None:
+                streams[peer] = [local_end]
+        window = ConnectionWindow(
+            bootstrap.rank, memory, streams, mapped, notifications, marks=marks
+        )
+        stack.pop_all()
+        return window
 
 
 class ConnectionWindow:
-    """A rank's memory and its links.
+    """Window over TCP and shared memory.
 
     Args:
-        rank: this process's number.
+        rank: this process's rank.
         memory: (bytes,) of uint8, this rank's.
-        sockets: connected streams, of each rank; none of this one.
-        reaches: the peers' memory where it is mapped here, else None.
+        sockets: each rank's connected streams; none of this one.
+        mapped: the peers' memory where it is mapped here, else None.
         notifications: how many each peer has.
-        marks: how many moments of puts to remember, the newest.
+        marks: how many put events to keep, the newest.
     """
 
     def __init__(
@@ -39,27 +85,27 @@ class ConnectionWindow:
         rank: int,
         memory: Tensor,
         sockets: Sequence[Sequence[socket.socket]],
-        reaches: Sequence[Tensor | None],
+        mapped: Sequence[Tensor | None],
         notifications: int,
         marks: int = 0,
     ) -> None:
         self.rank, self.world_size = rank, len(sockets)
         self.memory = memory
-        self._reaches = reaches
+        self._mapped = mapped
         self._others = [peer for peer in range(self.world_size) if peer != rank]
         self._transport = Transport(sockets, memory.numpy(), notifications, marks)
         self.values = self._transport.values
         self._ends = [end for ends in sockets for end in ends]
-        _keep_from_children(weakref.ref(self))
+        _close_in_children(weakref.ref(self))
 
     @property
     def moments(self) -> list[PutEvent]:
-        """When puts had left and notifications came, in order."""
+        """When puts were sent and notifications arrived, in order."""
         return self._transport.moments
 
     def peer_memory(self, peer: int) -> Tensor | None:
-        """Return a peer's memory if it is on this machine."""
-        return self._reaches[peer]
+        """Return a peer's memory if the peer is on this machine."""
+        return self._mapped[peer]
 
     def put(
         self,
@@ -72,7 +118,8 @@ class ConnectionWindow:
     ) -> None:
         """Queue a put, or copy at once where the memory is shared."""
         self._require(peer, f"a put to rank {peer}")
-        data, at, shared = list(tensors_of(source)), offset, self._reaches[peer]
+        data = [] if source is None else [source] if isinstance(source, Tensor) else list(source)
+        at, shared = offset, self._mapped[peer]
         if data and shared is not None:
             for piece in bytes_of(source):
                 shared[at : at + piece.numel()].copy_(piece)
@@ -93,29 +140,29 @@ class ConnectionWindow:
         self._sleep(peer, there, limit, operation)
 
     def subscribe(self, below: int) -> None:
-        """Tell the loop."""
+        """Count only notifications below a number as events."""
         self._transport.subscribe(below)
 
     def wake(self) -> None:
-        """Wake who waits for news."""
+        """Wake the threads that wait for an event."""
         self._transport.wake()
 
     def wait_for_event(self, seen: int, limit: float) -> int:
-        """Sleep until something has come."""
+        """Sleep until there is an event."""
         transport = self._transport
         transport.sleep(
-            EVERYBODY, lambda: transport.events != seen or self._lost() is not None, limit
+            ANY_PEER, lambda: transport.events != seen or self._lost() is not None, limit
         )
         if transport.events == seen and (lost := self._lost()) is not None:
-            self._require(lost, "waiting for news")
+            self._require(lost, FOR_EVENTS)
         return transport.events
 
     def flush(self, peer: int, *, limit: float, operation: str) -> None:
-        """Sleep until all puts to a peer have left."""
+        """Sleep until all puts to a peer have been sent."""
         self._sleep(peer, lambda: not self._transport.sending(peer), limit, operation)
 
     def close(self) -> None:
-        """End the loop and close the connections; shared memory goes with this object."""
+        """End the event loop and close the connections; this object holds the shared memory."""
         self._transport.close()
 
     def _sleep(self, peer: int, ready: Callable[[], bool], limit: float, operation: str) -> None:
@@ -123,20 +170,11 @@ class ConnectionWindow:
         if ready():
             return
         self._require(peer, operation)
-        raise CommTimeout(
-            Message(
-                "rank {} waited {:g} s for rank {} in {}: it hangs, can't be reached, or needs a "
-                "longer {--timeout}.",
-                self.rank,
-                limit,
-                peer,
-                operation,
-            )
-        )
+        raise timed_out(self.rank, peer, operation, limit)
 
     def _require(self, peer: int, operation: str) -> None:
         if error := self._transport.error(peer):
-            raise PeerLost(f"rank {self.rank} lost rank {peer} in {operation}: {error}.")
+            raise PeerLost(rank=self.rank, peer=peer, operation=operation, cause=error)
 
     def _lost(self) -> int | None:
         if self._transport.whole:
@@ -144,10 +182,10 @@ class ConnectionWindow:
         return next((peer for peer in self._others if self._transport.error(peer)), None)
 
 
-def _keep_from_children(window: weakref.ref[ConnectionWindow]) -> None:
+def _close_in_children(window: weakref.ref[ConnectionWindow]) -> None:
     """Close connections in processes forked from now on (a DataLoader's workers).
 
-    Otherwise a connection stands for the peers as long as one of these lives.
+    Otherwise peers would take the connection for open as long as a child lives.
     """
 
     def close() -> None:

@@ -1,9 +1,9 @@
-"""A window whose puts are late, overtake each other, or get lost, and that is cut off in the end.
+"""Fault-injecting wrapper: a window whose puts are late, overtake each other, or get lost.
 
-It is for tests of what stands on a window. Each put waits for a random time before it goes,
-whatever its priority, so that puts arrive in any order; its source is read only then, so that who
-writes it before `flush` is found out. So is who has two puts with one notification under way, but
-for those whose order is said to count.
+It is for tests of what uses a window. Each put waits for a random time before it goes, whatever its
+priority, so that puts arrive in any order. The source is read only then, so that a write to it
+before `flush` is found out; so are two puts under way with one notification, except those whose
+order counts.
 """
 
 from __future__ import annotations
@@ -17,22 +17,18 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-from torch import Tensor
-
-from paceline.comm.window import Source, Window
-from paceline.errors import CommTimeout, PeerLost
+from paceline.comm.window import THIS_PROCESS_CLOSED, Source, Window, WindowWrapper, timed_out
+from paceline.errors import CommError, PeerLost
 
 
 @dataclass(frozen=True, kw_only=True)
 class Faults:
-    """What goes wrong.
+    """Fault-injection settings for `FaultyWindow`.
 
     Attributes:
-        delay: seconds that a put is late at most.
-        lost: tells of each put, by (peer, notification, value), whether it gets lost.
-        cut_after: so many puts go; then all connections end, and nothing more does. None: never.
+        delay: the largest delay of a put, in seconds.
+        lost: whether the put of (peer, notification, value) gets lost.
+        cut_after: the number of puts that are sent before all connections end. None: they stay.
         shuffled: puts have random priorities in place of their own.
         ordered: notifications from this number on have several puts under way, whose order counts.
         seed: of the delays and priorities.
@@ -48,39 +44,35 @@ class Faults:
 
 @dataclass(order=True, frozen=True)
 class _Late:
+    """Put that waits for its time, in the order of the times."""
+
     due: float
     number: int
     peer: int
-    known: tuple[int, int]
+    key: tuple[int, int]
     go: Callable[[], None] = field(compare=False)
 
 
-class FaultyWindow:
-    """Another window, with faults.
+class FaultyWindow(WindowWrapper):
+    """Fault-injecting wrapper around a window.
 
     Attributes:
-        rank, world_size, memory, values: the other's.
+        rank, world_size, memory, values: the other window's.
     """
 
     def __init__(self, window: Window, faults: Faults) -> None:
-        self.rank, self.world_size = window.rank, window.world_size
-        self.memory: Tensor = window.memory
-        self.values: NDArray[np.int64] = window.values
-        self._window, self._faults = window, faults
+        super().__init__(window)
+        self._faults = faults
         self._random = random.Random(faults.seed)
         self._changed = threading.Condition()
         self._late: list[_Late] = []
         self._under_way: Counter[int] = Counter()
         self._notifying: dict[tuple[int, int], list[float]] = {}  # when they are due
         self._number = self._gone = 0
-        self._failure: PeerLost | None = None
+        self._failure: CommError | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._deliver, name="faults", daemon=True)
         self._thread.start()
-
-    def peer_memory(self, peer: int) -> Tensor | None:
-        """Reach as far as the other window."""
-        return self._window.peer_memory(peer)
 
     def put(
         self,
@@ -93,7 +85,7 @@ class FaultyWindow:
     ) -> None:
         """Put later, or never."""
         if self._closed:
-            raise PeerLost(f"rank {self.rank} lost rank {peer} in a put: this process closed it.")
+            raise PeerLost(rank=self.rank, peer=peer, operation="a put", cause=THIS_PROCESS_CLOSED)
         if self._failure is not None:
             raise self._failure
         if self._faults.lost(peer, notification, value):
@@ -107,45 +99,27 @@ class FaultyWindow:
             self._window.put(peer, offset, source, notification, value, priority)
 
         with self._changed:
-            known = (peer, notification)
-            before = self._notifying.setdefault(known, [])
-            assert ordered or not before, f"a put with {known} is still under way"
+            key = (peer, notification)
+            before = self._notifying.setdefault(key, [])
+            assert ordered or not before, f"a put with {key} is still under way"
             due = time.monotonic() + self._random.uniform(0, self._faults.delay)
             due = max(due, *before) if before else due
             before.append(due)
             self._number += 1
-            heapq.heappush(self._late, _Late(due, self._number, peer, known, go))
+            heapq.heappush(self._late, _Late(due, self._number, peer, key, go))
             self._under_way[peer] += 1
             self._changed.notify_all()
 
-    def wait(
-        self, peer: int, notification: int, value: int, *, limit: float, operation: str
-    ) -> None:
-        """Wait in the other window."""
-        self._window.wait(peer, notification, value, limit=limit, operation=operation)
-
-    def subscribe(self, below: int) -> None:
-        """Hear in the other window."""
-        self._window.subscribe(below)
-
-    def wake(self) -> None:
-        """Nudge the other window."""
-        self._window.wake()
-
-    def wait_for_event(self, seen: int, limit: float) -> int:
-        """Wait in the other window."""
-        return self._window.wait_for_event(seen, limit)
-
     def flush(self, peer: int, *, limit: float, operation: str) -> None:
-        """Wait for the puts that are late, and then in the other window."""
+        """Wait for the late puts, then in the other window."""
         with self._changed:
             gone = self._changed.wait_for(lambda: not self._under_way[peer] or self._closed, limit)
         if not gone:
-            raise CommTimeout(f"rank {self.rank} waited {limit:g} s in {operation}")
+            raise timed_out(self.rank, peer, operation, limit)
         self._window.flush(peer, limit=limit, operation=operation)
 
     def close(self) -> None:
-        """Forget what is late, and close the other window."""
+        """Drop the late puts, and close the other window."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -160,13 +134,13 @@ class FaultyWindow:
                 if self._closed:
                     return
                 late = heapq.heappop(self._late)
-                self._notifying[late.known].remove(late.due)
+                self._notifying[late.key].remove(late.due)
             try:
                 if self._gone == self._faults.cut_after:
                     self._window.close()
                 late.go()
                 self._gone += 1
-            except PeerLost as error:
+            except CommError as error:
                 self._failure = error
             with self._changed:
                 self._under_way[late.peer] -= 1

@@ -1,8 +1,8 @@
-"""numba's compiler, whose machine code is kept on disk, as far as the disk goes along.
+"""numba's compiler with a cache of machine code on disk, where the disk permits it.
 
-numba ends with an error where nothing can be written (a read-only installation and no home), where
-the disk is full, and where a power cut has torn a file of its cache. None of them is a reason to
-end a run: a process then compiles for itself.
+numba raises an error where it cannot write (a read-only installation and no home), where the disk
+is full, and where a power cut has damaged a file of its cache. In these cases a process compiles in
+memory, and the run continues.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def compiler(**options: object) -> Callable[[Callable[..., Any]], Any]:
 
     def compiled(function: Callable[..., Any]) -> Any:
         dispatcher = numba.njit(nogil=True, **options)(function)
-        with suppress(RuntimeError, OSError):  # no folder can be written to
+        with suppress(RuntimeError, OSError):  # no folder is writable
             dispatcher._cache = _Cache(function)
         return dispatcher
 
@@ -33,16 +33,18 @@ def compiler(**options: object) -> Callable[[Callable[..., Any]], Any]:
 
 
 class _Cache(_FunctionCache):  # type: ignore[misc]
+    """Cache of machine code that ignores files which it cannot read or write."""
+
     def load_overload(self, sig: object, target_context: object) -> object:
-        """Return what was compiled before; None if it can't be read."""
+        """Return the cached machine code; None if it cannot be read."""
         try:
             return super().load_overload(sig, target_context)
-        except Exception:  # whatever a torn file makes of unpickling
+        except Exception:  # unpickling a damaged file may raise anything
             with suppress(OSError):
                 self.flush()
             return None
 
     def save_overload(self, sig: object, data: object) -> None:
-        """Keep what was compiled, if there is room."""
+        """Cache machine code, if there is room."""
         with suppress(OSError):
             super().save_overload(sig, data)

@@ -1,7 +1,7 @@
-"""Collectives by torch's process groups: NCCL for GPUs' memory, Gloo for the CPU's.
+"""Collectives over torch's process groups: NCCL for GPUs' memory, Gloo for the CPU's.
 
-A group is made for one generation and isn't torch's global default, so that a next generation can
-have the next group. Gloo listens on the address that reaches the peers, not on the hostname's.
+A group lives for one generation and is not torch's global default, so that the next generation has
+a new one. Gloo listens on the address that reaches the peers, until all ranks are connected.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from torch._C._distributed_c10d import Store
 from paceline.comm.communicator import Ticket
 from paceline.errors import CommError, CommTimeout, Message, PeerLost
 
-# Words of the transports for a peer that is gone; their other complaints are about the call.
+# Words by which the transports report a lost peer; their other errors are about the call.
 _PLACE = re.compile(r"\[[^\]]*\.\w+:\d+\] ?|[^\s\[]+\.(?:cc|cpp|hpp|h|cu):\d+,? ?")
 _ADDRESS = re.compile(r"\[([^\]\s]+)\]:\d+")
 _OF_CONNECTIONS = ("connect", "peer", "socket", "pipe", "closed", "abort", "remote process")
 
 
 class ProcessGroupCommunicator:
-    """Ranks connected by one `torch.distributed` process group."""
+    """Communicator over a `torch.distributed` process group."""
 
     def __init__(
         self,
@@ -48,16 +48,16 @@ class ProcessGroupCommunicator:
         """Connect to all ranks; collective.
 
         Args:
-            store: where ranks find each other's addresses; fresh in this generation.
+            store: where ranks publish their addresses; fresh in this generation.
             rank: this rank.
             world_size: the number of ranks.
-            device: what the tensors will live on; chooses the transport.
+            device: where the tensors live; selects the transport.
             address: the IP address of this machine that the peers reach.
-            first_timeout: seconds to wait for peers until `steady` is called.
-            timeout: seconds to wait for peers afterwards.
+            first_timeout: the limit of a wait in seconds until `steady` is called.
+            timeout: the limit afterwards.
 
         Raises:
-            CommError: a rank didn't come in time.
+            CommError: a rank did not connect in time.
         """
         self.rank, self.world_size = rank, world_size
         self._limit = timedelta(seconds=first_timeout)
@@ -96,22 +96,22 @@ class ProcessGroupCommunicator:
         options = dist.GatherOptions()
         options.rootRank = 0
         options.timeout = self._limit
-        places = [list(into)] if into else []
-        return self._start(partial(self._group.gather, places), [tensor], options)
+        targets = [list(into)] if into else []
+        return self._start(partial(self._group.gather, targets), [tensor], options)
 
     def steady(self) -> None:
-        """Use the shorter time-out from now on."""
+        """Use the shorter timeout from now on."""
         self._limit = self._timeout
 
     def end(self) -> None:
         """Close, and wait for the group's threads.
 
-        One that still lets go of a tensor while the interpreter ends would abort the process.
+        A thread that releases a tensor while the interpreter ends would abort the process.
         """
         self._group = None
 
     def close(self) -> None:
-        """Abort what is in flight."""
+        """Abort the collectives in flight."""
         self._group.abort()
 
     def _start(self, collective: Any, tensors: list[Tensor], options: Any) -> Ticket:
@@ -122,6 +122,8 @@ class ProcessGroupCommunicator:
 
 
 class _WorkTicket:
+    """Handle of a collective of a process group."""
+
     def __init__(self, work: dist.Work, rank: int, limit: timedelta) -> None:
         self._work, self._rank, self._limit = work, rank, limit
 
@@ -212,8 +214,8 @@ def _translate(error: RuntimeError, rank: int, operation: str, limit: timedelta)
     if "timed out" in text or "timeout" in text:
         return CommTimeout(
             Message(
-                "rank {} timed out after {:g} s in {}. Another rank may be hanging or unreachable, "
-                "or {--timeout} is too short ({--first_iter_timeout} at the start).",
+                "rank {} waited {:g} s for a peer in {}: one hangs, can't be reached, or needs a "
+                "longer {--timeout} ({--first_iter_timeout} in the start).",
                 rank,
                 limit.total_seconds(),
                 operation,

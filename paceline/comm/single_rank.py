@@ -1,4 +1,4 @@
-"""The communicator of a world of one rank: a sum is its only summand, and nothing is connected."""
+"""Communicator of a world of one rank: a sum is its only summand; there are no connections."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.comm.communicator import Ticket
 
 
 class SingleRankCommunicator:
-    """The only rank."""
+    """Communicator of a world of size 1."""
 
     rank = 0
     world_size = 1
@@ -33,7 +33,7 @@ class SingleRankCommunicator:
         return _Done()
 
     def steady(self) -> None:
-        """Change nothing: nobody is waited for."""
+        """Change nothing: there is no wait."""
 
     def end(self) -> None:
         """Close nothing."""
@@ -43,8 +43,10 @@ class SingleRankCommunicator:
 
 
 class _Done:
+    """Handle of a completed collective."""
+
     def done(self) -> bool:
-        """Be done."""
+        """Return True."""
         return True
 
     def wait(self, operation: str) -> None:

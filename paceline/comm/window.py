@@ -1,38 +1,44 @@
-"""One-sided exchange: each rank has memory that its peers write into, and is told when they have.
+"""The window protocol: one-sided communication by puts with notification.
 
-The contract is GASPI's (https://gaspi.de, "write with notification"), in five operations:
+The contract is GASPI's (https://gaspi.de, "write with notification"):
 
     rank 0                                   rank 1
     put(1, offset, gradient, k, value=7) ──▶ memory[offset:] = gradient, and then
                                              values[0, k] = 7
                                              wait(0, k, 7) returns
 
-A notification implies that its data has landed; a put of a higher priority may overtake. Nobody
-acknowledges and nobody matches: who may write where, and when, is the business of the protocol
-above (`sync/`). A window lives for one generation, and its memory and connections with it, so that
-a late write of a stopped process hits nothing.
+A notification implies that its data has landed; a put of a higher priority may overtake. There are
+no acknowledgements and no matching receives: the protocol above (`reduce/put_engine`) decides which
+rank may write where, and when. A window lives for one generation, with its memory and connections,
+so that a late write of a stopped process reaches nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.errors import CommTimeout, Message
+
 Source = Tensor | Sequence[Tensor] | None
+THIS_PROCESS_CLOSED = "this process closed the connection"
+PEER_CLOSED = "the peer closed the connection"
+INVALID_PUT = "protocol error: the peer sent an invalid put header"
+FOR_EVENTS = "waiting for notifications"
 
 
 class Window(Protocol):
-    """A rank's memory, and its reach into its peers'.
+    """Protocol of one-sided communication: this rank's memory, and puts into peers' memory.
 
     Attributes:
-        rank: this process's number.
+        rank: this process's rank.
         world_size: the number of ranks.
-        memory: (bytes,) of uint8, which peers write into.
+        memory: (bytes,) of uint8, into which peers write.
         values: (world_size, notifications), the last value that each peer has notified; starts at
             0. Data of a value that was read here has landed.
     """
@@ -43,7 +49,7 @@ class Window(Protocol):
     values: NDArray[np.int64]
 
     def peer_memory(self, peer: int) -> Tensor | None:
-        """Return a peer's memory where this process shares it; None where only puts get there."""
+        """Return a peer's memory where this process maps it; None where only puts reach it."""
 
     def put(
         self,
@@ -54,7 +60,7 @@ class Window(Protocol):
         value: int,
         priority: int = 0,
     ) -> None:
-        """Start to copy `source` into a peer's memory and to notify the peer then; never block.
+        """Start to copy `source` into a peer's memory, then to notify the peer; never block.
 
         Args:
             peer: another rank.
@@ -62,15 +68,15 @@ class Window(Protocol):
             source: dense, of any dtype, on the CPU; not to be written until `flush`. Several
                 tensors land one behind another. None: only notify, of what was written through
                 `peer_memory` before.
-            notification: which of the peer's values of this rank to set. Puts that are under way
-                with one and the same land in their order if their priorities are equal; whoever
-                shares memory with the peer has written it before.
+            notification: which of the peer's values of this rank to set. Puts under way with the
+                same notification land in order if their priorities are equal; whatever was
+                written through shared memory before has landed too.
             value: what to set it to; larger than the last one.
             priority: smaller numbers go first; among equals, the earlier put.
 
         Raises:
             PeerLost: the peer's connection ended.
-            CommError: more is under way than can be.
+            CommError: too many puts are under way.
         """
 
     def wait(
@@ -79,18 +85,18 @@ class Window(Protocol):
         """Return once a peer's notification has reached a value.
 
         Raises:
-            PeerLost: its connection ended before; names the peer and the operation.
-            CommTimeout: it said nothing for `limit` seconds; names both, too.
+            PeerLost: the peer's connection ended before; names the peer and the operation.
+            CommTimeout: `limit` seconds have passed; names both, too.
         """
 
     def subscribe(self, below: int) -> None:
-        """Count only notifications with smaller numbers as news; at first all are."""
+        """Count only notifications with smaller numbers as events; at first all count."""
 
     def wake(self) -> None:
-        """Count as news something that happened here: `wait_for_event` returns."""
+        """Count an event of this process: `wait_for_event` returns."""
 
     def wait_for_event(self, seen: int, limit: float) -> int:
-        """Return the number of notifications and nudges, once it isn't `seen`, or at the limit.
+        """Return the number of events once it differs from `seen`, or at the limit.
 
         Raises:
             PeerLost: a peer's connection ended.
@@ -104,17 +110,83 @@ class Window(Protocol):
         """
 
     def close(self) -> None:
-        """Give up connections and memory; whoever waits gets `PeerLost`. Nothing is sent later."""
+        """Give up connections and memory; waiting threads get `PeerLost`, and no put is sent."""
 
 
-def tensors_of(source: Source) -> Sequence[Tensor]:
-    """Return what a put copies, one tensor behind another."""
-    return [] if source is None else [source] if isinstance(source, Tensor) else source
+class WindowWrapper:
+    """Base of windows that change some methods of another one and pass the others on.
+
+    Attributes:
+        rank, world_size, memory, values: the other window's.
+    """
+
+    def __init__(self, window: Window) -> None:
+        self._window = window
+        self.rank, self.world_size = window.rank, window.world_size
+        self.memory: Tensor = window.memory
+        self.values: NDArray[np.int64] = window.values
+
+    def peer_memory(self, peer: int) -> Tensor | None:
+        """Return a peer's memory where it is mapped."""
+        return self._window.peer_memory(peer)
+
+    def wait(
+        self, peer: int, notification: int, value: int, *, limit: float, operation: str
+    ) -> None:
+        """Wait for a notification."""
+        self._window.wait(peer, notification, value, limit=limit, operation=operation)
+
+    def subscribe(self, below: int) -> None:
+        """Count only some notifications as events."""
+        self._window.subscribe(below)
+
+    def wake(self) -> None:
+        """Count an event of this process."""
+        self._window.wake()
+
+    def wait_for_event(self, seen: int, limit: float) -> int:
+        """Wait for an event."""
+        return self._window.wait_for_event(seen, limit)
+
+    def close(self) -> None:
+        """Close the other window."""
+        self._window.close()
+
+
+class PutEvent(NamedTuple):
+    """Timestamp of a put: when its send completed, or when its notification arrived.
+
+    Attributes:
+        arrived: the peer's notification has arrived here; otherwise the put to it has been sent.
+        peer: the other rank.
+        notification, value: the put's.
+        at: nanoseconds of the system's monotonic clock.
+    """
+
+    arrived: bool
+    peer: int
+    notification: int
+    value: int
+    at: int
 
 
 def bytes_of(source: Source) -> list[Tensor]:
     """View dense tensors' memory, in whatever order their values are, as (bytes,) of uint8 each."""
+    tensors = [] if source is None else [source] if isinstance(source, Tensor) else source
     return [
-        tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-        for tensor in tensors_of(source)
+        tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8) for tensor in tensors
     ]
+
+
+def timed_out(rank: int, peer: int, operation: str, limit: float) -> CommTimeout:
+    """Return the error of a wait for a peer that reached its limit, in seconds."""
+    return CommTimeout(
+        Message(
+            "rank {} waited {:g} s for rank {} in {}: it hangs, can't be reached, or needs a "
+            "longer {--timeout}.",
+            rank,
+            limit,
+            peer,
+            operation,
+        )
+    )

@@ -13,7 +13,7 @@ _SKIPPED = 40
 
 
 class LossWatch:
-    """Judge each step's loss, of all ranks.
+    """Divergence detector: checks the loss of each step, over all ranks.
 
     Args:
         recorder: receives a `loss` event a step.
@@ -46,15 +46,15 @@ class LossWatch:
         self._skipped = self._skipped + 1 if skipped else 0
         if self._skipped > _SKIPPED:
             raise Diverged(
-                f"The gradients overflowed float16 in {self._skipped} steps up to {step}. "
-                f"{self._remedy}"
+                f"The gradients overflowed float16 in {self._skipped} consecutive steps, up to "
+                f"step {step}. {self._remedy}"
             )
         if skipped:
             return
         if not math.isfinite(loss):
-            raise Diverged(f"The loss is {loss} in step {step}. {self._remedy}")
+            raise Diverged(f"The loss became {loss} in step {step}. {self._remedy}")
         if 0 < self._max_loss < loss:
             raise Diverged(
-                f"The loss is {loss:.4g} in step {step}, and --max_loss is {self._max_loss:g}. "
+                f"The loss became {loss:.4g} in step {step}, and --max_loss is {self._max_loss:g}. "
                 f"{self._remedy}"
             )

@@ -46,7 +46,7 @@ def first_difference(known: Mapping[str, object], wanted: Mapping[str, object]) 
 
 
 class RunFolder:
-    """The folder of one run, held by this machine's process until `close`."""
+    """Folder of one run, held by this machine's process until `close`."""
 
     def __init__(
         self, path: Path, *, shard_id: int, difference: Difference = first_difference
@@ -166,7 +166,7 @@ class RunFolder:
             raise ConfigError(
                 flag="run_id",
                 value=self.path.name,
-                rule="this run is alive on this machine",
+                rule="this run is active on this machine",
                 remedy=Message("stop it, or give another {--run_id}"),
             ) from error
         self._lock = lock

@@ -19,9 +19,9 @@ from paceline.algorithms.synchronizer import Synchronizer
 from paceline.cluster.membership.members import Members
 from paceline.codecs.codecs import CODECS
 from paceline.comm.communicator import Communicator, gather_bytes
+from paceline.comm.connection_window import connect_window
 from paceline.comm.nixl.window import nixl_window
 from paceline.comm.process_group import ProcessGroupCommunicator
-from paceline.comm.shm_tcp_window import shm_tcp_window
 from paceline.comm.traced_window import TracedWindow
 from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.comm.window import Window
@@ -95,7 +95,7 @@ class Peers:
         else:
             group_peers = (members.rank,) if alone else exchanging.groups[members.machine]
             marks = MARKS if self.trace else 0
-            window = linked = shm_tcp_window(bootstrap, group_peers, *where, marks, connections)
+            window = linked = connect_window(bootstrap, group_peers, *where, marks, connections)
             if self.trace is not None:
                 self.trace.follow(number, lambda: linked.moments)
         return window if self.trace is None else TracedWindow(window, number, self.trace)

@@ -30,7 +30,7 @@ def test_a_write_to_a_peer_that_is_closed_changes_nothing() -> None:
     source, memory = (torch.full((SIZE,), value, dtype=torch.uint8) for value in (1, 0))
     ours.take(source)
     theirs.take(memory)
-    name = ours.meet(theirs.card())
+    name = ours.connect(theirs.metadata())
     write(ours, name, source, memory.data_ptr(), theirs)
     assert torch.equal(memory, source)
     theirs.close()

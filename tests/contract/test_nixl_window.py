@@ -11,7 +11,7 @@ import pytest
 
 from paceline.comm.nixl.agent import NixlAgent
 from paceline.comm.nixl.window import NixlWindow, nixl_window
-from paceline.comm.tcp_window import connect_by_tcp
+from paceline.comm.transport.tcp import connect_by_tcp
 from paceline.errors import ConfigError, PeerLost
 from tests.harness.network.window_kinds import LIMIT, bootstraps
 
@@ -42,18 +42,18 @@ def test_what_is_no_card_is_refused_by_its_senders_name(half: Half, card: bytes)
     window, line = half
     line.sendall(card)
     line.shutdown(socket.SHUT_WR)
-    with pytest.raises(PeerLost, match="rank 0 can't meet rank 1 by NIXL: "):
+    with pytest.raises(PeerLost, match="rank 0 cannot connect to rank 1 with NIXL: "):
         window.result(LIMIT)
 
 
 def test_nonsense_on_the_line_ends_it(half: Half) -> None:
     window, line = half
     agent = NixlAgent("rank 1")
-    card = agent.card()
-    line.sendall(struct.pack("!QI", 0, len(card)) + card + b"r")
+    metadata = agent.metadata()
+    line.sendall(struct.pack("!QI", 0, len(metadata)) + metadata + b"r")
     made = window.result(LIMIT)
     line.sendall(b"ppp and something else")
-    with pytest.raises(PeerLost, match="rank 0 lost rank 1 in bucket 3: the peer sent something"):
+    with pytest.raises(PeerLost, match="rank 0 lost rank 1 in bucket 3: protocol error"):
         made.wait(1, 0, 1, limit=LIMIT, operation="bucket 3")
     made.close()
     agent.close()

@@ -13,14 +13,20 @@ from torch.distributed import HashStore
 
 from paceline.comm.connection_window import ConnectionWindow
 from paceline.comm.faulty_window import Faults, FaultyWindow
-from paceline.comm.tcp_window import tcp_window
 from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.comm.transport.event_loop import HEAD
 from paceline.comm.transport.transport import CHUNK
 from paceline.comm.window import Window
 from paceline.errors import PeerLost
 from tests.harness.network.cut_relay import Relay
-from tests.harness.network.window_kinds import KINDS, LIMIT, bootstraps, kinds, run_windows
+from tests.harness.network.window_kinds import (
+    KINDS,
+    LIMIT,
+    bootstraps,
+    kinds,
+    run_windows,
+    tcp_window,
+)
 from tests.harness.network.window_traffic import Traffic
 
 PUTS = [0, 1, 1000, 8, 600_000, 0, 300_000, CHUNK, 77, 2 * CHUNK]  # bytes
@@ -71,7 +77,9 @@ def test_a_stream_that_is_cut_at_a_byte_has_written_and_notified_what_passed(see
         except PeerLost:
             break
         at += size
-    with pytest.raises(PeerLost, match="rank 0 lost rank 1 in bucket 3: the peer closed it"):
+    with pytest.raises(
+        PeerLost, match="rank 0 lost rank 1 in bucket 3: the peer closed the connection"
+    ):
         window.wait(1, 0, 2, limit=LIMIT, operation="bucket 3")
     with pytest.raises(PeerLost, match="rank 1 lost rank 0 in bucket 3"):
         putting.wait(0, 0, 1, limit=LIMIT, operation="bucket 3")

@@ -7,18 +7,24 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.distributed import HashStore
 
 from paceline.comm.nixl.window import nixl_window
-from paceline.comm.shm_window import shm_window
-from paceline.comm.tcp_window import tcp_window
 from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.comm.window import Window
 from paceline.errors import PeerLost
-from tests.harness.network.window_kinds import LIMIT, bootstraps, installed, run_windows
+from tests.harness.network.window_kinds import (
+    LIMIT,
+    bootstraps,
+    installed,
+    run_windows,
+    shm_window,
+    tcp_window,
+)
 from tests.harness.network.window_traffic import Traffic
 
 LANES, ROUNDS = [300, 40, 5000], 100
@@ -117,11 +123,12 @@ def call(where: str) -> socket.socket:
 def test_a_rank_of_the_past_generation_is_shown_out(open_window: Open) -> None:
     store = HashStore()
     at, past = (bootstraps(2, purpose=f"window/{n}", store=store) for n in (2, 1))
+    inside = "/machine" if open_window is KINDS["shared"] else ""
     with ThreadPoolExecutor() as pool, ExitStack() as stack:
         first = pool.submit(open_window, at[0])
-        ghost = call(store.get("window/2/0").decode())
+        ghost = call(store.get(f"window/2{inside}/0").decode())
         stack.callback(ghost.close)
-        ghost.sendall(past[1].greeting)
+        ghost.sendall(replace(past[1], purpose=f"window/1{inside}").greeting)
         assert ghost.recv(100) == b""
         second = open_window(at[1])
         for window in (first.result(LIMIT), second):

@@ -17,16 +17,16 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.comm.connection_window import ConnectionWindow
-from paceline.comm.shm_window import connect_locally, share_memory
-from paceline.comm.tcp_window import connect_by_tcp, tcp_window
 from paceline.comm.transport import bootstrap as mesh
 from paceline.comm.transport import event_loop as loop
 from paceline.comm.transport import transport
 from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.comm.transport.event_loop import HEAD
+from paceline.comm.transport.shared_memory import connect_locally, share_memory
+from paceline.comm.transport.tcp import connect_by_tcp
 from paceline.comm.window import Window
 from paceline.errors import CommTimeout, PeerLost
-from tests.harness.network.window_kinds import LIMIT, bootstraps, run_windows, tcp
+from tests.harness.network.window_kinds import LIMIT, bootstraps, run_windows, tcp, tcp_window
 
 LARGE = 64_000_000  # bytes, far more than sockets and the kernel hold
 
@@ -86,7 +86,7 @@ def test_a_notification_counts_when_all_connections_have_brought_it() -> None:
     window.wait(1, 0, 8, limit=LIMIT, operation="a put")
     for end in ends[1:]:
         end.close()
-    with pytest.raises(PeerLost, match="the peer closed it"):
+    with pytest.raises(PeerLost, match="the peer closed the connection"):
         window.wait(1, 0, 9, limit=LIMIT, operation="a put")
     window.close()
 
@@ -148,7 +148,7 @@ def test_a_peer_that_closes_one_of_its_connections_only_is_lost_soon() -> None:
             with suppress(CommTimeout):
                 window.wait(1, 0, 1, limit=0.5, operation="a put")
 
-    with pytest.raises(PeerLost, match="the peer closed it"):
+    with pytest.raises(PeerLost, match="the peer closed the connection"):
         wait()
     ends[0].close()
     window.close()
@@ -219,7 +219,7 @@ def test_one_broken_connection_loses_the_peer(mistake: str) -> None:
         ends[1].close()
     else:
         ends[1].sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nAccept: */*\r\n\r\n")
-    with pytest.raises(PeerLost, match=r"reset by peer|something that is no put"):
+    with pytest.raises(PeerLost, match=r"reset by peer|an invalid put header"):
         window.wait(1, 0, 1, limit=LIMIT, operation="a put")
     for end in ends:
         end.close()
@@ -245,7 +245,9 @@ def test_what_is_no_put_ends_the_connection_and_writes_nothing(said: bytes | lis
     window, end = window_and_socket(1024)
     data = said if isinstance(said, bytes) else torch.tensor(said).numpy().tobytes()
     end.sendall(data + b"\1" * 64)
-    with pytest.raises(PeerLost, match="rank 0 lost rank 1 in bucket 3: the peer sent something"):
+    with pytest.raises(
+        PeerLost, match="rank 0 lost rank 1 in bucket 3: protocol error: the peer sent"
+    ):
         window.wait(1, 0, 1, limit=LIMIT, operation="bucket 3")
     assert not window.memory.any()
     assert not window.values.any()
@@ -257,7 +259,7 @@ def test_a_peer_that_ends_in_the_middle_of_a_put_is_lost_and_notifies_nothing() 
     window, end = window_and_socket(1024)
     end.sendall(frame(0, 512, 0, 1) + b"\1" * 100)
     end.close()
-    with pytest.raises(PeerLost, match="the peer closed it"):
+    with pytest.raises(PeerLost, match="the peer closed the connection"):
         window.wait(1, 0, 1, limit=LIMIT, operation="bucket 3")
     assert not window.values.any()
     window.close()
@@ -315,13 +317,16 @@ def test_another_jobs_rank_is_no_peer() -> None:
     join(theirs)
     thread.join()
     said = sorted(map(str, errors))
-    assert said[0].startswith("rank 0 waited 2 s for the connection of rank 1")
-    assert said[1].startswith("rank 1 found a stranger instead of rank 0 at 127.0.0.1")
+    assert said[0].startswith("rank 0 timed out after 2 s waiting for a connection from rank 1")
+    assert said[1].startswith("rank 1: the process at 127.0.0.1 ")
+    assert said[1].endswith(" is not rank 0 of this job (authentication failed).")
 
 
 def test_a_rank_that_doesnt_come_is_named() -> None:
     at = bootstraps(3, limit=0.3)
-    with pytest.raises(CommTimeout, match=r"^rank 0 waited .* for the connection of ranks 1, 2"):
+    with pytest.raises(
+        CommTimeout, match=r"^rank 0 timed out .* waiting for a connection from ranks 1, 2; "
+    ):
         tcp_window(at[0], "127.0.0.1", 64, 1)
 
 
@@ -333,7 +338,7 @@ def test_a_stranger_that_says_nothing_keeps_nobody_beyond_the_limit(
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(tcp_window, ours, "127.0.0.1", 64, 1)
         host, port = theirs.store.get("window/1/0").decode().split()
-        said = r"^rank 0 waited .* for the connection of rank 1"
+        said = r"^rank 0 timed out .* waiting for a connection from rank 1; "
         with (
             socket.create_connection((host, int(port)), LIMIT),
             pytest.raises(CommTimeout, match=said),
@@ -349,7 +354,7 @@ def test_a_rank_that_doesnt_share_its_memory_is_named(end: str) -> None:
         ends = connect_locally(at[0])
         (other,) = filter(None, theirs.result())
     (other.close if end == "is gone" else lambda: other.sendall(b"GET /"))()
-    with pytest.raises(PeerLost, match="rank 0 lost rank 1 before they shared memory: "):
+    with pytest.raises(PeerLost, match="rank 0 lost rank 1 in mapping its shared memory: "):
         share_memory(at[0], ends, 64)
     for one in filter(None, (other, *ends)):
         one.close()

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from paceline.comm import connection_window
-from paceline.comm.put_event import PutEvent
 from paceline.comm.traced_window import TracedWindow
+from paceline.comm.window import PutEvent
 from paceline.recorder import NullRecorder
 from tests.harness.network.window_kinds import LIMIT, without_numba
 
@@ -103,4 +103,4 @@ def test_a_traced_window_measures_puts_and_waits(make: Any) -> None:
         ("put", {**told, "bytes": 60, "priority": 0}),
         ("flush", {"peer": 1}),
     ]
-    assert spans[1].seen == [("wait for rank", {**told, "peer": 0}), ("wait for news", {})]
+    assert spans[1].seen == [("wait for rank", {**told, "peer": 0}), ("wait for notification", {})]

@@ -108,7 +108,7 @@ AT_ONCE = {
     ),
     "create of a damaged image": Bad(
         words="db create broken made",
-        said=r"broken/dog/2.jpg is a damaged image: .*\. Mend or remove it, or give "
+        said=r"broken/dog/2.jpg is a damaged image: .*\. Repair or remove it, or give "
         "--skip_damaged.",
         status=1,
     ),

@@ -166,18 +166,16 @@ def test_a_run_doesnt_go_on_with_other_data(here: Path, capfd: pytest.CaptureFix
     require_answer(Bad(words=WORDS + " --train_data few", said=said), here, capfd)
 
 
-def test_a_run_does_not_resume_with_labels_that_were_swapped(
+def test_a_run_does_not_resume_with_other_images_of_the_same_number(
     here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (here / "images/class0").rename(here / "images/other")
-    (here / "images/class1").rename(here / "images/class0")
-    (here / "images/other").rename(here / "images/class1")
-    assert main(["db", "create", "images", "swapped"]) == 0
+    some_images(here / "images", classes=2, each=8)
+    assert main(["db", "create", "images", "other"]) == 0
     said = (
         f"{NEWEST} was made with other images or labels, of the same number; give the data that it "
         "was made with, or its weights to a new run by --load_model_path."
     )
-    require_answer(Bad(words=WORDS + " --train_data swapped", said=said), here, capfd)
+    require_answer(Bad(words=WORDS + " --train_data other", said=said), here, capfd)
 
 
 def test_a_finished_run_is_left_as_it_is(here: Path) -> None:

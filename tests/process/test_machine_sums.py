@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed import FileStore
 
-from paceline import wiring as build
+from paceline import wiring
 from paceline.comm.communicator import Communicator
 from paceline.config.world import SyncConfig
 from paceline.errors import PeerLost
@@ -89,7 +89,7 @@ def bench_of(c: Communicator, model: nn.Module, meeting: Path) -> Bench:
     bench = Bench.of(c, model)
     bench.replica.close()
     config = SyncConfig(sync="notified", bucket_mb=0.002)
-    bench.replica = build.replicate(bench.model, bench.optimizer, peers, config)
+    bench.replica = wiring.replicate(bench.model, bench.optimizer, peers, config)
     return bench
 
 

@@ -13,8 +13,8 @@ from paceline.algorithms.data_parallel import DataParallel
 from paceline.api.world import World
 from paceline.codecs.kernels import compiled, plain
 from paceline.comm.connection_window import ConnectionWindow
-from paceline.comm.tcp_window import connect_by_tcp
 from paceline.comm.transport import event_loop as loop
+from paceline.comm.transport.tcp import connect_by_tcp
 from paceline.replica.read_tracing import ReadTracer
 from tests.harness.equivalence.step_files import AROUND, files_listed, functions_of_a_step
 from tests.harness.processes.launcher_processes import ROOT

@@ -35,7 +35,7 @@ def trained(folder: Path, *words: str, machines: int = 1) -> Path:
     for machine, command in enumerate(commands):
         ended = command.wait()
         assert ended.status == 0, ended.text
-        assert ended.text.count("paceline: the trace is ") == (machine == 0)
+        assert ended.text.count("paceline: the trace is in ") == (machine == 0)
     return folder / ("runs0" if machines > 1 else "runs") / "r"
 
 
@@ -88,7 +88,7 @@ def test_every_put_of_the_traced_steps_has_left_and_arrived(tmp_path: Path, mach
     assert steps == {(rank, f"step {number}") for rank in range(2) for number in STEPS}
     threads = {e["args"]["name"] for e in trace if e["name"] == "thread_name"}
     assert threads == {"main", "owner", "network"}
-    assert any(slice["tid"] == 1 for slice in slices(trace, "wait for news"))
+    assert any(slice["tid"] == 1 for slice in slices(trace, "wait for notification"))
     require_nested(trace, "wait", "step")
     require_nested(trace, "wait for rank", "wait")
     require_nested(trace, "update", "step")

@@ -30,19 +30,18 @@ import torch
 from torch.distributed import FileStore
 from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.comm.nixl.window import nixl_window
-from paceline.comm.shm_window import shm_window
-from paceline.comm.tcp_window import tcp_window
+from paceline.comm.connection_window import connect_window
 from paceline.errors import PacelineError
 
 rank, path, kind = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 store = FileStore(path, 3)
 store.set_timeout(timedelta(seconds=60))
 at = Bootstrap(store=store, rank=rank, world_size=3, token="t", purpose="w", limit=60)
-if kind == "shared":
-    window = shm_window(at, 4_000_000, 1)
+if kind == "nixl":
+    window = nixl_window(at, "127.0.0.1", 4_000_000, 1)
 else:
-    make = {"nixl": nixl_window, "tcp": tcp_window}[kind]
-    window = make(at, "127.0.0.1", 4_000_000, 1)
+    machine = range(3) if kind == "shared" else [rank]
+    window = connect_window(at, machine, "127.0.0.1", 4_000_000, 1)
 for peer in range(3):
     if peer != rank:
         window.put(peer, 1_000_000 * rank, torch.full((250_000,), float(rank)), 0, 1)
@@ -95,7 +94,7 @@ def test_a_killed_rank_is_named_by_who_waits_for_it(tmp_path: Path, kind: str) -
     with ranks(tmp_path, kind) as processes:
         processes[1].kill()
         said, _ = processes[0].communicate(timeout=60)
-    assert said == "rank 0 lost rank 1 in the next put: the peer closed it.\n"
+    assert said == "rank 0 lost rank 1 in the next put: the peer closed the connection.\n"
 
 
 @pytest.mark.parametrize("way", installed(["nixl"]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from paceline.comm.transport.wake_event import WakeEvent
+from paceline.comm.transport.transport import WakeEvent
 
 
 def test_who_was_woken_sleeps_again() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.comm.tcp_window import in_flight, round_trip, tune
+from paceline.comm.transport.tcp import in_flight, round_trip, tune
 
 KB = 2**10
 

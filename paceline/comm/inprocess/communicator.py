@@ -1,4 +1,4 @@
-"""The in-process twin of a communicator: ranks are threads, sums are added in rank order.
+"""In-process twin of a communicator: ranks are threads; sums are in rank order.
 
 group = ThreadGroup(world_size=3)
 communicators = [group.communicator(rank) for rank in range(3)]     # one a thread
@@ -22,14 +22,14 @@ _ResultOf = Callable[[Sequence[Tensor]], Tensor]
 
 @dataclass(eq=False)
 class _Collective:
-    """One collective: what each rank brought, and its result."""
+    """State of one in-process collective: the ranks' inputs, and how many have taken the result."""
 
     tensors: dict[int, Tensor] = field(default_factory=dict)
     taken: int = 0
 
 
 class ThreadGroup:
-    """What the ranks of one process share."""
+    """Shared state of `ThreadCommunicator`s in one process."""
 
     def __init__(self, world_size: int, timeout: float = 30.0) -> None:
         self.world_size = world_size
@@ -43,16 +43,17 @@ class ThreadGroup:
         return ThreadCommunicator(self, rank)
 
     def bring(self, number: int, rank: int, tensor: Tensor) -> None:
-        """Add a rank's copy of its tensor to a collective."""
+        """Add a copy of a rank's tensor to a collective."""
         with self._changed:
             self._collectives[number].tensors[rank] = tensor.detach().clone()
             self._changed.notify_all()
 
-    def fetch(self, number: int, operation: str) -> list[Tensor]:
+    def fetch(self, number: int, rank: int, operation: str) -> list[Tensor]:
         """Wait for all ranks' tensors, in rank order.
 
         Raises:
-            PeerLost: the group was closed; CommTimeout: a rank didn't come.
+            PeerLost: the group was closed.
+            CommTimeout: a rank did not start the collective in time.
         """
         with self._changed:
             collective = self._collectives[number]
@@ -60,10 +61,13 @@ class ThreadGroup:
                 lambda: self._closed or len(collective.tensors) == self.world_size, self._timeout
             )
             if self._closed:
-                raise PeerLost(f"the group was closed in {operation}")
+                raise PeerLost(operation=operation, rank=rank, cause="the group was closed")
             if not there:
                 missing = sorted(set(range(self.world_size)) - set(collective.tensors))
-                raise CommTimeout(f"ranks {missing} were silent for {self._timeout} s: {operation}")
+                raise CommTimeout(
+                    f"rank {rank} timed out after {self._timeout:g} s waiting for ranks "
+                    f"{missing} in {operation}."
+                )
             collective.taken += 1
             if collective.taken == self.world_size:
                 del self._collectives[number]
@@ -82,7 +86,7 @@ class ThreadGroup:
 
 
 class ThreadCommunicator:
-    """One thread's end of a `ThreadGroup`."""
+    """Communicator between threads of one process."""
 
     def __init__(self, group: ThreadGroup, rank: int) -> None:
         self.rank, self.world_size = rank, group.world_size
@@ -109,7 +113,7 @@ class ThreadCommunicator:
         """Change nothing: there is one limit."""
 
     def end(self) -> None:
-        """Do nothing: the others may still be at work."""
+        """Change nothing: other ranks may still compute."""
 
     def close(self) -> None:
         """End all waits of the group."""
@@ -118,31 +122,34 @@ class ThreadCommunicator:
     def _start(self, tensor: Tensor, result_of: _ResultOf) -> Ticket:
         collective = self._bring(tensor)
         if tensor.is_floating_point():
-            tensor.detach().fill_(float("nan"))  # who reads or writes it before `wait` is found out
+            tensor.detach().fill_(float("nan"))  # finds reads and writes before `wait`
         return _ThreadTicket(collective, tensor, result_of)
 
     def _bring(self, tensor: Tensor) -> _Begun:
         number, self._next = self._next, self._next + 1
         self._group.bring(number, self.rank, tensor)
-        return _Begun(self._group, number)
+        return _Begun(self._group, number, self.rank)
 
 
 @dataclass(frozen=True)
 class _Begun:
-    """A collective that this rank has begun."""
+    """Collective that this rank has started but not completed."""
 
     group: ThreadGroup
     number: int
+    rank: int
 
     def done(self) -> bool:
         return self.group.complete(self.number)
 
     def tensors(self, operation: str) -> list[Tensor]:
-        return self.group.fetch(self.number, operation)
+        return self.group.fetch(self.number, self.rank, operation)
 
 
 @dataclass(frozen=True)
 class _Gathering:
+    """Handle of a gather."""
+
     begun: _Begun
     into: Sequence[Tensor]
 
@@ -150,12 +157,14 @@ class _Gathering:
         return self.begun.done()
 
     def wait(self, operation: str) -> None:
-        for place, tensor in zip(self.into, self.begun.tensors(operation), strict=False):
-            place.copy_(tensor)
+        for target, tensor in zip(self.into, self.begun.tensors(operation), strict=False):
+            target.copy_(tensor)
 
 
 @dataclass(frozen=True)
 class _ThreadTicket:
+    """Handle of a collective whose result replaces its tensor."""
+
     begun: _Begun
     tensor: Tensor
     result_of: _ResultOf
@@ -179,5 +188,5 @@ def _first(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _spoilt(tensors: Sequence[Tensor]) -> Tensor:
-    """Return what nobody takes for a sum."""
+    """Return values that cannot pass for a sum."""
     return torch.full_like(tensors[0], float("nan") if tensors[0].is_floating_point() else -1)

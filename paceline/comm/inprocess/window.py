@@ -1,4 +1,4 @@
-"""The in-process twin of a window: ranks are threads, a put is a copy and a notification.
+"""In-process twin of a window: ranks are threads; a put is a copy and a notification.
 
 group = WindowGroup(world_size=3, size=1024, notifications=8)
 windows = [group.window(rank) for rank in range(3)]     # one a thread
@@ -13,18 +13,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.comm.window import Source, bytes_of
-from paceline.errors import CommTimeout, PeerLost
+from paceline.comm.window import (
+    FOR_EVENTS,
+    PEER_CLOSED,
+    THIS_PROCESS_CLOSED,
+    Source,
+    bytes_of,
+    timed_out,
+)
+from paceline.errors import PeerLost
 
 
 class WindowGroup:
-    """What the ranks of one process share.
+    """Shared state of `InProcessWindow`s in one process.
 
     Args:
         world_size: the number of ranks.
         size: bytes of a window.
         notifications: how many each peer has.
-        machines: as if there were machines with so many ranks each; by default each has its own.
+        machines: the ranks of each simulated machine; by default each rank has its own machine.
     """
 
     def __init__(
@@ -46,7 +53,7 @@ class WindowGroup:
 
 
 class InProcessWindow:
-    """One thread's window."""
+    """Window between threads of one process."""
 
     def __init__(self, group: WindowGroup, rank: int) -> None:
         self.rank, self.world_size = rank, group.world_size
@@ -92,36 +99,34 @@ class InProcessWindow:
             if there():
                 return
             self._require(peer, operation)
-        raise CommTimeout(
-            f"rank {self.rank} waited {limit:g} s for rank {peer} in {operation}: it hangs."
-        )
+        raise timed_out(self.rank, peer, operation, limit)
 
     def subscribe(self, below: int) -> None:
-        """Count fewer notifications."""
+        """Count only notifications below a number as events."""
         self._group.subscribed[self.rank] = below
 
     def wake(self) -> None:
-        """Wake who waits for news."""
+        """Wake the threads that wait for an event."""
         with self._group.changed:
             self._group.events[self.rank] += 1
             self._group.changed.notify_all()
 
     def wait_for_event(self, seen: int, limit: float) -> int:
-        """Wait until something has come."""
+        """Wait until there is an event."""
         events = self._group.events
         others = [peer for peer in range(self.world_size) if peer != self.rank]
         with self._group.changed:
             self._wait(lambda: events[self.rank] != seen or any(map(self._lost, others)), limit)
             if events[self.rank] == seen:
                 for peer in others:
-                    self._require(peer, "waiting for news")
+                    self._require(peer, FOR_EVENTS)
             return events[self.rank]
 
     def flush(self, peer: int, *, limit: float, operation: str) -> None:
-        """Return: a put is over when it returns."""
+        """Return at once: a put is complete when it returns."""
 
     def close(self) -> None:
-        """Leave; whoever waits for this rank, or in it, is told."""
+        """Close; threads that wait for this rank, or in it, get `PeerLost`."""
         with self._group.changed:
             self._group.closed.add(self.rank)
             self._group.changed.notify_all()
@@ -132,9 +137,9 @@ class InProcessWindow:
     def _lost(self, peer: int) -> str:
         closed = self._group.closed
         if self.rank in closed:
-            return "this process closed it"
-        return "the peer closed it" if peer in closed else ""
+            return THIS_PROCESS_CLOSED
+        return PEER_CLOSED if peer in closed else ""
 
     def _require(self, peer: int, operation: str) -> None:
         if error := self._lost(peer):
-            raise PeerLost(f"rank {self.rank} lost rank {peer} in {operation}: {error}.")
+            raise PeerLost(rank=self.rank, peer=peer, operation=operation, cause=error)

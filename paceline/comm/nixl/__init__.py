@@ -1,1 +1,1 @@
-"""One-sided puts through NIXL: RDMA where the network has it, TCP elsewhere."""
+"""One-sided puts over NIXL: RDMA where the network has it, TCP elsewhere."""

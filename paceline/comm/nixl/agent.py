@@ -1,8 +1,8 @@
-"""What NIXL does for a window: writes into peers' registered memory, and notifications.
+"""Wrapper of NIXL: writes into peers' registered memory, and notifications.
 
 NIXL (https://github.com/ai-dynamo/nixl) moves bytes by UCX: RDMA where there is such a network, TCP
-elsewhere. Its own thread would poll without a pause, so there is none: whoever calls `arrived` or
-`done` moves the bytes. One thread makes all calls.
+elsewhere. Its own thread would poll without a pause, so there is none: calls of `arrived` and
+`done` move the bytes. One thread makes all calls.
 """
 
 from __future__ import annotations
@@ -18,38 +18,40 @@ from typing import Any
 from torch import Tensor
 
 from paceline.comm.nixl.memory_registration import RegisteredMemory
-from paceline.errors import CommError, ConfigError
+from paceline.errors import CommError, ConfigError, Message
 
-# Not the ways between processes of one machine: by them a sender writes at an address, whatever is
-# there by then (process_vm_writev). Windows in shared memory are for that.
+# UCX's shared-memory transports are disabled: with them a sender writes at an address, whatever is
+# mapped there by then (process_vm_writev). Inside a machine, windows share memory themselves.
 _TRANSPORTS = "TLS=^sm"
-# UCX ends the process if it is closed with something left for a peer that is dead; it drops that
-# when it is looked into.
-_LAST_LOOKS = 100
+# UCX aborts the process if it is closed with something left for a dead peer; it drops that when it
+# is polled.
+_LAST_POLLS = 100
 
 
 def require_nixl() -> None:
-    """Look whether NIXL is installed.
+    """Require that NIXL is installed.
 
     Raises:
-        ConfigError: it isn't.
+        ConfigError: it is not.
     """
     if find_spec("nixl") is None:
         raise ConfigError(
-            "windows by NIXL need its package, which isn't installed; run "
-            "pip install 'paceline[nixl]'."
+            Message(
+                "{--transport} nixl needs the NIXL package, which is not installed; run pip "
+                "install 'paceline[nixl]'."
+            )
         )
 
 
 class NixlAgent:
-    """This process's end of NIXL.
+    """Wrapper of this process's NIXL agent.
 
     Args:
-        name: what it is; made unique here.
+        name: made unique here.
 
     Raises:
-        ConfigError: NIXL isn't installed.
-        CommError: it can't be started.
+        ConfigError: NIXL is not installed.
+        CommError: it cannot start.
     """
 
     def __init__(self, name: str) -> None:
@@ -63,29 +65,29 @@ class NixlAgent:
         try:
             _quiet(self._agent.create_backend, "UCX", {"engine_config": _TRANSPORTS})
         except Exception as error:  # NIXL's have no base of their own
-            raise CommError(f"NIXL can't start UCX: {error}.") from error
+            raise CommError(f"NIXL cannot start UCX: {error}.") from error
 
     def take(self, memory: Tensor) -> None:
         """Let NIXL read and write (bytes,) of uint8."""
         self._registered.take(memory.data_ptr(), memory.numel())
 
     def give_back(self, memory: Tensor) -> None:
-        """Say that NIXL needs it no longer."""
+        """End one use of memory by NIXL."""
         self._registered.give_back(memory.data_ptr(), memory.numel())
 
-    def card(self) -> bytes:
-        """Return what a peer needs to know to write here."""
-        card: bytes = self._agent.get_agent_metadata()
-        return card
+    def metadata(self) -> bytes:
+        """Return what a peer needs to write into this process."""
+        metadata: bytes = self._agent.get_agent_metadata()
+        return metadata
 
-    def meet(self, card: bytes) -> str:
+    def connect(self, metadata: bytes) -> str:
         """Connect to a peer; return its name.
 
         Raises:
-            CommError: it can't be reached.
+            CommError: it cannot be reached.
         """
         try:
-            name = self._agent.add_remote_agent(card)
+            name = self._agent.add_remote_agent(metadata)
         except Exception as error:  # NIXL's have no base of their own
             raise CommError(f"{error}") from error
         self._peers.append(name if isinstance(name, str) else name.decode())
@@ -94,7 +96,7 @@ class NixlAgent:
     def write(
         self, name: str, pieces: Sequence[tuple[int, int]], target: int, message: bytes
     ) -> Any:
-        """Start to write registered bytes into a peer's memory, and to tell it then.
+        """Start to write registered bytes into a peer's memory, and then to notify it.
 
         Args:
             name: the peer's.
@@ -110,17 +112,17 @@ class NixlAgent:
             here.append((address, size, 0))
             there.append((target, size, 0))
             target += size
-        lies = [self._agent.get_xfer_descs(each, "DRAM") for each in (here, there)]
-        transfer = self._agent.initialize_xfer("WRITE", *lies, name, message)
+        descriptors = [self._agent.get_xfer_descs(each, "DRAM") for each in (here, there)]
+        transfer = self._agent.initialize_xfer("WRITE", *descriptors, name, message)
         self._open.append(transfer)
         self._agent.transfer(transfer)
         return transfer
 
     def done(self, transfer: Any) -> bool:
-        """Tell whether the bytes have left their memory, and let go of the transfer then.
+        """Return whether the bytes have been sent, and release the transfer then.
 
         Raises:
-            CommError: they can't arrive.
+            CommError: they cannot arrive.
         """
         state = self._agent.check_xfer_state(transfer)
         if state == "ERR":
@@ -130,25 +132,25 @@ class NixlAgent:
             self._open.remove(transfer)
         return bool(state == "DONE")
 
-    def tell(self, name: str, message: bytes) -> None:
+    def notify(self, name: str, message: bytes) -> None:
         """Send a peer a message without bytes."""
         self._agent.send_notif(name, message)
 
     def arrived(self) -> list[tuple[str, bytes]]:
-        """Return who has told what since the last call; the bytes before it are there."""
-        told = self._agent.get_new_notifs()
-        return [(name, message) for name, messages in told.items() for message in messages]
+        """Return the messages since the last call, by peer; the bytes before each have landed."""
+        arrived = self._agent.get_new_notifs()
+        return [(name, message) for name, messages in arrived.items() for message in messages]
 
     def close(self) -> None:
-        """Let go of what isn't done, of peers and of memory: nobody writes here any more.
+        """Release unfinished transfers, peers and memory: no peer writes here any more.
 
-        In this order, and not when Python collects its garbage: a transfer that is released after
-        its peer ends the process.
+        In this order, and not when Python collects its garbage: releasing a transfer after its
+        peer aborts the process.
         """
         for transfer in self._open:
             self._release(transfer)
         self._open.clear()
-        for _ in range(_LAST_LOOKS):
+        for _ in range(_LAST_POLLS):
             self.arrived()
         for name in self._peers:
             with suppress(Exception):
@@ -157,8 +159,8 @@ class NixlAgent:
         self._agent = None
 
     def _release(self, transfer: Any) -> None:
-        for _ in range(_LAST_LOOKS):
-            with suppress(Exception):  # it can't be stopped now, but perhaps soon
+        for _ in range(_LAST_POLLS):
+            with suppress(Exception):  # it may be possible after another poll
                 transfer.release()
                 return
             self.arrived()

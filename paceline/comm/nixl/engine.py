@@ -1,13 +1,13 @@
-"""The thread of a NIXL window: what is put goes to NIXL piece by piece, what arrives is told.
+"""Transport thread of a NIXL window: hands puts to NIXL in pieces, and notifies of arrivals.
 
-Beside NIXL's own way to each peer there is a line, a TCP connection whose greeting had the job's
-token. It carries two kinds of bytes:
+Beside NIXL's own connection to each peer there is a control connection over TCP, whose greeting
+carried the job's token (the *line* of a peer). It carries two kinds of bytes:
 
-    PROMISE   "a put to you begins": the peer looks into NIXL until it has arrived
-    ARRIVED   "one of yours has": who closes waits for these for a moment
+    PROMISE   a put to you begins: the peer polls NIXL until it has arrived
+    ARRIVED   a put of yours has arrived: a closing window waits for these for a moment
 
-Between puts all threads sleep in the kernel, on their lines; NIXL itself could only be asked again
-and again. A line that ends is a peer that is lost.
+Between puts all threads sleep in the kernel, on their lines; NIXL itself can only be polled. A peer
+whose line ends is lost.
 """
 
 from __future__ import annotations
@@ -15,29 +15,106 @@ from __future__ import annotations
 import heapq
 import os
 import select
+import socket
 import struct
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.comm.nixl.agent import NixlAgent
-from paceline.comm.nixl.peer import WAIT_SLICE_S, Peer, Put
+from paceline.comm.window import INVALID_PUT, PEER_CLOSED, THIS_PROCESS_CLOSED
 
-PIECE = 2**22  # bytes that go before something more urgent can
+PIECE = 2**22  # bytes that are sent before a more urgent put can be
 PROMISE, ARRIVED = b"p", b"a"
 _MESSAGE = struct.Struct("!Iq")  # notification, value
 _PAUSES_S = 5e-5, 1e-3  # between two looks into NIXL while something is under way: grows
 _IDLE_MS = 500
+_WAIT_SLICE_S = 1.0  # for promised puts after a line ended, and for unconfirmed ones at the end
+
+
+@dataclass(order=True)
+class Put:
+    """Put in progress: `left` has address and count of the bytes not yet handed to NIXL."""
+
+    priority: int
+    number: int
+    peer: int = field(compare=False)
+    sources: list[Tensor] = field(compare=False)
+    offset: int = field(compare=False)
+    message: bytes = field(compare=False)
+    left: deque[tuple[int, int]] = field(compare=False, default_factory=deque)
+    begun: bool = field(compare=False, default=False)
+
+    def cut(self, limit: int) -> list[tuple[int, int]]:
+        """Take at most `limit` bytes off what is left."""
+        pieces = []
+        while self.left and limit:
+            address, size = self.left.popleft()
+            if size > limit:
+                self.left.appendleft((address + limit, size - limit))
+                size = limit
+            pieces.append((address, size))
+            limit -= size
+        return pieces
+
+
+@dataclass
+class Peer:
+    """Connection state of one peer: control connection and NIXL metadata.
+
+    Attributes:
+        name: NIXL's name for it.
+        memory: the address of its memory in its process.
+        puts: a heap of those that wait; `put` and `transfer` are what moves.
+        promised, came: puts from it that have begun; that have arrived.
+        finished, confirmed: puts to it that have left; that have arrived.
+        owed: bytes still to be sent on the line.
+        ended_at: when the line ended.
+        error: why it is lost; "" as long as it is not.
+    """
+
+    line: socket.socket
+    name: str
+    memory: int
+    puts: list[Put] = field(default_factory=list)
+    put: Put | None = None
+    transfer: Any = None
+    under_way: int = 0
+    promised: int = 0
+    came: int = 0
+    finished: int = 0
+    confirmed: int = 0
+    owed: bytes = b""
+    ended_at: float | None = None
+    error: str = ""
+
+    @property
+    def expects(self) -> bool:
+        """Whether NIXL has something to do for this peer."""
+        moving = self.put is not None or bool(self.puts) or self.came < self.promised
+        return not self.error and (moving or bool(self.owed))
+
+    @property
+    def unconfirmed(self) -> bool:
+        """Whether something was sent that the peer has not confirmed."""
+        return not self.error and self.ended_at is None and self.confirmed < self.finished
+
+    def drained(self, now: float) -> bool:
+        """Return, for a peer whose line has ended, whether all that can arrive has arrived."""
+        assert self.ended_at is not None
+        return self.came >= self.promised or now > self.ended_at + _WAIT_SLICE_S
 
 
 class NixlEngine:
-    """Moves puts, in a thread.
+    """Transport thread for puts over NIXL.
 
     Args:
         agent: with this rank's memory registered.
@@ -45,8 +122,8 @@ class NixlEngine:
         values: (world_size, notifications), written when a put has arrived.
 
     Attributes:
-        changed: is notified of whatever `values`, `events` and the peers' errors say.
-        events: how many notifications, of those that are `subscribed`, and nudges there were.
+        changed: is notified when `values`, `events` or a peer's error changes.
+        events: the number of `subscribed` notifications and of calls of the window's `wake`.
         subscribed: notifications with smaller numbers count.
     """
 
@@ -89,7 +166,7 @@ class NixlEngine:
             os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Drop what hasn't gone, and end; whoever waits is told."""
+        """Drop what has not been sent, and end; every waiting thread wakes."""
         with self.changed:
             if self._closing:
                 return
@@ -102,26 +179,26 @@ class NixlEngine:
         try:
             self._work()
         except Exception as error:  # NIXL's have no base of their own
-            self._lose_all(f"NIXL says {error}")
-        self._lose_all("this process closed it")
+            self._lose_all(f"NIXL error: {error}")
+        self._lose_all(THIS_PROCESS_CLOSED)
         for _, peer in self._there:
             peer.put = peer.transfer = None
             peer.line.close()
         self._agent.close()
 
     def _work(self) -> None:
-        """Go on until the window is closed, and then until peers have what has left."""
+        """Move puts until the window is closed, then until peers have what was sent."""
         while not self._closing:
             self._look(self._turn())
         for _, peer in self._there:
             peer.puts.clear()
         self._inbox.clear()
-        end = time.monotonic() + WAIT_SLICE_S
+        end = time.monotonic() + _WAIT_SLICE_S
         while any(peer.unconfirmed for _, peer in self._there) and time.monotonic() < end:
             self._look(self._turn())
 
     def _turn(self) -> bool:
-        """Move what can move; tell whether anything did."""
+        """Move what can move; return whether anything did."""
         moved = bool(self._inbox)
         while self._inbox:
             put = self._inbox.popleft()
@@ -135,20 +212,20 @@ class NixlEngine:
         return moved
 
     def _advance(self, peer: Peer) -> bool:
-        """Move a peer's puts on by one piece at most, and say on its line what it is owed."""
+        """Move a peer's puts on by one piece at most, and send what its line is owed."""
         try:
             moved = self._finish_piece(peer)
             if peer.put is None and peer.puts:
                 self._begin_piece(peer, heapq.heappop(peer.puts))
                 moved = True
         except Exception as error:  # NIXL's have no base of their own
-            self._lose(peer, f"NIXL says {error}")
+            self._lose(peer, f"NIXL error: {error}")
             return True
         if peer.owed:
             with suppress(BlockingIOError, OSError):  # an end is noticed when it is read
                 peer.owed = peer.owed[peer.line.send(peer.owed) :]
-        if peer.gone_at is not None and peer.heard_out(time.monotonic()):
-            self._lose(peer, "the peer closed it")
+        if peer.ended_at is not None and peer.drained(time.monotonic()):
+            self._lose(peer, PEER_CLOSED)
         return moved
 
     def _begin_piece(self, peer: Peer, put: Put) -> None:
@@ -157,7 +234,7 @@ class NixlEngine:
             self._begin(peer, put)
         pieces = put.cut(PIECE)
         if not pieces:
-            self._agent.tell(peer.name, put.message)
+            self._agent.notify(peer.name, put.message)
             return
         message = b"" if put.left else put.message
         peer.transfer = self._agent.write(peer.name, pieces, peer.memory + put.offset, message)
@@ -192,10 +269,10 @@ class NixlEngine:
             return
         peer = self._peer(rank)
         if len(message) != _MESSAGE.size:
-            return self._lose(peer, "the peer sent something that is no put")
+            return self._lose(peer, INVALID_PUT)
         notification, value = _MESSAGE.unpack(message)
         if notification >= self._values.shape[1]:
-            return self._lose(peer, "the peer sent something that is no put")
+            return self._lose(peer, INVALID_PUT)
         peer.came += 1
         peer.owed += ARRIVED
         with self.changed:
@@ -204,7 +281,7 @@ class NixlEngine:
             self.changed.notify_all()
 
     def _look(self, moved: bool) -> None:
-        """Hear what is said on the lines; sleep for it if nothing else goes on."""
+        """Receive from the lines; sleep for them if nothing else is under way."""
         waiting = any(peer.expects for _, peer in self._there)
         self._pause = _PAUSES_S[0] if moved else min(1.5 * self._pause, _PAUSES_S[1])
         if waiting and not moved:
@@ -213,23 +290,23 @@ class NixlEngine:
             if number == self._wake:
                 os.eventfd_read(self._wake)
             else:
-                self._hear(number, self._lines[number])
+                self._receive(number, self._lines[number])
 
-    def _hear(self, number: int, peer: Peer) -> None:
+    def _receive(self, number: int, peer: Peer) -> None:
         try:
-            said = peer.line.recv(4096)
+            received = peer.line.recv(4096)
         except BlockingIOError:
             return
         except OSError as error:
-            said = b""
+            received = b""
             self._lose(peer, error.strerror or str(error))
-        if said.strip(PROMISE + ARRIVED):
-            self._lose(peer, "the peer sent something that is no put")
-        peer.promised += said.count(PROMISE)
-        peer.confirmed += said.count(ARRIVED)
-        if not said:
+        if received.strip(PROMISE + ARRIVED):
+            self._lose(peer, INVALID_PUT)
+        peer.promised += received.count(PROMISE)
+        peer.confirmed += received.count(ARRIVED)
+        if not received:
             self._poll.unregister(number)
-            peer.gone_at = time.monotonic()
+            peer.ended_at = time.monotonic()
 
     def _lose(self, peer: Peer, error: str) -> None:
         with self.changed:

@@ -1,7 +1,7 @@
-"""Which memory a network card may read and write: whatever is in use, each stretch once.
+"""Registration of memory with NIXL: each range in use once, counted by its users.
 
-Several puts read the same stretch, or ones that overlap. Which registration of an address a
-transfer goes by is the library's choice, so none ends while another one that touches it is in use.
+Several puts read the same range, or ranges that overlap. The library chooses which registration of
+an address a transfer uses, so none ends while an overlapping one is in use.
 """
 
 from __future__ import annotations
@@ -10,17 +10,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-_Lie = tuple[int, int]  # address, bytes
+_Range = tuple[int, int]  # address, bytes
 
 
 @dataclass
 class _Entry:
+    """A registration and the number of its users."""
+
     registration: Any
     users: int = 0
 
 
 class RegisteredMemory:
-    """Registrations by their users.
+    """Reference-counted cache of NIXL memory registrations.
 
     Args:
         register: makes one, of an address and a number of bytes.
@@ -31,22 +33,22 @@ class RegisteredMemory:
         self, register: Callable[[int, int], Any], deregister: Callable[[Any], None]
     ) -> None:
         self._register, self._deregister = register, deregister
-        self._entries: dict[_Lie, _Entry] = {}
+        self._entries: dict[_Range, _Entry] = {}
 
     def take(self, address: int, size: int) -> None:
-        """Register a stretch, or use it once more."""
-        lie = address, size
-        if lie not in self._entries:
-            self._entries[lie] = _Entry(self._register(address, size))
-        self._entries[lie].users += 1
+        """Register a range, or use it once more."""
+        key = address, size
+        if key not in self._entries:
+            self._entries[key] = _Entry(self._register(address, size))
+        self._entries[key].users += 1
 
     def give_back(self, address: int, size: int) -> None:
-        """Use a stretch once less; end what nobody uses and no used one touches."""
+        """Use a range once less; end unused ranges that overlap no used one."""
         self._entries[address, size].users -= 1
-        used = [lie for lie, entry in self._entries.items() if entry.users]
-        for lie in [lie for lie, entry in self._entries.items() if not entry.users]:
-            if not any(_touch(lie, other) for other in used):
-                self._deregister(self._entries.pop(lie).registration)
+        used = [key for key, entry in self._entries.items() if entry.users]
+        for key in [key for key, entry in self._entries.items() if not entry.users]:
+            if not any(_overlap(key, other) for other in used):
+                self._deregister(self._entries.pop(key).registration)
 
     def close(self) -> None:
         """End all."""
@@ -54,5 +56,5 @@ class RegisteredMemory:
             self._deregister(self._entries.popitem()[1].registration)
 
 
-def _touch(one: _Lie, other: _Lie) -> bool:
+def _overlap(one: _Range, other: _Range) -> bool:
     return one[0] < other[0] + other[1] and other[0] < one[0] + one[1]

@@ -1,9 +1,9 @@
-"""A window by NIXL: RDMA where the network has it, TCP elsewhere; one-sided in either case.
+"""Window over NIXL: RDMA where the network has it, TCP elsewhere; one-sided in either case.
 
-The ranks meet by TCP, as those of `tcp_window` do: the job's token first. What NIXL needs to know
-of a peer comes over that connection, which stays as the line of `nixl_engine.py`. NIXL's own
-connections carry no token: whoever can reach a machine's ports can talk to its UCX, so it is for a
-network that belongs to the job.
+The ranks connect by TCP with the job's token (`transport/bootstrap.py`) and exchange NIXL's
+metadata over these connections, which stay open as the control connections of `engine.py`. NIXL's
+own connections carry no token: any process that reaches a machine's ports can talk to its UCX, so
+this transport is for a network that belongs to the job.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ import torch
 from torch import Tensor
 
 from paceline.comm.nixl.agent import NixlAgent
-from paceline.comm.nixl.engine import NixlEngine
-from paceline.comm.nixl.peer import Peer
-from paceline.comm.tcp_window import connect_by_tcp
+from paceline.comm.nixl.engine import NixlEngine, Peer
 from paceline.comm.transport.bootstrap import Bootstrap
-from paceline.comm.window import Source, bytes_of
-from paceline.errors import CommError, CommTimeout, Message, PeerLost
+from paceline.comm.transport.tcp import connect_by_tcp
+from paceline.comm.window import FOR_EVENTS, PEER_CLOSED, Source, bytes_of, timed_out
+from paceline.errors import CommError, CommTimeout, PeerLost
 
-_CARD = struct.Struct("!QI")  # the memory's address, bytes of NIXL's card that follow
-_LARGEST_CARD = 2**20
+_HEAD = struct.Struct("!QI")  # the memory's address, bytes of NIXL's metadata that follow
+_LARGEST_METADATA = 2**20
 _READ = b"r"
 
 
@@ -35,14 +34,14 @@ def nixl_window(bootstrap: Bootstrap, address: str, size: int, notifications: in
     """Connect ranks by NIXL; collective.
 
     Args:
-        bootstrap: who connects.
+        bootstrap: the ranks that connect.
         address: the IP address of this machine that the peers reach.
         size: bytes of this rank's memory.
         notifications: how many each peer has.
 
     Raises:
-        ConfigError: NIXL isn't installed.
-        CommError: a rank didn't come in time, or can't be reached.
+        ConfigError: NIXL is not installed.
+        CommError: a rank did not connect in time, or cannot be reached.
     """
     memory = torch.zeros(max(size, 1), dtype=torch.uint8)
     with ExitStack() as stack:
@@ -52,19 +51,19 @@ def nixl_window(bootstrap: Bootstrap, address: str, size: int, notifications: in
         lines = [next(iter(ends), None) for ends in connect_by_tcp(bootstrap, address)]
         for line in filter(None, lines):
             stack.callback(line.close)
-        peers = _meet(bootstrap, agent, memory, lines)
+        peers = _exchange_metadata(bootstrap, agent, memory, lines)
         window = NixlWindow(bootstrap.rank, memory[:size], agent, peers, notifications)
         stack.pop_all()
         return window
 
 
 class NixlWindow:
-    """A rank's memory, and its reach by NIXL.
+    """Window over NIXL.
 
     Args:
-        rank: this process's number.
+        rank: this process's rank.
         memory: (bytes,) of uint8, registered with the agent.
-        agent: this process's end of NIXL.
+        agent: this process's NIXL agent.
         peers: by rank; None for this one.
         notifications: how many each peer has.
     """
@@ -112,28 +111,28 @@ class NixlWindow:
         self._sleep(peer, there, limit, operation)
 
     def subscribe(self, below: int) -> None:
-        """Count fewer notifications."""
+        """Count only notifications below a number as events."""
         self._engine.subscribed = below
 
     def wake(self) -> None:
-        """Wake who waits for news."""
+        """Wake the threads that wait for an event."""
         with self._engine.changed:
             self._engine.events += 1
             self._engine.changed.notify_all()
 
     def wait_for_event(self, seen: int, limit: float) -> int:
-        """Sleep until something has come."""
+        """Sleep until there is an event."""
         engine = self._engine
         with engine.changed:
             engine.changed.wait_for(
                 lambda: engine.events != seen or self._lost() is not None, limit
             )
             if engine.events == seen and (lost := self._lost()) is not None:
-                self._require(lost, "waiting for news")
+                self._require(lost, FOR_EVENTS)
             return engine.events
 
     def flush(self, peer: int, *, limit: float, operation: str) -> None:
-        """Sleep until all puts to a peer have left."""
+        """Sleep until all puts to a peer have been sent."""
         other = self._engine.peers[peer]
         self._sleep(peer, lambda: other is None or other.under_way == 0, limit, operation)
 
@@ -148,16 +147,7 @@ class NixlWindow:
             if ready():
                 return
             self._require(peer, operation)
-        raise CommTimeout(
-            Message(
-                "rank {} waited {:g} s for rank {} in {}: it hangs, can't be reached, or needs a "
-                "longer {--timeout}.",
-                self.rank,
-                limit,
-                peer,
-                operation,
-            )
-        )
+        raise timed_out(self.rank, peer, operation, limit)
 
     def _error(self, peer: int) -> str:
         other = self._engine.peers[peer]
@@ -165,24 +155,24 @@ class NixlWindow:
 
     def _require(self, peer: int, operation: str) -> None:
         if error := self._error(peer):
-            raise PeerLost(f"rank {self.rank} lost rank {peer} in {operation}: {error}.")
+            raise PeerLost(rank=self.rank, peer=peer, operation=operation, cause=error)
 
     def _lost(self) -> int | None:
         return next((peer for peer in range(self.world_size) if self._error(peer)), None)
 
 
-def _meet(
+def _exchange_metadata(
     bootstrap: Bootstrap, agent: NixlAgent, memory: Tensor, lines: list[socket.socket | None]
 ) -> list[Peer | None]:
-    """Exchange cards on the lines; return once all have read all of them."""
+    """Exchange NIXL's metadata; return once every rank has read every other's."""
     deadline = time.monotonic() + bootstrap.limit
-    card = agent.card()
+    metadata = agent.metadata()
     there = [(rank, line) for rank, line in enumerate(lines) if line is not None]
     for rank, line in there:
         with _named(bootstrap, rank):
             line.settimeout(bootstrap.limit)
-            line.sendall(_CARD.pack(memory.data_ptr(), len(card)) + card)
-    peers = [_hear_of(bootstrap, agent, *one, deadline) for one in enumerate(lines)]
+            line.sendall(_HEAD.pack(memory.data_ptr(), len(metadata)) + metadata)
+    peers = [_read_peer(bootstrap, agent, *one, deadline) for one in enumerate(lines)]
     for rank, line in there:
         with _named(bootstrap, rank):
             line.sendall(_READ)
@@ -192,37 +182,40 @@ def _meet(
     return peers
 
 
-def _hear_of(
+def _read_peer(
     bootstrap: Bootstrap, agent: NixlAgent, rank: int, line: socket.socket | None, deadline: float
 ) -> Peer | None:
     if line is None:
         return None
     with _named(bootstrap, rank):
-        memory, size = _CARD.unpack(_read(line, _CARD.size, deadline))
-        if size > _LARGEST_CARD:
-            raise ConnectionError("what it sent is no card")
-        return Peer(line, agent.meet(_read(line, size, deadline)), memory)
+        memory, size = _HEAD.unpack(_read(line, _HEAD.size, deadline))
+        if size > _LARGEST_METADATA:
+            raise ConnectionError("invalid NIXL metadata from the peer")
+        return Peer(line, agent.connect(_read(line, size, deadline)), memory)
 
 
 @contextmanager
 def _named(bootstrap: Bootstrap, rank: int) -> Iterator[None]:
-    """Name who is silent, or gone."""
+    """Name the peer in errors."""
     try:
         yield
     except TimeoutError as error:
         raise CommTimeout(
-            f"rank {bootstrap.rank} waited {bootstrap.limit:g} s to meet rank {rank} by NIXL."
+            f"rank {bootstrap.rank} timed out after {bootstrap.limit:g} s exchanging NIXL metadata "
+            f"with rank {rank}."
         ) from error
     except (OSError, CommError) as error:
-        raise PeerLost(f"rank {bootstrap.rank} can't meet rank {rank} by NIXL: {error}.") from error
+        raise PeerLost(
+            f"rank {bootstrap.rank} cannot connect to rank {rank} with NIXL: {error}."
+        ) from error
 
 
 def _read(line: socket.socket, size: int, deadline: float) -> bytes:
-    said = b""
-    while len(said) < size:
+    data = b""
+    while len(data) < size:
         line.settimeout(max(0.01, deadline - time.monotonic()))
-        part = line.recv(size - len(said))
+        part = line.recv(size - len(data))
         if not part:
-            raise ConnectionError("it closed its connection")
-        said += part
-    return said
+            raise ConnectionError(PEER_CLOSED)
+        data += part
+    return data

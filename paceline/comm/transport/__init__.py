@@ -1,1 +1,1 @@
-"""The transport: sockets, the event loop that moves bytes, and what a connection starts with."""
+"""Transport of windows: connecting and authentication, sockets, the event loop."""

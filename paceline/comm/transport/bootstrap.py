@@ -1,9 +1,9 @@
-"""Connects ranks with each other, by sockets of any family; strangers are shown out.
+"""Bootstrap of connections between ranks, by sockets of any family, with authentication.
 
-    rank r    listens and says where, calls those below r, answers those above
+    rank r    listens, publishes its address, connects to ranks below r, accepts those above
     greeting  | "paceline" | digest of the job token and the purpose | rank |   both ways, at once
 
-A connection whose greeting is another is closed, and costs a caller's patience at most.
+An unauthenticated peer's connection is closed; it delays the others by one wait slice at most.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from paceline.errors import CommTimeout, Message, PeerLost
 
 _GREETING = struct.Struct("!8s32sI")
 _NAME = b"paceline"
-_WAIT_SLICE_S = 5.0  # with a caller that says nothing
+_WAIT_SLICE_S = 5.0  # for the greeting of a connected peer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bootstrap:
-    """Who connects, and how they know each other.
+    """Bootstrap parameters of a full mesh: rank, world size, addresses, token and timeout.
 
     Attributes:
-        store: where ranks find each other's addresses; fresh in this generation.
-        share: instead of a store, tells all ranks a text and returns all ranks' texts; collective.
+        store: where ranks publish their addresses; fresh in this generation.
+        share: instead of a store, sends a text to all ranks and returns all ranks'; collective.
         rank: this rank.
         world_size: the number of ranks.
-        token: the job's; whoever doesn't know it is a stranger.
-        purpose: what the connections are for, with the generation: no two have the same.
-        limit: seconds for all to come.
+        token: the job's; a process without it is unauthenticated.
+        purpose: what the connections are for, with the generation; each is used once.
+        limit: seconds until all ranks have connected.
         only: the ranks that take part; by default all.
     """
 
@@ -52,11 +52,11 @@ class Bootstrap:
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Who takes part, in order."""
+        """The ranks that take part, in order."""
         return self.only or range(self.world_size)
 
-    def tell(self, where: str) -> Callable[[int], str]:
-        """Tell all ranks this one's address; return what finds that of another."""
+    def publish(self, where: str) -> Callable[[int], str]:
+        """Publish this rank's address; return the look-up of another's."""
         if self.share is not None:
             return self.share(where).__getitem__
         store = self.store
@@ -66,11 +66,11 @@ class Bootstrap:
 
     @property
     def greeting(self) -> bytes:
-        """What this rank says first."""
+        """What this rank sends first."""
         return _GREETING.pack(_NAME, self._digest, self.rank)
 
     def rank_in(self, greeting: bytes) -> int | None:
-        """Return who greets; None for a stranger."""
+        """Return the rank in a greeting; None if it is not authentic."""
         if len(greeting) != _GREETING.size:
             return None
         name, digest, rank = _GREETING.unpack(greeting)
@@ -91,7 +91,7 @@ def connect_all(
     """Connect this rank with the others that take part; collective.
 
     Args:
-        bootstrap: who connects.
+        bootstrap: the ranks that connect.
         server: a listening socket of this rank.
         where: its address, as `call` understands it.
         call: connects to such an address within some seconds.
@@ -100,13 +100,13 @@ def connect_all(
         a stream for each rank, None where there is no connection.
 
     Raises:
-        PeerLost: a rank can't be reached.
-        CommTimeout: a rank didn't come in time.
+        PeerLost: a rank cannot be reached.
+        CommTimeout: a rank did not connect in time.
     """
     deadline = time.monotonic() + bootstrap.limit
     ends: list[socket.socket | None] = [None] * bootstrap.world_size
     try:
-        address_of = bootstrap.tell(where)
+        address_of = bootstrap.publish(where)
         for peer in (rank for rank in bootstrap.ranks if rank < bootstrap.rank):
             ends[peer] = _call(bootstrap, peer, address_of(peer), call, deadline)
         while missing := [r for r in bootstrap.ranks if r > bootstrap.rank and ends[r] is None]:
@@ -134,12 +134,14 @@ def _call(
         raise _missing(bootstrap, [peer]) from error
     except OSError as error:
         raise PeerLost(
-            f"rank {bootstrap.rank} can't reach rank {peer} at {where}: {error}; see whether a "
-            "firewall is between them."
+            f"rank {bootstrap.rank} cannot reach rank {peer} at {where}: {error}; check firewalls."
         ) from error
     if bootstrap.rank_in(answer) != peer:
         end.close()
-        raise PeerLost(f"rank {bootstrap.rank} found a stranger instead of rank {peer} at {where}.")
+        raise PeerLost(
+            f"rank {bootstrap.rank}: the process at {where} is not rank {peer} of this job "
+            "(authentication failed)."
+        )
     return end
 
 
@@ -149,7 +151,7 @@ def _answer(
     missing: list[int],
     deadline: float,
 ) -> tuple[int, socket.socket]:
-    """Wait for one of the ranks that aren't there yet, however many strangers call meanwhile."""
+    """Accept one of the missing ranks, whatever other processes connect meanwhile."""
     left = max(0.1, deadline - time.monotonic())
     while left > 0:
         server.settimeout(left)
@@ -169,25 +171,25 @@ def _answer(
 
 
 def _received(end: socket.socket, limit: float) -> bytes:
-    """Receive a greeting, or what there is of it when the other end closes."""
-    deadline, parts = time.monotonic() + limit, b""
-    while len(parts) < _GREETING.size:
+    """Receive a greeting, or what arrived of it before the other end closed."""
+    deadline, data = time.monotonic() + limit, b""
+    while len(data) < _GREETING.size:
         end.settimeout(max(0.01, deadline - time.monotonic()))
-        part = end.recv(_GREETING.size - len(parts))
-        if not part:
+        chunk = end.recv(_GREETING.size - len(data))
+        if not chunk:
             break
-        parts += part
-    return parts
+        data += chunk
+    return data
 
 
 def _missing(bootstrap: Bootstrap, ranks: list[int]) -> CommTimeout:
-    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    names = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
     return CommTimeout(
         Message(
-            "rank {} waited {:g} s for the connection of {}: it didn't come; see what it says, or "
-            "give a longer {--first_iter_timeout}.",
+            "rank {} timed out after {:g} s waiting for a connection from {}; check the output of "
+            "that rank, or increase {--first_iter_timeout}.",
             bootstrap.rank,
             bootstrap.limit,
-            who,
+            names,
         )
     )

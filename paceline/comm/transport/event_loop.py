@@ -1,44 +1,40 @@
-"""The loop that moves bytes between connected peers: a state machine over arrays and sockets.
+"""Event loop of the transport: a state machine over arrays and sockets.
 
-It is written in the part of Python that numba compiles, so that it runs in a thread without ever
-taking the interpreter's lock; where numba isn't installed, the same source runs as it stands
-(`system_calls.py` has the system calls of both). All that it knows is in arrays that Python made:
+It is written in the subset of Python that numba compiles, so that it runs in a thread without ever
+taking the interpreter's lock. Without numba the same source runs as plain Python; each has its
+system calls in `system_calls_compiled.py` or `system_calls_plain.py`. Its whole state is in arrays
+that Python allocates:
 
-    links   a row a connection       what is being sent there, what is being received
-    puts    a row a put's piece      whence, how much is left, how urgent; the most urgent is next
-    landed  (links, notifications)   written when a put's last byte by this connection has landed
-    values  (peers, notifications)   the least of them, over the connections of a peer
-    waits   a row a waiting thread   what it sleeps for, and what wakes it
-    marks   a row a moment           what was sent or arrived, and when; the newest, or none
+    links   a row a connection       the frame being sent, the frame being received
+    puts    a row a put's piece      source, bytes left, priority; the most urgent is next
+    landed  (links, notifications)   written when a put's last byte on this connection has landed
+    values  (peers, notifications)   the minimum of `landed` over a peer's connections
+    waits   a row a waiting thread   the peer it sleeps for, and its event
+    marks   a row a put event        what was sent or arrived, and when; the newest, or none
 
     frame   | magic | offset | bytes | notification or -1 | value | bytes …
 
-A put travels in frames of a limited size, and between two frames the choice is free: a more urgent
-put overtakes. Only a put's last frame carries its notification, and a stream keeps its order, so
-that the data are there before.
+A put is sent in frames of limited size; between two frames a more urgent put overtakes. Only a
+put's last frame carries its notification, and a stream keeps its order, so the data land before.
 
-A peer may have several connections, one behind another in `links`. Whichever has room takes the
-next frame of a put; once all are taken, every connection carries the notification behind what it
-took, and it counts when all have brought it. A small put goes by one connection, always the same
-for a notification, so that such puts land in their order.
+A peer may have several connections, in consecutive rows of `links`. Any connection with room takes
+the next frame of a put. After the last frame every connection carries the notification, which
+counts once all have delivered it. A small put uses one connection, always the same for a
+notification, so that such puts land in order.
 """
 
 from __future__ import annotations
 
-from paceline.comm.transport.system_calls import (
-    address,
-    clock_gettime,
-    errno,
-    jit,
-    lock,
-    poll,
-    read,
-    recv,
-    sendmsg,
-    setsockopt,
-    unlock,
-    write,
-)
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+_KIND = "plain" if find_spec("numba") is None else "compiled"
+_CALLS: Any = import_module(f"paceline.comm.transport.system_calls_{_KIND}")
+Lock, write_word, jit = _CALLS.Lock, _CALLS.write_word, _CALLS.jit
+address, errno, lock, unlock = _CALLS.address, _CALLS.errno, _CALLS.lock, _CALLS.unlock
+poll, setsockopt, clock_gettime = _CALLS.poll, _CALLS.setsockopt, _CALLS.clock_gettime
+sendmsg, recv, read, write = _CALLS.sendmsg, _CALLS.recv, _CALLS.read, _CALLS.write
 
 # The columns of a link, a put and a wait, and the places in `state`.
 FD, ALIVE, ERROR, FULL, PUT, OUT_HAVE, OUT_LEFT, OUT_AT = range(8)
@@ -48,8 +44,8 @@ ASLEEP, PEER, EVENT, WAIT = range(4)
 CONTROL, MEMORY, SIZE, CHUNK, TOP, EVENTS, LOCK, GONE, SUBSCRIBED, MARKED, ENDS, STATE = range(12)
 WHAT, OF, NOTIFICATION, REACHED, SECONDS, NANOSECONDS, MARK = range(7)
 
-LEFT_HERE, ARRIVED = range(2)  # what a mark tells of
-FREE, WAITING, NEW, QUEUED, SENT = range(5)  # a piece's status; the loop sets the last two
+LEFT_HERE, ARRIVED = range(2)  # kinds of put events
+FREE, WAITING, NEW, QUEUED, SENT = range(5)  # a piece's status; the event loop sets the last two
 NONE = -1  # instead of a put: there is none
 ANY = -1  # instead of the number of a peer's only connection for a put
 WORD = 8  # bytes
@@ -57,31 +53,31 @@ HEAD_WORDS = 5
 HEAD = HEAD_WORDS * WORD
 MAGIC = 0x50_61_63_65
 STOP = -1  # on the control pipe, instead of a put
-EVERYBODY = -1  # is woken, or is waited for, instead of one peer
-ENDED, NONSENSE = -1, -2  # errors of a link that the system has no number for
+ANY_PEER = -1  # in place of one peer's number, where a thread waits or is woken
+ENDED, INVALID = -1, -2  # errors of a link beside those of errno(3)
 
 _IN, _OUT, _BAD = 0x1, 0x4, 0x8 | 0x10 | 0x20  # poll(2)
 _FLAGS = 0x40 | 0x4000  # MSG_DONTWAIT, MSG_NOSIGNAL
 _INTERRUPTED, _AGAIN = 4, 11  # errno(3)
 _WAIT_SLICE_MS = 500
 _SOL_SOCKET, _SO_RCVLOWAT = 1, 18  # socket(7)
-_ENOUGH = 2**17  # bytes that the loop wakes for, of a long frame
+_ENOUGH = 2**17  # bytes of a long frame for which the event loop wakes
 _MONOTONIC = 1  # clock_gettime(2)
 
 
 @jit
 def wake(peer, events, waits, one):  # type: ignore[no-untyped-def]
-    """Wake who sleeps for a peer, and, of news, who sleeps for everybody's; under the lock."""
+    """Wake the threads that wait for a peer and, of events, those that wait for any; locked."""
     for w in range(waits.shape[0]):
-        who = waits[w, PEER]
-        if waits[w, ASLEEP] and (peer == EVERYBODY or who == peer or (events and who == EVERYBODY)):
+        of = waits[w, PEER]
+        if waits[w, ASLEEP] and (peer == ANY_PEER or of == peer or (events and of == ANY_PEER)):
             waits[w, ASLEEP] = 0
             write(waits[w, EVENT], address(one), WORD)
 
 
 @jit
 def mark(what, peer, note, value, state, marks):  # type: ignore[no-untyped-def]
-    """Write down what happens now, where somebody wants to know; the oldest is forgotten."""
+    """Record a put event, if any are kept; it replaces the oldest."""
     if marks.shape[0] == 0:
         return
     row = marks[state[MARKED] % marks.shape[0]]
@@ -92,7 +88,7 @@ def mark(what, peer, note, value, state, marks):  # type: ignore[no-untyped-def]
 
 @jit
 def has_work(put, number):  # type: ignore[no-untyped-def]
-    """Tell whether there is a frame of a put's piece for its peer's connection of a number."""
+    """Return whether a put's piece has a frame for its peer's connection of a number."""
     mine = put[ONLY] == ANY or put[ONLY] == number
     if put[LEFT] > 0 and mine:
         return True
@@ -101,7 +97,7 @@ def has_work(put, number):  # type: ignore[no-untyped-def]
 
 @jit
 def most_urgent(link, number, state, puts):  # type: ignore[no-untyped-def]
-    """Return the put that goes next by a connection; -1: none waits."""
+    """Return the put that a connection sends next; -1: none waits."""
     best = -1
     for p in range(state[TOP]):
         if puts[p, STATUS] != QUEUED or puts[p, TO] != link[OF_PEER]:
@@ -116,7 +112,7 @@ def most_urgent(link, number, state, puts):  # type: ignore[no-untyped-def]
 
 @jit
 def begin_frame(p, link, number, head, state, puts):  # type: ignore[no-untyped-def]
-    """Cut the next frame off a put, or only notify where its others go by other connections."""
+    """Cut the next frame off a put; only a notification where other connections send its data."""
     put = puts[p]
     size = min(state[CHUNK], put[LEFT]) if put[ONLY] == ANY or put[ONLY] == number else 0
     head[0], head[1], head[2], head[3], head[4] = MAGIC, put[OFFSET], size, -1, put[VALUE]
@@ -138,7 +134,7 @@ def begin_frame(p, link, number, head, state, puts):  # type: ignore[no-untyped-
 
 @jit
 def end_frame(link, state, puts, waits, one, marks):  # type: ignore[no-untyped-def]
-    """See whether a put, or a piece of it, has left whole with a frame."""
+    """Mark a put, or a piece of it, as sent if this frame was its last."""
     p = link[PUT]
     put, connections = puts[p], link[BEHIND] - link[FIRST]
     link[PUT] = NONE
@@ -191,19 +187,19 @@ def send(i, state, links, puts, heads, message, waits, one, marks):  # type: ign
 
 @jit
 def open_frame(link, head, state, notifications):  # type: ignore[no-untyped-def]
-    """Look at a complete head; return 0, or an error."""
+    """Check a complete head; return 0, or an error."""
     offset, size, note = head[1], head[2], head[3]
     if head[0] != MAGIC or size < 0 or size > state[CHUNK] or offset < 0:
-        return NONSENSE
+        return INVALID
     if offset > state[SIZE] - size or note < -1 or note >= notifications:
-        return NONSENSE
+        return INVALID
     link[IN_AT], link[IN_LEFT] = state[MEMORY] + offset, size
     return 0
 
 
 @jit
 def notify(i, head, state, links, landed, values, waits, one, marks):  # type: ignore[no-untyped-def]
-    """Tell what a frame notifies, if it does, and all connections of its peer have brought it."""
+    """Set a frame's notification, if it has one that all connections of the peer have delivered."""
     note, value, peer = head[3], head[4], links[i, OF_PEER]
     if note < 0:
         return
@@ -223,7 +219,7 @@ def notify(i, head, state, links, landed, values, waits, one, marks):  # type: i
 
 @jit
 def sleep_until(link, word):  # type: ignore[no-untyped-def]
-    """Let the kernel wake the loop for what is worth it: a head, or a good part of a frame."""
+    """Let the kernel wake the event loop for a head, or a large part of a frame."""
     enough = 1
     if link[IN_HAVE] == HEAD and link[IN_LEFT] > 0:
         enough = min(link[IN_LEFT], _ENOUGH)
@@ -234,7 +230,7 @@ def sleep_until(link, word):  # type: ignore[no-untyped-def]
 
 @jit
 def receive(i, state, links, heads, word, landed, values, waits, one, marks):  # type: ignore[no-untyped-def]
-    """Receive what is there; return 0, or an error."""
+    """Receive what has arrived; return 0, or an error."""
     link, head = links[i], heads[i]
     while True:
         in_head = link[IN_HAVE] < HEAD
@@ -272,7 +268,7 @@ def receive(i, state, links, heads, word, landed, values, waits, one, marks):  #
 
 @jit
 def take(state, puts, inbox):  # type: ignore[no-untyped-def]
-    """Queue the puts whose rows Python has filled; return False if it wants the loop to end."""
+    """Queue the puts whose rows Python has filled; return False at the stop command."""
     got = read(state[CONTROL], address(inbox), WORD * inbox.shape[0])
     for word in range(got // WORD):
         p = inbox[word]
@@ -285,14 +281,14 @@ def take(state, puts, inbox):  # type: ignore[no-untyped-def]
 
 @jit
 def give_up(i, error, state, links, waits, one):  # type: ignore[no-untyped-def]
-    """End a connection, and, if it didn't just end, its peer's others; wake everybody."""
+    """End a connection and, unless the peer closed it, the peer's others; wake all threads."""
     lock(state[LOCK])
     first, behind = (i, i + 1) if error == ENDED else (links[i, FIRST], links[i, BEHIND])
     for other in range(first, behind):
         if links[other, ALIVE]:
             links[other, ERROR], links[other, ALIVE] = error, 0
             state[ENDS] += 1
-    wake(EVERYBODY, True, waits, one)
+    wake(ANY_PEER, True, waits, one)
     unlock(state[LOCK])
 
 
@@ -300,7 +296,7 @@ def give_up(i, error, state, links, waits, one):  # type: ignore[no-untyped-def]
 def run(  # type: ignore[no-untyped-def]
     state, links, puts, landed, values, waits, heads, polled, message, inbox, word, one, marks
 ):
-    """Move bytes until Python says stop."""
+    """Send and receive until the stop command."""
     message[2], message[3] = address(message) + 8 * WORD, 2  # msghdr: two parts, at message[8]
     count = links.shape[0]
     while True:
@@ -322,7 +318,7 @@ def run(  # type: ignore[no-untyped-def]
                 shared |= links[i, BEHIND] - links[i, FIRST] > 1
             if error != 0:
                 give_up(i, error, state, links, waits, one)
-        for i in range(count if shared else 0):  # what one has taken, the others notify of
+        for i in range(count if shared else 0):  # the other connections notify of what one has sent
             if links[i, ALIVE] and not links[i, FULL]:
                 error = send(i, state, links, puts, heads[1], message, waits, one, marks)
                 if error != 0:

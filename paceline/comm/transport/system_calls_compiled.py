@@ -1,8 +1,7 @@
 """System calls that functions compiled by numba make by themselves, without the interpreter.
 
-The lock is one of pthread's, in memory of ours. Python takes it without letting go of the
-interpreter's lock, for a moment; the compiled loop holds it for a moment and never needs the
-interpreter's.
+The lock is a pthread mutex in this module's memory. Python locks it without releasing the
+interpreter's lock; the compiled event loop never needs the interpreter's. Both hold it briefly.
 """
 
 from __future__ import annotations
@@ -52,10 +51,10 @@ def address(array):  # type: ignore[no-untyped-def]
 
 
 class Lock:
-    """A lock that the loop takes by its address.
+    """Mutex shared by Python and the compiled event loop, which locks it by address.
 
-    Of Python's threads one at a time goes for the mutex: a second one would wait for it with the
-    interpreter's lock, which the first one may need to let go of the mutex.
+    One Python thread at a time locks the mutex: a second one would wait for it while it holds the
+    interpreter's lock, which the first one may need to unlock the mutex.
     """
 
     def __init__(self) -> None:
@@ -75,5 +74,5 @@ class Lock:
 
 
 def write_word(descriptor: int, word: int) -> None:
-    """Write a word to a pipe or an event that has room, from Python, without a chance to pause."""
+    """Write a word to a pipe or an event that has room, and keep the interpreter's lock."""
     _write(descriptor, ctypes.c_int64(word), 8)

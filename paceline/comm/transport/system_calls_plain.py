@@ -1,4 +1,4 @@
-"""System calls for the loop as it stands, a thread of Python's as any other."""
+"""System calls for the event loop in plain Python, without numba."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_LOCK = threading.Lock()  # of all loops; each holds it for a moment
+_LOCK = threading.Lock()  # of all event loops; each holds it briefly
 
 
 def jit(function: _Function) -> _Function:
@@ -32,17 +32,17 @@ def errno() -> int:
 
 
 def lock(address: int) -> None:
-    """Take the lock."""
+    """Acquire the lock."""
     _LOCK.acquire()
 
 
 def unlock(address: int) -> None:
-    """Let go of the lock."""
+    """Release the lock."""
     _LOCK.release()
 
 
 class Lock:
-    """The lock that the loop takes."""
+    """Mutex of the event loop (plain Python version)."""
 
     address = 0
 

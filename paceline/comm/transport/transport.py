@@ -1,10 +1,11 @@
-"""Python's side of the event loop (`event_loop.py`): its arrays, its thread, who sleeps."""
+"""Python's side of the event loop (`event_loop.py`): its arrays, its thread, sleeping threads."""
 
 from __future__ import annotations
 
 import heapq
 import os
 import queue
+import select
 import socket
 import struct
 import threading
@@ -16,37 +17,35 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.comm.put_event import PutEvent
 from paceline.comm.transport import event_loop as loop
-from paceline.comm.transport.system_calls import Lock, write_word
-from paceline.comm.transport.wake_event import WakeEvent
+from paceline.comm.window import INVALID_PUT, PEER_CLOSED, THIS_PROCESS_CLOSED, PutEvent
 from paceline.errors import CommError, Message
 
 CHUNK = 2**18  # bytes of a frame at most
 _SHARED = 2**17  # bytes of a put that several connections share, at least
 _PUTS = 2**16  # pieces that can be under way
-_SEATS = 16  # threads that can sleep at once
+_SLEEPERS = 16  # threads that can sleep at once
 _CLOSE_S = 5.0
-_TOGETHER_S = 2.0  # in which a peer that ends closes all its connections
+_TOGETHER_S = 2.0  # within which an ending peer closes all its connections
 _CLOSED = (-1, -1)
-_FEW = 16  # puts that have left, whose rows and sources may wait for the next look
+_FEW = 16  # sent puts whose rows and sources are not reclaimed yet
 _ROW = struct.Struct(f"{loop.PUTS}q")  # numpy takes five times as long to write one
-_SEAT = struct.Struct(f"{loop.WAIT}q")
+_SLEEPER = struct.Struct(f"{loop.WAIT}q")
 
 _Words = NDArray[np.int64]
 
 
 class Transport:
-    """Moves puts to peers and theirs into this rank's memory.
+    """Transport: sends puts to peers and receives peers' puts into this rank's window.
 
     Args:
-        sockets: connected streams, of each peer; none of this rank itself.
-        memory: (bytes,) of uint8, that peers write into.
+        sockets: each peer's connected streams; none of this rank itself.
+        memory: (bytes,) of uint8, into which peers write.
         notifications: how many each peer has.
-        marks: how many moments to remember, the newest.
+        marks: how many put events to keep, the newest.
 
     Attributes:
-        values: (peers, notifications), what has been notified.
+        values: (peers, notifications), the last value notified; written by the transport thread.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class Transport:
         count = len(self._sockets)
         self._memory = memory
         self._control = os.pipe()
-        self._lock = Lock()
+        self._lock = loop.Lock()
         self._state = _words(loop.STATE)
         self._state[[loop.CONTROL, loop.CHUNK, loop.LOCK]] = (
             self._control[0],
@@ -83,7 +82,7 @@ class Transport:
             )
         self._puts = _words(_PUTS, loop.PUTS)
         self.values = _words(len(sockets), notifications)
-        self._waits = _words(_SEATS, loop.WAIT)
+        self._waits = _words(_SLEEPERS, loop.WAIT)
         self._asleep = self._waits.data.cast("B")
         self._marks = _words(marks, loop.MARK)
         self._rows = self._puts.data.cast("B")
@@ -93,9 +92,9 @@ class Transport:
         self._order = self._top = 0
         self._gone = 0
         self._putting = threading.Lock()
-        self._seats: queue.SimpleQueue[tuple[int, WakeEvent]] = queue.SimpleQueue()
-        for seat in range(_SEATS):
-            self._seats.put((seat, WakeEvent()))
+        self._slots: queue.SimpleQueue[tuple[int, WakeEvent]] = queue.SimpleQueue()
+        for slot in range(_SLEEPERS):
+            self._slots.put((slot, WakeEvent()))
         self._failure = ""
         self._ends: dict[int, float] = {}  # when a peer was first seen to have closed some
         arrays = (
@@ -121,21 +120,21 @@ class Transport:
 
     @property
     def events(self) -> int:
-        """How many notifications have come."""
+        """The number of subscribed notifications and of calls of `wake`."""
         events: int = self._words[loop.EVENTS]
         return events
 
     @property
     def whole(self) -> bool:
-        """Whether no connection has ended yet."""
+        """Whether all connections are open."""
         return not self._words[loop.ENDS]
 
     @property
     def moments(self) -> list[PutEvent]:
-        """When puts had left and notifications came, as far as it is remembered, in order."""
+        """When puts were sent and notifications arrived, in order; the newest ones."""
         marked = int(self._state[loop.MARKED])
         size = len(self._marks)
-        rows = self._marks[[place % size for place in range(max(0, marked - size), marked)]]
+        rows = self._marks[[number % size for number in range(max(0, marked - size), marked)]]
         return [
             PutEvent(
                 arrived=what == loop.ARRIVED,
@@ -148,9 +147,9 @@ class Transport:
         ]
 
     def error(self, peer: int) -> str:
-        """Say why a peer's connections ended; "" as long as they stand.
+        """Return why a peer's connections ended; "" as long as they are open.
 
-        For a moment after some have only ended, the peer's last words may be in the others.
+        For a moment after one has ended, the peer's last puts may still arrive by the others.
         """
         if self.whole:
             return ""
@@ -166,15 +165,15 @@ class Transport:
             if time.monotonic() < since + _TOGETHER_S:
                 return ""
         known = {
-            0: "this process closed it",
-            loop.ENDED: "the peer closed it",
-            loop.NONSENSE: "the peer sent something that is no put",
+            0: THIS_PROCESS_CLOSED,
+            loop.ENDED: PEER_CLOSED,
+            loop.INVALID: INVALID_PUT,
         }
         error = int(links[(broken if broken.any() else ended).argmax(), loop.ERROR])
         return known.get(error) or os.strerror(error)
 
     def subscribe(self, below: int) -> None:
-        """Count only notifications below a number as news."""
+        """Count only notifications below a number as events."""
         self._state[loop.SUBSCRIBED] = below
 
     def put(
@@ -185,17 +184,17 @@ class Transport:
         priority: int,
         keep: object,
     ) -> None:
-        """Queue a put; none is once the connections are closed.
+        """Queue a put, unless the connections are closed.
 
         Args:
-            peer: to whom.
-            pieces: the addresses and the numbers of its bytes.
+            peer: the receiving rank.
+            pieces: addresses and sizes of its memory ranges.
             target: offset in the peer's memory, notification, value.
             priority: smaller goes first.
-            keep: what keeps the sources' memory alive.
+            keep: the objects that own the sources' memory.
 
         Raises:
-            CommError: too many are under way.
+            CommError: too many puts are in flight.
         """
         only = loop.ANY
         if sum(size for _, size in pieces) < _SHARED:
@@ -213,22 +212,22 @@ class Transport:
                 row = (status, peer, priority, self._order, *piece, *target, rest, only, 0, 0)
                 _ROW.pack_into(self._rows, slot * _ROW.size, *row)
                 rest = slot
-            write_word(self._control[1], slots[0])
+            loop.write_word(self._control[1], slots[0])
 
     def sending(self, peer: int) -> bool:
-        """Tell whether a put to a peer is under way."""
+        """Return whether a put to a peer is under way."""
         puts = self._puts[: self._top]
         status = puts[:, loop.STATUS]
         mine = (status == loop.NEW) | (status == loop.QUEUED) | (status == loop.WAITING)
         return bool((mine & (puts[:, loop.TO] == peer)).any())
 
     def sleep(self, peer: int, ready: Callable[[], bool], limit: float) -> bool:
-        """Sleep until something is true, for `limit` seconds at most; return whether it is.
+        """Sleep until a condition holds, for `limit` seconds at most; return whether it holds.
 
         Args:
-            peer: looks again whenever something has come from, or gone to, this peer; or
-                `loop.EVERYBODY`.
-            ready: quick; called under the loop's lock.
+            peer: the condition is evaluated after each arrival from, or send to, this peer; or
+                `loop.ANY_PEER`.
+            ready: the condition; quick, called under the event loop's lock.
             limit: seconds.
         """
         if self._sources:
@@ -236,14 +235,14 @@ class Transport:
         if ready():
             return True
         deadline = time.monotonic() + limit
-        seat, event = self._seats.get()
+        slot, event = self._slots.get()
         woken = True
         try:
             while True:
                 with self._lock:
                     if ready():
                         return True
-                    _SEAT.pack_into(self._asleep, seat * _SEAT.size, 1, peer, event.number)
+                    _SLEEPER.pack_into(self._asleep, slot * _SLEEPER.size, 1, peer, event.number)
                 woken = False
                 woken = event.sleep(deadline - time.monotonic())
                 if not woken:
@@ -251,24 +250,24 @@ class Transport:
         finally:
             if not woken:
                 with self._lock:
-                    self._waits[seat, loop.ASLEEP] = 0  # nobody writes to the event any more
+                    self._waits[slot, loop.ASLEEP] = 0  # the loop no longer writes to the event
                 event.clear()
-            self._seats.put((seat, event))
+            self._slots.put((slot, event))
 
     def wake(self) -> None:
-        """Count as news something that happened in this process."""
+        """Count an event of this process."""
         with self._lock:
             self._state[loop.EVENTS] += 1
-            asleep = self._waits[:, loop.ASLEEP] & (self._waits[:, loop.PEER] == loop.EVERYBODY)
-            for seat in np.flatnonzero(asleep).tolist():
-                self._waits[seat, loop.ASLEEP] = 0
-                write_word(int(self._waits[seat, loop.EVENT]), 1)
+            asleep = self._waits[:, loop.ASLEEP] & (self._waits[:, loop.PEER] == loop.ANY_PEER)
+            for slot in np.flatnonzero(asleep).tolist():
+                self._waits[slot, loop.ASLEEP] = 0
+                loop.write_word(int(self._waits[slot, loop.EVENT]), 1)
 
     def close(self) -> None:
         """End the event loop and close the connections; every sleeping thread wakes."""
         with self._putting:
             if self._control != _CLOSED:
-                write_word(self._control[1], loop.STOP)
+                loop.write_word(self._control[1], loop.STOP)
         self._thread.join(_CLOSE_S)
         self._end_all()
         for end in self._sockets if self._thread.is_alive() else ():
@@ -281,7 +280,7 @@ class Transport:
         Compiling takes half a minute on a busy machine. In the transport thread it would count
         against the limits of the first waits, and keep `close` from stopping the loop.
         """
-        write_word(self._control[1], loop.STOP)
+        loop.write_word(self._control[1], loop.STOP)
         with suppress(Exception):  # the thread fails alike, and reports it
             loop.run(*arrays)
 
@@ -304,7 +303,7 @@ class Transport:
             self._control = _CLOSED
 
     def _end_all(self) -> None:
-        """End all connections here, and wake whoever sleeps."""
+        """Mark all connections as ended, and wake all sleeping threads."""
         with self._lock:
             self._links[:, loop.ALIVE] = 0
             self._words[loop.ENDS] += 1
@@ -320,8 +319,8 @@ class Transport:
         if len(self._free) < count:
             raise CommError(
                 Message(
-                    "{:,} pieces of puts are under way, and more can't be: a peer takes none, or "
-                    "there are too many; give a larger {--bucket_mb}.",
+                    "{:,} chunks are in flight, which is the maximum: a peer does not receive, or "
+                    "there are too many buckets; use a larger {--bucket_mb}.",
                     _PUTS,
                 )
             )
@@ -330,7 +329,7 @@ class Transport:
         return slots
 
     def reap(self) -> None:
-        """Let go of what has been sent."""
+        """Release the rows and sources of sent puts."""
         if self._words[loop.GONE] != self._gone:
             with self._putting:
                 self._reap()
@@ -349,3 +348,31 @@ class Transport:
 
 def _words(*shape: int) -> _Words:
     return np.zeros(shape, np.int64)
+
+
+class WakeEvent:
+    """Wake-up event of a thread (eventfd).
+
+    Attributes:
+        number: the descriptor; a word written to it wakes the thread.
+    """
+
+    def __init__(self) -> None:
+        self.number = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll = select.poll()
+        self._poll.register(self.number, select.POLLIN)
+
+    def sleep(self, limit: float) -> bool:
+        """Sleep; return False at the limit."""
+        if limit <= 0 or not self._poll.poll(limit * 1000):
+            return False
+        self.clear()
+        return True
+
+    def clear(self) -> None:
+        """Discard what was written to it."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self.number)
+
+    def __del__(self) -> None:
+        os.close(self.number)

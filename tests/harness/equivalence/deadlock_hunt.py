@@ -28,12 +28,10 @@ from torch import nn
 from paceline.algorithms.data_parallel import DataParallel
 from paceline.algorithms.notified import PutOptions, make_notified
 from paceline.comm.communicator import Communicator
+from paceline.comm.connection_window import connect_window
 from paceline.comm.faulty_window import Faults, FaultyWindow
 from paceline.comm.inprocess.window import WindowGroup
 from paceline.comm.nixl.window import nixl_window
-from paceline.comm.shm_tcp_window import shm_tcp_window
-from paceline.comm.shm_window import shm_window
-from paceline.comm.tcp_window import tcp_window
 from paceline.comm.window import Window
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.put_engine.layout import Topology
@@ -157,15 +155,12 @@ def opened_by(drawn: Draw, limit: float) -> Callable[[int, int, int], Make]:
 
         def connect(rank: int) -> Window:
             here = replace(at[rank], purpose=f"window/{binding}")
-            if drawn.kind == "shared":
-                return shm_window(here, size, notifications)
             if drawn.kind == "nixl":
                 return nixl_window(here, ADDRESS, size, notifications)
-            by = {"connections": drawn.connections}
-            if drawn.kind == "tcp":
-                return tcp_window(here, ADDRESS, size, notifications, **by)
-            group = next(g for g in Topology.of(drawn.machines).groups if rank in g)
-            return shm_tcp_window(here, group, ADDRESS, size, notifications, **by)
+            machines = {"shared": [drawn.world_size], "tcp": [1] * drawn.world_size}
+            topology = Topology.of(machines.get(drawn.kind, drawn.machines))
+            group, by = topology.groups[topology.group_of(rank)], drawn.connections
+            return connect_window(here, group, ADDRESS, size, notifications, connections=by)
 
         return groups[binding].window if drawn.kind == "inprocess" else connect
 

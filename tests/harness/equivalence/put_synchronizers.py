@@ -17,10 +17,10 @@ from paceline.algorithms.sharded import make_sharded
 from paceline.cluster.membership.members import Members
 from paceline.codecs.codecs import CODECS
 from paceline.comm.communicator import Communicator
+from paceline.comm.connection_window import connect_window
 from paceline.comm.faulty_window import Faults, FaultyWindow
 from paceline.comm.inprocess.communicator import ThreadGroup
 from paceline.comm.inprocess.window import WindowGroup
-from paceline.comm.shm_tcp_window import shm_tcp_window
 from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.comm.window import Window
 from paceline.reduce.buckets import Bucket
@@ -30,11 +30,12 @@ from paceline.update.updater import Updater
 from paceline.wiring.exchange import Peers
 from paceline.wiring.machine_group import connect_group
 
+LIMIT = 90.0  # generous: the machine may be busy, and a fresh clone compiles the kernels
 Inside = Callable[[int], Communicator]  # connects a rank with those of its machine
 MakeNear = Callable[[Sequence[int]], Inside]  # of machines with so many ranks
 
 
-def in_threads(machines: Sequence[int], limit: float = 30.0) -> Inside:
+def in_threads(machines: Sequence[int], limit: float = LIMIT) -> Inside:
     """Connect the ranks of each machine, which are threads, with each other."""
     intra_machine: dict[int, Communicator] = {}
     for ranks in Topology.of(machines).groups:
@@ -48,7 +49,7 @@ def notified(
     machines: Sequence[int] = (),
     codec: str = "fp32",
     kind: Any = make_notified,
-    limit: float = 30.0,
+    limit: float = LIMIT,
     staged: bool = False,
     intra_machine: MakeNear | None = None,
 ) -> Callable[..., Any]:
@@ -100,7 +101,7 @@ def notified(
     return make
 
 
-def notified_on_machines(machines: Sequence[int], limit: float = 30.0) -> Callable[..., Any]:
+def notified_on_machines(machines: Sequence[int], limit: float = LIMIT) -> Callable[..., Any]:
     """Return what makes it on real windows: shared memory inside a machine, TCP between them."""
     made: Counter[int] = Counter()
     topology, store = Topology.of(machines), HashStore()
@@ -114,10 +115,10 @@ def notified_on_machines(machines: Sequence[int], limit: float = 30.0) -> Callab
             world_size=communicator.world_size,
             token="token",
             purpose=f"window/{made[rank]}",
-            limit=30.0,
+            limit=LIMIT,
         )
         intra_machine = topology.groups[topology.group_of(rank)]
-        open_window = partial(shm_tcp_window, bootstrap, intra_machine, "127.0.0.1")
+        open_window = partial(connect_window, bootstrap, intra_machine, "127.0.0.1")
         limits = (limit, limit)
         options = PutOptions(open_window=open_window, topology=topology, limits=limits)
         return make_notified(buckets, *parts, options)
@@ -125,7 +126,7 @@ def notified_on_machines(machines: Sequence[int], limit: float = 30.0) -> Callab
     return make
 
 
-def notified_by_gloo(machines: Sequence[int], limit: float = 30.0) -> Callable[..., Any]:
+def notified_by_gloo(machines: Sequence[int], limit: float = LIMIT) -> Callable[..., Any]:
     """Return what makes it as workers with GPUs do: Gloo in NCCL's place, TCP between machines."""
     store, peers = HashStore(), {}
 

@@ -16,11 +16,10 @@ from typing import Any, TypeVar
 import pytest
 from torch.distributed import HashStore
 
+from paceline.comm.connection_window import ConnectionWindow, connect_window
 from paceline.comm.faulty_window import Faults, FaultyWindow
 from paceline.comm.inprocess.window import WindowGroup
 from paceline.comm.nixl.window import nixl_window
-from paceline.comm.shm_window import shm_window
-from paceline.comm.tcp_window import tcp_window
 from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.comm.window import Window
 
@@ -29,7 +28,6 @@ Make = Callable[[int], Window]  # of a rank
 
 LIMIT = 30.0
 _COMPILED_OR_NOT = (
-    "transport.system_calls",
     "transport.event_loop",
     "transport.transport",
     "connection_window",
@@ -56,6 +54,19 @@ def bootstraps(
         )
         for rank in range(world_size)
     ]
+
+
+def tcp_window(
+    bootstrap: Bootstrap, address: str, size: int, notifications: int, connections: int = 1
+) -> ConnectionWindow:
+    """Open a window as if each rank had a machine of its own."""
+    alone = [bootstrap.rank]
+    return connect_window(bootstrap, alone, address, size, notifications, connections=connections)
+
+
+def shm_window(bootstrap: Bootstrap, size: int, notifications: int) -> ConnectionWindow:
+    """Open a window as if all ranks had one machine."""
+    return connect_window(bootstrap, bootstrap.ranks, "127.0.0.1", size, notifications)
 
 
 def inprocess(world_size: int, size: int, notifications: int) -> Make:
@@ -95,21 +106,22 @@ def nixl(world_size: int, size: int, notifications: int) -> Make:
 def plain_tcp(world_size: int, size: int, notifications: int) -> Make:
     at = bootstraps(world_size)
     with without_numba() as make:
-        return lambda rank: make("tcp_window").tcp_window(
-            at[rank], "127.0.0.1", size, notifications
-        )
+        connect = make("connection_window").connect_window
+    return lambda rank: connect(at[rank], [rank], "127.0.0.1", size, notifications)
 
 
 def plain_shared(world_size: int, size: int, notifications: int) -> Make:
     at = bootstraps(world_size)
     with without_numba() as make:
-        return lambda rank: make("shm_window").shm_window(at[rank], size, notifications)
+        connect = make("connection_window").connect_window
+    ranks = range(world_size)
+    return lambda rank: connect(at[rank], ranks, "127.0.0.1", size, notifications)
 
 
 @contextmanager
 def without_numba() -> Iterator[Callable[[str], Any]]:
     """Yield what imports a module of `comm` anew, as where numba isn't installed."""
-    names = [f"paceline.comm.{name}" for name in (*_COMPILED_OR_NOT, "tcp_window", "shm_window")]
+    names = [f"paceline.comm.{name}" for name in _COMPILED_OR_NOT]
     before = {name: sys.modules.pop(name, None) for name in names}
     find_spec = importlib.util.find_spec
     importlib.util.find_spec = lambda name, package=None: (  # type: ignore[assignment]
@@ -123,8 +135,8 @@ def without_numba() -> Iterator[Callable[[str], Any]]:
             if module is not None:
                 sys.modules[name] = module
     assert (
-        fresh["paceline.comm.transport.system_calls"].jit
-        is not sys.modules["paceline.comm.transport.system_calls"].jit
+        fresh["paceline.comm.transport.event_loop"].jit
+        is not sys.modules["paceline.comm.transport.event_loop"].jit
     )
     yield lambda name: fresh[f"paceline.comm.{name}"]
 

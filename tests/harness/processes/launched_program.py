@@ -38,10 +38,10 @@ def main(environment: Environment, limit: float, order: str, folder: str = "") -
     try:
         _obey(order, joined, limit)
     except Exception as error:
-        status = joined.fail(error)
+        status = joined.ending.fail(error)
         sys.stderr.flush()
         os._exit(status)
-    joined.close()
+    joined.ending.close()
     return 0
 
 

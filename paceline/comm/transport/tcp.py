@@ -1,7 +1,7 @@
-"""A window over TCP, between machines.
+"""TCP connections between machines, tuned for puts.
 
-The kernel's buffer is first in, first out, so it is kept short (`TCP_NOTSENT_LOWAT`): what hasn't
-left it can still be overtaken by something more urgent.
+The kernel's send buffer is first in, first out, so it stays short (`TCP_NOTSENT_LOWAT`): a more
+urgent put can overtake what has not entered it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,6 @@ from dataclasses import replace
 from itertools import chain
 from math import inf
 
-import torch
-
-from paceline.comm.connection_window import ConnectionWindow
 from paceline.comm.transport.bootstrap import Bootstrap, connect_all
 
 _UNSENT = 2**18  # bytes that wait in the kernel at most
@@ -26,33 +23,13 @@ _FAST = 1.25e9  # bytes/s: 10 Gbit/s
 _NOTSENT_LOWAT, _MIN_RTT = 25, struct.Struct("=148xI")
 
 
-def tcp_window(
-    bootstrap: Bootstrap, address: str, size: int, notifications: int, connections: int = 1
-) -> ConnectionWindow:
-    """Connect ranks by TCP; collective.
-
-    Args:
-        bootstrap: who connects.
-        address: the IP address of this machine that the peers reach.
-        size: bytes of this rank's memory.
-        notifications: how many each peer has.
-        connections: to each peer.
-
-    Raises:
-        CommError: a rank didn't come in time, or can't be reached.
-    """
-    ends = connect_by_tcp(bootstrap, address, connections)
-    memory = torch.zeros(size, dtype=torch.uint8)
-    return ConnectionWindow(bootstrap.rank, memory, ends, [None] * len(ends), notifications)
-
-
 def connect_by_tcp(
     bootstrap: Bootstrap, address: str, connections: int = 1
 ) -> list[list[socket.socket]]:
     """Connect ranks by TCP, ready for puts; collective.
 
     Returns:
-        each rank's streams, in the same order at both ends; of this rank, none.
+        each rank's streams, in the same order at both ends; none of this rank.
 
     Raises:
         as `connect_all`.
@@ -78,7 +55,7 @@ def _connect(bootstrap: Bootstrap, address: str, number: int) -> list[socket.soc
 
 
 def tune(streams: Iterable[Sequence[socket.socket]]) -> None:
-    """Set the TCP connections to all peers up for puts."""
+    """Set the options of the TCP connections to all peers."""
     ends = list(chain.from_iterable(streams))
     for end in ends:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -89,11 +66,11 @@ def tune(streams: Iterable[Sequence[socket.socket]]) -> None:
 
 
 def in_flight(round_trip: float, connections: int) -> int | None:
-    """Return how many bytes may have left by each of some connections; None: as many as TCP likes.
+    """Return the bytes that each connection may have in flight; None: TCP decides.
 
-    TCP sends until a queue on the way is full, and what is urgent stands behind all that was sent
-    before. Between near machines a link is busy with a fraction of that. Connections that share a
-    link share it by what each has in flight: with equal and short buffers none falls behind.
+    TCP sends until a queue on the way is full, and an urgent put waits behind all that was sent
+    before. Over a short round trip a fraction of that keeps the link busy. Connections share a link
+    in proportion to what each has in flight: with equal and short buffers none falls behind.
 
     Args:
         round_trip: seconds, with empty queues.
@@ -104,13 +81,13 @@ def in_flight(round_trip: float, connections: int) -> int | None:
 
 
 def round_trip(info: bytes) -> float:
-    """Return the shortest time that TCP has seen a byte take to the peer and back, seconds.
+    """Return the shortest round trip that TCP has measured, in seconds.
 
     Args:
-        info: a `tcp_info`; one that is too short, or has 0 there, is of a kernel that doesn't tell.
+        info: a `tcp_info`; too short, or 0 in this field, where the kernel does not report it.
     """
-    told = _MIN_RTT.unpack(info)[0] if len(info) == _MIN_RTT.size else 0
-    return float(told) / 1e6 if told else inf
+    microseconds = _MIN_RTT.unpack(info)[0] if len(info) == _MIN_RTT.size else 0
+    return microseconds / 1e6 if microseconds else inf
 
 
 def _call(where: str, limit: float) -> socket.socket:

@@ -1,8 +1,8 @@
-"""A window in shared memory, between the processes of one machine.
+"""Shared memory and local sockets between the processes of one machine.
 
-Each rank's memory is a file without a name (memfd) that its peers map; its descriptor travels over
-their local sockets, which carry the notifications afterwards. Nothing is ever in a file system: the
-kernel takes memory and sockets back with the last process, however it ended.
+Each rank's memory is an anonymous file (memfd) that its peers map. Local sockets carry its
+descriptor, and later the notifications. Nothing is in a file system: the kernel frees memory and
+sockets with the last process, however it ended.
 """
 
 from __future__ import annotations
@@ -12,41 +12,18 @@ import os
 import secrets
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from paceline.comm.connection_window import ConnectionWindow
 from paceline.comm.transport.bootstrap import Bootstrap, connect_all
 from paceline.errors import CommTimeout, PeerLost
 
 
-def shm_window(bootstrap: Bootstrap, size: int, notifications: int) -> ConnectionWindow:
-    """Connect the ranks of one machine; collective.
-
-    Args:
-        bootstrap: who connects.
-        size: bytes of this rank's memory, the same on all ranks.
-        notifications: how many each peer has.
-
-    Raises:
-        CommError: a rank didn't come in time, or isn't on this machine.
-    """
-    with ExitStack() as stack:
-        ends = connect_locally(bootstrap)
-        for end in filter(None, ends):
-            stack.callback(end.close)
-        memory, reaches = share_memory(bootstrap, ends, size)
-        streams = [[end] if end else [] for end in ends]
-        window = ConnectionWindow(bootstrap.rank, memory, streams, reaches, notifications)
-        stack.pop_all()
-        return window
-
-
 def connect_locally(bootstrap: Bootstrap) -> list[socket.socket | None]:
     """Connect ranks of one machine by local sockets; collective. As `connect_all`."""
-    name = f"\0paceline-{secrets.token_hex(16)}"  # in no file system
+    name = f"\0paceline-{secrets.token_hex(16)}"  # an abstract address, in no file system
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(name)
         server.listen()
@@ -56,10 +33,10 @@ def connect_locally(bootstrap: Bootstrap) -> list[socket.socket | None]:
 def share_memory(
     bootstrap: Bootstrap, ends: Sequence[socket.socket | None], size: int
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Make this rank's memory, (bytes,), and map that of those who are connected; collective.
+    """Make this rank's memory, (bytes,), and map that of the connected ranks; collective.
 
     Raises:
-        CommError: a rank didn't send its memory.
+        CommError: a rank did not send its memory.
     """
     own = os.memfd_create(f"paceline window of rank {bootstrap.rank}")
     try:
@@ -82,7 +59,7 @@ def _reach(bootstrap: Bootstrap, peer: int, end: socket.socket | None, size: int
     with _named(bootstrap, peer):
         _, descriptors, _, _ = socket.recv_fds(end, 1, 1)
         if not descriptors:
-            raise ConnectionError("it sent none")
+            raise ConnectionError("the peer sent no file descriptor")
     try:
         return _mapped(descriptors[0], size)
     finally:
@@ -91,16 +68,17 @@ def _reach(bootstrap: Bootstrap, peer: int, end: socket.socket | None, size: int
 
 @contextmanager
 def _named(bootstrap: Bootstrap, peer: int) -> Iterator[None]:
-    """Name the peer whose connection fails."""
+    """Name the peer in errors."""
     try:
         yield
     except TimeoutError as error:
         raise CommTimeout(
-            f"rank {bootstrap.rank} waited {bootstrap.limit:g} s for the memory of rank {peer}."
+            f"rank {bootstrap.rank} timed out after {bootstrap.limit:g} s waiting for the shared "
+            f"memory of rank {peer}."
         ) from error
     except OSError as error:
         raise PeerLost(
-            f"rank {bootstrap.rank} lost rank {peer} before they shared memory: {error}."
+            rank=bootstrap.rank, peer=peer, operation="mapping its shared memory", cause=f"{error}"
         ) from error
 
 
