@@ -71,12 +71,13 @@ class PacelineError(Exception):
     status = 1
 
     def __init__(self, message: str | Message = "", *more: object) -> None:
-        super().__init__(message, *more)
+        super().__init__(str(message), *more)  # tyro requires a string
+        self._message = message
         self.name_of: Callable[[str], str] = as_flag
 
     def __str__(self) -> str:
-        message = self.args[0] if self.args else ""
-        return message.render(self.name_of) if isinstance(message, Message) else str(message)
+        message = self._message
+        return message.render(self.name_of) if isinstance(message, Message) else message
 
 
 class ConfigError(PacelineError, ValueError):

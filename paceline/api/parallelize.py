@@ -124,7 +124,7 @@ def parallelize(
 
         setting = TrialSetting(folder=session.run, tell=tell)
         replica = replicate(model, optimizer, peers, config, share, setting)
-        notes = list(world._start.restore_exchange(replica))
+        notes: list[str | Message] = list(world._start.restore_exchange(replica))
         if len(joined.members.machines) == 1:
             notes += config.idle_on_one_machine
         for note in notes if world.rank == 0 else ():

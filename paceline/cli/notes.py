@@ -28,7 +28,7 @@ def notes(config: TrainConfig, gpus: int, launcher: str = "") -> Iterator[str]:
             f"process {small + 1} image{'s' if small else ''} per step and the others {small}."
         )
     if world.num_shards == 1 and not launcher:
-        yield from config.sync.idle_on_one_machine
+        yield from map(str, config.sync.idle_on_one_machine)
     if launcher == "torchrun":
         for flag in ("file_store_path", "redis_host", "redis_url"):
             if getattr(world, flag):

@@ -36,6 +36,7 @@ from paceline.cluster.supervision.process_end import (
 )
 from paceline.cluster.supervision.supervisor import say
 from paceline.cluster.supervision.worker import join_world
+from paceline.errors import Message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +143,7 @@ def _launched(
     meeting: StoreSpec | None,
     wanted: Sequence[str],
 ) -> Joined:
-    remedy = "see what they say, or give a longer --first_iter_timeout"
+    remedy = Message("see what they say, or give a longer {--first_iter_timeout}")
     deadline = Deadline(first_iter_timeout, _say_nothing, time.sleep, remedy)
     server, space = meet(launched, meeting, wanted, first_iter_timeout, say)
     world = gather(space, launched, wanted, deadline)

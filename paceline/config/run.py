@@ -52,8 +52,9 @@ class OutputConfig:
             return None
         if not (colon and first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
             raise ConfigError(
-                f"--trace_steps {self.trace_steps}: give the first and the last step, counted from "
-                "0, such as 100:104."
+                flag="trace_steps",
+                value=self.trace_steps,
+                rule="give the first and the last step, counted from 0, such as 100:104",
             )
         return range(int(first), int(last) + 1)
 

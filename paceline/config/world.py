@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from paceline.config.rules import at_least, file_name, positive, within
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, Message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,24 +166,35 @@ class SyncConfig:
             self._refuse_collectives()
         if self.transport == "nixl" and self.connections > 1:
             raise ConfigError(
-                f"--connections {self.connections} needs --transport tcp: NIXL makes its own "
-                "connections."
+                Message(
+                    "{--connections} {} needs {--transport} tcp: NIXL makes its own connections.",
+                    self.connections,
+                )
             )
 
     def _refuse_collectives(self) -> None:
         if self.wire != "fp32" and self.sync == "allreduce":
             raise ConfigError(
-                f"--wire {self.wire} needs --sync notified: {self.sync} sends gradients as they "
-                "are."
+                Message(
+                    "{--wire} {} needs {--sync} notified: allreduce sends gradients as they are.",
+                    self.wire,
+                )
             )
         if self.update != "replicated" and self.sync == "allreduce":
             raise ConfigError(
-                f"--update {self.update} needs --sync notified: with {self.sync} every worker "
-                "updates its copy."
+                Message(
+                    "{--update} {} needs {--sync} notified: with allreduce every worker updates "
+                    "its copy.",
+                    self.update,
+                )
             )
-        flag = "transport nixl" if self.transport == "nixl" else f"connections {self.connections}"
+        flag = "transport" if self.transport == "nixl" else "connections"
         raise ConfigError(
-            f"--{flag} needs --sync notified: allreduce makes its own connections, by Gloo or NCCL."
+            Message(
+                f"{{--{flag}}} {{}} needs {{--sync}} notified: allreduce makes its own "
+                "connections, by Gloo or NCCL.",
+                getattr(self, flag),
+            )
         )
 
     @property
@@ -193,13 +204,15 @@ class SyncConfig:
         return not plain or self.connections > 1
 
     @property
-    def idle_on_one_machine(self) -> list[str]:
+    def idle_on_one_machine(self) -> list[Message]:
         """A sentence for each flag that changes nothing where all workers share memory."""
-        flags = {f"wire {self.wire}": self.wire != "fp32"}
-        flags[f"connections {self.connections}"] = self.connections > 1
+        flags = {"wire": self.wire != "fp32", "connections": self.connections > 1}
         return [
-            f"--{flag} changes nothing on one machine, whose workers share memory: it is for what "
-            "travels between machines."
+            Message(
+                f"{{--{flag}}} {{}} changes nothing on one machine, whose workers share memory: it "
+                "is for what travels between machines.",
+                getattr(self, flag),
+            )
             for flag, given in flags.items()
             if given and self.transport != "nixl"  # which shares none
         ]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from paceline.atomic_write import PARTS, atomic_file, link_atomically
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, Message
 from paceline.state.file_integrity import check_header, check_integrity, load_file, reason_of
 
 FORMAT = 1
@@ -64,8 +64,12 @@ class Checkpoints:
                 old.unlink(missing_ok=True)
         except OSError as error:
             raise CheckpointError(
-                f"{path}: the checkpoint can't be written ({reason_of(error)}); make room, or give "
-                "another --output_dir. Earlier checkpoints are as they were."
+                Message(
+                    "{}: the checkpoint can't be written ({}); make room, or give another "
+                    "{--output_dir}. Earlier checkpoints are as they were.",
+                    path,
+                    reason_of(error),
+                )
             ) from error
         return path
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from paceline.cluster.membership.members import Members
 from paceline.comm.communicator import Communicator, broadcast_bytes, total
 from paceline.config.world import SyncConfig
+from paceline.errors import Message
 from paceline.reduce.buckets import partition
 from paceline.replica.trained_parameters import TrainedParameters
 from paceline.run.autotune_trials import Outcome, Trials, steps_of_trials
@@ -54,7 +55,7 @@ class TrialSetting:
 
     folder: Path | None = None
     steps: int | None = None
-    tell: Callable[[str], None] = lambda note: None
+    tell: Callable[[Message], None] = lambda note: None
 
 
 class Chooser:
@@ -117,7 +118,9 @@ class Chooser:
         if left is not None and left < SHARE * needed:
             few = f"{left} steps are too few to measure what is best"
             short = few if left else "no step is left to measure what is best"
-            self._tell(f"{_long(plain)}: {short}; choose by --sync and --bucket_mb")
+            self._tell(
+                Message("{}; choose by {--sync} and {--bucket_mb}", f"{_long(plain)}: {short}")
+            )
             return plain
         self._trials = Trials(len(candidates), time.perf_counter, self._mean)
         return candidates[0] if left is not None else plain
@@ -158,15 +161,22 @@ class Chooser:
         others = ", ".join(f"{name} {_number(value)}" for name, value in figures.items())
         noise = f"{100 * outcome.noise:.2g}%"
         intra_machine = "" if own <= min(figures.values()) else f" (all within {noise} are equal)"
+        flags = {"sync": chosen.sync, "bucket_mb": f"{chosen.bucket_mb:g}"}
+        if chosen.connections > 1:
+            flags["connections"] = str(chosen.connections)
         self._tell(
-            f"{_long(chosen)}: {_number(own)} ms a step; {others}{intra_machine}. Pin this choice "
-            f"with --sync {chosen.sync} --bucket_mb {chosen.bucket_mb:g}"
-            f"{f' --connections {chosen.connections}' if chosen.connections > 1 else ''}"
+            Message(
+                "{} ms a step; {}{}. Pin this choice with "
+                + " ".join(f"{{--{flag}}} {value}" for flag, value in flags.items()),
+                f"{_long(chosen)}: {_number(own)}",
+                others,
+                intra_machine,
+            )
         )
 
-    def _tell(self, text: str) -> None:
+    def _tell(self, text: str | Message) -> None:
         if self._communicator.rank == 0:
-            self._setting.tell(f"exchange: {text}.")
+            self._setting.tell(Message("exchange: {}.", text))
 
 
 def candidates_of(

@@ -27,7 +27,7 @@ from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.comm.window import Window
 from paceline.config.train import TrainConfig
 from paceline.config.world import SyncConfig
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, Message
 from paceline.observe.trace.step_trace import MARKS, Trace
 from paceline.recorder import NullRecorder, Recorder
 from paceline.reduce.buckets import Bucket
@@ -164,18 +164,24 @@ def refuse_gpu(config: SyncConfig) -> None:
     """
     if config.update == "sharded":
         raise ConfigError(
-            "--update sharded updates in the CPU's memory only, and this run computes on GPUs; "
-            "give --update replicated, or compute on CPUs by --use_cpu."
+            Message(
+                "{--update} sharded updates in the CPU's memory only, and this run computes on "
+                "GPUs; give {--update} replicated, or compute on CPUs by {--use_cpu}."
+            )
         )
     if config.asks_for_puts and config.sync != "notified":
-        asked = next(
-            f"--{flag} {getattr(config, flag)}"
+        given = next(
+            flag
             for flag in ("wire", "transport", "connections")
             if getattr(config, flag) != getattr(SyncConfig(), flag)
         )
         raise ConfigError(
-            f"{asked} needs --sync notified, which is not among what {config.sync} tries on GPUs; "
-            "give --sync notified, or no --" + asked.split()[0][2:] + "."
+            Message(
+                f"{{--{given}}} {{}} needs {{--sync}} notified, which is not among what {{}} tries "
+                f"on GPUs; give {{--sync}} notified, or no {{--{given}}}.",
+                getattr(config, given),
+                config.sync,
+            )
         )
 
 

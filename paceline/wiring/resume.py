@@ -16,7 +16,7 @@ import torch
 from paceline.comm.communicator import Communicator, broadcast_bytes
 from paceline.config.run import OutputConfig
 from paceline.config.train import difference
-from paceline.errors import CheckpointError, ConfigError
+from paceline.errors import CheckpointError, ConfigError, Message
 from paceline.replica.replica import Replica
 from paceline.run.steps import Position
 from paceline.state.checkpoint_files import EXCHANGE, Checkpoints, read_checkpoint
@@ -67,9 +67,11 @@ class Start:
             except (KeyError, RuntimeError, ValueError, TypeError) as error:
                 reason = str(error).strip().splitlines()
                 raise ConfigError(
-                    f"--resume {self.origin or 'auto'}: the checkpoint's {name} doesn't fit: "
-                    f"{' '.join(line.strip() for line in reason[:2])[:300].rstrip('.')}; give the "
-                    f"{name} that it was trained with."
+                    flag="resume",
+                    value=self.origin or "auto",
+                    rule=f"the checkpoint's {name} doesn't fit: "
+                    f"{' '.join(line.strip() for line in reason[:2])[:300].rstrip('.')}",
+                    remedy=f"give the {name} that it was trained with",
                 ) from error
 
     def restore_exchange(self, replica: Replica) -> tuple[str, ...]:
@@ -124,8 +126,13 @@ def _look(output: OutputConfig, run: Path, identity: Mapping[str, object]) -> St
         return _start(run, state, f"Resuming from {path}", None, notes)
     if found:
         raise CheckpointError(
-            f"{notes[0]} None of the {len(found)} checkpoints of run {run.name} can be used: give "
-            "another --run_id, or remove them to start the run from the beginning."
+            Message(
+                "{} None of the {} checkpoints of run {} can be used: give another {--run_id}, or "
+                "remove them to start the run from the beginning.",
+                notes[0],
+                len(found),
+                run.name,
+            )
         )
     if output.resume in ("auto", "no"):
         return Start(generation=next_generation(run))

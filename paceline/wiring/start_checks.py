@@ -31,7 +31,10 @@ def check_origin(output: OutputConfig, run: Path) -> None:
         return
     if not Path(output.resume).is_file():
         raise ConfigError(
-            f"--resume {output.resume}: there is no such file; give auto, no, or a checkpoint."
+            flag="resume",
+            value=output.resume,
+            rule="there is no such file",
+            remedy="give auto, no, or a checkpoint",
         )
 
 

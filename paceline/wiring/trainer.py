@@ -96,7 +96,7 @@ def build_trainer(
     setting = TrialSetting(
         folder=folder,
         steps=optim.num_epochs * train.steps - start.position.number,
-        tell=lambda note: recorder.event("note", text=note),
+        tell=lambda note: recorder.event("note", text=str(note)),
     )
     replica = replicate(model, optimizer, peers, config.sync, share, setting)
     replica.follow(precision.scale)

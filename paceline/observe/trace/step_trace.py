@@ -21,6 +21,7 @@ import torch
 from paceline.atomic_write import explained_writes, write_atomically
 from paceline.comm.communicator import Communicator, gather_bytes
 from paceline.comm.window import PutEvent
+from paceline.errors import Message
 from paceline.observe.trace.chrome_trace import chrome_trace
 from paceline.observe.trace.clock_offsets import offsets, rounds, running_system
 from paceline.observe.trace.recorder_buffer import RecorderBuffer, Span, TracedPut
@@ -54,7 +55,7 @@ class Trace(NullRecorder):
         device: torch.device,
         machine: int,
         clock: Callable[[], int] = time.monotonic_ns,
-        tell: Callable[[str], None] = lambda text: None,
+        tell: Callable[[str | Message], None] = lambda text: None,
     ) -> None:
         self.path = path
         self.resources = ExitStack()
@@ -98,7 +99,10 @@ class Trace(NullRecorder):
             if not self._written:
                 steps = f"{self._steps[0]}:{self._steps[-1]}"
                 self._tell(
-                    f"--trace_steps {steps}: none of these steps was run, so there is no trace."
+                    Message(
+                        "{--trace_steps} {}: none of these steps was run, so there is no trace.",
+                        steps,
+                    )
                 )
 
     def keep(self, name: str, start: int, fields: dict[str, object]) -> None:
