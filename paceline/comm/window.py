@@ -182,8 +182,8 @@ def timed_out(rank: int, peer: int, operation: str, limit: float) -> CommTimeout
     """Return the error of a wait for a peer that reached its limit, in seconds."""
     return CommTimeout(
         Message(
-            "rank {} waited {:g} s for rank {} in {}: it hangs, can't be reached, or needs a longer "
-            "{--timeout}.",
+            "rank {} waited {:g} s for rank {} in {}: it hangs, can't be reached, or needs a "
+            "longer {--timeout}.",
             rank,
             limit,
             peer,
