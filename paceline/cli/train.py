@@ -52,6 +52,8 @@ def main(argv: Sequence[str], prog: str = "paceline train") -> int:
     Raises:
         PacelineError: the caller's mistake, told before anything is written.
     """
+    if prog == "resnet50_trainer":
+        argv = ["--max_loss_at", "epoch", *argv]  # first, so that the user's own is what counts
     config = parse(TrainConfig, argv, prog=prog, description=DESCRIPTION)
     environment = read_environment()
     worker = environment.worker

@@ -12,12 +12,12 @@ from paceline.config.train import TrainConfig
 from paceline.errors import ConfigError
 from paceline.models.zoo import model_factory
 from paceline.replica.compiled_modules import check_compiler
-from paceline.run.bfloat16_support import capabilities_of
+from paceline.run.precision import capabilities_of
 from paceline.state.weights import check_weights
 from paceline.wiring.exchange import refuse_gpu
 from paceline.wiring.model import refuse_emulation
+from paceline.wiring.resume import check_order, check_origin
 from paceline.wiring.sources import Databases, labels_beyond, open_sources, order_of
-from paceline.wiring.start_checks import check_order, check_origin
 
 
 def check(config: TrainConfig, gpus: int) -> list[str]:

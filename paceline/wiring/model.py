@@ -18,8 +18,8 @@ from paceline.models.compiled_blocks import blocks
 from paceline.models.weight_decay import decay_groups
 from paceline.models.zoo import build_model
 from paceline.replica.compiled_modules import compile_blocks
-from paceline.run.bfloat16_support import capabilities_of, computes_bfloat16
 from paceline.run.learning_rate import base_rate
+from paceline.run.precision import capabilities_of, computes_bfloat16
 from paceline.state.weights import load_weights
 from paceline.update.batch_norm import BatchShare, convert_sync_batchnorm
 

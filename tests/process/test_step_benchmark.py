@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.codecs.codecs import CODECS
 from paceline.comm.communicator import Communicator
-from paceline.wiring.autotune import CANDIDATES, CONNECTIONS
+from paceline.wiring.candidates import CANDIDATES, CONNECTIONS
 from tests.harness.documents.benchmark_runs import (
     BENCHMARKS,
     INTERVAL,
@@ -137,7 +137,7 @@ def test_what_auto_chooses_is_said_and_stands_beside_each_fixed_choice() -> None
     with benchmark("auto.py", *SMALL, "--quick", "--markdown") as process:
         out, err = process.communicate(timeout=LIMIT)
     assert process.returncode == 0, err
-    assert err.count("fix it by --sync ") == 1  # by rank 0
+    assert err.count("Pin this choice with --sync ") == 1  # by rank 0
     cells = table(out)
     fixed = [f"{sync}:{size:g}" for sync, size in CANDIDATES["cpu"]]
     assert list(cells) == ["auto", *fixed, f"{fixed[0]}x{CONNECTIONS}"]

@@ -26,8 +26,7 @@ from paceline.reduce.buckets import Bucket
 from paceline.reduce.put_engine.layout import Topology
 from paceline.update.shard_optimizer import ShardOptimizer
 from paceline.update.updater import Updater
-from paceline.wiring.exchange import Peers
-from paceline.wiring.machine_group import connect_group
+from paceline.wiring.peers import Peers, connect_group
 
 Inside = Callable[[int], Communicator]  # connects a rank with those of its machine
 MakeNear = Callable[[Sequence[int]], Inside]  # of machines with so many ranks
