@@ -1,4 +1,4 @@
-"""Makes a trainer of a run's parts."""
+"""The trainer of a run, made from the run's configuration."""
 
 from __future__ import annotations
 
@@ -67,8 +67,10 @@ def build_trainer(
     members, communicator = peers.members, peers.communicator
     torch.manual_seed(optim.seed)
     share = BatchShare()
-    told = config if start.state is None else config.without_weights()
-    model = make_model(told, device, layers, share, lambda note: recorder.event("note", text=note))
+    config_of_model = config if start.state is None else config.without_weights()
+    model = make_model(
+        config_of_model, device, layers, share, lambda note: recorder.event("note", text=note)
+    )
     agree(model)
     loader = partial(make_loader, config, members, device, recorder=recorder)
     train = loader(sources.train, train=True)
@@ -104,7 +106,7 @@ def build_trainer(
         recorder.event("note", text=note)
     weights = folder / f"{config.model.weights_name}.pt"
     output = config.output
-    teller = recorder if members.rank == 0 else NullRecorder()  # all hear the same losses
+    of_losses = recorder if members.rank == 0 else NullRecorder()  # all ranks have the same
     steps = Steps(
         replica,
         StepSummaries(communicator),
@@ -116,7 +118,7 @@ def build_trainer(
         position=start.position,
         policy=SavePolicy(steps=output.checkpoint_steps, minutes=output.checkpoint_minutes),
         stopping=stopping,
-        listen=watch_of(config, teller, folder, start.generation, train.steps).hear,
+        listen=watch_of(config, of_losses, folder, start.generation, train.steps).hear,
         values=TOLD + 1,
         device=device,
     )

@@ -180,8 +180,8 @@ def test_an_epoch_trains_evaluates_steps_the_schedule_and_saves(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("words", "gpus", "told"),
     [
-        (["--num_gpus", "2"], 1, "GPU 1 isn't there: this machine has 1"),
-        (["--gpus", "0,3"], 2, "GPU 3 isn't there"),
+        (["--num_gpus", "2"], 1, "GPU 1 does not exist: this machine has 1"),
+        (["--gpus", "0,3"], 2, "GPU 3 does not exist"),
     ],
 )
 def test_gpus_that_are_not_there_are_refused(words: list[str], gpus: int, told: str) -> None:
