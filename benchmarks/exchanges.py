@@ -26,6 +26,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from paceline.config.world import SyncConfig
+from paceline.reduce.exchange import Timeout
 from paceline.reduce.put_engine.layout import BucketSpec, lay_out
 from paceline.reduce.put_engine.put_exchange import PutExchange
 
@@ -112,15 +113,15 @@ def notified(summands: Summands, store: Store, size: int | None, connections: in
     layout = lay_out(specs, peers.topology)
     window = peers.open_window(layout.size, layout.notifications, connections=connections)
     names = [("values",)] * len(buckets)
-    owner = PutExchange(window, layout, buckets, names, peers.limits, peers.communicator.steady)
+    owner = PutExchange(window, layout, buckets, names, Timeout(*peers.limits))
     sums: list[Tensor] = []
 
     def step() -> None:
         sums.clear()
-        for index, bucket_layout in enumerate(buckets):
-            owner.send(index, bucket_layout, 1.0)
+        for index, bucket in enumerate(buckets):
+            owner.send(index, bucket, 1.0, "the sum")
         for index in reversed(range(len(buckets))):
-            sums[:0] = filter(torch.is_tensor, owner.wait(index, "the sum"))
+            sums[:0] = filter(torch.is_tensor, owner.wait(index))
 
     return Variant(step=step, finish=nothing, result=lambda: [torch.cat(sums)])
 

@@ -227,7 +227,9 @@ def ring_bytes(model: str, ranks: int, wire: str = "fp32") -> int:
     with torch.device("meta"):
         parameters = build_model(model, num_labels=CLASSES, num_channels=3).parameters()
     numel = sum(p.numel() for p in parameters)
-    return 2 * (ranks - 1) * CODECS[wire].size(numel) // ranks
+    codec = CODECS[wire]
+    size = 4 * numel if codec is None else codec.size(numel)
+    return 2 * (ranks - 1) * size // ranks
 
 
 def _stream(setting: Setting, store: Store, wire: str) -> Stream:

@@ -14,17 +14,16 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 from rounds import interleaved
 from torch import Tensor
 
-from paceline.codecs.codecs import Bf16, Codec, Fp32, Int8
-from paceline.codecs.kernels import plain as kernels_plain
-from paceline.codecs.kernels.kernels import KERNELS, Kernels
+from paceline.codecs.codec import Codec
+from paceline.codecs.kernels import compiled, plain
 
 NUMEL, SMALL, CALLS = 25_600_000, 64, 500
-CODECS: dict[str, Callable[[Kernels], Codec]] = {"fp32": Fp32, "bf16": Bf16, "int8": Int8}
 
 Work = dict[str, Callable[[], object]]
 
@@ -36,11 +35,11 @@ def main() -> None:
     options = parser.parse_args()
     numel, rounds = (256_000, 3) if options.quick else (NUMEL, options.rounds)
     torch.set_num_threads(1)
-    twins = {"kernel": KERNELS, "plain": kernels_plain}
+    twins = {"kernel": compiled, "plain": plain}
     values, few = ([torch.randn(n) for _ in range(5)] for n in (numel, SMALL))
     large = {name: kernels_work(kernels, values) for name, kernels in twins.items()}
     large["torch"] = torch_work(values)
-    small = {"call": kernels_work(KERNELS, few), "torch's call": torch_work(few)}
+    small = {"call": kernels_work(compiled, few), "torch's call": torch_work(few)}
     times = run(large, rounds, calls=1, unit=1e-3) | run(small, rounds, calls=CALLS, unit=1e-6)
     print(f"{numel} values, one thread, medians of {rounds} rounds\n")
     heads = ("kernel, ms", "plain, ms", "torch, ms", "call, µs", "torch's call, µs")
@@ -50,24 +49,23 @@ def main() -> None:
         print(f"{name:22}" + "".join(f"{'' if t is None else f'{t:.2f}':>18}" for t in row))
 
 
-def kernels_work(kernels: Kernels, values: Sequence[Tensor]) -> Work:
+def kernels_work(kernels: Any, values: Sequence[Tensor]) -> Work:
     """Name what the kernels do, with five tensors of values."""
     *parts, out = values
     numel, error, missed, sums = len(out), parts[-1], torch.empty_like(out), torch.empty_like(out)
     work: Work = {}
-    for name, kind in CODECS.items():
-        codec = kind(kernels)
+    codecs: dict[str, Codec] = {"bf16": kernels.Bf16(), "int8": kernels.Int8()}
+    for name, codec in codecs.items():
         data = torch.zeros(codec.size(numel), dtype=torch.uint8)
         work[f"{name} encode"] = partial(
             codec.encode, [(0, numel, parts[0])], 0.5, error, data, missed
         )
         work[f"{name} decode"] = partial(codec.decode, data, out)
-        work[f"{name} add"] = partial(codec.add, data, out)
-        if codec.lossy:  # otherwise parts are added up as they are
-            coded, ours = torch.zeros_like(data), [(0, numel, parts[0])]
-            work[f"{name} reduce"] = partial(
-                codec.reduce, [coded, None], ours, 0.5, error, data, missed, sums
-            )
+        work[f"{name} add"] = partial(codec.decode, data, out, add=True)
+        coded, ours = torch.zeros_like(data), [(0, numel, parts[0])]
+        work[f"{name} reduce"] = partial(
+            codec.reduce, [coded, None], ours, 0.5, error, data, missed, sums
+        )
     for count in (1, 2, 4):
         added = [[(0, numel, part)] for part in parts[:count]]
         weights = [0.5, 0.25, 1.0, 0.1][:count]
@@ -84,9 +82,6 @@ def torch_work(values: Sequence[Tensor]) -> Work:
     first, second, *_, out = values
     half = first.bfloat16()
     return {
-        "fp32 encode": partial(torch.add, first, second, alpha=0.5, out=out),
-        "fp32 decode": partial(out.copy_, first),
-        "fp32 add": partial(out.add_, first),
         "bf16 encode": partial(half.copy_, first),
         "bf16 decode": partial(out.copy_, half),
         "bf16 add": partial(out.add_, half),

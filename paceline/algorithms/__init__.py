@@ -1,1 +1,1 @@
-"""The synchronization methods: one composition of exchange and updater each."""
+"""The synchronization methods: each is a composition of an exchange, an updater and a rule."""

@@ -1,16 +1,16 @@
-"""`allreduce`: every rank sums each bucket's gradients with all others and updates its whole copy.
+"""`allreduce`: an all-reduce of each bucket's gradients, and an update of every rank's whole copy.
 
-A bucket's all_reduce starts in backward as soon as its gradients are complete, and is awaited by
-the first layer of the next forward that reads the bucket. All ranks issue in one order, the
-running statistics and then the buckets by their numbers, because collectives are matched by order:
-a bucket that is complete out of turn waits for its turn, and nobody waits for it.
+A bucket's all-reduce starts in backward as soon as its gradients are complete, and the first layer
+of the next forward that reads the bucket waits for it. All ranks issue in one order, the running
+statistics and then the buckets by their numbers, because collectives are matched by order. A bucket
+that is complete out of turn is issued in its turn, and `send` doesn't wait for that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.algorithms.data_parallel import DataParallel
+from paceline.algorithms.data_parallel import DataParallel, ReplicatedUpdate
 from paceline.comm.communicator import Communicator
 from paceline.recorder import Recorder
 from paceline.reduce.buckets import Bucket
@@ -19,17 +19,20 @@ from paceline.update.batch_norm import RunningStatistics
 from paceline.update.updater import Updater
 
 
-class AllReduce(DataParallel):
-    """A synchronizer on collectives, of NCCL or Gloo."""
-
-    def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        communicator: Communicator,
-        updater: Updater,
-        statistics: RunningStatistics,
-        recorder: Recorder | None = None,
-    ) -> None:
-        exchange = Collectives(buckets, communicator, statistics.flat)
-        world_size = communicator.world_size
-        super().__init__(buckets, exchange, updater, statistics, world_size, recorder)
+def make_allreduce(
+    buckets: Sequence[Bucket],
+    communicator: Communicator,
+    updater: Updater,
+    statistics: RunningStatistics,
+    recorder: Recorder | None = None,
+) -> DataParallel:
+    """Make a synchronizer that uses NCCL or Gloo collectives."""
+    return DataParallel(
+        buckets,
+        Collectives(buckets, communicator, statistics.flat),
+        ReplicatedUpdate(updater),
+        statistics,
+        communicator.world_size,
+        communicator.steady,
+        recorder=recorder,
+    )

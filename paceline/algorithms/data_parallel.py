@@ -1,15 +1,19 @@
-"""What every method has in common in which each worker updates its whole copy of the model.
+"""Data parallelism: each step sums the gradients over the ranks, and a rule updates parameters.
 
-A step is the same whatever carries the sums; that is an `Exchange` of *runs*, flat memories of all
-ranks that are added up: one a bucket, and a last one with the running statistics.
+A step is the same whatever carries the sums and whoever updates. A method is a composition of
 
-    send ── … ── wait, update              one bucket
+    exchange    sums each bucket over the ranks: `Collectives`, `PutExchange`, …
+    updater     applies the optimizer
+    rule        which rank updates what: `ReplicatedUpdate`, or `ShardedUpdate` (ZeRO-1)
+
+    send ── … ── wait, install             one bucket; the running statistics are the last one
       └ gradient_ready └ before_read       (after this rank's `end`)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from torch import Tensor
 
@@ -21,15 +25,66 @@ from paceline.update.batch_norm import RunningStatistics
 from paceline.update.updater import Updater
 
 
+class UpdateRule(Protocol):
+    """Protocol of the rule by which a step's sums become updated parameters."""
+
+    def unit(self, bucket: Bucket) -> tuple[Bucket, ...]:
+        """Return the buckets that are installed together with one, itself included."""
+
+    def return_sums(self) -> None:
+        """Let the sums of a step return as they are; all its buckets were sent."""
+
+    def end(self, *, reduced: bool) -> bool:
+        """Freeze the hyperparameters of a step; all its buckets were sent.
+
+        Args:
+            reduced: the sums have returned, and parameters' `.grad` take their place.
+
+        Returns:
+            whether the owners update by `.grad`, so that each bucket returns once more.
+        """
+
+    def install(self, unit: tuple[Bucket, ...], values: Sequence[Tensor | None]) -> None:
+        """Update a unit's parameters by what the exchange returned, one value a parameter."""
+
+    def close(self) -> None:
+        """Let go of the optimizer."""
+
+
+class ReplicatedUpdate:
+    """Update rule of replicas: every rank updates its whole copy of the model.
+
+    Args:
+        updater: updates parameters from sums.
+    """
+
+    def __init__(self, updater: Updater) -> None:
+        self._freeze = updater.freeze
+        self.unit, self.install = updater.unit, updater.update
+
+    def return_sums(self) -> None:
+        """Do nothing: sums return at once."""
+
+    def end(self, *, reduced: bool) -> bool:
+        """Freeze the hyperparameters."""
+        self._freeze()
+        return False
+
+    def close(self) -> None:
+        """Hold nothing."""
+
+
 class DataParallel:
-    """A synchronizer: sums of gradients, and an update of everything on every rank.
+    """Data-parallel synchronizer: a composition of an exchange and an update rule.
 
     Args:
         buckets: what is exchanged.
-        exchange: of the buckets' runs, and of the statistics' where there are any.
-        updater: updates parameters.
+        exchange: of the buckets, and, behind them, of the running statistics if there are any.
+        rule: updates parameters.
         statistics: the model's running statistics.
         world_size: the number of ranks.
+        steady: is called after the first step.
+        state: what a checkpoint must save besides model and optimizer.
         recorder: measures what this rank's own thread does for the exchange: spans `wait` (for
             others), `send` and `update`, each with its bucket, and the bytes `sent` and `received`.
     """
@@ -38,22 +93,20 @@ class DataParallel:
         self,
         buckets: Sequence[Bucket],
         exchange: Exchange,
-        updater: Updater,
+        rule: UpdateRule,
         statistics: RunningStatistics,
         world_size: int,
+        steady: Callable[[], None] = lambda: None,
+        state: RankState | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        self.buckets = tuple(buckets)
-        self._exchange = exchange
-        self._updater = updater
-        self._statistics = statistics
-        self._world_size = world_size
+        self.buckets, self.state = tuple(buckets), state
+        self._exchange, self._rule, self._statistics = exchange, rule, statistics
+        self._world_size, self._steady = world_size, steady
         self._recorder = recorder or NullRecorder()
-        self._pending: set[int] = set()  # runs that were sent and not yet waited for
+        self._pending: set[int] = set()  # buckets that were sent and not yet waited for
         self._sent: set[int] = set()  # buckets, in this step
-        self._applied = True  # the last step took effect
         self._step, self._weight, self._scale = 0, 0.0, 1.0
-        self._exchanged = 0  # the step whose sums are under way
         self._ended = True  # what is pending belongs to an ended step and may be installed
         self._reduced = False
 
@@ -66,21 +119,24 @@ class DataParallel:
     def before_read(self, bucket: Bucket) -> None:
         """Wait for the bucket's sums and update its parameters."""
         while self._ended and bucket.index in self._pending:
-            self._install(self.buckets[self._exchange.next(bucket.index)])
+            unit = self._rule.unit(self.buckets[self._exchange.next(bucket.index)])
+            self._install(unit, [value for member in unit for value in self._wait(member.index)])
 
     def gradient_ready(self, bucket: Bucket) -> None:
         """Send the bucket."""
         if self._ended:
             self._open()
         self._sent.add(bucket.index)
-        self._send(bucket.index, bucket.gradients, self._weight)
+        self._send(bucket.index, bucket.gradients, self._weight, f"bucket {bucket.index}")
 
     def reduce(self) -> None:
-        """Make every `.grad` the global mean; None where nobody used the parameter."""
+        """Make every `.grad` the global mean; None where no rank used the parameter."""
         self._complete()
+        self._rule.return_sums()
         for bucket in self.buckets:
-            for p, gradient in zip(bucket.parameters, self._receive(bucket), strict=True):
-                p.grad = None if gradient is None else gradient.clone()  # theirs to keep
+            sums = self._wait(bucket.index)
+            for p, gradient in zip(bucket.parameters, sums, strict=True):
+                p.grad = None if gradient is None else gradient.clone()  # the caller's own
         self._reduced = True
 
     def end(self, step: int) -> None:
@@ -89,34 +145,31 @@ class DataParallel:
         Without a forward the last step's may be yet to come, with the hyperparameters of then.
         """
         self._complete()
-        self._updater.freeze()
-        if self._reduced:
-            for unit in dict.fromkeys(self._updater.unit(bucket) for bucket in self.buckets):
-                self._update(unit, [p.grad for bucket in unit for p in bucket.parameters])
-        self._applied = self._ended = True
+        if self._rule.end(reduced=self._reduced):
+            self._pending.update(bucket.index for bucket in self.buckets)
+        elif self._reduced:
+            for unit in dict.fromkeys(self._rule.unit(bucket) for bucket in self.buckets):
+                self._install(unit, [p.grad for bucket in unit for p in bucket.parameters])
+        self._ended = True
 
     def abandon(self, step: int) -> None:
         """Drop the step's gradients, after the exchange that all ranks began."""
         if not self._reduced:
             self._complete()
-            for bucket in self.buckets:
-                self._pending.discard(bucket.index)
-                with self._recorder.span("wait", bucket=bucket.index):
-                    self._exchange.discard(bucket.index, self._operation(bucket))
-        self._applied, self._ended = False, True
+            self._rule.return_sums()
+        for bucket in self.buckets:
+            self._pending.discard(bucket.index)
+            with self._recorder.span("wait", bucket=bucket.index):
+                self._exchange.abandon(bucket.index)
+        self._ended = True
 
     def settle(self) -> None:
-        """Install whatever has been exchanged for the last ended step."""
+        """Install what has been exchanged for the last ended step."""
         if not self._ended:
             return
         for bucket in self.buckets:
             self.before_read(bucket)
         self._install_statistics()
-
-    @property
-    def state(self) -> RankState | None:
-        """None: optimizer and model hold it all."""
-        return None
 
     def release(self) -> None:
         """Settle, if the exchange still reads gradients."""
@@ -124,32 +177,33 @@ class DataParallel:
             self.settle()
 
     def drain(self) -> None:
-        """Stay until the peers have what they need."""
+        """Return once the peers have what they need of this rank, or within a limit."""
         self._exchange.drain()
 
     def close(self) -> None:
-        """Release the exchange."""
+        """Release the rule and the exchange."""
+        self._rule.close()
         self._exchange.close()
 
     def _open(self) -> None:
         """Make the memory free for this step, and send the running statistics of its forward."""
         for bucket in self.buckets:
-            self.before_read(bucket)  # what nobody has read
+            self.before_read(bucket)  # what no layer has read
         if self._sent:
-            self._exchange.steady()
+            self._steady()
         self._sent.clear()
-        self._exchange.begin(applied=self._applied, scale=self._scale)
-        self._exchanged = self._step
+        self._exchange.begin(self._scale)
         self._ended = False
         self._statistics.pack()
         if self._statistics.flat is not None:
-            self._send(len(self.buckets), [self._statistics.flat], 1 / self._world_size)
+            values, weight = [self._statistics.flat], 1 / self._world_size
+            self._send(len(self.buckets), values, weight, "running statistics")
 
-    def _send(self, index: int, values: Sequence[Tensor | None], weight: float) -> None:
+    def _send(self, index: int, values: Sequence[Tensor | None], weight: float, name: str) -> None:
         self._pending.add(index)
         with self._recorder.span("send", bucket=index):
-            self._exchange.send(index, values, weight)
-        sent, received = self._exchange.traffic(index)
+            self._exchange.send(index, values, weight, f"{name} in step {self._step}")
+        sent, received = self._exchange.traffic[index]
         self._recorder.count("sent", sent)
         self._recorder.count("received", received)
 
@@ -161,31 +215,19 @@ class DataParallel:
             if bucket.index not in self._sent:
                 self.gradient_ready(bucket)
 
-    def _install(self, bucket: Bucket) -> None:
-        unit = self._updater.unit(bucket)
-        gradients = [gradient for member in unit for gradient in self._receive(member)]
-        self._update(unit, gradients)
-
-    def _update(self, unit: tuple[Bucket, ...], gradients: Sequence[Tensor | None]) -> None:
+    def _install(self, unit: tuple[Bucket, ...], values: Sequence[Tensor | None]) -> None:
         with self._recorder.span("update", bucket=unit[0].index):
-            self._updater.update(unit, gradients)
+            self._rule.install(unit, values)
 
-    def _wait(self, index: int, operation: str) -> list[Tensor | None]:
+    def _wait(self, index: int) -> list[Tensor | None]:
         self._pending.discard(index)
         with self._recorder.span("wait", bucket=index):
-            return self._exchange.wait(index, operation)
-
-    def _receive(self, bucket: Bucket) -> list[Tensor | None]:
-        """Wait for a bucket's sum; a gradient is None where no rank used the parameter."""
-        return self._wait(bucket.index, self._operation(bucket))
-
-    def _operation(self, bucket: Bucket) -> str:
-        return f"bucket {bucket.index} in step {self._exchanged}"
+            return self._exchange.wait(index)
 
     def _install_statistics(self) -> None:
         """Install the mean of the running statistics, on all ranks between the same steps."""
-        place = len(self.buckets)
-        if self._ended and place in self._pending:
-            (mean,) = self._wait(place, f"running statistics in step {self._exchanged}")
+        index = len(self.buckets)
+        if self._ended and index in self._pending:
+            (mean,) = self._wait(index)
             assert mean is not None
             self._statistics.install(mean)

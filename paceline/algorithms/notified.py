@@ -1,132 +1,178 @@
-"""`notified`: gradients go to their owners by puts, sums come back, and a layer waits for its own.
+"""`notified`: a reduce-scatter to shard owners and an all-gather of the sums, by one-sided puts.
 
-    gradient_ready        put each shard to its owner                   most urgent: read first
-    owner's thread        all ranks' parts are there: add, put back
+    gradient_ready        put each shard to its owner: reduce-scatter   most urgent: read first
+    shard reducer         all contributions are there: sum, put the sums back: all-gather
     before_read           wait for this bucket's sums, update           in the next forward
 
-Nobody issues in an order that others must keep, so a bucket waits for nothing but itself. No wait
-of a rank is for one that waits for it: a sum needs parts only, a part needs its sender's backward
-only, and a backward needs the sums of the step before.
+There is no order of issue that all ranks must keep, so a bucket waits for nothing but itself. It
+can't deadlock: a sum needs contributions only, a contribution needs its sender's backward only, and
+a backward needs the sums of the step before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from paceline.algorithms.data_parallel import DataParallel
-from paceline.codecs.codecs import CODECS, Codec
+from paceline.algorithms.data_parallel import DataParallel, ReplicatedUpdate
+from paceline.codecs.codec import Codec
 from paceline.comm.communicator import Communicator
 from paceline.comm.window import Window
-from paceline.recorder import Recorder
+from paceline.recorder import NullRecorder, Recorder
 from paceline.reduce.buckets import Bucket
-from paceline.reduce.exchange import Exchange
+from paceline.reduce.exchange import Exchange, Timeout
 from paceline.reduce.gpu_staging import GpuStaging, pinned_like
 from paceline.reduce.machine_sums import MachineSums
 from paceline.reduce.put_engine.layout import BucketSpec, Topology, lay_out
 from paceline.reduce.put_engine.put_exchange import PutExchange
-from paceline.reduce.rank_state import RankState
-from paceline.reduce.residuals import CodedBucket, Residuals
+from paceline.reduce.residuals import EncodedBucket, Residuals
 from paceline.update.batch_norm import RunningStatistics
 from paceline.update.updater import Updater
 
 OpenWindow = Callable[[int, int], Window]  # of a size and a number of notifications
 
 
-class Notified(DataParallel):
-    """A synchronizer on windows.
+@dataclass(frozen=True, kw_only=True)
+class PutOptions:
+    """Settings of an exchange by puts.
 
     Attributes:
-        returns_parameters: of buckets, in place of sums.
-
-    Args:
-        buckets: what is exchanged; fewer bytes a bucket, a finer order.
-        open_window: opens this rank's window of this binding, collectively; ranks of a group share
-            memory there.
-        updater: updates every parameter, on every rank.
-        statistics: the model's running statistics, exchanged in every step.
-        topology: which ranks share memory, and add up among themselves first.
+        open_window: opens this rank's window, collectively; ranks of a group share memory there.
+        topology: the groups, which reduce inside themselves first.
         limits: seconds to wait for a peer, in the first step and later.
         steady: is called after the first step.
-        codec: how gradients in float32 travel between groups; others travel as they are.
+        codec: encodes gradients in float32 between groups; None: all travel as they are.
         recorder: measures, as `DataParallel` says.
         staged: parameters are in a device's memory, and their gradients go through the CPU's.
         intra_machine: connects the ranks of this group, which sum by its collectives on the device;
             the first of them alone stages the sums and exchanges them by its window.
     """
 
-    returns_parameters = False
+    open_window: OpenWindow
+    topology: Topology
+    limits: tuple[float, float]
+    steady: Callable[[], None] = lambda: None
+    codec: Codec | None = None
+    recorder: Recorder = field(default_factory=NullRecorder)
+    staged: bool = False
+    intra_machine: Communicator | None = None
 
-    def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        open_window: OpenWindow,
-        updater: Updater,
-        statistics: RunningStatistics,
-        topology: Topology,
-        limits: tuple[float, float],
-        steady: Callable[[], None] = lambda: None,
-        codec: Codec = CODECS["fp32"],
-        recorder: Recorder | None = None,
-        staged: bool = False,
-        intra_machine: Communicator | None = None,
-    ) -> None:
-        templates: list[list[Tensor]] = [list(bucket.parameters) for bucket in buckets]
-        names = [bucket.names for bucket in buckets]
-        specs = [_spec(tensors, codec, self.returns_parameters) for tensors in templates]
-        if statistics.flat is not None:
-            specs.append(_spec([statistics.flat], CODECS["fp32"]))
-            templates.append([statistics.flat])
-            names.append(("the running statistics",))
-        exchanging = topology if intra_machine is None else topology.leaders
-        layout = lay_out(specs, exchanging)
-        window = open_window(layout.size, layout.notifications)
-        if recorder is not None:
-            recorder.event("notifications", texts=layout.tells)
 
-        def own(sent: Sequence[Sequence[Tensor]]) -> PutExchange:
-            self._owner = PutExchange(window, layout, sent, names, limits, steady)
-            return self._owner
+@dataclass(frozen=True, kw_only=True)
+class PutMethod:
+    """Parts of a synchronizer that exchanges by puts.
 
-        leads = window.rank in exchanging.ranks
-        exchange: Exchange
+    Attributes:
+        exchange: of the buckets, and of the running statistics.
+        owner: the exchange by this rank's window; None where another rank of the machine has one.
+        residuals: what the codec has yet to send; None without one, or without other groups.
+        world_size: the number of ranks.
+        steady: to be called after the first step.
+    """
+
+    exchange: Exchange
+    owner: PutExchange | None
+    residuals: Residuals | None
+    world_size: int
+    steady: Callable[[], None]
+
+
+def make_notified(
+    buckets: Sequence[Bucket],
+    updater: Updater,
+    statistics: RunningStatistics,
+    options: PutOptions,
+) -> DataParallel:
+    """Make a synchronizer that uses puts with notifications; every rank updates its whole copy."""
+    made = make_put_method(buckets, statistics, options)
+    return DataParallel(
+        buckets,
+        made.exchange,
+        ReplicatedUpdate(updater),
+        statistics,
+        made.world_size,
+        made.steady,
+        made.residuals,
+        options.recorder,
+    )
+
+
+def make_put_method(
+    buckets: Sequence[Bucket],
+    statistics: RunningStatistics,
+    options: PutOptions,
+    *,
+    updated: bool = False,
+) -> PutMethod:
+    """Open a window and make the exchange over it.
+
+    Args:
+        buckets: what is exchanged; fewer bytes a bucket, a finer order.
+        statistics: the model's running statistics, exchanged in every step.
+        options: of the exchange.
+        updated: buckets may return updated parameters in place of sums.
+    """
+    templates: list[list[Tensor]] = [list(bucket.parameters) for bucket in buckets]
+    names = [bucket.names for bucket in buckets]
+    specs = [_spec(tensors, options.codec, updated) for tensors in templates]
+    if statistics.flat is not None:
+        specs.append(_spec([statistics.flat], None))
+        templates.append([statistics.flat])
+        names.append(("the running statistics",))
+    topology, intra_machine = options.topology, options.intra_machine
+    exchanging = topology if intra_machine is None else topology.leaders
+    layout = lay_out(specs, exchanging)
+    window = options.open_window(layout.size, layout.notifications)
+    timeout = Timeout(*options.limits)
+    options.recorder.event("notifications", texts=layout.notification_names)
+    owners: list[PutExchange] = []  # one, or none
+
+    def own(sent: Sequence[Sequence[Tensor]]) -> PutExchange:
+        owners.append(PutExchange(window, layout, sent, names, timeout))
+        return owners[0]
+
+    exchange: Exchange
+    if intra_machine is not None:
+        ranks = topology.groups[topology.group_of(window.rank)]
+        parts = ranks, intra_machine, own, templates, names, len(buckets), timeout
+        exchange = MachineSums(*parts)
+        if not owners:
+            window.close()  # it has no peers
+    elif options.staged:
+        sent = [[pinned_like(tensor) for tensor in tensors] for tensors in templates]
+        exchange = GpuStaging(own(sent), templates, sent, names, timeout)
+    else:
+        exchange = own(templates)
+
+    def steady() -> None:
+        timeout.steady()
         if intra_machine is not None:
-            ranks = topology.groups[topology.group_of(window.rank)]
-            how = (len(buckets), limits, steady)
-            exchange = MachineSums(ranks, intra_machine, own, templates, names, *how)
-            if not leads:
-                window.close()  # it has no peers
-        elif staged:
-            sent = [[pinned_like(tensor) for tensor in tensors] for tensors in templates]
-            exchange = GpuStaging(own(sent), templates, sent, names, limits)
-        else:
-            exchange = own(templates)
-        super().__init__(buckets, exchange, updater, statistics, window.world_size, recorder)
-        feedbacks = self._owner.feedbacks if leads else [None] * len(specs)
-        self._coded = [
-            CodedBucket(
-                bucket_layout=bucket_layout, templates=tensors, names=words, feedback=feedback
-            )
-            for bucket_layout, tensors, words, feedback in zip(
-                layout.buckets, templates, names, feedbacks, strict=True
-            )
-            if bucket_layout.spec.codec is not None and len(exchanging.groups) > 1
-        ]
-        self._exchanging, self._rank = exchanging, window.rank
+            intra_machine.steady()
+        options.steady()
 
-    @property
-    def state(self) -> RankState | None:
-        """What a lossy wire has yet to send."""
-        if not self._coded:
-            return None
-        return Residuals(self._coded, self._exchanging, self._rank, applied=self._applied)
+    feedbacks = owners[0].feedbacks if owners else [None] * len(specs)
+    encoded = [
+        EncodedBucket(layout=bucket, templates=tensors, names=words, feedback=feedback)
+        for bucket, tensors, words, feedback in zip(
+            layout.buckets, templates, names, feedbacks, strict=True
+        )
+        if bucket.spec.codec is not None and len(exchanging.groups) > 1
+    ]
+    return PutMethod(
+        exchange=exchange,
+        owner=owners[0] if owners else None,
+        residuals=Residuals(encoded, exchanging, window.rank) if encoded else None,
+        world_size=window.world_size,
+        steady=steady,
+    )
 
 
-def _spec(tensors: Sequence[Tensor], codec: Codec, updated: bool = False) -> BucketSpec:
-    """Describe the run of some tensors of one dtype."""
+def _spec(tensors: Sequence[Tensor], codec: Codec | None, updated: bool = False) -> BucketSpec:
+    """Describe the bucket of some tensors of one dtype."""
     dtype = tensors[0].dtype
-    coded = codec.lossy and dtype is torch.float32
     lengths = tuple(tensor.numel() for tensor in tensors)
-    return BucketSpec(lengths=lengths, dtype=dtype, codec=codec if coded else None, updated=updated)
+    codec = codec if dtype is torch.float32 else None
+    return BucketSpec(lengths=lengths, dtype=dtype, codec=codec, updated=updated)

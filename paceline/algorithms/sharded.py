@@ -1,97 +1,109 @@
-"""`--update sharded`: who owns a shard updates it, and parameters come back in place of sums.
+"""`--update sharded` is ZeRO-1: the owner of a shard updates it, and the parameters return.
 
-    gradient_ready        put each shard to its owner
+    gradient_ready        put each shard to its owner: reduce-scatter
     end                   hyperparameters are frozen: owners may update
-    owner's thread        all ranks' parts are there: add, update, put the parameters back
+    shard reducer         all contributions are there: sum, update, put the parameters back:
+                          all-gather
     before_read           wait for this bucket's parameters, copy them
 
-What `reduce` asks for are sums, which come back as they do with `replicated`; each owner then
-updates from the gradients as the caller left them.
+So each rank holds 1/N of the optimizer's state. `reduce` needs sums, which return as they do with
+`replicated`; each owner then updates from the gradients as the caller left them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from paceline.algorithms.notified import Notified
+from torch import Tensor
+
+from paceline.algorithms.data_parallel import DataParallel
+from paceline.algorithms.notified import PutOptions, make_put_method
 from paceline.comm.communicator import Communicator
 from paceline.reduce.buckets import Bucket
+from paceline.reduce.put_engine.put_exchange import PutExchange
 from paceline.reduce.rank_state import OPTIMIZER, RankState
+from paceline.update.batch_norm import RunningStatistics
 from paceline.update.shard_optimizer import ShardOptimizer
 
 
-class Sharded(Notified):
-    """A synchronizer on windows whose updater has its own shards only.
+def make_sharded(
+    buckets: Sequence[Bucket],
+    shards: ShardOptimizer,
+    statistics: RunningStatistics,
+    options: PutOptions,
+) -> DataParallel:
+    """Make a synchronizer over puts with sharded optimizer state; every rank has a window."""
+    made = make_put_method(buckets, statistics, options, updated=True)
+    assert made.owner is not None
+    return DataParallel(
+        buckets,
+        made.exchange,
+        ShardedUpdate(buckets, made.owner, shards),
+        statistics,
+        made.world_size,
+        made.steady,
+        ShardedState(made.residuals, shards),
+        options.recorder,
+    )
 
-    The arguments are those of `Notified`, the updater's place taken by `ShardOptimizer`.
+
+class ShardedUpdate:
+    """Update rule of ZeRO-1: the owner of a shard updates it, and the others copy the parameters.
+
+    Args:
+        buckets: all of them.
+        owner: the exchange whose sums this rank's shards are updated by.
+        shards: updates them.
     """
 
-    returns_parameters = True
-
-    def __init__(self, buckets: Any, open_window: Any, shards: ShardOptimizer, *parts: Any) -> None:
-        super().__init__(buckets, open_window, shards, *parts)  # type: ignore[arg-type]
-        self._shards = shards
-        for bucket in self.buckets:
-            if (shard := self._owner.shard(bucket.index)) is not None:
+    def __init__(
+        self, buckets: Sequence[Bucket], owner: PutExchange, shards: ShardOptimizer
+    ) -> None:
+        self._buckets, self._owner, self._shards = buckets, owner, shards
+        for bucket in buckets:
+            if (shard := owner.shard(bucket.index)) is not None:
                 shards.own(bucket.index, *shard)
         shards.deal()
 
-    def reduce(self) -> None:
-        """Make every `.grad` the global mean; None where nobody used the parameter."""
-        self._complete()
-        self._return_sums(lambda bucket: None)
-        super().reduce()
+    def unit(self, bucket: Bucket) -> tuple[Bucket, ...]:
+        """Return the bucket alone."""
+        return (bucket,)
 
-    def end(self, step: int) -> None:
-        """Let the owners update; what they update may be installed."""
-        self._complete()
+    def return_sums(self) -> None:
+        """Let the sums return without an update."""
+        for bucket in self._buckets:
+            self._owner.return_sums(bucket.index, None)
+
+    def end(self, *, reduced: bool) -> bool:
+        """Freeze the hyperparameters, and let the owners update by the sums or by `.grad`."""
         self._shards.freeze()
-        if self._reduced:
-            for bucket in self.buckets:
+        for bucket in self._buckets:
+            if reduced:
                 self._owner.send_empty(bucket.index)
-                self._pending.add(bucket.index)
-            self._return_sums(
-                lambda bucket: partial(self._update_shard, bucket, self._shards.cut(bucket.index))
-            )
-        else:
-            self._return_sums(lambda bucket: partial(self._update_shard, bucket, None))
-        self._applied = self._ended = True
+        for bucket in self._buckets:
+            given = self._shards.cut(bucket.index) if reduced else None
+            self._owner.return_sums(bucket.index, partial(self._update, bucket.index, given))
+        return reduced
 
-    def abandon(self, step: int) -> None:
-        """Drop the step's gradients."""
-        if not self._reduced:
-            self._complete()
-            self._return_sums(lambda bucket: None)
-        super().abandon(step)
-
-    @property
-    def state(self) -> RankState | None:
-        """What a lossy wire has yet to send, and the optimizer's."""
-        return _State(super().state, self._shards)
-
-    def _return_sums(self, update: Callable[[Bucket], Callable[[], None] | None]) -> None:
-        for bucket in self.buckets:
-            self._owner.return_sums(bucket.index, update(bucket))
-
-    def _update_shard(self, bucket: Bucket, given: Any) -> None:
-        used = () if given is not None else self._owner.flags(bucket.index).tolist()
-        self._shards.update(bucket.index, used, given)
-
-    def _install(self, bucket: Bucket) -> None:
-        values = self._receive(bucket)
-        with self._recorder.span("update", bucket=bucket.index):
-            self._shards.install(bucket, values)
+    def install(self, unit: tuple[Bucket, ...], values: Sequence[Tensor | None]) -> None:
+        """Copy updated parameters."""
+        (bucket,) = unit
+        self._shards.install(bucket, values)
 
     def close(self) -> None:
-        """Release the exchange and the optimizer."""
+        """Let go of the optimizer."""
         self._shards.close()
-        super().close()
+
+    def _update(self, index: int, given: Sequence[Tensor | None] | None) -> None:
+        """Update this rank's shard of a bucket, in the shard reducer's thread."""
+        used = () if given is not None else self._owner.flags(index).tolist()
+        self._shards.update(index, used, given)
 
 
-class _State:
-    """What ranks have, and the optimizer's state of all."""
+class ShardedState:
+    """Rank state of ZeRO-1: the shards of the optimizer's state, and residuals if there are any."""
 
     def __init__(self, residuals: RankState | None, shards: ShardOptimizer) -> None:
         self._residuals, self._shards = residuals, shards
@@ -104,7 +116,7 @@ class _State:
 
     @property
     def scaled(self) -> bool:
-        """Whether something of it follows the loss's scale."""
+        """Whether some of it follows the scale of the loss."""
         return self._residuals is not None
 
     def restore(self, state: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""The one contract of all synchronisation methods: four instants in a step.
+"""The `Synchronizer` protocol, the one contract of all methods: four instants in a step.
 
     begin ── forward ─────────────── backward ─────────────────── end ── next forward ──▶
              before_read(bucket)     gradient_ready(bucket)              before_read(bucket)
@@ -17,9 +17,17 @@ from paceline.reduce.rank_state import RankState
 
 
 class Synchronizer(Protocol):
-    """Makes the steps of all ranks one step of large-batch training."""
+    """Protocol of gradient synchronization: the ranks' steps are one step of large-batch training.
+
+    Attributes:
+        buckets: what is exchanged.
+        state: what a checkpoint must save besides model and optimizer; None on all ranks or none.
+    """
 
     buckets: tuple[Bucket, ...]
+
+    @property
+    def state(self) -> RankState | None: ...
 
     def begin(self, step: int, weight: float, scale: float) -> None:
         """Start a step in which this rank's gradient counts with `weight`.
@@ -35,7 +43,7 @@ class Synchronizer(Protocol):
         """Return once the bucket's parameters may be read; install what has arrived for them.
 
         Raises:
-            PeerLost: a peer ended; CommTimeout: a peer was silent for too long.
+            PeerLost: a peer ended; CommTimeout: a wait timed out.
         """
 
     def gradient_ready(self, bucket: Bucket) -> None:
@@ -54,7 +62,7 @@ class Synchronizer(Protocol):
         """End a step without an update (loss scaling skips one); all ranks do so or none."""
 
     def settle(self) -> None:
-        """Make every parameter and BatchNorm's running statistics final and equal everywhere."""
+        """Make every parameter and BatchNorm's running statistics final and equal on all ranks."""
 
     def release(self) -> None:
         """Return once the gradients of the last ended step may be written.
@@ -63,15 +71,11 @@ class Synchronizer(Protocol):
             PeerLost, CommTimeout: as `before_read`.
         """
 
-    @property
-    def state(self) -> RankState | None:
-        """What a checkpoint must keep besides model and optimizer; None on all ranks or on none."""
-
     def drain(self) -> None:
         """Return once the peers have all that they need of this rank, or within a limit."""
 
     def close(self) -> None:
-        """Release what the synchronizer holds, and wait for nobody; it writes nowhere afterwards.
+        """Release what the synchronizer holds, without waiting for a peer; it writes no more.
 
-        Before a good end comes `drain`; otherwise the peers lose this rank.
+        `drain` precedes it at a good end; otherwise the peers lose this rank.
         """

@@ -149,7 +149,7 @@ def _connected(session: Session) -> World:
             say(note)
         run.mkdir(parents=True, exist_ok=True)  # on machines without rank 0
         trace = build_trace(output, members, run, communicator, session.device, say_in_python)
-        recorder = StepAccount(EventFile(run, members.rank), trace)
+        recorder = StepAccount(EventFile(run, members.rank), trace=trace)
     session.resources.callback(recorder.close)
     return World(session, communicator, start, recorder, trace)
 

@@ -1,42 +1,42 @@
-"""`paceline db`: `create` a database of images, `convert` one to another, see what is in it."""
+"""`paceline db`: the commands `create`, `convert` and `info` for image databases."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Console
 
 from paceline.cli.db_table import print_report
 from paceline.cli.flags import parse
+from paceline.cli.main import unknown_command
 from paceline.cli.progress import meter
 from paceline.config.db import DbConvertConfig, DbCreateConfig, DbInfoConfig
 from paceline.data.db.convert import convert_database
 from paceline.data.db.create import create_database
 from paceline.data.db.inspect import inspect_database
 from paceline.data.db.write.new_database import Written
-from paceline.errors import ConfigError
 
 _USAGE = """\
 usage: paceline db COMMAND [OPTIONS]
 
-  create FOLDER DEST    make a database of a folder of class folders
-  convert SOURCE DEST   make a database of another one, of another kind or format
+  create FOLDER DEST    create a database from a folder with one subfolder per class
+  convert SOURCE DEST   convert a database to another kind or record format
   info DB               read a whole database and report what is in it
 
-paceline db COMMAND --help tells a command's options, with examples."""
+Run 'paceline db COMMAND --help' for the options and examples of a command."""
 
 _CREATE = """\
-Make a database of a folder of class folders.
+Create a database from a folder with one subfolder per class.
 
 Examples:
   paceline db create photos/train train-lmdb
   paceline db create photos/train train-lmdb --resize 256
-  paceline db create photos/train train-leveldb --db_type leveldb --format tensorprotos"""
+  paceline db create photos/train train-leveldb --db_type leveldb"""
 
 _CONVERT = """\
-Make a database of another one: of another kind, in another format of records,
-or with images encoded anew. Keys, order and labels are kept.
+Convert a database to another kind or format, or encode its images anew.
+
+Keys, order and labels stay the same.
 
 Examples:
   paceline db convert train-leveldb train-lmdb
@@ -46,6 +46,7 @@ Examples:
 
 _INFO = """\
 Read a whole database and report its records, format, image sizes and labels.
+
 The exit status is 1 if a record is damaged.
 
 Examples:
@@ -57,22 +58,16 @@ def main(argv: Sequence[str]) -> int:
     """Run the command after `paceline db`; return its exit status.
 
     Raises:
-        PacelineError: it failed; the text is for the person.
-        SystemExit: help was asked for (0), or the arguments are wrong (2).
+        PacelineError: the command failed.
+        SystemExit: help was requested (0), or the arguments are wrong (2).
     """
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(_USAGE)
         return 0 if argv else 2
-    return _command(argv[0])(argv[1:])
-
-
-def _command(name: str) -> Callable[[Sequence[str]], int]:
     commands = {"create": _create, "convert": _convert, "info": _info}
-    if name not in commands:
-        near = difflib.get_close_matches(name, commands, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(commands)}."
-        raise ConfigError(f"no command 'db {name}': {hint}")
-    return commands[name]
+    if argv[0] not in commands:
+        raise unknown_command(f"db {argv[0]}", commands)
+    return commands[argv[0]](argv[1:])
 
 
 def _create(argv: Sequence[str]) -> int:
@@ -80,8 +75,7 @@ def _create(argv: Sequence[str]) -> int:
     with meter("Writing", "files", Console(stderr=True)) as show:
         written = create_database(config, show)
     records, classes = _many(written.records, "record"), _many(len(written.classes), "class")
-    _print([f"{config.dest}: {records} in {classes}.", *_left_out(written, "image")])
-    return 0
+    return _print([f"{config.dest}: {records} in {classes}.", *_skipped(written, "image")])
 
 
 def _convert(argv: Sequence[str]) -> int:
@@ -89,8 +83,7 @@ def _convert(argv: Sequence[str]) -> int:
     with meter("Converting", "records", Console(stderr=True)) as show:
         written = convert_database(config, show)
     what = _many(written.records, f"{written.format} record")
-    _print([f"{config.dest}: {what}.", *_left_out(written, "record")])
-    return 0
+    return _print([f"{config.dest}: {what}.", *_skipped(written, "record")])
 
 
 def _info(argv: Sequence[str]) -> int:
@@ -101,7 +94,7 @@ def _info(argv: Sequence[str]) -> int:
     return 1 if report.damaged else 0
 
 
-def _left_out(written: Written, unit: str) -> Iterator[str]:
+def _skipped(written: Written, unit: str) -> Iterator[str]:
     if written.skipped == 1:
         yield "1 file that isn't an image: skipped."
     elif written.skipped:
@@ -113,7 +106,7 @@ def _left_out(written: Written, unit: str) -> Iterator[str]:
             f"{images} {have} transparent pixels: transparency was dropped, colours are as stored."
         )
     if written.damaged:
-        yield f"{_many(len(written.damaged), f'damaged {unit}')} left out:"
+        yield f"{_many(len(written.damaged), f'damaged {unit}')} skipped:"
         yield from (f"  {name}" for name in written.damaged)
     if written.empty_classes:
         yield f"No images in: {', '.join(written.empty_classes)}."
@@ -123,7 +116,8 @@ def _many(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"
 
 
-def _print(lines: Iterable[str]) -> None:
+def _print(lines: Iterable[str]) -> int:
     console = Console()
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
+    return 0

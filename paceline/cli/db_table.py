@@ -1,4 +1,4 @@
-"""How `paceline db info` shows a report: two tidy tables."""
+"""Tables of `paceline db info`: the summary of a database and its label histogram."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def print_report(report: Report, console: Console) -> None:
     if report.labels:
         console.print(_histogram(report))
     if report.first_damaged is not None:
-        console.print(Text(f"damaged: {report.damaged:,} of {report.records:,} records, first:"))
+        damaged = f"{report.damaged:,} of {report.records:,} records are damaged"
+        console.print(Text(f"{damaged}; the first one:"))
         console.print(Text(f"  {report.first_damaged}"), soft_wrap=True)
 
 
@@ -43,11 +44,11 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
         for name, sides in (("width", report.sides(0)), ("height", report.sides(1))):
             yield name, f"{sides.smallest} to {sides.largest}, median {sides.middle}"
         (width, height), count = max(report.sizes.items(), key=lambda item: item[1])
-        yield "commonest", f"{width} × {height}, {count:,} of {sum(report.sizes.values()):,}"
+        yield "most common", f"{width} × {height}, {count:,} of {sum(report.sizes.values()):,}"
     if report.labels:
         most, least = max(report.labels.values()), min(report.labels.values())
         each = f"{most:,}" if least == most else f"{least:,} to {most:,}"
-        yield "labels", f"{len(report.labels):,} in use, {each} records each"
+        yield "labels", f"{len(report.labels):,} distinct labels, {each} records per label"
 
 
 def _histogram(report: Report) -> ConsoleRenderable:

@@ -1,66 +1,98 @@
-"""From an argument list to a configuration, by tyro; old habits of Caffe2's users included.
+"""Parser of command lines: makes a configuration dataclass from an argument list, with tyro.
 
-Flags are accepted with `_` and `-`. `--use_cpu`, `--use_cpu True` and `--use_cpu=0` are all
-understood: Caffe2's switches took a value.
+Flags are accepted with `_` and `-`. A switch may have a value, as in Caffe2: `--use_cpu`,
+`--use_cpu True` and `--use_cpu=0`.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
-from typing import TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import tyro
-from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+from tyro.constructors import (
+    ConstructorRegistry,
+    PrimitiveConstructorSpec,
+    PrimitiveTypeInfo,
+    StructConstructorSpec,
+    StructFieldSpec,
+    StructTypeInfo,
+)
+
+from paceline.errors import ConfigError, Message
 
 Config = TypeVar("Config")
 
 _YES = frozenset({"true", "1", "yes"})
 _NO = frozenset({"false", "0", "no"})
+_FOREIGN = {
+    "lr": "base_learning_rate",
+    "epochs": "num_epochs",
+    "nproc_per_node": "num_workers",
+    "nnodes": "num_shards",
+    "node_rank": "shard_id",
+}
+"""Flags of other programs, with ours."""
 
 
 def parse(config: type[Config], argv: Sequence[str], *, prog: str, description: str) -> Config:
-    """Read the arguments, or print help or what is wrong and exit (0 or 2).
+    """Read the arguments, or print help or the mistake and exit (0 or 2).
 
     Raises:
-        SystemExit: help was asked for, or the arguments are wrong.
+        ConfigError: a flag has another name here.
+        SystemExit: help was requested, or the arguments are wrong.
     """
+    options = dict(_options(config))
+    for word in argv:
+        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
+        ours = _FOREIGN.get(name, "") if word.startswith("--") else ""
+        if name not in options and ours in options:
+            remedy = Message(f"use {{--{ours}}}")
+            raise ConfigError(flag=name, rule="there is no such option", remedy=remedy)
     parsed: Config = tyro.cli(
         config,
-        args=list(_plain_switches(argv, frozenset(switches(config)))),
+        args=list(_plain_switches(argv, switches(config))),
         prog=prog,
         description=description,
         use_underscores=True,
-        registry=_numbers(),
+        registry=_rules(),
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
     )
     return parsed
 
 
-def switches(config: type) -> Iterator[tuple[str, bool]]:
-    """Yield the name and default of each boolean flag, those of nested configurations too."""
-    hints = get_type_hints(config)
-    for field in fields(config):
-        kind = hints[field.name]
-        if kind is bool:
-            yield field.name, bool(field.default)
-        elif isinstance(kind, type) and is_dataclass(kind):
-            yield from switches(kind)
+def switches(config: type) -> dict[str, bool]:
+    """Return the default of each boolean flag by its name."""
+    return {name: value for name, value in _options(config) if isinstance(value, bool)}
 
 
 def takes(config: type, flag: str, word: str) -> bool:
-    """Tell whether the word behind a flag is its value; a switch takes yes and no only."""
+    """Tell whether the word after a flag is its value; a switch takes only yes and no."""
     if "=" in flag or flag in ("-h", "--help"):
         return False
-    name, _ = _switch(flag, dict(switches(config)))
+    name, _ = _switch(flag, switches(config))
     return not name or word.lower() in _YES | _NO
 
 
-def _numbers() -> ConstructorRegistry:
-    """Make tyro's rules for numbers, which say what is wrong in people's words, not Python's."""
+def _options(config: type) -> Iterator[tuple[str, Any]]:
+    """Yield the name and default of each flag, those of nested configurations too."""
+    hints = get_type_hints(config)
+    for field in fields(config):
+        kind = hints[field.name]
+        if isinstance(kind, type) and is_dataclass(kind):
+            yield from _options(kind)
+        else:
+            yield field.name, field.default
+
+
+def _rules() -> ConstructorRegistry:
+    """Return tyro's rules for the help of fields, and for numbers with errors in plain words."""
     registry = ConstructorRegistry()
+    active: list[type] = []  # the dataclass that tyro's own rule describes
+    registry.struct_rule(partial(_described, active))
     for kind, metavar, rule in (
         (int, "INT", "a whole number, such as 32"),
         (float, "FLOAT", "a number, such as 0.1"),
@@ -89,9 +121,31 @@ def _number(
     )
 
 
-def _plain_switches(argv: Sequence[str], known: frozenset[tuple[str, bool]]) -> Iterator[str]:
+def _described(active: list[type], info: StructTypeInfo) -> StructConstructorSpec | None:
+    """Describe a dataclass as tyro does, with the help of each field as one paragraph."""
+    if info.type in active or not is_dataclass(info.type):
+        return None
+    active.append(info.type)
+    spec = ConstructorRegistry.get_struct_spec(info)
+    active.pop()
+    if not isinstance(spec, StructConstructorSpec):
+        return None
+    return replace(spec, fields=tuple(map(_reflowed, spec.fields)))
+
+
+def _reflowed(field: StructFieldSpec) -> StructFieldSpec:
+    def text() -> str | None:
+        written = field.helptext() if callable(field.helptext) else field.helptext
+        return " ".join(written.split()) if written else None
+
+    kind: Any = field.type
+    if field.default in ("", tyro.MISSING_NONPROP):  # no default to show
+        kind = Annotated[kind, tyro.conf.arg(help_behavior_hint="")]
+    return replace(field, helptext=text, type=kind)
+
+
+def _plain_switches(argv: Sequence[str], defaults: Mapping[str, bool]) -> Iterator[str]:
     """Rewrite switches with a value into their presence or absence."""
-    defaults = dict(known)
     words = deque(argv)
     while words:
         word = words.popleft()
@@ -109,7 +163,7 @@ def _plain_switches(argv: Sequence[str], known: frozenset[tuple[str, bool]]) -> 
 
 
 def _switch(flag: str, defaults: Mapping[str, bool]) -> tuple[str, bool]:
-    """Return the switch that a word names, or "", and whether the word turns it on."""
+    """Return the switch that a word names, or "", and whether the word switches it on."""
     name = flag.removeprefix("--").replace("-", "_")
     if not flag.startswith("--"):
         return "", False

@@ -1,4 +1,4 @@
-"""Keeps Python's collector of garbage away from what stays."""
+"""Exclusion of long-lived objects from Python's garbage collection."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def kept() -> Iterator[None]:
-    """Let what the block makes stay until the process ends, and never be looked through.
+def uncollected() -> Iterator[None]:
+    """Exclude the objects that the block makes from garbage collection until the process ends.
 
-    Importing torch makes a million objects, none of which is garbage. The collector, which would go
-    through them time and again and once more at the end, takes half of such a process's time.
+    The import of torch makes a million objects, none of which is garbage. Repeated collections
+    would traverse them and take half of the time of a short process.
     """
-    if not gc.isenabled():  # somebody sees to it
+    if not gc.isenabled():  # the caller manages collection
         yield
         return
     gc.disable()

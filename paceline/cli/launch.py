@@ -1,7 +1,7 @@
-"""`paceline launch`: local workers of a command of one's own, under the supervisor of `train`.
+"""`paceline launch`: runs a user's command in local workers, under the supervisor of `train`.
 
-Each worker finds its place by `paceline.join()`; a command that asks for none is fine, too. They
-start together and end together: with the first that fails, with a signal, with the supervisor.
+Each worker learns its rank by `paceline.join()`; a command may also do without. The workers start
+together and end together: with the first failure, a signal, or the supervisor's end.
 """
 
 from __future__ import annotations
@@ -23,15 +23,18 @@ from paceline.config.launch import LaunchConfig
 from paceline.config.world import WorldConfig
 from paceline.errors import ConfigError
 
-DESCRIPTION = """Start workers of a command of your own: paceline launch -n 2 -- COMMAND.
+DESCRIPTION = """\
+Run your own command in several workers: paceline launch -n 2 -- COMMAND.
 
-The flags end at -- or at the first word that is none. -n N is --num_workers N; without it there is
-a worker for each GPU, or one.
+Flags of `paceline launch` end at -- or at the first argument that isn't a flag.
+
+Without -n (--num_workers) there is one worker per GPU, or one worker.
 
 examples:
-  two workers of a script that calls paceline.join():
+  a script that calls paceline.join(), in two workers:
     paceline launch -n 2 -- python train.py --epochs 3
-  two machines with two workers each, which share a folder (on the other one, --shard_id 1):
+  two machines with two workers each and a shared folder
+  (on the second machine, give --shard_id 1):
     paceline launch -n 2 --num_shards 2 --shard_id 0 --run_id first
         --file_store_path /shared/meet -- python train.py
 """
@@ -42,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command with the arguments after its name; return its exit status.
 
     Raises:
-        PacelineError: the caller's mistake, told before anything is started.
+        PacelineError: a mistake of the caller, reported before anything starts.
     """
     flags, command = split(argv)
     config = parse(LaunchConfig, flags, prog="paceline launch", description=DESCRIPTION)
@@ -53,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the flags with their values, `-n` spelled out, and the command behind them."""
+    """Return the flags with their values, `-n` as `--num_workers`, and the command after them."""
     words, flags = deque(argv), list[str]()
     while words and words[0].startswith("-") and words[0] != "--":
         flag = words.popleft()

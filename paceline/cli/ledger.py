@@ -1,6 +1,6 @@
-"""`paceline ledger RUN`: proves from a run's event files that each sample was trained once.
+"""`paceline ledger RUN`: verifies from the event files that a run trained each sample exactly once.
 
-The status is 0 if what stands is exact, 1 if it isn't, 2 if there is no such run.
+The status is 0 if the ledger is exact, 1 if it isn't, 2 if there is no such run.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from rich.console import Console
 from paceline.cli.flags import parse
 from paceline.cli.ledger_table import print_proof
 from paceline.config.ledger import LedgerConfig
-from paceline.errors import ConfigError, DataError
+from paceline.errors import ConfigError, DataError, Message
 from paceline.observe.event_file import read_events
-from paceline.observe.ledger import Proof, prove
+from paceline.observe.ledger import prove
 from paceline.state.run_folder import CONFIG_NAME
 
 _NAME = re.compile(r"events\.rank(\d+)\.jsonl")
 
 _DESCRIPTION = """\
-Prove from the ranks' own event files that a run trained each sample once.
-The run may go on meanwhile, or have been interrupted.
+Verify from the event files that a run trained each sample exactly once.
 
-The exit status is 0 only if it is exact: each finished epoch complete, the
-running one without a gap, nothing lost and nothing twice.
+The exit status is 0 only if no sample is lost or duplicated.
+
+The run may be active or interrupted: then its last epoch may be incomplete.
 
 Examples:
   paceline ledger first
@@ -42,31 +42,34 @@ def main(argv: Sequence[str]) -> int:
 
     Raises:
         ConfigError: there is no such run.
-        DataError: an event file is damaged, can't be read, or is another run's, or the run never
-            began.
-        SystemExit: help was asked for (0), or the arguments are wrong (2).
+        DataError: an event file is damaged, unreadable or another run's, or the run never began.
+        SystemExit: help was requested (0), or the arguments are wrong (2).
     """
     config = parse(LedgerConfig, argv, prog="paceline ledger", description=_DESCRIPTION)
     folders = [_folder(run, Path(config.output_dir)) for run in config.runs]
     files = sorted(file for folder in dict.fromkeys(folders) for file in _event_files(folder))
     proof = prove((rank, _events(path)) for rank, path in files)
     if config.json:
-        print(json.dumps(_plain(proof)))
+        print(json.dumps({"exact": proof.exact, **asdict(proof)}))
     else:
         print_proof(proof, Console())
     return 0 if proof.exact else 1
 
 
 def _folder(run: str, output_dir: Path) -> Path:
-    """Find a run's folder by its path or its id."""
+    """Return a run's folder, given its path or id."""
     for folder in (Path(run), output_dir / run):
         if _event_files(folder) or (folder / CONFIG_NAME).is_file():
             return folder.resolve()
     known = sorted(path.parent.name for path in output_dir.glob("*/events.rank0.jsonl"))
-    there = f"; {output_dir} has {', '.join(known[-5:])}" if known else ""
     raise ConfigError(
-        f"{run}: no run's folder, with files events.rank<r>.jsonl, nor the id of a run in "
-        f"--output_dir {output_dir}{there}; check the path."
+        Message(
+            "{} is neither a run folder (with files events.rank<r>.jsonl) nor the id of a run in "
+            "{--output_dir} {}{}; check the path.",
+            run,
+            output_dir,
+            f", which has {', '.join(known[-5:])}" if known else "",
+        )
     )
 
 
@@ -80,9 +83,5 @@ def _events(path: Path) -> Iterator[Mapping[str, Any]]:
         yield from read_events(path)
     except OSError as error:
         raise DataError(
-            f"{path} can't be read ({error.strerror}); run this as the one who trained."
+            f"{path} can't be read ({error.strerror}); run this as the user that ran the training."
         ) from error
-
-
-def _plain(proof: Proof) -> dict[str, Any]:
-    return {"exact": proof.exact, **asdict(proof)}

@@ -1,6 +1,6 @@
-"""How `paceline ledger` shows a proof: a row an epoch, a sentence, and what isn't exact.
+"""Table of `paceline ledger`: a row per epoch, the verdict in a sentence, and the faults.
 
-Epochs and steps count from 1 for people, positions in an epoch from 0 as in the event files.
+Epochs and steps are shown from 1; positions in an epoch are from 0, as in the event files.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from rich.text import Text
 
 from paceline.observe.ledger import EpochAccount, Fault, Proof
 
-_ROWS = 12  # epochs that are shown one by one; of more, like ones share a row
-_FAULTS = 5  # that are told
+_ROWS = 12  # up to so many epochs have a row each; beyond, equal ones share a row
+_FAULTS = 5  # shown at most
 
 
 def print_proof(proof: Proof, console: Console) -> None:
-    """Print what a run's event files prove."""
+    """Print the verdict on a run."""
     if proof.accounts:
         console.print(_table(proof))
     for line in [verdict(proof), *_faults(proof)]:
@@ -28,29 +28,29 @@ def print_proof(proof: Proof, console: Console) -> None:
 
 
 def verdict(proof: Proof) -> str:
-    """Sum a proof up in a sentence or two."""
+    """Return the verdict on a run as a sentence."""
     if not proof.exact:
         lost = sum(account.lost for account in proof.accounts)
         twice = sum(account.twice for account in proof.accounts)
-        return f"Not exact: {lost:,} samples lost, {twice:,} twice or out of place."
+        return f"Not exact: {lost:,} samples were lost, {twice:,} were duplicated or misplaced."
     done, committed = proof.done - proof.base, proof.committed - proof.base
     of_all = "" if proof.extent.epochs is None else f" of {proof.extent.total:,}"
-    parts = [f"Exact: each sample was trained once, in {done:,}{of_all} steps"]
+    parts = [f"Exact: each sample was trained exactly once, in {done:,}{of_all} steps"]
     parts.append("all committed" if committed == done else f"{committed:,} of them committed")
     if proof.begun > proof.done:
-        parts.append(f"{proof.begun - proof.done:,} more under way")
+        parts.append(f"{proof.begun - proof.done:,} more in progress")
     if proof.base:
-        parts.append(f"the first {proof.base:,} came with another run's checkpoint")
+        parts.append(f"the first {proof.base:,} trained by the run of the loaded checkpoint")
     skipped = sum(account.skipped for account in proof.accounts)
     if skipped:
-        parts.append(f"unreadable ones left out: {skipped:,}")
+        parts.append(f"{skipped:,} unreadable samples skipped")
     return ", ".join(parts) + "."
 
 
 def _table(proof: Proof) -> ConsoleRenderable:
     table = Table(pad_edge=False)
     skipped = any(account.skipped for account in proof.accounts)
-    names = ("epoch", "samples", "once", *(["left out"] if skipped else []), "lost", "twice")
+    names = ("epoch", "samples", "once", *(["skipped"] if skipped else []), "lost", "twice")
     for name in (*names, "committed"):
         table.add_column(name, justify="right")
     for accounts in _rows(proof.accounts):
@@ -68,7 +68,7 @@ def _table(proof: Proof) -> ConsoleRenderable:
 
 
 def _rows(accounts: Sequence[EpochAccount]) -> Iterator[list[EpochAccount]]:
-    """Yield the epochs of each row: one, or consecutive like ones where there are many."""
+    """Yield the epochs of each row: one, or consecutive equal ones where there are many."""
     few = len(accounts) <= _ROWS
     for _, group in groupby(accounts, lambda a: (a.epoch if few else -1, *astuple(a)[1:])):
         yield list(group)
@@ -82,7 +82,7 @@ def _faults(proof: Proof) -> Iterator[str]:
 
 
 def _where(proof: Proof, fault: Fault) -> str:
-    """Name a fault's place, as the console counts and as the event files do."""
+    """Return where a fault is, as the console counts and as the event files do."""
     if fault.step is None:
         return f"generation {fault.generation}"
     extent = proof.extent
@@ -95,6 +95,6 @@ def _where(proof: Proof, fault: Fault) -> str:
 
 
 def _of(proof: Proof) -> str:
-    """Tell of how many epochs one is, where that is known."""
+    """Return the number of epochs as a suffix, where it is known."""
     epochs = proof.extent.epochs
     return "" if epochs is None else f"/{epochs}"

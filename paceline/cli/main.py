@@ -1,25 +1,25 @@
-"""`paceline COMMAND`: one command a job. `resnet50_trainer` is `paceline train`."""
+"""`paceline COMMAND`: dispatches to the commands. `resnet50_trainer` is `paceline train`."""
 
 from __future__ import annotations
 
-# Whatever is imported here is imported before Ctrl-C is heard: the least that there can be.
+# Ctrl-C has no handler during these imports, so there are as few as possible.
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 
-from paceline.cli.garbage_collection import kept
-from paceline.cli.streams import give_up, nobody_reads, open_closed
+from paceline.cli.garbage_collection import uncollected
+from paceline.cli.streams import discard_unwritten, prepare_streams, reader_is_gone
 from paceline.errors import ConfigError, PacelineError
 
-# A command's module is imported when it is called: `paceline db` needn't wait for torch.
+# A command's module is imported when the command runs: `paceline db` needs no torch.
 COMMANDS = {
-    "train": ("paceline.cli.train", "train a model on this machine, or on many"),
-    "launch": ("paceline.cli.launch", "start workers of a command of your own"),
-    "db": ("paceline.cli.db", "make a database of images; convert one; look into one"),
-    "ledger": ("paceline.cli.ledger", "prove that a run trained each sample once"),
+    "train": ("paceline.cli.train", "train a model on one or more machines"),
+    "launch": ("paceline.cli.launch", "run your own command in several worker processes"),
+    "db": ("paceline.cli.db", "create, convert and inspect image databases"),
+    "ledger": ("paceline.cli.ledger", "verify that a run trained each sample exactly once"),
 }
 
 
@@ -39,8 +39,8 @@ def resnet50_trainer() -> int:
 
 
 def _guarded(run: Callable[[], int]) -> int:
-    """Turn errors into a sentence and a status."""
-    open_closed()
+    """Run a command; turn errors into a sentence and a status."""
+    prepare_streams()
     try:
         status = run()
         sys.stdout.flush()
@@ -48,43 +48,48 @@ def _guarded(run: Callable[[], int]) -> int:
     except PacelineError as error:
         return _fail(error, error.status)
     except KeyboardInterrupt:
-        give_up()
+        discard_unwritten()
         return 130
-    except OSError as error:  # nobody below has a better word for it: a full disk
-        if isinstance(error, BrokenPipeError) and nobody_reads():
-            give_up()
+    except OSError as error:  # without a sentence of its own: a full disk
+        if isinstance(error, BrokenPipeError) and reader_is_gone():
+            discard_unwritten()
             return 128 + signal.SIGPIPE
         return _fail(error, 1)
 
 
 def _fail(error: Exception, status: int) -> int:
-    with suppress(OSError):  # nobody reads it
+    with suppress(OSError):  # it has no reader
         print(f"paceline: {error}", file=sys.stderr)
-    give_up()
+    discard_unwritten()
     return status
+
+
+def unknown_command(name: str, commands: Iterable[str]) -> ConfigError:
+    """Return the error for a command that doesn't exist, with the nearest that does."""
+    import difflib
+
+    near = difflib.get_close_matches(name.split(" ")[-1], commands, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(commands)}."
+    return ConfigError(f"no command {name!r}: {hint}")
 
 
 def _command(name: str) -> Callable[..., int]:
     if name not in COMMANDS:
-        import difflib
-
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}."
-        raise ConfigError(f"no command {name!r}: {hint}")
-    # Read as torch is loaded, see `cluster.environment`: threads wait asleep, and no warnings.
+        raise unknown_command(name, COMMANDS)
+    # torch reads these when it is loaded (`cluster.environment`): threads sleep while they wait.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     module = COMMANDS[name][0]
-    with _ended_by_ctrl_c(), nullcontext() if module in sys.modules else kept():
+    with _ended_by_ctrl_c(), nullcontext() if module in sys.modules else uncollected():
         command: Callable[..., int] = import_module(module).main
     return command
 
 
 @contextmanager
 def _ended_by_ctrl_c() -> Iterator[None]:
-    """Let Ctrl-C end the process at once: libraries that are being imported may swallow it."""
+    """End the process at once on Ctrl-C: libraries may swallow it during their import."""
     before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler:  # somebody wants it otherwise
+    if before is not signal.default_int_handler:  # the caller has a handler
         yield
         return
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
@@ -113,7 +118,7 @@ def _usage() -> str:
             "",
             *lines,
             "",
-            "paceline COMMAND --help tells a command's options, with examples.",
+            "Run 'paceline COMMAND --help' for the options and examples of a command.",
         ]
     )
 

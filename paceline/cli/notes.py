@@ -1,4 +1,4 @@
-"""What a person should know before their run starts: choices that were made for them."""
+"""Notes before a run starts: choices that the program made, and flags without effect."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from paceline.config.train import TrainConfig
 
 
 def notes(config: TrainConfig, gpus: int, launcher: str = "") -> Iterator[str]:
-    """Yield a sentence for each choice.
+    """Yield a sentence for each note.
 
     Args:
-        config: what was asked for.
-        gpus: how many this machine has.
-        launcher: who started the workers, if not a supervisor of ours.
+        config: the flags.
+        gpus: the number of GPUs on this machine.
+        launcher: of the workers, unless it is Paceline's supervisor.
     """
     world, workers = config.world, config.world.workers
     asked = world.gpus or world.num_gpus
     if asked and not gpus and not world.use_cpu:
         plural = "s" if workers > 1 else ""
-        yield f"this machine has no GPU that torch can use: {workers} CPU worker{plural} instead."
+        yield f"torch finds no usable GPU here: starting {workers} CPU worker{plural} instead."
     batch = config.optim.batch_size
     if batch % workers:
         small, more = divmod(batch, workers)
         yield (
-            f"--batch_size {batch} doesn't divide by {workers} workers: {more} of them take "
-            f"{small + 1} image{'s' if small else ''} a step and the others {small}."
+            f"--batch_size {batch} is not divisible by {workers} workers: {more} of them "
+            f"process {small + 1} image{'s' if small else ''} per step and the others {small}."
         )
     if world.num_shards == 1 and not launcher:
         yield from config.sync.idle_on_one_machine
     if launcher == "torchrun":
         for flag in ("file_store_path", "redis_host", "redis_url"):
             if getattr(world, flag):
-                yield f"--{flag} isn't used: torchrun's processes meet in its own store."
+                yield f"--{flag} is ignored: rendezvous uses torchrun's own store."
     if world.file_store_path and (world.redis_host or world.redis_url):
         yield (
             f"--file_store_path {world.file_store_path} isn't used: the rendezvous is through "
             "Redis, and models are saved below --output_dir."
         )
     for flag in config.legacy.given:
-        yield f"--{flag} has no meaning any more and changes nothing."
+        yield f"--{flag} is deprecated and has no effect."

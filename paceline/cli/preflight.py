@@ -1,4 +1,4 @@
-"""What the ranks of a training run compare before they connect: the preflight's questions."""
+"""Preflight of `paceline train`: what the ranks compare before they connect."""
 
 from __future__ import annotations
 
@@ -27,16 +27,20 @@ def agree_on_inputs(
 
     Raises:
         ConfigError: two ranks differ; names what, and both values.
-        CommError: a rank didn't come within `--first_iter_timeout`, or has failed.
+        CommError: a rank is late (`--first_iter_timeout`) or has failed.
     """
     limit = config.world.first_iter_timeout
     data = data_facts("train_data", len(sources.train), sources.train.fingerprint)
     if sources.test is not None:
         data |= data_facts("test_data", len(sources.test), sources.test.fingerprint)
-    compare(store, members, "job token", token_facts(token), timeout=limit)
-    compare(store, members, "configuration", configuration_facts(config), timeout=limit)
-    compare(store, members, "versions", version_facts(), timeout=limit)
-    compare(store, members, "data", data, timeout=limit)
+    subjects = {
+        "job token": token_facts(token),
+        "configuration": configuration_facts(config),
+        "versions": version_facts(),
+        "data": data,
+    }
+    for subject, facts in subjects.items():
+        compare(store, members, subject, facts, timeout=limit)
 
 
 def agree_on_model(config: TrainConfig, members: Members, store: Store, model: nn.Module) -> None:
@@ -44,7 +48,7 @@ def agree_on_model(config: TrainConfig, members: Members, store: Store, model: n
 
     Raises:
         ConfigError: two ranks differ; names what, and both values.
-        CommError: a rank has failed, or said nothing within `--first_iter_timeout`.
+        CommError: a rank has failed, or is silent for `--first_iter_timeout`.
     """
     facts = model_facts(chain(model.named_parameters(), model.named_buffers()))
     compare(store, members, "model", facts, timeout=config.world.first_iter_timeout)

@@ -1,4 +1,4 @@
-"""How far a long job is: a bar on a terminal, a plain line every so often elsewhere."""
+"""Progress of a long job: a bar on a terminal, elsewhere a line every 10 seconds."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _LINE = 10.0  # seconds between two lines
 def meter(
     title: str, unit: str, console: Console, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Meter]:
-    """Give a function of (done, total) that shows how far the job is, its rate and time left.
+    """Provide a function of (done, total) that shows the progress, the rate and the time left.
 
     Args:
-        title: what is being done.
-        unit: what is counted.
+        title: the activity, such as "Reading".
+        unit: the plural of what is counted.
         console: where to show it.
         clock: seconds from any start.
     """
@@ -71,7 +71,7 @@ def _lines(title: str, unit: str, console: Console, clock: Callable[[], float]) 
         if printed is not None and now - printed < _LINE and done < total:
             return
         line = f"{title}: {done:,} of {total:,} {unit}"
-        if printed is not None:  # the first record says nothing about the speed
+        if printed is not None:  # the first record gives no rate
             line += f", {_rate(done, now - start)}/s, {_left(done, total, now - start)} left"
         printed = now
         console.print(line, highlight=False, soft_wrap=True)

@@ -1,24 +1,31 @@
-"""The standard streams of a command: closed before it starts, or read by nobody any more."""
+"""Standard streams of a command: closed at its start, without a reader, or not in UTF-8."""
 
 from __future__ import annotations
 
+import io
 import os
 import select
 import sys
 from contextlib import suppress
 
 
-def open_closed() -> None:
-    """Open what was closed, as by `>&-`, or files and connections would take those numbers."""
+def prepare_streams() -> None:
+    """Make the standard streams usable for any text.
+
+    A closed stream, as after `>&-`, becomes the null device; otherwise files and connections would
+    get its number. Characters that a stream's encoding lacks are written as `?`.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            number = os.open(os.devnull, os.O_RDWR)  # the lowest that is free
+            number = os.open(os.devnull, os.O_RDWR)  # the lowest free number
             os.set_inheritable(number, True)
-            setattr(sys, name, open(number, mode))  # noqa: SIM115  # as long as the process lives
+            setattr(sys, name, open(number, mode))  # noqa: SIM115  # open until the process ends
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
-def nobody_reads() -> bool:
-    """Tell whether the output's reader has seen enough, as in `paceline db info … | head`."""
+def reader_is_gone() -> bool:
+    """Tell whether the reader has closed its end of the output, as in `paceline … | head`."""
     poll = select.poll()
     try:
         poll.register(sys.stdout, 0)
@@ -27,8 +34,8 @@ def nobody_reads() -> bool:
     return bool(poll.poll(0))
 
 
-def give_up() -> None:
-    """Let what can't be written be no error once more when the process exits."""
+def discard_unwritten() -> None:
+    """Discard output that can't be written, so that the interpreter's exit raises no error."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -1,8 +1,8 @@
 """`paceline train`: a supervisor on each machine, and the workers that it starts.
 
-One command line serves both: a worker is told its place by its environment. The supervisor checks
-what can be checked before anything is written, and holds the run's folder. Where another launcher
-started the process, it is a worker without a supervisor: see `launched`.
+Both have the same command line; environment variables give a worker its rank. The supervisor
+checks the configuration before anything is written, and locks the run folder. A process of another
+launcher is a worker without a supervisor: see `train_launched`.
 """
 
 from __future__ import annotations
@@ -29,20 +29,24 @@ from paceline.cluster.supervision.worker import run_worker
 from paceline.config.train import TrainConfig, difference
 from paceline.state.run_folder import RunFolder, choose_run_id
 
-DESCRIPTION = """Train a model on the GPUs or CPUs of this machine, or of many.
+DESCRIPTION = """Train a model on the GPUs or CPUs of one machine, or of several.
 
 examples:
   two CPU workers, a small ResNet, images of 32 x 32 pixels:
-    paceline train --train_data cifar-train --test_data cifar-test --model resnet20
-        --image_size 32 --augment pad --num_labels 10 --batch_size 128 --num_workers 2
-  two machines with two GPUs each, which share a folder (on the other one, --shard_id 1):
+    paceline train --train_data cifar-train --test_data cifar-test
+        --model resnet20 --image_size 32 --augment pad --num_labels 10
+        --batch_size 128 --num_workers 2
+  two machines with two GPUs each and a shared folder
+  (on the second machine, give --shard_id 1):
     paceline train --train_data train-lmdb --test_data test-lmdb --num_gpus 2
-        --num_shards 2 --shard_id 0 --run_id first --file_store_path /shared/meet
-  the same by a Redis server, with Caffe2's command:
-    resnet50_trainer --train_data train-lmdb --num_gpus 2
-        --num_shards 2 --shard_id 0 --run_id first --redis_host redis.lab
-  two workers of another launcher, which counts them (srun -n 2 and mpirun -n 2 likewise):
-    torchrun --nproc-per-node 2 --no-python paceline train --train_data train-lmdb
+        --num_shards 2 --shard_id 0 --run_id first
+        --file_store_path /shared/meet
+  the same with a Redis server, and Caffe2's command name:
+    resnet50_trainer --train_data train-lmdb --num_gpus 2 --num_shards 2
+        --shard_id 0 --run_id first --redis_host redis.lab
+  two workers that torchrun starts (likewise srun -n 2 and mpirun -n 2):
+    torchrun --nproc-per-node 2 --no-python
+        paceline train --train_data train-lmdb
 """
 
 
@@ -50,7 +54,7 @@ def main(argv: Sequence[str], prog: str = "paceline train") -> int:
     """Run the command with the arguments after its name, `prog`; return its exit status.
 
     Raises:
-        PacelineError: the caller's mistake, told before anything is written.
+        PacelineError: a mistake of the caller, reported before anything is written.
     """
     if prog == "resnet50_trainer":
         argv = ["--max_loss_at", "epoch", *argv]  # first, so that the user's own is what counts
@@ -65,7 +69,7 @@ def main(argv: Sequence[str], prog: str = "paceline train") -> int:
 
 
 def _supervise(config: TrainConfig, argv: Sequence[str]) -> int:
-    sys.path.insert(0, "")  # somebody's own model is found where they stand, as by `python -m`
+    sys.path.insert(0, "")  # for a user's own model, as with `python -m`
     gpus = torch.cuda.device_count()
     output = Path(config.output.output_dir)
     anew = config.output.resume == "no"

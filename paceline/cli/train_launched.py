@@ -1,29 +1,28 @@
 """`paceline train` as one of the processes that torchrun, mpirun or srun started.
 
-There is no supervisor here: the launcher starts, watches and ends the processes. What it says of
-the world counts, and a flag that says otherwise is refused. The first process of each machine does
-what a supervisor does else: it checks, and holds the run's folder.
+There is no supervisor: the launcher starts, watches and ends the processes. It defines the world,
+and a flag that contradicts it is refused. The first process of each machine does the supervisor's
+other work: it checks the configuration and locks the run folder.
 
     rank 0        first of each machine              the others
-    choose the run id, tell it
+    choose the run id, post it
                   check; wait for the others' checks
-                  open the run's folder              wait for that
+                  open the run folder                wait for that
     ------------------------------ train ------------------------------
 """
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 
 from paceline import wiring as build
+from paceline.api.exit_handler import end_process
 from paceline.cli.notes import notes
 from paceline.cli.worker import train
 from paceline.cluster.environment import Environment
@@ -34,20 +33,20 @@ from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.supervision.supervisor import finished_sentence, say
 from paceline.config.train import TrainConfig, difference
 from paceline.config.world import WorldConfig
-from paceline.errors import ConfigError, PacelineError
+from paceline.errors import ConfigError, Message, PacelineError
 from paceline.state.run_folder import RunFolder, choose_run_id
 
-_PLACES = ("file_store_path", "redis_host", "redis_url", "master")
-_UNNAMED = "unnamed"  # a run until rank 0 has chosen its id, which isn't part of its identity
+_MEETING = ("file_store_path", "redis_host", "redis_url", "master")
+_UNNAMED = "unnamed"  # the id of a run until rank 0 chooses one
 
 
 def train_launched(config: TrainConfig, environment: Environment) -> int:
     """Train as one process of another launcher's world; return the exit status.
 
-    A process that stops or fails ends here, at once: threads that wait for lost peers would keep
-    it, and the interpreter's farewell takes torch a second of the few that a signal leaves.
+    A process that stops or fails ends here, at once. Threads that wait for lost peers would delay
+    the interpreter's shutdown, which takes torch a second of the few that a signal leaves.
     """
-    sys.path.insert(0, "")  # somebody's own model is found where they stand, as by `python -m`
+    sys.path.insert(0, "")  # for a user's own model, as with `python -m`
     plan = RunPlan.of(config.world, workers=1)
     try:
         _require_run_id(config.world, environment.launched)
@@ -64,24 +63,24 @@ def train_launched(config: TrainConfig, environment: Environment) -> int:
     try:
         _work(config, joined)
     except SystemExit as stop:  # by a signal; the run's state is saved
-        _end(int(stop.code or 0))
+        end_process(int(stop.code or 0))
     except KeyboardInterrupt:
-        _end(130)
+        end_process(130)
     except BaseException as error:
-        _end(joined.fail(error))
+        end_process(joined.fail(error))
     joined.close()
     return 0
 
 
 def fitted(world: WorldConfig, joined: Joined) -> WorldConfig:
-    """Return the flags with what the launcher says filled in.
+    """Return the flags completed by the launcher's numbers.
 
     Args:
         world: the flags, the run id among them.
-        joined: the world as it stands.
+        joined: the world.
 
     Raises:
-        ConfigError: a flag says otherwise; names both.
+        ConfigError: a flag contradicts the launcher; names both values.
     """
     members, counted = joined.members, _flag_of_workers(world)
     workers, machines = members.local_world_size, len(members.machines)
@@ -91,8 +90,8 @@ def fitted(world: WorldConfig, joined: Joined) -> WorldConfig:
     if _given(world, "num_shards") and world.num_shards != machines:
         raise _contradiction(world, "num_shards", f"{started} processes on {machines}")
     if _given(world, "shard_id") and world.shard_id != members.machine:
-        raise _contradiction(world, "shard_id", f"{started} this as number {members.machine}")
-    placed = machines == 1 or any(_given(world, flag) for flag in _PLACES)
+        raise _contradiction(world, "shard_id", f"{started} this on machine {members.machine}")
+    placed = machines == 1 or any(_given(world, flag) for flag in _MEETING)
     return replace(
         world,
         num_shards=machines,
@@ -126,11 +125,11 @@ def _work(config: TrainConfig, joined: Joined) -> None:
 
 
 def _prepare(config: TrainConfig, joined: Joined, folder: RunFolder, *, anew: bool) -> None:
-    """Check on each machine, then hold its folder: nothing is written before all have checked."""
+    """Check on each machine, then open its folder: nothing is written before all have checked."""
     members, limit = joined.members, config.world.first_iter_timeout
     opened = f"opened/{members.machine}"
     if members.local_rank > 0:
-        joined.await_all([opened], "the first process of this machine didn't open the run", limit)
+        joined.await_all([opened], "the first process here didn't open the run folder", limit)
         return
     folder.check(config.identity(), anew=anew)
     gpus = torch.cuda.device_count()
@@ -141,7 +140,7 @@ def _prepare(config: TrainConfig, joined: Joined, folder: RunFolder, *, anew: bo
             say(note)
     joined.store.set(f"checked/{members.machine}", "")
     checked = [f"checked/{machine}" for machine in range(len(members.machines))]
-    joined.await_all(checked, "some machines didn't check their part of the run", limit)
+    joined.await_all(checked, "some machines didn't finish checking their configuration", limit)
     folder.open(config.identity())
     joined.store.set(opened, "")
 
@@ -151,8 +150,11 @@ def _require_run_id(world: WorldConfig, launched: LaunchedProcess | None) -> Non
     lasting = world.file_store_path or world.redis_host or world.redis_url
     if launched is not None and not launched.start and lasting and not world.run_id:
         raise ConfigError(
-            f"Processes of {command_of(launched.launcher)} that meet in a folder or in Redis need "
-            "--run_id, the same for all."
+            Message(
+                "{} with {--file_store_path} or Redis needs {--run_id}, the same for all "
+                "processes.",
+                command_of(launched.launcher),
+            )
         )
 
 
@@ -168,19 +170,15 @@ def _given(world: WorldConfig, flag: str) -> bool:
 
 def _contradiction(world: WorldConfig, flag: str, started: str) -> ConfigError:
     return ConfigError(
-        f"--{flag} {getattr(world, flag)}, but {started}: what the launcher starts counts; leave "
-        f"out --{flag}, or start as many as it says."
+        flag=flag,
+        value=getattr(world, flag),
+        rule=f"contradicts the launcher: {started}",
+        remedy=Message(f"remove {{--{flag}}}, or start a matching number of processes"),
     )
 
 
-def _end(status: int) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
-
-
 def _here(launched: LaunchedProcess | None) -> str:
-    """Name this process, as far as it is known before the world stands."""
+    """Name this process, as far as the launcher does before the world is formed."""
     if launched is None:
         return ""
     return f"rank {launched.rank} of {launched.world_size} on {socket.gethostname()}: "

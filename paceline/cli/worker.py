@@ -1,4 +1,4 @@
-"""A worker's job: everything from its place in the world to the end of the training."""
+"""A worker of `paceline train`: everything from its rank in the world to the end of the run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from paceline import wiring as build
-from paceline.cli.garbage_collection import kept
+from paceline.cli.garbage_collection import uncollected
 from paceline.cli.preflight import agree_on_inputs, agree_on_model
 from paceline.cluster.membership.members import Members
 from paceline.cluster.supervision.stop_signals import StopSignals
@@ -22,17 +22,17 @@ from paceline.recorder import Recorder
 from paceline.run.steps import Stop
 from paceline.trainer import Trainer
 
-_TERMINATED = 143  # another worker was
+_TERMINATED = 143  # the status where another worker received the signal
 
 
 def train(config: TrainConfig, members: Members, store: Store, token: str) -> None:
     """Train as one worker of the world, to the end or until a signal.
 
     Raises:
-        PacelineError: something that the run can't go on without failed.
-        SystemExit: a worker of the run was asked to stop; the run's state is saved.
+        PacelineError: the run failed.
+        SystemExit: a worker of the run received a signal to stop; the run's state is saved.
     """
-    with kept():
+    with uncollected():
         build.import_optimizers()
     folder = Path(config.output.output_dir, config.world.run_id)
     device = build.device_of(config, members.local_rank)
@@ -90,7 +90,7 @@ def train(config: TrainConfig, members: Members, store: Store, token: str) -> No
 
 
 def _run(trainer: Trainer, signals: StopSignals) -> bool:
-    """Train, and leave the peers when they need nothing more; return False if it was stopped."""
+    """Train, and leave when the peers need nothing more; return False if a signal stopped it."""
     with signals.heard(trainer.steps.rescue):
         try:
             trainer.run()
@@ -120,6 +120,7 @@ def _announce(
         samples=trainer.train.samples,
         steps=trainer.train.steps,
         epochs=trainer.epochs,
+        labels=trainer.num_labels,
         batch=config.global_batch,
         log=log,
     )

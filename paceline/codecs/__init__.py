@@ -1,1 +1,1 @@
-"""Codecs: how gradients are coded while they travel, as pure functions over flat tensors."""
+"""Codecs: how gradients are encoded while they travel, pure functions over flat tensors."""

@@ -156,8 +156,9 @@ def _check(dataset: MapStyle, order: Order, num_workers: int) -> None:
     if isinstance(dataset, IterableDataset) or not numbered:
         raise ConfigError(
             f"{name} is no map-style data set: without a length and numbered samples (`__len__` "
-            "and `__getitem__`) nobody can say which samples are whose, or that none is lost; give "
-            "one that has both."
+            "and `__getitem__`) no rank knows its own samples. Give one that has both, or iterate "
+            "over your own DataLoader and make each step with world.step(samples=n), where n is "
+            "the number of samples in this rank's batch."
         )
     if len(dataset) != order.size:
         raise ConfigError(

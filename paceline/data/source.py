@@ -37,7 +37,7 @@ class Source(Protocol):
         label_names: the classes' names in the order of their labels, where they are known.
         index_note: what a person should know of opening it, if anything (an index that can't be
             kept makes every opening slow).
-        fingerprint: equal for equal data sets (number of records, first and last keys …).
+        fingerprint: equal for equal data sets: a digest of their size and of a sample of records.
     """
 
     @property

@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.models.resnet import BasicBlock, convolution, initialise
+from paceline.models.resnet import BasicBlock, convolution, initialise, stage
 
 
 class CifarResNet(nn.Module):
@@ -26,9 +26,9 @@ class CifarResNet(nn.Module):
         super().__init__()
         self.conv1 = convolution(num_channels, 16, 3)
         self.bn1 = nn.BatchNorm2d(16)
-        self.layer1 = _stage(16, 16, depth, stride=1)
-        self.layer2 = _stage(16, 32, depth, stride=2)
-        self.layer3 = _stage(32, 64, depth, stride=2)
+        self.layer1 = stage(BasicBlock, 16, 16, depth, 1, _padding)
+        self.layer2 = stage(BasicBlock, 16, 32, depth, 2, _padding)
+        self.layer3 = stage(BasicBlock, 32, 64, depth, 2, _padding)
         self.fc = nn.Linear(64, num_labels)
         initialise(self)
 
@@ -54,8 +54,6 @@ class PadShortcut(nn.Module):
         return F.pad(halved, (0, 0, 0, 0, 0, self.new_channels))
 
 
-def _stage(in_channels: int, channels: int, depth: int, stride: int) -> nn.Sequential:
-    shortcut = nn.Identity() if stride == 1 else PadShortcut(channels - in_channels)
-    first = BasicBlock(in_channels, channels, stride, shortcut)
-    rest = [BasicBlock(channels, channels, 1, nn.Identity()) for _ in range(depth - 1)]
-    return nn.Sequential(first, *rest)
+def _padding(in_channels: int, out_channels: int, stride: int) -> nn.Module:
+    assert stride == 2, "a shortcut without parameters halves the image"
+    return PadShortcut(out_channels - in_channels)

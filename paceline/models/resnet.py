@@ -11,7 +11,7 @@ Initial weights are a pure function of torch's seed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -89,10 +89,10 @@ class ResNet(nn.Module):
         super().__init__()
         self.conv1 = convolution(num_channels, 64, 7, stride=2)
         self.bn1 = nn.BatchNorm2d(64)
-        self.layer1 = _stage(block, 64, 64, depths[0], stride=1)
-        self.layer2 = _stage(block, 64 * block.expansion, 128, depths[1], stride=2)
-        self.layer3 = _stage(block, 128 * block.expansion, 256, depths[2], stride=2)
-        self.layer4 = _stage(block, 256 * block.expansion, 512, depths[3], stride=2)
+        self.layer1 = stage(block, 64, 64, depths[0], 1, _projection)
+        self.layer2 = stage(block, 64 * block.expansion, 128, depths[1], 2, _projection)
+        self.layer3 = stage(block, 128 * block.expansion, 256, depths[2], 2, _projection)
+        self.layer4 = stage(block, 256 * block.expansion, 512, depths[3], 2, _projection)
         self.fc = nn.Linear(512 * block.expansion, num_labels)
         initialise(self)
 
@@ -117,23 +117,35 @@ def initialise(model: nn.Module) -> None:
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
 
-def _stage(
+def stage(
     block: type[BasicBlock] | type[Bottleneck],
     in_channels: int,
     channels: int,
     depth: int,
     stride: int,
+    new_shape: Callable[[int, int, int], nn.Module],
 ) -> nn.Sequential:
+    """Make a stage of blocks.
+
+    Args:
+        block: the kind of block.
+        in_channels: channels that come in.
+        channels: channels of the convolutions inside.
+        depth: the number of blocks.
+        stride: of the first block.
+        new_shape: makes the first block's shortcut of (in_channels, out_channels, stride), where
+            the shape changes; elsewhere shortcuts have no parameters.
+    """
     out_channels = channels * block.expansion
-    first = block(in_channels, channels, stride, _shortcut(in_channels, out_channels, stride))
+    same = stride == 1 and in_channels == out_channels
+    shortcut = nn.Identity() if same else new_shape(in_channels, out_channels, stride)
+    first = block(in_channels, channels, stride, shortcut)
     rest = [block(out_channels, channels, 1, nn.Identity()) for _ in range(depth - 1)]
     return nn.Sequential(first, *rest)
 
 
-def _shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Module:
-    """Project (the paper's option B) only where the shape changes."""
-    if stride == 1 and in_channels == out_channels:
-        return nn.Identity()
+def _projection(in_channels: int, out_channels: int, stride: int) -> nn.Module:
+    """Make a shortcut that projects to another shape, the paper's option B."""
     return nn.Sequential(
         convolution(in_channels, out_channels, 1, stride), nn.BatchNorm2d(out_channels)
     )

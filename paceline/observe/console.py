@@ -31,7 +31,8 @@ class Console(NullRecorder):
     """Show the progress of a run.
 
     Events, and the fields that are looked at:
-        run: model, world_size, machines, device, samples and steps (of an epoch), epochs, log.
+        run: model, world_size, machines, device, samples and steps (of an epoch), epochs, log,
+            labels (their number).
         step: epoch, step (of the run), epoch_step, steps (of an epoch), samples (of all ranks),
             learning_rate, sums (of the epoch so far, as a tally's), exposed_ms (what the rank
             waited for the exchange; where it was measured).
@@ -61,7 +62,7 @@ class Console(NullRecorder):
         self._clock = clock
         self._started = self._shown = clock()
         self._rate = ProgressRate(self._started)
-        self._epochs, self._world_size = 0, 1
+        self._epochs, self._world_size, self._labels = 0, 1, sys.maxsize
         self._exposed: list[float] = []  # ms, of the steps since the last look
         self._samples = 0  # seen since the epoch's start; a resumed one has others before
 
@@ -86,6 +87,7 @@ class Console(NullRecorder):
         self._started = self._shown = self._clock()
         self._rate = ProgressRate(self._started)
         self._epochs, self._world_size = fields["epochs"], fields["world_size"]
+        self._labels = fields.get("labels", sys.maxsize)
         for line in run_lines(fields):
             self._terminal.line(line)
 
@@ -117,7 +119,8 @@ class Console(NullRecorder):
         self._shown = self._clock()
         self._rate.pause(self._shown)
         seen, self._samples = self._samples, 0
-        self._terminal.line(epoch_line(fields, self._epochs, seen), style="bold")
+        shown = fields if self._labels > 5 else {**fields, "top5": None}  # top-5 would be 100%
+        self._terminal.line(epoch_line(shown, self._epochs, seen), style="bold")
 
     def _note(self, fields: Mapping[str, Any]) -> None:
         self._terminal.line(fields["text"])

@@ -21,20 +21,6 @@ from paceline.atomic_write import explained_writes, write_atomically
 from paceline.observe.line_file import LineFile
 from paceline.recorder import NullRecorder
 
-COLUMNS = (
-    "time_spent",
-    "cumulative_time_spent",
-    "input_count",
-    "cumulative_input_count",
-    "cumulative_batch_count",
-    "inputs_per_sec",
-    "accuracy",
-    "epoch",
-    "learning_rate",
-    "loss",
-    "test_accuracy",
-)
-_COUNTS = ("cumulative_input_count", "cumulative_batch_count", "epoch")
 NO_TEST = -1  # test_accuracy of a run without test data
 
 
@@ -45,6 +31,25 @@ class Totals:
     seconds: float = 0.0
     samples: int = 0
     batches: int = 0
+
+
+# Each column's value: a field of the `epoch` event, or one that `CsvLog.event` adds. A new column
+# is a line here and, where it needs one, a field of the event that `trainer.py` sends.
+COLUMNS = {
+    "time_spent": "seconds_of_row",
+    "cumulative_time_spent": "total_seconds",
+    "input_count": "samples",
+    "cumulative_input_count": "total_samples",
+    "cumulative_batch_count": "total_batches",
+    "inputs_per_sec": "samples_per_second",
+    "accuracy": "accuracy",
+    "epoch": "epoch",
+    "learning_rate": "learning_rate",
+    "loss": "loss",
+    "test_accuracy": "test_accuracy",
+}
+_NAMES = tuple(COLUMNS)
+_COUNTS = ("cumulative_input_count", "cumulative_batch_count", "epoch")
 
 
 class CsvLog(NullRecorder):
@@ -76,7 +81,7 @@ class CsvLog(NullRecorder):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         told = ", ".join(f"{key}={value!r}" for key, value in parameters.items())
-        start = f"# Namespace({told})\n{','.join(COLUMNS)}\n"
+        start = f"# Namespace({told})\n{','.join(_NAMES)}\n"
         earlier = sorted(folder.glob("*_v2_*.log"), key=lambda path: path.name[-19:])
         self.path = earlier[-1] if earlier else folder / f"{name}_{now:%Y%m%d_%H%M%S}.log"
         self._totals = _begin(self.path, start, epoch)
@@ -87,45 +92,41 @@ class CsvLog(NullRecorder):
     def event(self, name: str, **fields: Any) -> None:
         """Write a row if an epoch ended."""
         if name == "epoch":
-            row = self._row(fields)
-            self._file.write(",".join(_text(row[column]) for column in COLUMNS))
+            now = self._clock()
+            seconds, self._last_row = now - self._last_row, now
+            self._totals = Totals(
+                seconds=self._totals.seconds + seconds,
+                samples=self._totals.samples + fields["samples"],
+                batches=self._totals.batches + fields["batches"],
+            )
+            samples, accuracy = fields["samples"], fields["test_accuracy"]
+            values = {
+                **fields,
+                "seconds_of_row": seconds,
+                "total_seconds": self._totals.seconds,
+                "total_samples": self._totals.samples,
+                "total_batches": self._totals.batches,
+                "samples_per_second": samples / seconds if seconds > 0 else 0.0,
+                "test_accuracy": NO_TEST if accuracy is None else accuracy,
+            }
+            self._file.write(",".join(_text(values[key]) for key in COLUMNS.values()))
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
-    def _row(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        now = self._clock()
-        spent, self._last_row = now - self._last_row, now
-        self._totals = Totals(
-            seconds=self._totals.seconds + spent,
-            samples=self._totals.samples + fields["samples"],
-            batches=self._totals.batches + fields["batches"],
-        )
-        test_accuracy = fields["test_accuracy"]
-        return {
-            **fields,
-            "time_spent": spent,
-            "cumulative_time_spent": self._totals.seconds,
-            "input_count": fields["samples"],
-            "cumulative_input_count": self._totals.samples,
-            "cumulative_batch_count": self._totals.batches,
-            "inputs_per_sec": fields["samples"] / spent if spent > 0 else 0.0,
-            "test_accuracy": NO_TEST if test_accuracy is None else test_accuracy,
-        }
-
 
 def _begin(path: Path, start: str, epoch: int) -> Totals:
     """Write the log's start, or cut an earlier part's rows; return what its rows add up to."""
     rows = [line.split(",") for line in _lines(path)[2:]]
-    place = COLUMNS.index("epoch")
-    kept = [row for row in rows if _whole(row) and int(row[place]) < epoch]
+    column = _NAMES.index("epoch")
+    kept = [row for row in rows if _whole(row) and int(row[column]) < epoch]
     head = "".join(f"{line}\n" for line in _lines(path)[:2]) or start
     with explained_writes(path):
         write_atomically(path, head + "".join(",".join(row) + "\n" for row in kept))
     if not kept:
         return Totals()
-    last = dict(zip(COLUMNS, kept[-1], strict=True))
+    last = dict(zip(_NAMES, kept[-1], strict=True))
     return Totals(
         seconds=float(last["cumulative_time_spent"]),
         samples=int(last["cumulative_input_count"]),
@@ -139,12 +140,12 @@ def _lines(path: Path) -> list[str]:
 
 def _whole(row: list[str]) -> bool:
     """Tell whether what is read of a row is there: neither torn nor damaged."""
-    told = dict(zip(COLUMNS, row, strict=False))
+    told = dict(zip(_NAMES, row, strict=False))
     try:
         float(told["cumulative_time_spent"])
     except (KeyError, ValueError):
         return False
-    return len(row) == len(COLUMNS) and all(told[name].isdecimal() for name in _COUNTS)
+    return len(row) == len(_NAMES) and all(told[name].isdecimal() for name in _COUNTS)
 
 
 def log_name(

@@ -25,7 +25,8 @@ from paceline.errors import DataError
 from paceline.observe.line_file import LineFile
 from paceline.recorder import NullRecorder
 
-# The fields that are written; others, such as a loss that is still being computed, are for others.
+# The fields that are written, () for all; others, such as a loss that is still being computed, are
+# for other recorders.
 FIELDS = {
     "run": (
         *("generation", "rank", "world_size", "machines", "samples", "steps", "epochs", "batch"),
@@ -35,17 +36,15 @@ FIELDS = {
     "step": ("generation", "step", "epoch", "first", "last", "skipped"),
     "loss": ("generation", "step", "loss"),
     "checkpoint": ("generation", "step", "path"),
-    "epoch": (
-        *("epoch", "seconds", "samples", "batches", "loss", "accuracy", "learning_rate"),
-        *("test_accuracy", "top5"),
-    ),
+    "epoch": (),
     "note": ("text",),
     "buckets": ("parameters",),
     "end": ("generation",),
 }
-# What a step is told to have taken, where it was measured; the names of what was waited for are in
-# `buckets`.
-_IF_TOLD = (*("compute_ms", "exposed_ms", "send_ms", "update_ms", "waits_ms", "sent", "received"),)
+# Times and bytes of a step, where they were measured; `buckets` names what it waited for.
+_IF_MEASURED = (
+    *("compute_ms", "exposed_ms", "send_ms", "update_ms", "waits_ms", "sent", "received"),
+)
 
 
 class EventFile(NullRecorder):
@@ -69,9 +68,10 @@ class EventFile(NullRecorder):
             TypeError: a field to be written isn't JSON's.
         """
         if name in FIELDS:
-            told = (key for key in _IF_TOLD if key in fields) if name == "step" else ()
-            kept = {key: _json(fields[key]) for key in (*FIELDS[name], *told)}
-            self._file.write(json.dumps({"event": name, **kept}, allow_nan=False))
+            measured = (key for key in _IF_MEASURED if key in fields) if name == "step" else ()
+            names = (*FIELDS[name], *measured) or fields
+            values = {key: _json(fields[key]) for key in names}
+            self._file.write(json.dumps({"event": name, **values}, allow_nan=False))
 
     def close(self) -> None:
         """Close the file."""

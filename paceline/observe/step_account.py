@@ -1,11 +1,11 @@
-"""Where a step's time went on this rank, and what it exchanged; told with the step's event.
+"""Where a step's time went on this rank, and what it exchanged: fields of the step's event.
 
     step     │ wait b3 │ forward … │ wait b0 │ forward │ backward ─ send ─ send │ end │
     compute            └───────────┘         └──── all that is none of the others ────┘
 
-Times are those of the rank's own thread. *Exposed* communication is what it waited for others:
-the rest of the exchange went on behind its back. On a GPU under NCCL a wait is the device's, and
-isn't seen here.
+Times are those of the rank's own thread. *Exposed* communication is the time that it waited for the
+exchange; the rest overlapped with computation. On a GPU under NCCL the device waits, which isn't
+measured here.
 """
 
 from __future__ import annotations
@@ -16,36 +16,35 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
-from paceline.recorder import NullRecorder, Recorder
+from paceline.recorder import Recorder
 
 _EXCHANGE = ("wait", "send", "update")
-_WORTH_TELLING = 0.2  # ms; looking takes something, too
+_SHORTEST = 0.2  # ms of a wait that is reported; measuring costs time, too
 
 
 class StepAccount:
-    """Stands before the run's recorder: adds spans and counts up, and tells them with each step.
+    """Account of steps in front of the run's recorders: sums of spans and counts, a step.
 
-    What an event `step` gets besides, where the step was in a span `train`:
+    Fields that it adds to an event `step`, where the step was in a span `train`:
         compute_ms: what the step took, without the following three.
-        exposed_ms: what it, and who settled since the step before, waited for the exchange.
-        send_ms, update_ms: what it took to hand gradients over, and to update parameters.
+        exposed_ms: what it, and what settled since the step before, waited for the exchange.
+        send_ms, update_ms: the time to hand gradients over, and to update parameters.
         waits_ms: of each bucket that was waited for 0.2 ms or more, by its number, how long.
         sent, received: bytes.
 
     Args:
-        recorder: the run's.
-        trace: gets all spans, too.
+        recorders: the run's, which get all events in this order; closed with the account.
+        trace: gets all spans and events; closed with the account.
         clock: nanoseconds since any moment.
     """
 
     def __init__(
         self,
-        recorder: Recorder,
+        *recorders: Recorder,
         trace: Recorder | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        self._recorder, self._trace, self._clock = recorder, trace or NullRecorder(), clock
-        self._traced = trace is not None
+        self._recorders, self._trace, self._clock = recorders, trace, clock
         self._spent: dict[str, int] = defaultdict(int)  # ns, by a span's name
         self._waits: dict[object, int] = defaultdict(int)  # ns, by bucket
         self._counts: dict[str, float] = defaultdict(float)
@@ -54,8 +53,8 @@ class StepAccount:
 
     def span(self, name: str, **fields: object) -> AbstractContextManager[None]:
         """Add the block's time to others of that name."""
-        own = _Span(self, name, fields)
-        return _Both(own, self._trace.span(name, **fields)) if self._traced else own
+        traced = self._trace.span(name, **fields) if self._trace else None
+        return _Span(self, name, fields, traced)
 
     def count(self, name: str, amount: float) -> None:
         """Add to a count."""
@@ -63,18 +62,20 @@ class StepAccount:
 
     def event(self, name: str, **fields: Any) -> None:
         """Pass an event on, a step's with its account."""
-        told = self._take() if name == "step" and self._compute is not None else {}
-        self._recorder.event(name, **fields, **told)
-        self._trace.event(name, **fields)
+        sums = self._take() if name == "step" and self._compute is not None else {}
+        for recorder in self._recorders:
+            recorder.event(name, **fields, **sums)
+        if self._trace:
+            self._trace.event(name, **fields)
 
     def close(self) -> None:
-        """Close both recorders."""
+        """Close all recorders, also where one fails; its error is raised in the end."""
         with ExitStack() as closing:
-            closing.callback(self._recorder.close)
-            closing.callback(self._trace.close)
+            for recorder in (*filter(None, [self._trace]), *reversed(self._recorders)):
+                closing.callback(recorder.close)
 
     def began(self, name: str) -> int:
-        """Take note of a span's begin; return the time."""
+        """Note a span's begin; return the time."""
         if name == "train":
             self._before = self._exchanged
         return self._clock()
@@ -96,7 +97,7 @@ class StepAccount:
     def _take(self) -> dict[str, object]:
         assert self._compute is not None
         wait, send, update = (_ms(self._spent[name]) for name in _EXCHANGE)
-        told = {
+        sums = {
             "compute_ms": _ms(self._compute),
             "exposed_ms": wait,
             "send_ms": send,
@@ -104,47 +105,40 @@ class StepAccount:
             "waits_ms": {
                 str(bucket): ms
                 for bucket, spent in self._waits.items()
-                if (ms := _ms(spent)) >= _WORTH_TELLING
+                if (ms := _ms(spent)) >= _SHORTEST
             },
             "sent": round(self._counts["sent"]),
             "received": round(self._counts["received"]),
         }
         self._compute = None
-        for sums in (self._spent, self._waits, self._counts):
-            sums.clear()
-        return told
+        for counter in (self._spent, self._waits, self._counts):
+            counter.clear()
+        return sums
 
 
 class _Span:
-    """A block whose time an account adds up."""
+    """Block whose time an account adds up, and whose span a trace may record."""
 
-    __slots__ = ("_account", "_began", "_fields", "_name")
+    __slots__ = ("_account", "_began", "_fields", "_name", "_traced")
 
-    def __init__(self, account: StepAccount, name: str, fields: dict[str, object]) -> None:
-        self._account, self._name, self._fields = account, name, fields
+    def __init__(
+        self,
+        account: StepAccount,
+        name: str,
+        fields: dict[str, object],
+        traced: AbstractContextManager[None] | None,
+    ) -> None:
+        self._account, self._name, self._fields, self._traced = account, name, fields, traced
 
     def __enter__(self) -> None:
         self._began = self._account.began(self._name)
-
-    def __exit__(self, *_: object) -> None:
-        self._account.ended(self._name, self._fields, self._began)
-
-
-class _Both:
-    """A block that two measure."""
-
-    def __init__(
-        self, one: AbstractContextManager[None], other: AbstractContextManager[None]
-    ) -> None:
-        self._one, self._other = one, other
-
-    def __enter__(self) -> None:
-        self._one.__enter__()
-        self._other.__enter__()
+        if self._traced:
+            self._traced.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self._other.__exit__(*error)
-        self._one.__exit__(*error)
+        if self._traced:
+            self._traced.__exit__(*error)
+        self._account.ended(self._name, self._fields, self._began)
 
 
 def _ms(nanoseconds: int) -> float:

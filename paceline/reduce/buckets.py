@@ -1,4 +1,4 @@
-"""Buckets: flat runs of parameters, the unit of communication.
+"""Buckets: flat ranges of parameters, the unit of communication.
 
 The partition is a pure function of the parameters' order, sizes, dtypes, devices and parameter
 groups, so all ranks have the same. Backward completes gradients from the last layer to the first,
@@ -7,11 +7,11 @@ so buckets are filled in that order, and numbered by when they can be complete:
     parameters   a1 a2 │ b1 │ c1 c2 c3          (forward order)
     buckets       2  1 │  1 │  1  0  0          (sizes permitting)
 
-The next forward reads the first layers first, and their bucket is complete last: nothing is left to
-hide its exchange under. So buckets get smaller towards the first layers.
+The next forward reads the first layers first, and their bucket is complete last, when no
+computation is left to hide its exchange. So buckets get smaller towards the first layers.
 
 A bucket's flat memory holds the gradients and behind them, for each parameter, the number of
-ranks that used it: what nobody used keeps `grad = None`.
+ranks that used it: a parameter that no rank used keeps `grad = None`.
 
     flat: (numel + parameters,)    [ gradient | gradient | … | used | used | … ]
 """
@@ -25,13 +25,13 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-_SMALLEST = 2**19  # bytes; smaller ones cost more work than they save waiting
-_OF_WHAT_IS_BEFORE = 3  # times the bytes before a bucket, in forward order, that it has at most
+_SMALLEST = 2**19  # bytes; smaller buckets cost more work than they save waiting
+_TIMES_BYTES_BEFORE = 3  # a bucket has at most 3 times the bytes before it, in forward order
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Bucket:
-    """Some parameters of one dtype, device and parameter group.
+    """Bucket: parameters of one dtype, device and parameter group that are exchanged together.
 
     Attributes:
         index: the bucket's number, 0 for the one that backward can complete first.
@@ -62,7 +62,7 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BucketMemory:
-    """A bucket's flat memory and its parts.
+    """Flat buffer of a bucket, with one gradient view a parameter.
 
     Attributes:
         flat: (numel + parameters,), what is exchanged.
@@ -76,9 +76,9 @@ class BucketMemory:
 
     @torch.no_grad()
     def pack(self, values: Sequence[Tensor | None], weight: float) -> None:
-        """Copy gradients, one a parameter, times `weight`; one that is None is 0.
+        """Write gradients, one a parameter, times `weight`; one that is None is 0.
 
-        With weight 0 (a borrowed sample) they are 0 whatever they are, and nothing counts as used.
+        With weight 0 (a borrowed sample) all are 0, whatever they hold, and none counts as used.
         """
         for value, view in zip(values, self.gradients, strict=True):
             if value is None or not weight:
@@ -113,7 +113,7 @@ class BucketMemory:
 
 
 def allocate(templates: Sequence[Tensor]) -> BucketMemory:
-    """Make memory for what is laid out as tensors of one dtype and device."""
+    """Allocate a buffer for values laid out as tensors of one dtype and device."""
     first = templates[0]
     numel = sum(template.numel() for template in templates)
     flat = torch.zeros(numel + len(templates), dtype=first.dtype, device=first.device)
@@ -138,7 +138,7 @@ def like(parameter: Tensor, flat: Tensor) -> Tensor:
 def partition(
     names: Mapping[nn.Parameter, str], groups: Mapping[nn.Parameter, int], bucket_bytes: int
 ) -> tuple[Bucket, ...]:
-    """Deal trainable parameters out to buckets of about `bucket_bytes`.
+    """Partition trainable parameters into buckets of about `bucket_bytes`.
 
     Args:
         names: the model's parameters, in forward order, with their names; one in no group is left
@@ -150,22 +150,27 @@ def partition(
     trained = _trained(names, groups)
     ends = accumulate(_bytes([p]) for p in trained)
     before = {p: end - _bytes([p]) for p, end in zip(trained, ends, strict=True)}
-    closed: list[tuple[int, int, list[nn.Parameter]]] = []  # (place of the last one, group, run)
-    open_runs: dict[tuple[int, torch.dtype, torch.device], list[nn.Parameter]] = {}
-    places = {}
-    for place, p in enumerate(reversed(trained)):
-        places[p] = place
+    closed: list[tuple[int, int, list[nn.Parameter]]] = []  # (last one's number, group, bucket)
+    filling: dict[tuple[int, torch.dtype, torch.device], list[nn.Parameter]] = {}
+    numbers = {}
+    for number, p in enumerate(reversed(trained)):
+        numbers[p] = number
         key = (groups[p], p.dtype, p.device)
-        run = open_runs.setdefault(key, [])
-        most = min(bucket_bytes, max(_SMALLEST, _OF_WHAT_IS_BEFORE * before[p]))
-        if run and _bytes([*run, p]) > most:
-            closed.append((places[run[-1]], groups[p], run))
-            run = open_runs[key] = []
-        run.append(p)
-    closed += [(places[run[-1]], key[0], run) for key, run in open_runs.items()]
+        bucket = filling.setdefault(key, [])
+        most = min(bucket_bytes, max(_SMALLEST, _TIMES_BYTES_BEFORE * before[p]))
+        if bucket and _bytes([*bucket, p]) > most:
+            closed.append((numbers[bucket[-1]], groups[p], bucket))
+            bucket = filling[key] = []
+        bucket.append(p)
+    closed += [(numbers[bucket[-1]], key[0], bucket) for key, bucket in filling.items()]
     return tuple(
-        Bucket(index=index, group=group, parameters=tuple(run), names=tuple(names[p] for p in run))
-        for index, (_, group, run) in enumerate(sorted(closed, key=lambda c: c[0]))
+        Bucket(
+            index=index,
+            group=group,
+            parameters=tuple(bucket),
+            names=tuple(names[p] for p in bucket),
+        )
+        for index, (_, group, bucket) in enumerate(sorted(closed, key=lambda c: c[0]))
     )
 
 
@@ -175,5 +180,5 @@ def _trained(
     return [p for p in parameters if p.requires_grad and p in groups]
 
 
-def _bytes(run: Sequence[Tensor]) -> int:
-    return sum(p.numel() * p.element_size() for p in run)
+def _bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)

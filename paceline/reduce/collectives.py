@@ -1,4 +1,4 @@
-"""An exchange by `all_reduce`: NCCL's or Gloo's, a bucket at a time, in one order on all ranks."""
+"""Exchange by all-reduce: NCCL's or Gloo's, a bucket at a time, in one order on all ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.reduce.buckets import Bucket
 
 
 class Collectives:
-    """An exchange by all_reduce, in place.
+    """Exchange by in-place all-reduce.
 
     Args:
         buckets: what is exchanged.
@@ -33,24 +33,27 @@ class Collectives:
         self._flat = [memory.flat for memory in self._memory]
         if statistics is not None:
             self._flat.append(statistics.clone())
-        places = range(len(self._flat))
-        self._order = [*places[len(buckets) :], *places[: len(buckets)]]
-        self._full: dict[int, bool] = {}  # bucket: did this rank have all values?
+        indices = range(len(self._flat))
+        self._order = [*indices[len(buckets) :], *indices[: len(buckets)]]
+        carried = 2 * (communicator.world_size - 1)  # by a ring, a part of 1 / world size each
+        bytes_carried = [carried * flat.nbytes // communicator.world_size for flat in self._flat]
+        self.traffic = [(carried, carried) for carried in bytes_carried]
+        self._full: dict[int, bool] = {}  # bucket: this rank had all values
         self._ready: set[int] = set()  # complete, and to be issued in their turn
         self._issued = 0
+        self._operations: dict[int, str] = {}
         self._tickets: dict[int, Ticket] = {}  # in the order of their issue
 
-    def steady(self) -> None:
-        """Tell the communicator."""
-        self._communicator.steady()
-
-    def begin(self, *, applied: bool, scale: float) -> None:
+    def begin(self, scale: float) -> None:
         """Begin the order anew."""
         self._ready.clear()
         self._issued = 0
 
-    def send(self, index: int, values: Sequence[Tensor | None], weight: float) -> None:
-        """Pack the run, issue it, if it is its turn, and those that waited for it."""
+    def send(
+        self, index: int, values: Sequence[Tensor | None], weight: float, operation: str
+    ) -> None:
+        """Pack the bucket, issue it if it is its turn, and those that waited for it."""
+        self._operations[index] = operation
         if index < len(self._memory):
             self._memory[index].pack(values, weight)
             self._full[index] = weight > 0 and all(value is not None for value in values)
@@ -64,36 +67,31 @@ class Collectives:
             self._tickets[turn] = self._communicator.all_reduce(self._flat[turn])
             self._issued += 1
 
-    def traffic(self, index: int) -> tuple[int, int]:
-        """Return what a ring carries: 2 (N - 1) / N of the run in each direction."""
-        world_size = self._communicator.world_size
-        carried = 2 * (world_size - 1) * self._flat[index].nbytes // world_size
-        return carried, carried
-
     def next(self, index: int) -> int:
-        """Return the bucket that was sent first, as long as `index` isn't there.
+        """Return the bucket that was issued first, unless `index` is there already.
 
         They arrive in the order of their issue, so a bucket's arithmetic hides under the exchange
         of those that were sent after it.
         """
         if self._tickets[index].done():
             return index
-        return next(place for place in self._tickets if place < len(self._memory))
+        return next(sent for sent in self._tickets if sent < len(self._memory))
 
-    def wait(self, index: int, operation: str) -> list[Tensor | None]:
-        """Wait for the run's all_reduce."""
-        self._tickets.pop(index).wait(f"all_reduce of {operation}")
+    def wait(self, index: int) -> list[Tensor | None]:
+        """Wait for the bucket's all-reduce."""
+        self._tickets.pop(index).wait(f"all_reduce of {self._operations[index]}")
         if index == len(self._memory):
             return [self._flat[index]]
         return self._memory[index].reduced(used_here=self._full[index])
 
-    def discard(self, index: int, operation: str) -> None:
-        """Wait for the run's all_reduce."""
-        self.wait(index, operation)
+    def abandon(self, index: int) -> None:
+        """Wait for the bucket's all-reduce."""
+        if index in self._tickets:
+            self.wait(index)
 
     def drain(self) -> None:
-        """Go: what has been waited for here needs nothing more of this rank."""
+        """Return at once: an all-reduce that ended here needs nothing more of this rank."""
 
     def close(self) -> None:
-        """Forget what is under way."""
+        """Let go of what is under way."""
         self._tickets.clear()

@@ -1,4 +1,4 @@
-"""The exchange: adds up what the ranks have of each bucket, whatever carries it."""
+"""The `Exchange` protocol: sums each bucket over the ranks, by whatever carries it."""
 
 from __future__ import annotations
 
@@ -7,61 +7,96 @@ from typing import Protocol
 
 from torch import Tensor
 
+from paceline.errors import CommTimeout, Message
+
+
+class Timeout:
+    """Limit of each wait for a peer: one value in the first step, another one later.
+
+    Args:
+        first: seconds in the first step.
+        later: seconds in later steps.
+
+    Attributes:
+        seconds: the limit now.
+        later: seconds in later steps.
+    """
+
+    def __init__(self, first: float, later: float) -> None:
+        self.seconds, self.later = first, later
+
+    def steady(self) -> None:
+        """End the start: all ranks have exchanged a step."""
+        self.seconds = self.later
+
+
+def timed_out(
+    rank: int, timeout: Timeout, whom: str, operation: str, cause: str = "it hangs"
+) -> CommTimeout:
+    """Return the error of a rank's wait that has ended without what it waited for."""
+    return CommTimeout(
+        Message(
+            "rank {} waited {:g} s for {} in {}: {}, or needs a longer {--timeout} "
+            "({--first_iter_timeout} in the start).",
+            rank,
+            timeout.seconds,
+            whom,
+            operation,
+            cause,
+        )
+    )
+
 
 class Exchange(Protocol):
-    """Adds up what ranks have of each run: a bucket's gradients, or the running statistics.
+    """Protocol of a sum over ranks, per bucket of gradients or running statistics.
 
     Attributes:
         zero_copy: values are read where they lie until their sums have come.
+        traffic: the bytes that this rank sends and receives for each bucket in a step.
     """
 
-    zero_copy: bool
+    @property
+    def zero_copy(self) -> bool: ...
 
-    def steady(self) -> None:
-        """End the start-up: all ranks have exchanged a step, and are waited for less long."""
+    @property
+    def traffic(self) -> Sequence[tuple[int, int]]: ...
 
-    def begin(self, *, applied: bool, scale: float) -> None:
-        """Expect all runs of a step; those of the step before have been waited for.
+    def begin(self, scale: float) -> None:
+        """Expect all buckets of a step whose loss is scaled; those before were waited for."""
 
-        Args:
-            applied: the step before took effect; otherwise it leaves no trace.
-            scale: what this step's loss is multiplied by.
-        """
-
-    def send(self, index: int, values: Sequence[Tensor | None], weight: float) -> None:
-        """Start to add a run up; never block.
+    def send(
+        self, index: int, values: Sequence[Tensor | None], weight: float, operation: str
+    ) -> None:
+        """Start to sum a bucket; never block.
 
         Args:
-            index: the run's number.
-            values: one a parameter, not to be written before `wait` if the exchange is `zero_copy`;
-                None
-                where there is none.
-            weight: what they count; with 0 they don't count whatever they are.
+            index: the bucket's number.
+            values: one a parameter, None where there is none. With `zero_copy` they must not be
+                written before `wait` has returned.
+            weight: what they are multiplied by; with 0 they don't count, whatever they are.
+            operation: names the bucket and the step in errors.
         """
-
-    def traffic(self, index: int) -> tuple[int, int]:
-        """Return the bytes that this rank sends and receives for a run in a step."""
 
     def next(self, index: int) -> int:
-        """Return the run to wait for first by one who needs run `index`: itself, if it is there."""
+        """Return the bucket to wait for first on the way to bucket `index`, or `index` itself."""
 
-    def wait(self, index: int, operation: str) -> list[Tensor | None]:
-        """Return a run's weighted sums, until the next `send`; None where no rank had values.
+    def wait(self, index: int) -> list[Tensor | None]:
+        """Return a bucket's weighted sums, until the next `send`; None where no rank had values.
 
         Raises:
-            CommError: a peer was lost, or silent.
+            CommError: a peer was lost, or a wait timed out.
             ConfigError: values were written since `send`.
         """
 
-    def discard(self, index: int, operation: str) -> None:
-        """Wait for a run's sums, and forget them: the values may have been written since `send`.
+    def abandon(self, index: int) -> None:
+        """Wait for a bucket's sums if `wait` hasn't, and let its step leave no trace.
 
         Raises:
-            CommError: a peer was lost, or silent.
+            CommError: a peer was lost, or a wait timed out.
         """
 
     def drain(self) -> None:
         """Return once the peers have all that they need of this rank, or within a limit."""
 
     def close(self) -> None:
-        """Release what the exchange holds, and wait for nobody."""
+        """Release what the exchange holds, without waiting for a peer."""

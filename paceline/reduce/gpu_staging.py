@@ -3,10 +3,10 @@
     backward's stream   … gradients of a bucket ──┐                    ┌─▶ update, forward …
     side stream               copy to pinned memory ──┐     copy back ─┤
     staging thread                        exchange.send ┘              │
-    the others, and this rank's owner          sums ──── exchange.wait ┘
+    the shards' owners                         sums ──── exchange.wait ┘
 
-The thread waits for the first copy, so that nobody who computes does. On a CPU the same code runs
-without streams, and a copy is done when it returns; this is how it is tested.
+The thread waits for the first copy, so that the thread that computes need not. On a CPU the same
+code runs without streams, and a copy is done when it returns; so it is tested.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.errors import CommTimeout
-from paceline.reduce.exchange import Exchange
+from paceline.errors import CommTimeout, Message
+from paceline.reduce.exchange import Exchange, Timeout
 from paceline.reduce.put_engine.gradient_views import refuse_writes
 from paceline.reduce.side_stream import SideStream
 
@@ -29,42 +29,44 @@ _CLOSE_S = 5.0
 
 
 def pinned_like(tensor: Tensor) -> Tensor:
-    """Make memory on the CPU that a tensor's device copies to by itself, laid out as the tensor."""
+    """Allocate pinned CPU memory, with the tensor's strides, that its device can copy to."""
     on_cpu = torch.empty_like(tensor.detach(), device="cpu")
     return on_cpu if tensor.device.type == "cpu" else on_cpu.pin_memory()
 
 
 @dataclass(kw_only=True)
 class _Stage:
-    """A run's memories, and how far its versions have come.
+    """Bucket state of the staged exchange: pinned buffers, sums and versions.
 
     Attributes:
         names: of its parameters, for errors.
-        pinned: what is sent, a tensor a parameter, laid out as it is.
-        sums: what comes back, likewise, where the parameters are.
+        pinned: what is sent, one tensor a parameter, with its strides.
+        sums: what returns, likewise, where the parameters are.
         borrowed: the gradients that are copied, with autograd's counts of writes.
-        asked: the versions that were to be sent.
-        sent: those that were.
+        operation: names the last version in errors.
+        queued: the versions that the thread was given.
+        sent: the versions that it has sent; the staging thread writes it.
     """
 
     names: Sequence[str]
     pinned: Sequence[Tensor]
     sums: Sequence[Tensor]
     borrowed: list[tuple[str, Tensor, int]] = field(default_factory=list)
-    asked: int = 0
+    operation: str = ""
+    queued: int = 0
     sent: int = 0
 
 
 class GpuStaging:
-    """An exchange of values in a device's memory by one in the CPU's.
+    """Exchange of GPU gradients through pinned CPU memory.
 
     Args:
         exchange: takes values on the CPU, and reads them until their sums have come.
-        templates: of each run, tensors of its parameters' shapes, strides and devices.
+        templates: of each bucket, tensors of its parameters' shapes, strides and devices.
         pinned: made by `pinned_like` of them; what the exchange gets.
-        names: of each run, the parameters' names.
-        limits: seconds that a copy may take, in the first step and later.
-        sums: of each run, where they come back to; by default to memory of this object's own.
+        names: of each bucket, the parameters' names.
+        timeout: limits each copy.
+        sums: of each bucket, the sums' memory on the device; by default this object's own.
     """
 
     zero_copy = True
@@ -75,18 +77,18 @@ class GpuStaging:
         templates: Sequence[Sequence[Tensor]],
         pinned: Sequence[Sequence[Tensor]],
         names: Sequence[Sequence[str]],
-        limits: tuple[float, float],
+        timeout: Timeout,
         sums: Sequence[Sequence[Tensor]] | None = None,
     ) -> None:
-        self._exchange = exchange
+        self._exchange, self._timeout = exchange, timeout
+        self.traffic = exchange.traffic
         if sums is None:
             sums = [[torch.empty_like(t.detach()) for t in tensors] for tensors in templates]
         self._streams = SideStream([tensor.device for tensors in templates for tensor in tensors])
         self._stages = [
-            _Stage(names=words, pinned=copies, sums=places)
-            for places, copies, words in zip(sums, pinned, names, strict=True)
+            _Stage(names=words, pinned=copies, sums=on_device)
+            for on_device, copies, words in zip(sums, pinned, names, strict=True)
         ]
-        self._limit, self._later = limits
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._queue: queue.SimpleQueue[tuple[int, list[Tensor | None], float, Any] | None] = (
@@ -95,26 +97,20 @@ class GpuStaging:
         self._thread = threading.Thread(target=self._work, name="staging", daemon=True)
         self._thread.start()
 
-    def steady(self) -> None:
-        """Wait less long from now on."""
-        self._limit = self._later
-        self._exchange.steady()
-
-    def begin(self, *, applied: bool, scale: float) -> None:
+    def begin(self, scale: float) -> None:
         """Begin a step."""
-        self._exchange.begin(applied=applied, scale=scale)
-
-    def traffic(self, index: int) -> tuple[int, int]:
-        """Return the bytes that go to other groups and come from them."""
-        return self._exchange.traffic(index)
+        self._exchange.begin(scale)
 
     def next(self, index: int) -> int:
-        """Return which run to wait for first."""
+        """Return the bucket to wait for first."""
         return self._exchange.next(index)
 
-    def send(self, index: int, values: Sequence[Tensor | None], weight: float) -> None:
-        """Begin to copy a run's values, which are sent once that is done."""
+    def send(
+        self, index: int, values: Sequence[Tensor | None], weight: float, operation: str
+    ) -> None:
+        """Begin to copy a bucket's values, which are sent once that is done."""
         stage = self._stages[index]
+        stage.operation = operation
         stage.borrowed = [
             (name, value, value._version)
             for name, value in zip(stage.names, values, strict=True)
@@ -125,40 +121,36 @@ class GpuStaging:
             for value, pinned in zip(values, stage.pinned, strict=True):
                 copies.append(None if value is None else pinned.copy_(value, non_blocking=True))
             done = self._streams.mark()
-        stage.asked += 1
+        stage.queued += 1
         self._queue.put((index, copies, weight, done))
 
-    def wait(self, index: int, operation: str) -> list[Tensor | None]:
+    def wait(self, index: int) -> list[Tensor | None]:
         """Return the sums, on the device.
 
         Raises:
-            CommError: a peer was lost, or silent, or the device was.
+            CommError: a peer was lost, or a wait for a peer or for the device timed out.
             ConfigError: a gradient was written since it was sent.
         """
-        stage = self._sent(index, operation)
-        sums = self._exchange.wait(index, operation)
+        stage = self._sent(index)
+        sums = self._exchange.wait(index)
         borrowed, stage.borrowed = stage.borrowed, []
         refuse_writes(borrowed)
         with self._streams.beside(), torch.no_grad():
             found = [
-                None if total is None else place.copy_(total, non_blocking=True)
-                for total, place in zip(sums, stage.sums, strict=True)
+                None if total is None else on_device.copy_(total, non_blocking=True)
+                for total, on_device in zip(sums, stage.sums, strict=True)
             ]
         self._streams.join()
         return found
 
-    def discard(self, index: int, operation: str) -> None:
-        """Wait for the sums, and forget them.
-
-        Raises:
-            CommError: a peer was lost, or silent, or the device was.
-        """
-        stage = self._sent(index, operation)
-        self._exchange.discard(index, operation)
+    def abandon(self, index: int) -> None:
+        """Wait for the sums if `wait` hasn't, and let the step leave no trace; raises as `wait`."""
+        stage = self._sent(index)
+        self._exchange.abandon(index)
         stage.borrowed = []
 
     def drain(self) -> None:
-        """Serve the peers until they have all their sums."""
+        """Return once the peers have all their sums, or within a limit."""
         self._exchange.drain()
 
     def close(self) -> None:
@@ -167,19 +159,24 @@ class GpuStaging:
         self._exchange.close()
         self._thread.join(_CLOSE_S)
 
-    def _sent(self, index: int, operation: str) -> _Stage:
-        """Wait until a run's last version was sent."""
+    def _sent(self, index: int) -> _Stage:
+        """Wait until a bucket's last version was sent."""
         stage = self._stages[index]
         with self._changed:
             self._changed.wait_for(
-                lambda: stage.sent == stage.asked or self._error is not None, self._limit
+                lambda: stage.sent == stage.queued or self._error is not None,
+                self._timeout.seconds,
             )
         if self._error is not None:
             raise self._error
-        if stage.sent < stage.asked:
+        if stage.sent < stage.queued:
             raise CommTimeout(
-                f"a GPU hasn't copied {operation} to the CPU's memory after {self._limit:g} s: it "
-                "hangs, or needs a longer --timeout (--first_iter_timeout in the start)."
+                Message(
+                    "a GPU hasn't copied {} to the CPU's memory after {:g} s: it hangs, or needs a "
+                    "longer {--timeout} ({--first_iter_timeout} in the start).",
+                    stage.operation,
+                    self._timeout.seconds,
+                )
             )
         return stage
 
@@ -189,7 +186,7 @@ class GpuStaging:
                 index, copies, weight, done = item
                 if done is not None:
                     done.synchronize()
-                self._exchange.send(index, copies, weight)
+                self._exchange.send(index, copies, weight, self._stages[index].operation)
                 with self._changed:
                     self._stages[index].sent += 1
                     self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""State of which each rank has a part: it is gathered for a checkpoint, and dealt out again."""
+"""The `RankState` protocol: state that is divided among ranks, and gathered in a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from typing import Any, Protocol
 
 from paceline.comm.communicator import Communicator
 
-OPTIMIZER = "optimizer"  # in a state: the optimizer's, plain, where the ranks have shares of it
+OPTIMIZER = "optimizer"  # key of the optimizer's whole state dict, where ranks hold shards of it
 
 
 class RankState(Protocol):
-    """State of which each rank has a part, besides model and optimizer."""
+    """Protocol of state besides model and optimizer that is divided among ranks."""
 
     def gather(self, communicator: Communicator) -> Mapping[str, Any] | None:
-        """Return all ranks' on rank 0, None elsewhere; collective, when all have settled.
+        """Return all ranks' state on rank 0, None elsewhere; collective, when all have settled.
 
         Raises:
-            CommError: a peer was lost, or silent.
+            CommError: a peer was lost, or a wait timed out.
         """
 
     @property
     def scaled(self) -> bool:
-        """Whether it follows the loss's scale."""
+        """Whether it follows the scale of the loss."""
 
     def restore(self, state: Mapping[str, Any]) -> bool:
-        """Take this rank's part of what `gather` returned, in this world or another.
+        """Take this rank's share of what `gather` returned, in this world or another.
 
         Returns:
-            False where something of it had to be dropped.
+            False where some of it had to be dropped.
         """

@@ -1,10 +1,10 @@
-"""What lossy wires have yet to send, as a checkpoint keeps it: by parameter, for each group.
+"""Residuals of lossy codecs in a checkpoint: by parameter, for each group.
 
     {"scale": 1.0, "missed": [ {"fc.weight": (10, 512), …} of group 0, {…} of group 1, … ]}
 
-For a value that a group doesn't own it is what the group's own gradients still lack at the owner,
-for one that it owns what the sum still lacks at the others. Both are parts of the sum, so a world
-of another number of groups goes on with the total, which the owners add to their next sums.
+For a value that a group doesn't own, it is what the group's own gradients still lack at the owner;
+for one that it owns, what the sum still lacks at the others. Both are parts of the sum. So in a
+world of another number of groups the owners add the total to their next sums.
 """
 
 from __future__ import annotations
@@ -24,87 +24,79 @@ from paceline.reduce.put_engine.layout import BucketLayout, Topology
 
 
 @dataclass(frozen=True, kw_only=True)
-class CodedBucket:
-    """A run that a lossy wire codes.
+class EncodedBucket:
+    """A bucket that a codec encodes.
 
     Attributes:
-        bucket_layout: its places.
+        layout: of the bucket.
         templates: tensors of its parameters' shapes and strides.
         names: of its parameters.
-        feedback: this rank's; None where it owns no channel.
+        feedback: this rank's; None where it owns no local shard.
     """
 
-    bucket_layout: BucketLayout
+    layout: BucketLayout
     templates: Sequence[Tensor]
     names: Sequence[str]
     feedback: ErrorFeedback | None
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """View the run's values, (numel,), by parameter."""
-        ends = list(accumulate(self.bucket_layout.spec.lengths))
+        """View the bucket's values, (numel,), by parameter."""
+        ends = list(accumulate(self.layout.spec.lengths))
         parts = zip(self.names, self.templates, [0, *ends], ends, strict=False)
         return {name: like(template, flat[a:b]) for name, template, a, b in parts}
 
 
 class Residuals:
-    """What this rank and the others have missed.
+    """Rank state of lossy codecs: the residuals of this rank, and those of all in a checkpoint.
 
     Args:
-        coded: all runs of lossy wires.
+        buckets: those that a codec encodes.
         topology: of the ranks.
         rank: this one.
-        applied: whether the last step took effect.
     """
 
-    def __init__(
-        self, coded: Sequence[CodedBucket], topology: Topology, rank: int, *, applied: bool
-    ) -> None:
-        self._coded, self._topology = coded, topology
-        self._rank, self._applied = rank, applied
+    scaled = True
+
+    def __init__(self, buckets: Sequence[EncodedBucket], topology: Topology, rank: int) -> None:
+        self._buckets, self._topology, self._rank = buckets, topology, rank
 
     def gather(self, communicator: Communicator) -> Mapping[str, Any] | None:
-        """Return what all ranks have missed, by parameter and group, on rank 0."""
-        feedbacks = [coded.feedback for coded in self._coded if coded.feedback is not None]
-        held = [feedback.held(applied=self._applied) for feedback in feedbacks]
+        """Return all ranks' residuals, by parameter and group, on rank 0."""
+        feedbacks = [bucket.feedback for bucket in self._buckets if bucket.feedback is not None]
+        held = [feedback.residual for feedback in feedbacks]
         flat = torch.cat(held) if held else torch.empty(0, dtype=torch.float32)
         what = "the gathering of what lossy wires missed, for which all ranks must come"
-        device = self._coded[0].templates[0].device
+        device = self._buckets[0].templates[0].device
         flats = [flat.cpu() for flat in gather_all(communicator, flat.to(device), what)]
         if communicator.rank > 0:
             return None
         groups = [self._assembled([flats[r] for r in group]) for group in self._topology.groups]
         return {"scale": feedbacks[0].scale, "missed": groups}
 
-    scaled = True
-
     def restore(self, state: Mapping[str, Any]) -> bool:
-        """Go on from what this rank's group had missed, or of all groups' what it owns."""
+        """Take the residuals of this rank's group, or of its shard those of all groups."""
         groups: Sequence[Mapping[str, Tensor]] = state["missed"]
         same = len(groups) == len(self._topology.groups)
-        for coded in self._coded:
-            if coded.feedback is None:
+        for bucket in self._buckets:
+            if bucket.feedback is None:
                 continue
             own = self._topology.group_of(self._rank)
-            flat = torch.zeros(coded.bucket_layout.numel, dtype=torch.float32)
-            for name, view in coded.views(flat).items():
+            flat = torch.zeros(bucket.layout.numel, dtype=torch.float32)
+            for name, view in bucket.views(flat).items():
                 for residual in [groups[own]] if same else groups:
                     if name in residual and residual[name].shape == view.shape:
                         view.add_(residual[name])
-            coded.feedback.restore(flat, state["scale"], owned_by=None if same else own)
+            bucket.feedback.restore(flat, state["scale"], owned_by=None if same else own)
         return True
 
     def _assembled(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Put together what a group's ranks have missed, one flat tensor a rank."""
-        places, found = [0] * len(flats), {}
-        for coded in self._coded:
-            bucket_layout = coded.bucket_layout
-            flat = torch.empty(bucket_layout.numel, dtype=torch.float32)
+        """Assemble the residuals of a group's ranks, one flat tensor a rank, by parameter."""
+        starts, found = [0] * len(flats), {}
+        for bucket in self._buckets:
+            flat = torch.empty(bucket.layout.numel, dtype=torch.float32)
             for local_shard in range(self._topology.local_shards):
-                values = bucket_layout.local_shard(local_shard)
-                start, places[local_shard] = (
-                    places[local_shard],
-                    places[local_shard] + len(flat[values]),
-                )
-                flat[values] = flats[local_shard][start : places[local_shard]]
-            found.update(coded.views(flat))
+                values, start = bucket.layout.local_shard(local_shard), starts[local_shard]
+                starts[local_shard] += values.stop - values.start
+                flat[values] = flats[local_shard][start : starts[local_shard]]
+            found.update(bucket.views(flat))
         return found

@@ -1,10 +1,10 @@
-"""A device's side stream, where what is exchanged is copied and added up beside the computing.
+"""A device's side stream, where gradients are copied and summed beside the computing.
 
     the caller's stream   … gradients ─┐                            ┌─▶ update, forward …
     the side stream                    └ beside ─▶ copies, sums ────┘ join
 
-Events tell from which moment on. On a CPU there is no stream, and what a call did is done when it
-returns; so the same code runs there.
+Events order the two. On a CPU there is no stream, and a call's work is done when it returns; so the
+same code runs there.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 
 
 class SideStream:
-    """A stream of its own.
+    """Side stream of a device, and events to order its work with the caller's stream.
 
     Args:
-        devices: of all that is copied or added up.
+        devices: of all tensors that are copied or summed; the first GPU among them counts.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -29,7 +29,7 @@ class SideStream:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Let a block's work run beside what the caller's stream is told from here on."""
+        """Run a block's work on the side stream, after the caller's stream's work so far."""
         if self._side is None:
             yield
             return
@@ -39,36 +39,36 @@ class SideStream:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Let a block's work run here, whatever the caller's stream is told: a thread's own."""
+        """Run a block's work on the side stream, whatever the caller's stream is given."""
         if self._side is None:
             yield
             return
         with torch.cuda.stream(self._side):
             yield
 
-    def told(self) -> Any:
-        """Return an event of what the caller's stream was told so far; None: that is done."""
+    def record(self) -> Any:
+        """Return an event of what the caller's stream was given so far; None: that is done."""
         if self._side is None:
             return None
         return torch.cuda.current_stream(self._device).record_event()
 
     def mark(self) -> Any:
-        """Return an event that tells when the work here so far is done; None: it is."""
+        """Return an event of what the side stream was given so far; None: that is done."""
         if self._side is None:
             return None
         return self._side.record_event()
 
     def wait_for(self, event: Any) -> None:
-        """Let what is told here from now on wait for an event."""
+        """Let later work of the side stream wait for an event."""
         if self._side is not None:
             self._side.wait_event(event)
 
     def join(self) -> None:
-        """Let the caller's stream wait for the work here so far."""
+        """Let the caller's stream wait for the side stream's work so far."""
         if self._side is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._side)
 
     def finish(self) -> None:
-        """Return once the work here so far is done."""
+        """Return once the side stream's work so far is done."""
         if self._side is not None:
             self._side.synchronize()

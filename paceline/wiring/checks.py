@@ -60,7 +60,12 @@ def check(config: TrainConfig, gpus: int) -> list[str]:
     sources = open_sources(config)
     sources.close()
     if world.shard_id == 0:
-        check_order(config.output, run, order_of(config, len(sources.train)))
+        check_order(
+            config.output,
+            run,
+            order_of(config, len(sources.train)),
+            sources.train.fingerprint,
+        )
     return list(_notes(config, sources))
 
 

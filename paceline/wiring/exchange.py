@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.algorithms.allreduce import AllReduce
-from paceline.algorithms.notified import Notified
-from paceline.algorithms.sharded import Sharded
+from paceline.algorithms.allreduce import make_allreduce
+from paceline.algorithms.notified import PutOptions, make_notified
+from paceline.algorithms.sharded import make_sharded
 from paceline.algorithms.synchronizer import Synchronizer
 from paceline.codecs.codecs import CODECS
 from paceline.config.world import SyncConfig
@@ -37,7 +37,7 @@ def _allreduce(
     config: SyncConfig,
 ) -> Synchronizer:
     updater = Updater(optimizer, buckets)
-    return AllReduce(buckets, peers.communicator, updater, statistics, peers.recorder)
+    return make_allreduce(buckets, peers.communicator, updater, statistics, peers.recorder)
 
 
 def _notified(
@@ -47,23 +47,22 @@ def _notified(
     statistics: RunningStatistics,
     config: SyncConfig,
 ) -> Synchronizer:
-    sharded = config.update == "sharded"
-    kind: Callable[..., Synchronizer] = Sharded if sharded else Notified
-    staged = any(p.device.type != "cpu" for bucket in buckets for p in bucket.parameters)
     alone = config.transport == "nixl" and peers.intra_machine is None  # it shares no memory
-    return kind(
-        buckets,
-        partial(peers.open_window, transport=config.transport, connections=config.connections or 1),
-        (ShardOptimizer if sharded else Updater)(optimizer, buckets),
-        statistics,
-        Topology.flat(peers.members.world_size) if alone else peers.topology,
-        peers.limits,
-        peers.communicator.steady,
-        CODECS[config.wire],
-        peers.recorder,
-        staged,
-        peers.intra_machine,
+    options = PutOptions(
+        open_window=partial(
+            peers.open_window, transport=config.transport, connections=config.connections or 1
+        ),
+        topology=Topology.flat(peers.members.world_size) if alone else peers.topology,
+        limits=peers.limits,
+        steady=peers.communicator.steady,
+        codec=CODECS[config.wire],
+        recorder=peers.recorder,
+        staged=any(p.device.type != "cpu" for bucket in buckets for p in bucket.parameters),
+        intra_machine=peers.intra_machine,
     )
+    if config.update == "sharded":
+        return make_sharded(buckets, ShardOptimizer(optimizer, buckets), statistics, options)
+    return make_notified(buckets, Updater(optimizer, buckets), statistics, options)
 
 
 SYNCHRONIZERS = {"allreduce": _allreduce, "notified": _notified}  # as `config.world.METHODS`

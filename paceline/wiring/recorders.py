@@ -16,7 +16,6 @@ from paceline.config.train import TrainConfig
 from paceline.observe.console import Console
 from paceline.observe.csv_log import CsvLog, log_name
 from paceline.observe.event_file import EventFile
-from paceline.observe.fanout import Fanout
 from paceline.observe.step_account import StepAccount
 from paceline.observe.trace.step_trace import Trace
 from paceline.recorder import Recorder
@@ -55,7 +54,7 @@ def build_recorder(
     folder.mkdir(parents=True, exist_ok=True)
     events = EventFile(folder, members.rank)
     if members.rank > 0:
-        return StepAccount(events, trace), None
+        return StepAccount(events, trace=trace), None
     optim = config.optim
     rate = base_rate(optim.base_learning_rate, config.global_batch, scale=optim.scale_lr)
     log = CsvLog(
@@ -71,4 +70,4 @@ def build_recorder(
         now=datetime.now(),
         epoch=start.position.epoch,
     )
-    return StepAccount(Fanout(events, log, Console()), trace), log.path
+    return StepAccount(events, log, Console(), trace=trace), log.path

@@ -134,13 +134,14 @@ def check_origin(output: OutputConfig, run: Path) -> None:
         )
 
 
-def check_order(output: OutputConfig, run: Path, order: Order) -> None:
+def check_order(output: OutputConfig, run: Path, order: Order, fingerprint: str) -> None:
     """Check that the checkpoint to start from was made with the same data and batches.
 
     Args:
         output: says what to resume from.
         run: the run's folder, rank 0's; a checkpoint of its own comes first.
         order: of the images that the run will train.
+        fingerprint: of these images; checkpoints of earlier versions have none.
 
     Raises:
         ConfigError: its run had other data or batches.
@@ -154,6 +155,11 @@ def check_order(output: OutputConfig, run: Path, order: Order) -> None:
         raise ConfigError(
             f"{path} was written with {saved}, but this run has {wanted}. Use the same data and "
             "flags, or start a new run from its weights with --load_model_path."
+        )
+    if state.get("data", fingerprint) != fingerprint:
+        raise ConfigError(
+            f"{path} was written with other images or labels, of the same number. Use the same "
+            "data, or start a new run from its weights with --load_model_path."
         )
 
 
@@ -196,7 +202,8 @@ def _start(
     run: Path, state: Mapping[str, Any], what: str, origin: str | None, notes: list[str]
 ) -> Start:
     position = state["position"]
-    where = f"epoch {position['epoch'] + 1}, {position['step']} steps done."
+    epoch, step = position["epoch"], position["step"]
+    where = f"epoch {epoch + 1}, {_done(step, 'step')}." if step else f"{_done(epoch, 'epoch')}."
     own = 0 if origin else position["generation"] + 1
     return Start(
         generation=next_generation(run, own),
@@ -219,3 +226,7 @@ def _peek(output: OutputConfig, run: Path) -> tuple[Path, Mapping[str, Any]]:
 
 def _words(order: Order) -> str:
     return f"{order.size:,} images, {order.samples:,} per epoch and {order.batch_size:,} per step"
+
+
+def _done(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'} done"

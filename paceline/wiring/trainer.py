@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from paceline.comm.communicator import Communicator
 from paceline.config.train import TrainConfig
+from paceline.data.source import Source
 from paceline.observe.loss_watch import LossWatch
 from paceline.observe.score_counter import TOLD
 from paceline.recorder import NullRecorder, Recorder
@@ -111,7 +112,7 @@ def build_trainer(
         replica,
         StepSummaries(communicator),
         recorder,
-        make_checkpointer(config, folder, parts, len(sources.train)) if members.rank == 0 else None,
+        make_checkpointer(config, folder, parts, sources.train) if members.rank == 0 else None,
         rank=members.rank,
         generation=start.generation,
         seed=optim.seed,
@@ -142,11 +143,12 @@ def build_trainer(
 
 
 def make_checkpointer(
-    config: TrainConfig, folder: Path, parts: Mapping[str, Stateful], records: int
+    config: TrainConfig, folder: Path, parts: Mapping[str, Stateful], source: Source
 ) -> Checkpointer:
-    """Make what saves the run's state, with the order of its `records`, into `folder`."""
+    """Make what saves the run's state, with its data's order and fingerprint, into `folder`."""
     checkpoints = Checkpoints(folder, config.output.keep_checkpoints)
-    constant = {"config": config.identity(), "order": asdict(order_of(config, records))}
+    order = asdict(order_of(config, len(source)))
+    constant = {"config": config.identity(), "order": order, "data": source.fingerprint}
     return Checkpointer(parts, checkpoints, constant=constant)
 
 

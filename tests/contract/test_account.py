@@ -12,9 +12,9 @@ import pytest
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.algorithms.allreduce import AllReduce
+from paceline.algorithms.allreduce import make_allreduce
 from paceline.algorithms.data_parallel import DataParallel
-from paceline.algorithms.notified import Notified
+from paceline.algorithms.notified import PutOptions, make_notified
 from paceline.codecs.codecs import CODECS
 from paceline.comm.communicator import Communicator
 from paceline.comm.inprocess.window import InProcessWindow, WindowGroup
@@ -69,7 +69,7 @@ class Ranks:
 
     def allreduce(self, buckets: Sequence[Bucket], c: Communicator, *parts: Any) -> DataParallel:
         self.buckets, self.figures[c.rank] = len(buckets), Figures()
-        return AllReduce(buckets, c, *parts, self.figures[c.rank])
+        return make_allreduce(buckets, c, *parts, self.figures[c.rank])
 
     def notified(self, buckets: Sequence[Bucket], c: Communicator, *parts: Any) -> DataParallel:
         def open_window(size: int, notifications: int) -> Window:
@@ -81,8 +81,14 @@ class Ranks:
 
         self.buckets, self.figures[c.rank] = len(buckets), Figures()
         topology = Topology.of(self._machines or [1] * c.world_size)
-        more = {"limits": (30.0, 30.0), "recorder": self.figures[c.rank], "codec": self._wire}
-        return Notified(buckets, open_window, *parts, topology, **more)  # type: ignore[arg-type]
+        options = PutOptions(
+            open_window=open_window,
+            topology=topology,
+            limits=(30.0, 30.0),
+            recorder=self.figures[c.rank],
+            codec=self._wire,
+        )
+        return make_notified(buckets, *parts, options)
 
 
 def float32_step(world: World, model: nn.Module, o: Optimizer, x: Tensor, y: Tensor) -> None:

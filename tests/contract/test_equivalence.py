@@ -16,9 +16,10 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.algorithms.allreduce import AllReduce
+from paceline.algorithms.allreduce import make_allreduce
 from tests.harness.equivalence.equivalence_cases import CASES
 from tests.harness.equivalence.large_batch import State, Training, convnet, largest_difference
+from tests.harness.equivalence.put_synchronizers import notified
 
 Kind = Callable[..., Any]
 
@@ -33,7 +34,12 @@ def contributed() -> Kind:
     return kind
 
 
-SYNCHRONIZERS: dict[str, Kind] = {"allreduce": AllReduce, "CONTRIBUTING's": contributed()}
+SYNCHRONIZERS: dict[str, Callable[[], Kind]] = {  # each makes one for a run
+    "allreduce": lambda: make_allreduce,
+    "notified": lambda: notified(False),
+    "CONTRIBUTING's": contributed,
+}
+GRID = ("allreduce", "notified")
 BUCKET_BYTES = {"a parameter each": 1, "about 2 kB": 2_000, "whole model": 10**9}
 
 
@@ -45,17 +51,20 @@ def alone(case: str) -> State:
 @pytest.mark.parametrize("bucket_bytes", BUCKET_BYTES.values(), ids=BUCKET_BYTES.keys())
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("case", CASES)
-def test_ranks_train_as_one_process_does(case: str, world_size: int, bucket_bytes: int) -> None:
-    states = CASES[case]().on_threads(world_size, bucket_bytes)
+@pytest.mark.parametrize("name", GRID)
+def test_ranks_train_as_one_process_does(
+    name: str, case: str, world_size: int, bucket_bytes: int
+) -> None:
+    states = CASES[case]().on_threads(world_size, bucket_bytes, SYNCHRONIZERS[name]())
     for state in states:
         assert largest_difference(state, alone(case)) < 1e-10
         assert largest_difference(state, states[0]) == 0
 
 
-@pytest.mark.parametrize("name", [name for name in SYNCHRONIZERS if name != "allreduce"])
+@pytest.mark.parametrize("name", [name for name in SYNCHRONIZERS if name not in GRID])
 @pytest.mark.parametrize("case", CASES)
 def test_the_other_synchronizers_train_as_one_process_does(case: str, name: str) -> None:
-    for state in CASES[case]().on_threads(4, 2_000, SYNCHRONIZERS[name]):
+    for state in CASES[case]().on_threads(4, 2_000, SYNCHRONIZERS[name]()):
         assert largest_difference(state, alone(case)) < 1e-10
 
 
@@ -67,7 +76,7 @@ def model() -> nn.Module:
 
 @pytest.fixture(params=SYNCHRONIZERS.values(), ids=SYNCHRONIZERS.keys())
 def kind(request: pytest.FixtureRequest) -> Kind:
-    return request.param  # type: ignore[no-any-return]
+    return request.param()  # type: ignore[no-any-return]
 
 
 def test_more_ranks_than_samples_train_as_one_process_does(model: nn.Module, kind: Kind) -> None:
@@ -100,6 +109,7 @@ def test_channels_last_weights_train_as_contiguous_ones_do(model: nn.Module, kin
 
 
 @pytest.mark.parametrize("case", ["usual", "sync_bn", "clipped by norm", "a group added later"])
-def test_two_runs_give_the_same_bits(case: str) -> None:
-    one, other = (CASES[case]().on_threads(3, 2_000) for _ in range(2))
+@pytest.mark.parametrize("name", GRID)
+def test_two_runs_give_the_same_bits(name: str, case: str) -> None:
+    one, other = (CASES[case]().on_threads(3, 2_000, SYNCHRONIZERS[name]()) for _ in range(2))
     assert largest_difference(one[2], other[2]) == 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.algorithms.allreduce import AllReduce
+from paceline.algorithms.allreduce import make_allreduce
 from paceline.comm.communicator import Communicator
 from paceline.errors import ConfigError
 from paceline.replica.replica import Replica
@@ -168,7 +168,7 @@ def test_a_start_gives_it_to_a_lossy_wire_and_says_that_others_drop_it() -> None
     notes, exchange = run_ranks(2, lambda c: work(c, lossy))[0]
     assert notes == ()
     assert same(dict(exchange), state["exchange"])
-    for kind in (plain, AllReduce):
+    for kind in (plain, make_allreduce):
         notes, exchange = run_ranks(2, lambda c, kind=kind: work(c, kind))[0]
         assert exchange is None
         assert "is dropped" in notes[0]

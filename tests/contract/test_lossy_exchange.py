@@ -10,6 +10,7 @@ from torch import Tensor
 
 from paceline.codecs.codecs import CODECS
 from paceline.comm.inprocess.window import WindowGroup
+from paceline.reduce.exchange import Timeout
 from paceline.reduce.put_engine import shard_reducer as reducer
 from paceline.reduce.put_engine.layout import BucketSpec, Topology, lay_out
 from paceline.reduce.put_engine.put_exchange import PutExchange
@@ -17,7 +18,6 @@ from tests.harness.equivalence.rank_threads import run_ranks
 
 LENGTHS = (700, 3, 1, 5000)
 NUMEL = sum(LENGTHS)
-LIMITS = (30.0, 30.0)
 
 MACHINES = [(1, 1), (1, 1, 1), (2, 1), (2, 2)]
 
@@ -35,7 +35,9 @@ def owners(machines: tuple[int, ...], codec: str) -> Callable[[int], PutExchange
     layout = lay_out([spec], Topology.of(machines))
     group = WindowGroup(world_size, layout.size, layout.notifications, machines)
     templates, names = [[torch.zeros(n) for n in LENGTHS]], [[str(n) for n in LENGTHS]]
-    return lambda rank: PutExchange(group.window(rank), layout, templates, names, LIMITS)
+    return lambda rank: PutExchange(
+        group.window(rank), layout, templates, names, Timeout(30.0, 30.0)
+    )
 
 
 def gradients(rank: int, step: int) -> list[Tensor]:
@@ -43,13 +45,11 @@ def gradients(rank: int, step: int) -> list[Tensor]:
     return [torch.randn(n, generator=random) * 10 ** (rank - 1) for n in LENGTHS]
 
 
-def sums(
-    owner: PutExchange, rank: int, step: int, weight: float, *, applied: bool = True
-) -> Tensor:
+def sums(owner: PutExchange, rank: int, step: int, weight: float) -> Tensor:
     """Exchange a step; return the sums, (values,)."""
-    owner.begin(applied=applied, scale=1.0)
-    owner.send(0, gradients(rank, step), weight)
-    got = owner.wait(0, "a test")
+    owner.begin(1.0)
+    owner.send(0, gradients(rank, step), weight, "a test")
+    got = owner.wait(0)
     return torch.cat([value for value in got if value is not None]).clone()
 
 
@@ -95,11 +95,10 @@ def test_a_step_that_is_taken_back_leaves_no_trace(machines: tuple[int, ...], co
     def train(make: Callable[[int], PutExchange], rank: int, taken_back: bool) -> list[Tensor]:
         owner = make(rank)
         got = [sums(owner, rank, 0, weight_of(rank)), sums(owner, rank, 1, weight_of(rank))]
-        applied = True
         if taken_back:
             sums(owner, rank, 7, weight_of(rank))
-            applied = False
-        got.append(sums(owner, rank, 2, weight_of(rank), applied=applied))
+            owner.abandon(0)
+        got.append(sums(owner, rank, 2, weight_of(rank)))
         owner.drain()
         owner.close()
         return got
@@ -121,9 +120,9 @@ def test_a_parameter_that_nobody_used_has_no_sum(machines: tuple[int, ...]) -> N
             values: list[Tensor | None] = list(gradients(rank, step))
             values[0] = None
             values[1] = values[1] if rank == 1 else None
-            owner.begin(applied=True, scale=1.0)
-            owner.send(0, values, 0.5)
-            used.append([value is not None for value in owner.wait(0, "a test")])
+            owner.begin(1.0)
+            owner.send(0, values, 0.5, "a test")
+            used.append([value is not None for value in owner.wait(0)])
         owner.drain()
         owner.close()
         return used

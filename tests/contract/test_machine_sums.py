@@ -14,6 +14,7 @@ from paceline.comm.communicator import Communicator
 from paceline.comm.inprocess.window import WindowGroup
 from paceline.errors import CommTimeout
 from paceline.reduce import machine_sums
+from paceline.reduce.exchange import Timeout
 from paceline.reduce.machine_sums import MachineSums
 from paceline.reduce.put_engine.layout import BucketSpec, Topology, lay_out
 from paceline.reduce.put_engine.put_exchange import PutExchange
@@ -28,14 +29,14 @@ Values = list[Tensor | None]
 def exchange_of(
     machines: tuple[int, ...], limit: float = 30.0, near_limit: float = 30.0
 ) -> Callable[[int], MachineSums]:
-    """Return what makes each rank's exchange, with limits that count once it is steady."""
+    """Return what makes each rank's exchange, with limits."""
     topology, intra_machine = Topology.of(machines), in_threads(machines, near_limit)
     specs = [BucketSpec(lengths=lengths, dtype=torch.float64) for lengths in RUNS]
     layout = lay_out(specs, topology.leaders)
     windows = WindowGroup(sum(machines), layout.size, layout.notifications)
     templates = [[torch.zeros(n, dtype=torch.float64) for n in lengths] for lengths in RUNS]
     names = [[str(n) for n in lengths] for lengths in RUNS]
-    limits = (1000.0, limit)
+    timeout = Timeout(limit, limit)
 
     def make(rank: int) -> MachineSums:
         ranks = topology.groups[topology.group_of(rank)]
@@ -43,11 +44,11 @@ def exchange_of(
         return MachineSums(
             ranks,
             intra_machine(rank),
-            lambda sent: PutExchange(own, layout, sent, names, limits),
+            lambda sent: PutExchange(own, layout, sent, names, timeout),
             templates,
             names,
             BUCKETS,
-            limits,
+            timeout,
         )
 
     return make
@@ -87,11 +88,11 @@ def test_ranks_send_and_wait_each_in_its_own_order(machines: tuple[int, ...]) ->
         rank, got = communicator.rank, {}
         exchange, random = make(rank), Random(rank)
         for step in range(STEPS):
-            exchange.begin(applied=True, scale=1.0)
+            exchange.begin(1.0)
             for run in random.sample(range(len(RUNS)), len(RUNS)):
-                exchange.send(run, values_of(rank, step, run), (rank + 1) / 10)
+                exchange.send(run, values_of(rank, step, run), (rank + 1) / 10, "a test")
             for run in random.sample(range(len(RUNS)), len(RUNS)):
-                sums = exchange.wait(run, "a test")
+                sums = exchange.wait(run)
                 got[step, run] = [None if s is None else s.clone() for s in sums]
         exchange.drain()
         exchange.close()
@@ -119,7 +120,7 @@ def test_only_a_leader_sends_to_another_machine() -> None:
     def work(communicator: Communicator) -> tuple[int, int]:
         exchange = make(communicator.rank)
         exchange.close()
-        return exchange.traffic(1)
+        return exchange.traffic[1]
 
     leader, *others, alone = run_ranks(4, work)
     bytes_of_values = RUNS[1][0] * 8  # half of them go each way twice
@@ -134,12 +135,12 @@ def waited_in_vain(make: Callable[[int], MachineSums], silent: int) -> list[str]
     def work(communicator: Communicator) -> str:
         exchange, said = make(communicator.rank), ""
         if communicator.rank != silent:
-            exchange.steady()
-            exchange.begin(applied=True, scale=1.0)
+            exchange.begin(1.0)
             for run in range(len(RUNS)):
-                exchange.send(run, values_of(communicator.rank, 0, run), 1.0)
+                values = values_of(communicator.rank, 0, run)
+                exchange.send(run, values, 1.0, f"bucket {run} in step 7")
             with pytest.raises(CommTimeout) as caught:
-                exchange.wait(0, "bucket 0 in step 7")
+                exchange.wait(0)
             said = str(caught.value)
         over.wait()
         exchange.close()

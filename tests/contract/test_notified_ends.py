@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from threading import Barrier
 from typing import Any
@@ -14,12 +15,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.algorithms.notified import Notified
-from paceline.algorithms.sharded import Sharded
+from paceline.algorithms.data_parallel import DataParallel
+from paceline.algorithms.notified import PutOptions, make_notified
+from paceline.algorithms.sharded import make_sharded
 from paceline.comm.communicator import Communicator
 from paceline.comm.inprocess.window import WindowGroup
 from paceline.comm.window import Window
 from paceline.errors import CommTimeout, PeerLost
+from paceline.reduce.exchange import Timeout
 from paceline.reduce.put_engine.layout import BucketSpec, Topology, lay_out
 from paceline.reduce.put_engine.put_exchange import PutExchange
 from paceline.update.shard_optimizer import ShardOptimizer
@@ -173,12 +176,12 @@ def test_a_sum_that_doesnt_come_back_is_missed_by_its_owners_name() -> None:
 
     def work(communicator: Communicator) -> None:
         rank, ones = communicator.rank, torch.ones(64)
-        owner = PutExchange(windows.window(rank), layout, [[ones]], [["weight"]], (1.0, 1.0))
-        owner.send(0, [ones], 1.0)
+        owner = PutExchange(windows.window(rank), layout, [[ones]], [["weight"]], Timeout(1.0, 1.0))
+        owner.send(0, [ones], 1.0, "bucket 0 in step 0")
         if rank == 0:
             owner.return_sums(0, lambda: None)  # as rank 1, which owns the other half, never does
             with pytest.raises(CommTimeout) as caught:
-                owner.wait(0, "bucket 0 in step 0")
+                owner.wait(0)
             said[rank] = str(caught.value)
         told.wait()
         owner.close()
@@ -194,19 +197,19 @@ def train_plainly(communicator: Communicator, model: nn.Module) -> dict[str, Ten
     return bench.model.state_dict()
 
 
-def watched(kind: type[Notified], made: dict[int, list[weakref.ref[Any]]]) -> Callable[..., Any]:
+def watched(kind: Callable[..., Any], made: dict[int, list[weakref.ref[Any]]]) -> Any:
     """Make synchronizers, and note each rank's, with its window."""
 
-    def make(buckets: Any, open_window: Callable[..., Window], *parts: Any) -> Notified:
+    def make(buckets: Any, updater: Any, statistics: Any, options: PutOptions) -> DataParallel:
         windows: list[Window] = []
 
         def opened(size: int, notifications: int) -> Window:
-            windows.append(open_window(size, notifications))
+            windows.append(options.open_window(size, notifications))
             return windows[0]
 
-        synchronizer = kind(buckets, opened, *parts)
+        synchronizer = kind(buckets, updater, statistics, replace(options, open_window=opened))
         made[windows[0].rank] += [weakref.ref(synchronizer), weakref.ref(windows[0])]
-        return synchronizer
+        return synchronizer  # type: ignore[no-any-return]
 
     return make
 
@@ -225,14 +228,14 @@ def test_an_exchange_that_another_replaces_gives_its_memory_back(
     model: nn.Module, how: str
 ) -> None:
     made: dict[int, list[weakref.ref[Any]]] = defaultdict(list)
-    kind: type[Notified] = Sharded if how == "sharded" else Notified
+    kind: Any = make_sharded if how == "sharded" else make_notified
     machines, intra_machine = ((2, 1), in_threads) if how == "sums of GPUs" else ((1, 1, 1), None)
     wire = "int8" if how == "int8" else "fp32"
     watching: Any = watched(kind, made)
     make: Any = notified(
         False, machines, wire, watching, staged=how == "staged", intra_machine=intra_machine
     )
-    make.updater = ShardOptimizer if kind is Sharded else Updater
+    make.updater = ShardOptimizer if kind is make_sharded else Updater
 
     def train(communicator: Communicator) -> list[object]:
         bench = Bench.of(communicator, model, kind=make)

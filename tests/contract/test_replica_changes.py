@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from paceline.algorithms.allreduce import AllReduce
+from paceline.algorithms.allreduce import make_allreduce
 from paceline.comm.communicator import Communicator
 from paceline.comm.inprocess.communicator import ThreadCommunicator, ThreadGroup
 from paceline.errors import ConfigError
@@ -145,7 +145,7 @@ def test_another_dtype_is_another_exchange(model: nn.Module) -> None:
 
 def test_another_plan_needs_no_second_lesson(model: nn.Module) -> None:
     communicator, optimizer = ThreadGroup(1).communicator(0), sgd(model)
-    replica = replicate(model, optimizer, communicator, 2_000, later=(None, (AllReduce, 1)))
+    replica = replicate(model, optimizer, communicator, 2_000, later=(None, (make_allreduce, 1)))
     watched = []
     model[6].register_forward_hook(  # type: ignore[index]
         lambda *_: watched.append(_get_current_dispatch_mode() is not None)

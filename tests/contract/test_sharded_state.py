@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.algorithms.notified import Notified
-from paceline.algorithms.sharded import Sharded
+from paceline.algorithms.notified import make_notified
+from paceline.algorithms.sharded import make_sharded
 from paceline.comm.communicator import Communicator
 from paceline.errors import ConfigError
 from tests.harness.equivalence.exchange_state import (
@@ -35,7 +35,7 @@ MACHINES = [(1, 1), (1, 1, 1), (2, 1), (2, 2)]
 def test_shards_of_the_optimizers_state_go_on_with_the_same_bits(
     machines: tuple[int, ...], wire: str
 ) -> None:
-    more = {"kind": Sharded, "make_optimizer": adam}
+    more = {"kind": make_sharded, "make_optimizer": adam}
     whole = train(machines, wire, range(6), **more)
     half = train(machines, wire, range(3), **more)
     assert same(train(machines, wire, range(3, 6), half, **more), whole)
@@ -45,7 +45,7 @@ def test_shards_of_the_optimizers_state_go_on_with_the_same_bits(
 def test_the_state_of_all_shards_is_that_of_a_whole_optimizer(make_optimizer: Any) -> None:
     sharded, replicated = (
         train((1, 1, 1), "fp32", range(3), kind=kind, make_optimizer=make_optimizer)
-        for kind in (Sharded, Notified)
+        for kind in (make_sharded, make_notified)
     )
     assert not sharded["exchange"]
     assert close(sharded, replicated)
@@ -53,13 +53,15 @@ def test_the_state_of_all_shards_is_that_of_a_whole_optimizer(make_optimizer: An
 
 
 @pytest.mark.parametrize(
-    ("machines", "kind"), [((2, 1), Sharded), ((1,), Sharded), ((1, 1), Notified)], ids=str
+    ("machines", "kind"),
+    [((2, 1), make_sharded), ((1,), make_sharded), ((1, 1), make_notified)],
+    ids=str,
 )
 def test_shards_are_dealt_out_anew_to_other_ranks_and_to_replicas(
     machines: tuple[int, ...], kind: Any
 ) -> None:
     whole = train((1, 1, 1), "fp32", range(6), make_optimizer=adam)
-    half = train((1, 1, 1), "fp32", range(3), kind=Sharded, make_optimizer=adam)
+    half = train((1, 1, 1), "fp32", range(3), kind=make_sharded, make_optimizer=adam)
     more = {"kind": kind, "make_optimizer": adam, "bucket_bytes": 10**9}
     assert close(train(machines, "fp32", range(3, 6), half, **more), whole)
 
@@ -84,7 +86,10 @@ def strides(state: State) -> dict[int, dict[str, Any]]:
 
 def test_what_owners_had_yet_to_send_back_goes_into_their_update() -> None:
     start = train((1, 1), "int8", range(3))
-    machines, more = (1, 1, 1), {"kind": Sharded}  # three owners: the total is dealt out to them
+    machines, more = (
+        (1, 1, 1),
+        {"kind": make_sharded},
+    )  # three owners: the total is dealt out to them
     with_it = train(machines, "int8", range(3, 4), start, **more)
     without = train(machines, "int8", range(3, 4), {**start, "exchange": {}}, **more)
     for name, total in totals(start).items():
@@ -109,7 +114,7 @@ def test_what_was_missed_of_reduced_gradients_is_as_with_replicas() -> None:
         make = notified(False, (1, 1), "int8", kind)
         return missed(run_ranks(2, work)[0])
 
-    sharded, replicated = train(Sharded), train(Notified)
+    sharded, replicated = train(make_sharded), train(make_notified)
     assert same(sharded, replicated)
     assert all(value.any() for value in sharded[0].values())
 
@@ -120,7 +125,7 @@ def test_what_a_rank_has_of_a_divided_state_is_not_shown_as_the_whole() -> None:
         with pytest.raises(ConfigError, match=r"world\.checkpoint\(\)"):
             rank.optimizer.state_dict()
 
-    with_ranks(work, kind=Sharded)
+    with_ranks(work, kind=make_sharded)
 
 
 def test_a_state_that_is_loaded_is_dealt_out() -> None:
@@ -133,7 +138,7 @@ def test_a_state_that_is_loaded_is_dealt_out() -> None:
         if rank.communicator.rank == 0:
             assert same(state["optimizer"], start["optimizer"])
 
-    with_ranks(work, kind=Sharded)
+    with_ranks(work, kind=make_sharded)
 
 
 def test_a_parameter_that_is_written_before_its_update_is_refused() -> None:
@@ -144,7 +149,7 @@ def test_a_parameter_that_is_written_before_its_update_is_refused() -> None:
         with pytest.raises(ConfigError, match=r"0\.weight was written"):
             rank.replica.settle()
 
-    with_ranks(work, kind=Sharded)
+    with_ranks(work, kind=make_sharded)
 
 
 @pytest.mark.parametrize("then", ["the next forward", "a checkpoint"])
@@ -157,12 +162,12 @@ def test_another_memory_format_is_refused(then: str) -> None:
         with pytest.raises(ConfigError, match=r"6\.weight changed its memory format"):
             rank.train(1) or rank.replica.settle() if "forward" in then else rank.state()
 
-    with_ranks(work, kind=Sharded)
+    with_ranks(work, kind=make_sharded)
 
 
 def test_an_optimizer_whose_update_cannot_be_divided_is_refused() -> None:
     def work(c: Communicator) -> None:
-        kind = notified(False, (1,), kind=Sharded)
+        kind = notified(False, (1,), kind=make_sharded)
         with pytest.raises(ConfigError, match="does not support Adafactor"):
             Rank(c, kind, None, make_optimizer=lambda m: torch.optim.Adafactor(m.parameters()))
 

@@ -75,6 +75,17 @@ def test_all_databases_have_the_same_fingerprint_and_other_data_another(tmp_path
     assert len(set.union(*seen.values())) == 3
 
 
+def test_labels_that_are_swapped_give_another_fingerprint(engine, tmp_path, cache):
+    numbers = {i: 1 - label(i) if label(i) < 2 else label(i) for i in range(RECORDS)}
+    changed = [(key(i), raw_datum(bgr_planes(pixels(i)), n)) for i, n in numbers.items()]
+    fingerprints = set()
+    for name, content in (("one", items()), ("other", changed)):
+        engine.write(tmp_path / name, content)
+        with closing(engine.source(tmp_path / name, cache_dir=cache)) as source:
+            fingerprints.add(source.fingerprint)
+    assert len(fingerprints) == 2
+
+
 # -- what is wrong is told --
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.algorithms.allreduce import AllReduce
-from paceline.algorithms.notified import Notified
-from paceline.algorithms.sharded import Sharded
+from paceline.algorithms.allreduce import make_allreduce
+from paceline.algorithms.notified import make_notified
+from paceline.algorithms.sharded import make_sharded
 from paceline.comm.communicator import Communicator
 from paceline.data.batch_slice import BatchSlice
 from paceline.data.order import Order
@@ -45,7 +45,7 @@ class Rank:
     def __init__(self, communicator: Communicator, folder: Path, **options: Any) -> None:
         torch.manual_seed(1)
         model = options.get("model", convnet())
-        self.bench = Bench.of(communicator, model, kind=options.get("kind", AllReduce))
+        self.bench = Bench.of(communicator, model, kind=options.get("kind", make_allreduce))
         self.communicator = communicator
         self.recorder = Lines()
         self.heard: list[tuple[int, tuple[float, ...]]] = []
@@ -186,7 +186,7 @@ def test_a_checkpoint_holds_the_result_of_the_step_before_it(tmp_path: Path) -> 
         assert saved["position"]["sums"] == [11.0 * step, 2.0 * sum(range(step))]
 
 
-@pytest.mark.parametrize("kind", [Notified, Sharded])
+@pytest.mark.parametrize("kind", [make_notified, make_sharded])
 @pytest.mark.parametrize("policy", [{"steps": 3}, {"minutes": 1e-9}], ids=str)
 def test_a_checkpoint_holds_what_all_ranks_have_before_its_step(
     tmp_path: Path, policy: dict[str, Any], kind: Any
@@ -209,7 +209,7 @@ def test_a_checkpoint_holds_what_all_ranks_have_before_its_step(
     saved = {s: read_checkpoint(f) for s, f in files(tmp_path).items()}
     assert sorted(saved) == ([3, 6] if "steps" in policy else [2, 4, 6])
     for step, applied in saved.items():
-        if kind is Sharded:
+        if kind is make_sharded:
             momenta = [
                 [entry["momentum_buffer"] for entry in state["optimizer"]["state"].values()]
                 for state in (had[step], applied)

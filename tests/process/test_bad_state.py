@@ -144,8 +144,8 @@ REFUSED = {
     ),
     "ledger of nothing": Bad(
         words="ledger nowhere",
-        said="nowhere: no run's folder, with files events.rank<r>.jsonl, nor the id of a run in "
-        "--output_dir runs; runs has r; check the path.",
+        said="nowhere is neither a run folder (with files events.rank<r>.jsonl) nor the id of a "
+        "run in --output_dir runs, which has r; check the path.",
     ),
 }
 
@@ -164,6 +164,20 @@ def test_a_run_doesnt_go_on_with_other_data(here: Path, capfd: pytest.CaptureFix
     before = RUN + "checkpoints/step-00000002.pt"
     said = made_with(before, "12 images, 12 per epoch and 4 per step")
     require_answer(Bad(words=WORDS + " --train_data few", said=said), here, capfd)
+
+
+def test_a_run_does_not_resume_with_labels_that_were_swapped(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (here / "images/class0").rename(here / "images/other")
+    (here / "images/class1").rename(here / "images/class0")
+    (here / "images/other").rename(here / "images/class1")
+    assert main(["db", "create", "images", "swapped"]) == 0
+    said = (
+        f"{NEWEST} was written with other images or labels, of the same number. Use the same data, "
+        "or start a new run from its weights with --load_model_path."
+    )
+    require_answer(Bad(words=WORDS + " --train_data swapped", said=said), here, capfd)
 
 
 def test_a_finished_run_is_left_as_it_is(here: Path) -> None:

@@ -286,8 +286,8 @@ def test_a_flag_that_contradicts_torchruns_count_names_both(
         command = Command(*words, folder=here, environment={**environment, **alone, **meeting})
         ended = command.wait(LIMIT)
     said = (
-        "--num_workers 3, but torchrun started 1 on this machine: what the launcher starts "
-        "counts; leave out --num_workers, or start as many as it says."
+        "--num_workers 3: contradicts the launcher: torchrun started 1 on this machine; remove "
+        "--num_workers, or start a matching number of processes."
     )
     require_message(ended, 2, said)
     assert not (here / "runs").exists()

@@ -138,7 +138,7 @@ def test_create_and_info_from_end_to_end(tmp_path: Path) -> None:
     assert info.returncode == 0
     lines = [" ".join(line.split()) for line in info.stdout.splitlines()]
     assert {"records 8", "format datum", "images 8 jpeg"} <= set(lines)
-    assert "labels 2 in use, 4 records each" in lines
+    assert "labels 2 distinct labels, 4 records per label" in lines
     assert any("class1" in line and "4" in line for line in lines)
 
 
@@ -152,7 +152,7 @@ def test_info_of_a_damaged_database_names_the_record_and_ends_with_status_1(
         transaction.put(b"00000001_class0/1.jpg", b"junk")
     result = run("info", tmp_path / "db")
     assert result.returncode == 1
-    assert "damaged: 1 of 3 records, first:" in result.stdout
+    assert "1 of 3 records are damaged; the first one:" in result.stdout
     assert "00000001_class0/1.jpg" in result.stdout
 
 

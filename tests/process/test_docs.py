@@ -24,6 +24,7 @@ from tests.harness.documents.documents import LANGUAGES, Block, blocks, headings
 from tests.harness.documents.read_folder import break_things, make_clone
 from tests.harness.network.redis_server import redis_server
 from tests.harness.processes.command import Command
+from tests.harness.processes.fork_server import environment_of
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -130,7 +131,7 @@ def quoted(event: str) -> str:
 def stop(command: Command, rank: int, number: signal.Signals) -> None:
     """Send a signal to a worker."""
     for process in command.family():
-        place = json.loads(process.environ().get("PACELINE_WORKER", "{}"))
+        place = json.loads(environment_of(process).get("PACELINE_WORKER", "{}"))
         if place.get("local_rank") == rank:
             process.send_signal(number)
 

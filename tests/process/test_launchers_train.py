@@ -139,11 +139,12 @@ def test_a_damaged_record_is_said_by_its_rank_and_the_others_tell_why_they_end(
     assert not any("Traceback" in end.text for end in ends)
 
 
-def test_a_run_that_a_launcher_stops_leaves_a_checkpoint(database: str, tmp_path: Path) -> None:
+def test_a_signal_to_one_rank_stops_all_with_its_status_and_leaves_a_checkpoint(
+    database: str, tmp_path: Path
+) -> None:
     with srun(train(database, *ENDLESS, "--run_id", "r"), tmp_path) as programs:
         programs[0].printed("epoch 1/")
-        for program in programs:
-            program.process.send_signal(signal.SIGTERM)
+        programs[1].process.send_signal(signal.SIGTERM)
         ends = [program.wait() for program in programs]
     assert [end.status for end in ends] == [128 + signal.SIGTERM] * 2, ends
     assert list((tmp_path / "runs" / "r" / "checkpoints").glob("*.pt"))

@@ -1,4 +1,4 @@
-"""Ranks whose scripts differ are told so, all alike, before the first step."""
+"""Ranks of one world: what they share, and the sentence where their scripts differ."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 import paceline
-from paceline import ConfigError
+from paceline import CommError, ConfigError
 from paceline.comm.communicator import Communicator
-from tests.harness.library.small_training import BATCH, network, place, samples, sgd
+from paceline.wiring import cores_per_worker
+from tests.harness.library.small_training import BATCH, loss_of, network, place, samples, sgd
 from tests.harness.network.ports import free_ports
 from tests.harness.processes.gloo_processes import spawn
 
@@ -69,3 +70,51 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 def test_ranks_differ_in(what: str, said: list[dict[str, Any]]) -> None:
     assert said[0][what] == said[1][what]
     assert re.search(CASES[what], said[0][what]), said[0][what]
+
+
+def joined(communicator: Communicator, port: int) -> tuple[int, int, int]:
+    place(communicator, port)
+    torch.set_num_threads(cores_per_worker(1))
+    with paceline.join() as world:
+        return world.local_rank, world.local_world_size, torch.get_num_threads()
+
+
+def test_the_ranks_of_a_machine_share_its_cores() -> None:
+    threads = cores_per_worker(2)
+    assert spawn(2, joined, free_ports(1)[0]) == [(0, 2, threads), (1, 2, threads)]
+
+
+def end_early(communicator: Communicator, ports: list[int]) -> list[str]:
+    """Let rank 1 end before rank 0 does, in two ways; return the sentences."""
+    said, worlds = [], []
+    for port, alone in zip(ports, (a_step_alone, a_total_alone), strict=True):
+        place(communicator, port)
+        try:
+            with paceline.join(timeout=20) as world:
+                alone(world)
+        except CommError as error:
+            said.append(str(error))
+        worlds.append(sys.excepthook)
+    return said
+
+
+def a_step_alone(world: paceline.World) -> None:
+    model = network()
+    optimizer = sgd(model)
+    paceline.parallelize(model, optimizer, world, sync="allreduce")
+    for _ in range(3 + (world.rank == 0)):
+        with world.step(samples=4):
+            loss_of(model, *samples(4)[:]).backward()
+            optimizer.step()
+
+
+def a_total_alone(world: paceline.World) -> None:
+    if world.rank == 0:
+        world.total(torch.ones(1))
+
+
+def test_a_rank_that_ended_early_is_named_with_its_steps() -> None:
+    step, total = spawn(2, end_early, free_ports(2))[0]
+    where = r"^rank 1 on machine 0 \(.*\) closed its world after"
+    assert re.search(rf"{where} 3 steps and is missing from the next step: all ranks", step), step
+    assert re.search(rf"{where} 0 steps and is missing from world\.total\(\): all", total), total

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
 import signal
 from collections.abc import Mapping
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from paceline.cluster.environment import WORKER_VARIABLE
 from paceline.state.checkpoint_files import read_checkpoint
 from tests.harness.network.ports import free_port
 from tests.harness.processes.command import Command, gone, rows_of, run
@@ -230,9 +233,15 @@ def test_a_signal_ends_all_in_5_seconds_and_leaves_the_last_step_behind(
 def test_one_workers_signal_stops_all_at_the_same_step(here: Path) -> None:
     command = Command(*train("plain", "--sync", "notified", epochs=100_000), folder=here)
     until_step(here / "runs" / "r", 5, 0)
-    command.family()[1].send_signal(signal.SIGTERM)
+    worker = command.family()[1]
+    rank = json.loads(worker.environ()[WORKER_VARIABLE])["local_rank"]
+    worker.send_signal(signal.SIGTERM)
     ended = command.wait()
     assert ended.status == 143, ended.text
+    assert (
+        f"paceline: rank {rank} on machine 0 ({os.uname().nodename}): stopped by SIGTERM.\n"
+        in ended.text
+    )
     assert "Traceback" not in ended.text
     last = [events(here / "runs" / "r", rank)[-1] for rank in (0, 1)]
     assert last[0]["event"] == "checkpoint"

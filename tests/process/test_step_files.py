@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 
-from paceline.algorithms.allreduce import AllReduce
-from paceline.algorithms.notified import Notified
+from paceline.algorithms.allreduce import make_allreduce
+from paceline.algorithms.data_parallel import DataParallel
 from paceline.api.world import World
-from paceline.codecs.codecs import Int8
-from paceline.codecs.kernels import compiled_loops as kernel_loops
-from paceline.codecs.kernels import plain as kernels_plain
+from paceline.codecs.kernels import compiled, plain
 from paceline.comm.connection_window import ConnectionWindow
 from paceline.comm.tcp_window import connect_by_tcp
 from paceline.comm.transport import event_loop as loop
@@ -34,11 +32,10 @@ def files() -> set[str]:
     "part",
     [
         pytest.param(World, id="the script's step"),
-        pytest.param(Notified, id="the synchronizer"),
+        pytest.param(DataParallel, id="the synchronizer"),
         pytest.param(ConnectionWindow, id="the window"),
-        pytest.param(Int8, id="the wire, in a thread of the exchange alone"),
         pytest.param(loop, id="a compiled loop that runs all the time"),
-        pytest.param(kernel_loops, id="compiled kernels"),
+        pytest.param(compiled, id="the compiled codec, in a thread of the exchange alone"),
     ],
 )
 def test_a_step_runs(part: Any, files: set[str]) -> None:
@@ -48,10 +45,10 @@ def test_a_step_runs(part: Any, files: set[str]) -> None:
 @pytest.mark.parametrize(
     "part",
     [
-        pytest.param(AllReduce, id="another synchronizer"),
+        pytest.param(make_allreduce, id="another synchronizer"),
         pytest.param(ReadTracer, id="what the first step learns by"),
         pytest.param(connect_by_tcp, id="what only connects"),
-        pytest.param(kernels_plain, id="the kernels for where numba is missing"),
+        pytest.param(plain, id="the kernels for where numba is missing"),
     ],
 )
 def test_a_step_does_not_run(part: Any, files: set[str]) -> None:

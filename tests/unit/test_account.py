@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from paceline.observe.event_file import EventFile, read_events
 from paceline.observe.step_account import StepAccount
 from paceline.recorder import NullRecorder
@@ -83,6 +85,31 @@ def test_a_step_is_accounted_for_once_and_the_next_one_anew() -> None:
     a_step(account, clock)
     assert told.events[1:3] == [("step", PLACE), ("note", {"text": "a note"})]
     assert told.events[3] == told.events[0]
+
+
+class Named(Told):
+    """A recorder that writes down when it is closed."""
+
+    def __init__(self, name: str, closed: list[str], fails: bool = False) -> None:
+        super().__init__()
+        self.name, self.closed, self.fails = name, closed, fails
+
+    def close(self) -> None:
+        self.closed.append(self.name)
+        if self.fails:
+            raise OSError("disk full")
+
+
+def test_all_recorders_get_the_events_and_are_closed_though_one_fails() -> None:
+    closed: list[str] = []
+    one, other, trace = (Named(name, closed, fails=name == "one") for name in ("one", "other", "t"))
+    account = StepAccount(one, other, trace=trace)
+    account.event("note", text="x")
+    assert one.events == other.events == trace.events
+    assert len(one.events) == 1
+    with pytest.raises(OSError, match="disk full"):
+        account.close()
+    assert closed == ["one", "other", "t"]
 
 
 def test_a_wait_of_nothing_is_not_worth_telling() -> None:

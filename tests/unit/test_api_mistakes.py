@@ -77,6 +77,24 @@ def test_arguments_of_join(arguments: dict[str, Any], sentence: str) -> None:
         pass
 
 
+def test_ranks_compare_their_versions_and_their_arguments_of_join(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: dict[str, dict[str, str]] = {}
+
+    def compare(
+        store: object, members: object, subject: str, facts: dict[str, str], *, timeout: float
+    ) -> None:
+        compared[subject] = facts
+
+    monkeypatch.setattr("paceline.api.session.compare", compare)
+    with paceline.join(tmp_path / "run", seed=7, trace_steps="2:3"):
+        pass
+    assert list(compared) == ["versions", "arguments of join()"]
+    given = {"seed": "7", "run": "given", "trace_steps": "2:3"}
+    assert compared["arguments of join()"] == given
+
+
 @pytest.mark.parametrize("call", ["no_sync", "reduce", "settle", "step"])
 def test_before_parallelize(world: World, call: str) -> None:
     use = in_step if call == "step" else getattr(World, call)
@@ -272,7 +290,7 @@ class Endless(IterableDataset[Tensor]):
 @pytest.mark.parametrize(
     ("dataset", "batch_size", "sentence"),
     [
-        (Endless(), 4, "map-style"),
+        (Endless(), 4, r"map-style.*your own DataLoader.*world\.step\(samples=n\)"),
         (iter([1, 2]), 4, "map-style"),
         (DataLoader([1, 2]), 4, r"DataLoader makes batches .* give its data set, loader\.dataset"),
         ([], 4, "empty"),

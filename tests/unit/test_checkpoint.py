@@ -119,6 +119,23 @@ def test_a_torn_checkpoint_is_named(tmp_path: Path, cut: int) -> None:
         read_checkpoint(path)
 
 
+def test_the_reason_that_a_torn_archive_gives_is_in_the_error(tmp_path: Path) -> None:
+    path = Checkpoints(tmp_path, keep=2).write(5, state(1.0))
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 30)
+    with pytest.raises(CheckpointError, match=r"missing or unreadable: File is not a zip file\)"):
+        read_checkpoint(path)
+
+
+def test_the_reason_that_a_damaged_member_gives_is_in_the_error(tmp_path: Path) -> None:
+    path = Checkpoints(tmp_path, keep=2).write(5, state(1.0))
+    content = bytearray(path.read_bytes())
+    content[content.index(b"PK\x01\x02") + 8] |= 1  # a flag in the archive's directory
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"damaged \(File .* is encrypted, password required"):
+        read_checkpoint(path)
+
+
 def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
     path = Checkpoints(tmp_path, keep=2).write(5, state(1.0))
     data = bytearray(path.read_bytes())

@@ -270,3 +270,12 @@ def test_time_left_is_known_from_the_second_step_on_and_counts_evaluations() -> 
     rate.step(1, 102.0)
     assert rate.seconds_left(10, 102.0) == 20.0
     assert rate.seconds_left(10, 112.0) == 120.0
+
+
+@pytest.mark.parametrize(("labels", "shown_top5"), [(4, False), (5, False), (6, True)])
+def test_top5_is_shown_only_where_it_says_something(labels: int, shown_top5: bool) -> None:
+    file = io.StringIO()
+    console = Console(file, terminal=False)
+    console.event("run", **RUN, labels=labels)
+    console.event("epoch", test_accuracy=0.4321, top5=1.0, **EPOCH)
+    assert ("top-5" in file.getvalue()) == shown_top5

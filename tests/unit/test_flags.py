@@ -163,15 +163,15 @@ def test_what_was_chosen_for_the_person_is_said() -> None:
         "--train_data", "null", "--num_gpus", "3", "--use_nccl", "--batch_size", "32"
     )
     assert list(notes(config, gpus=0)) == [
-        "this machine has no GPU that torch can use: 3 CPU workers instead.",
-        "--batch_size 32 doesn't divide by 3 workers: 2 of them take 11 images a step and the "
-        "others 10.",
-        "--use_nccl has no meaning any more and changes nothing.",
+        "torch finds no usable GPU here: starting 3 CPU workers instead.",
+        "--batch_size 32 is not divisible by 3 workers: 2 of them process 11 images per step and "
+        "the others 10.",
+        "--use_nccl is deprecated and has no effect.",
     ]
     assert list(notes(config_of("--train_data", "null"), gpus=0)) == []
     few = config_of("--train_data", "null", "--num_workers", "3", "--batch_size", "2")
     (told,) = notes(few, gpus=0)
-    assert told.endswith("by 3 workers: 2 of them take 1 image a step and the others 0.")
+    assert told.endswith("by 3 workers: 2 of them process 1 image per step and the others 0.")
     fine = ["--wire", "int8", "--connections", "4"]
     for told, flag in zip(
         notes(config_of("--train_data", "null", *fine), gpus=0), fine[::2], strict=True
@@ -251,7 +251,7 @@ def test_caffe2s_name_for_its_resnet_is_a_resnet(capsys: pytest.CaptureFixture[s
 
 def test_caffe2s_choice_of_a_cpu_library_changes_nothing() -> None:
     (told,) = notes(config_of("--train_data", "null", "--use_ideep"), gpus=0)
-    assert told.startswith("--use_ideep has no meaning any more")
+    assert told.startswith("--use_ideep is deprecated and has no effect")
 
 
 def test_each_method_of_the_table_has_its_class_and_each_candidate_is_one() -> None:

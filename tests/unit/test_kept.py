@@ -1,4 +1,4 @@
-"""What a command imports stays, and the collector leaves it alone."""
+"""A command's imports are excluded from garbage collection."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import sys
 
 CODE = """
 import gc, weakref
-from paceline.cli.garbage_collection import kept
+from paceline.cli.garbage_collection import uncollected
 
 class Cycle:
     def __init__(self):
         self.itself = self
 
 collections = sum(of["collections"] for of in gc.get_stats())
-with kept():
+with uncollected():
     inside = weakref.ref(Cycle())
     [Cycle() for _ in range(100_000)]
 assert sum(of["collections"] for of in gc.get_stats()) == collections
@@ -24,7 +24,7 @@ gc.collect()
 assert inside() is not None and outside() is None
 
 gc.disable()
-with kept():
+with uncollected():
     outside = weakref.ref(Cycle())
 assert not gc.isenabled()
 gc.collect()

@@ -8,21 +8,17 @@ from contextlib import contextmanager
 from itertools import pairwise
 from itertools import product as product_of
 from threading import Event, Thread
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from paceline.codecs.codecs import Bf16, Int8
-from paceline.codecs.kernels import compiled as kernels_compiled
-from paceline.codecs.kernels import plain as kernels_plain
-from paceline.codecs.kernels.kernels import Kernels
-from paceline.codecs.pieces import Piece
+from paceline.codecs.codec import Codec, Piece
+from paceline.codecs.kernels import compiled, plain
 
-every_twin = pytest.mark.parametrize(
-    "kernels", [kernels_compiled, kernels_plain], ids=["compiled", "plain"]
-)
+every_twin = pytest.mark.parametrize("kernels", [compiled, plain], ids=["compiled", "plain"])
 every_dtype = pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 )
@@ -47,7 +43,7 @@ def pieces(part: Tensor, *cuts: int) -> list[Piece]:
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 @every_twin
 def test_parts_are_added_in_order_and_each_step_is_rounded(
-    kernels: Kernels, count: int, numel: int
+    kernels: Any, count: int, numel: int
 ) -> None:
     for dtype, kind in ((torch.float32, np.float32), (torch.float64, np.float64)):
         parts = parts_of(count, numel, dtype)
@@ -68,7 +64,7 @@ def test_parts_are_added_in_order_and_each_step_is_rounded(
 @every_dtype
 @every_twin
 def test_pieces_cut_differently_are_added_as_the_wholes_are(
-    kernels: Kernels, dtype: torch.dtype
+    kernels: Any, dtype: torch.dtype
 ) -> None:
     parts, weights = parts_of(3, 70_001, dtype), [0.3, 0.7, 0.2]
     out, expected = torch.full((2, 70_001), 7.0, dtype=dtype)
@@ -80,7 +76,7 @@ def test_pieces_cut_differently_are_added_as_the_wholes_are(
 
 
 @every_twin
-def test_parts_that_do_not_cover_the_sum_are_our_bug(kernels: Kernels) -> None:
+def test_parts_that_do_not_cover_the_sum_are_our_bug(kernels: Any) -> None:
     out, other = torch.zeros(10), torch.zeros(10, dtype=torch.float64)
     for part in (pieces(out[1:]), pieces(out, 4)[1:], pieces(other)):
         with pytest.raises(AssertionError):
@@ -89,9 +85,7 @@ def test_parts_that_do_not_cover_the_sum_are_our_bug(kernels: Kernels) -> None:
 
 @every_dtype
 @every_twin
-def test_a_part_of_weight_0_is_left_out_whatever_it_holds(
-    kernels: Kernels, dtype: torch.dtype
-) -> None:
+def test_a_part_of_weight_0_is_left_out_whatever_it_holds(kernels: Any, dtype: torch.dtype) -> None:
     for place in range(3):
         parts, weights = parts_of(3, 5000, dtype), [0.5, 0.25, 0.125]
         kept = [p.clone() for k, p in enumerate(parts) if k != place]
@@ -106,7 +100,7 @@ def test_a_part_of_weight_0_is_left_out_whatever_it_holds(
 
 @every_dtype
 @every_twin
-def test_no_part_that_counts_makes_zeros(kernels: Kernels, dtype: torch.dtype) -> None:
+def test_no_part_that_counts_makes_zeros(kernels: Any, dtype: torch.dtype) -> None:
     nothing = whole([torch.full((5000,), torch.nan, dtype=dtype)])
     for past_caches in (False, True):
         out = torch.full((5000,), 7.0, dtype=dtype)
@@ -118,24 +112,24 @@ def test_no_part_that_counts_makes_zeros(kernels: Kernels, dtype: torch.dtype) -
 def test_both_twins_add_to_the_same_bits(dtype: torch.dtype) -> None:
     parts, weights = parts_of(4, 70_001, dtype), [0.3, 0.21, 0.0, 1 / 3]
     one, other = torch.zeros(2, 70_001, dtype=dtype)
-    kernels_compiled.add_up(whole(parts), weights, one)
-    kernels_plain.add_up(whole(parts), weights, other)
+    compiled.add_up(whole(parts), weights, one)
+    plain.add_up(whole(parts), weights, other)
     assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("work", ["sum", "bf16", "int8"])
 @every_twin
-def test_other_threads_go_on_meanwhile(kernels: Kernels, work: str) -> None:
+def test_other_threads_go_on_meanwhile(kernels: Any, work: str) -> None:
     parts = parts_of(2, 300_000, torch.float32)
     out, data = torch.zeros(300_000), torch.zeros(2 * 300_000, dtype=torch.uint8)
-    wire = Int8(kernels) if work == "int8" else Bf16(kernels)
+    codec: Codec = kernels.Int8() if work == "int8" else kernels.Bf16()
 
     def once() -> None:
         if work == "sum":
             kernels.add_up(whole(parts), [0.5, 0.5], out)
         else:
-            here = data[: wire.size(300_000)]
-            wire.encode([(0, 300_000, parts[0])], 1.0, parts[1], here, out)
+            here = data[: codec.size(300_000)]
+            codec.encode([(0, 300_000, parts[0])], 1.0, parts[1], here, out)
 
     once()  # compiled, before the threads
     asked, stopped = Event(), []

@@ -52,16 +52,25 @@ def test_flags_that_agree_stay() -> None:
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ({"num_workers": 3}, "--num_workers 3, but torchrun started 2 on this machine"),
-        ({"num_gpus": 1}, "--num_gpus 1, but torchrun started 2 on this machine"),
-        ({"gpus": "0,1,2"}, "--gpus 0,1,2, but torchrun started 2 on this machine"),
+        (
+            {"num_workers": 3},
+            "--num_workers 3: contradicts the launcher: torchrun started 2 on this machine",
+        ),
+        (
+            {"num_gpus": 1},
+            "--num_gpus 1: contradicts the launcher: torchrun started 2 on this machine",
+        ),
+        (
+            {"gpus": "0,1,2"},
+            "--gpus 0,1,2: contradicts the launcher: torchrun started 2 on this machine",
+        ),
         (
             {"num_shards": 3, "master": "h:1", "run_id": "r"},
-            "--num_shards 3, but torchrun started processes on 2",
+            "--num_shards 3: contradicts the launcher: torchrun started processes on 2",
         ),
         (
             {"num_shards": 2, "shard_id": 1, "master": "h:1", "run_id": "r"},
-            "--shard_id 1, but torchrun started this as number 0",
+            "--shard_id 1: contradicts the launcher: torchrun started this on machine 0",
         ),
     ],
 )
@@ -71,11 +80,11 @@ def test_a_flag_that_contradicts_the_launcher_names_both(
     with pytest.raises(ConfigError) as caught:
         fitted(WorldConfig(**flags), joined("torchrun", (2, 2)))  # type: ignore[arg-type]
     assert told in str(caught.value)
-    assert "what the launcher starts counts" in str(caught.value)
+    assert "or start a matching number of processes." in str(caught.value)
 
 
 def test_launchers_are_named_by_their_commands() -> None:
-    with pytest.raises(ConfigError, match="but srun started 2"):
+    with pytest.raises(ConfigError, match="the launcher: srun started 2"):
         fitted(WorldConfig(num_workers=3), joined("slurm", (2,)))
 
 
@@ -90,13 +99,15 @@ def test_mpiruns_processes_need_a_name_for_a_place_that_lasts(
     assert train_launched(config, Environment(launched=launched)) == 2
     said = capsys.readouterr().err
     assert said.startswith("paceline: rank 1 of 2 on ")
-    assert "meet in a folder or in Redis need --run_id, the same for all." in said
+    assert (
+        "mpirun with --file_store_path or Redis needs --run_id, the same for all processes." in said
+    )
 
 
 def test_torchruns_own_store_leaves_a_given_meeting_place_unused() -> None:
     world = WorldConfig(file_store_path="meet", num_workers=2)
     config = TrainConfig(data=DataConfig(train_data="db"), world=world)
-    told = "--file_store_path isn't used: torchrun's processes meet in its own store."
+    told = "--file_store_path is ignored: rendezvous uses torchrun's own store."
     assert told in list(notes(config, 0, "torchrun"))
     assert told not in list(notes(config, 0, "mpirun"))
 

@@ -33,8 +33,8 @@ def test_a_run_whose_machines_share_no_folder_is_proved_of_both(
         [*["│", "2/3", "│", "64", "│", "63", "│", "1", "│", "0", "│", "0", "│", "0│"]],
     ]
     assert lines[-1] == (
-        "Exact: each sample was trained once, in 17 of 48 steps, 16 of them committed, "
-        "1 more under way, unreadable ones left out: 2."
+        "Exact: each sample was trained exactly once, in 17 of 48 steps, 16 of them committed, "
+        "1 more in progress, 2 unreadable samples skipped."
     )
 
 
@@ -43,7 +43,7 @@ def test_a_machine_that_is_left_out_is_missed(
 ) -> None:
     assert main(["machine0"]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert "Not exact: 500 samples lost, 0 twice or out of place." in lines
+    assert "Not exact: 500 samples were lost, 0 were duplicated or misplaced." in lines
     assert "  generation 0: There is no event file of ranks 2, 3 of its 4." in lines
     assert (
         '  epoch 1/3, step 2/16 and the 13 after it (generation 0, "step": 1): '
@@ -75,7 +75,9 @@ def test_another_output_folder_is_looked_into(run: Path, monkeypatch: pytest.Mon
 def test_a_run_that_is_not_there_is_the_callers_mistake(run: Path) -> None:
     (run / "empty").mkdir()
     for name in ("nowhere", "empty"):
-        with pytest.raises(ConfigError, match=rf"{name}: no run's folder.*runs has machine0"):
+        with pytest.raises(
+            ConfigError, match=rf"{name} is neither a run folder.*runs, which has machine0"
+        ):
             main([name])
 
 
@@ -106,7 +108,7 @@ def test_a_run_that_was_interrupted_before_its_first_step_is_exact(
     history.write(run / "new")
     assert main(["new/machine0"]) == 0
     assert capsys.readouterr().out == (
-        "Exact: each sample was trained once, in 0 of 48 steps, all committed.\n"
+        "Exact: each sample was trained exactly once, in 0 of 48 steps, all committed.\n"
     )
 
 

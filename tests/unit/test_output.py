@@ -68,11 +68,31 @@ def test_closed_streams_are_none_of_a_commands_business(
     assert (ended.returncode, ended.stderr) == (status, "")
 
 
+def test_output_in_another_encoding_lacks_single_characters_only() -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    command = [*COMMAND, "ledger", "--help"]
+    ended = subprocess.run(command, capture_output=True, timeout=60, env=environment, check=False)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert b"[-h] RUN [RUN ?]" in ended.stdout
+
+
+def test_a_closed_output_is_no_error_at_the_end_of_a_script() -> None:
+    """The handler of `paceline.join` ends the process with the script's status, and says why."""
+    script = """
+from paceline.api.exit_handler import ExitHandler
+from paceline.cluster.environment import Environment
+from paceline.errors import DataError
+ExitHandler(Environment()).at_exit(DataError("record 7 is damaged."))
+"""
+    ended = run(["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-c", script])
+    assert (ended.returncode, ended.stderr) == (1, "paceline: record 7 is damaged.\n")
+
+
 def test_what_is_opened_next_takes_no_closed_streams_number() -> None:
     script = """
 import os, sys
-from paceline.cli.streams import open_closed
-open_closed()
+from paceline.cli.streams import prepare_streams
+prepare_streams()
 assert os.open(os.devnull, os.O_RDONLY) > 2
 assert all(map(os.get_inheritable, range(3)))
 """

@@ -1,1 +1,1 @@
-"""The arithmetic of codecs and sums: compiled by numba, or plain torch with the same bits."""
+"""Implementations of the codecs and the weighted sum: compiled by numba, or plain torch."""

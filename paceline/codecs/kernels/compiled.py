@@ -1,12 +1,17 @@
-"""The kernels as numba compiles them: one pass over memory, without the interpreter's lock.
+"""The codecs and the weighted sum as numba compiles them: one pass over memory, without the lock.
 
-Compiled code is told addresses: to make an array of a tensor, and to find out what kind of array it
-is, would take longer than the work on a small piece.
+Compiled code is given addresses: to make an array of a tensor, and to find out what kind of array
+it is, would take longer than the work on a small piece. A piece is done chunk by chunk, so that
+later loops over a chunk read it from the core's nearest cache. Nothing is contracted: a product is
+rounded before it is added, so that the bits are those of `plain.py`.
 """
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -14,11 +19,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.codecs.kernels import compiled_loops as loops
-from paceline.codecs.kernels import plain as kernels_plain
-from paceline.codecs.pieces import Piece, Source, cover
+from paceline.codecs.codec import Piece, Source, cover
+from paceline.codecs.kernels import plain
+from paceline.codecs.kernels.nontemporal import LINE, add_past_caches, fence, weigh_past_caches
+from paceline.codecs.kernels.plain import BLOCK, LARGE, TINY
+from paceline.comm.numba_compiler import compiler
 
+numba: Any = import_module("numba")  # its own types are for what it compiles, not for callers
+cgutils: Any = import_module("numba.core.cgutils")
+intrinsic: Any = import_module("numba.extending").intrinsic
+
+_CHUNK = 2048  # values, 8 kB of float32; whole blocks of int8's
 _KINDS = {torch.float32: np.float32, torch.float64: np.float64}
+
+_jit = compiler(error_model="numpy")
 
 
 def add_up(
@@ -28,10 +42,10 @@ def add_up(
     *,
     past_caches: bool = False,
 ) -> None:
-    """See `kernels.py`."""
+    """See `WeightedSum`."""
     kind = _KINDS.get(out.dtype)
     if kind is None:
-        kernels_plain.add_up(parts, weights, out)
+        plain.add_up(parts, weights, out)
         return
     rows: list[int] = []
     firsts, counted = [], []
@@ -43,7 +57,7 @@ def add_up(
             for start, stop, piece in part:
                 rows += (piece.data_ptr(), start, stop)
     past = past_caches and 0 < len(firsts) < 3
-    (loops.add_up_past_caches if past else loops.add_up)(
+    (_add_up_past_caches if past else _add_up)(
         np.array(rows, np.int64),
         np.array(firsts, np.int64),
         np.array(counted, kind),
@@ -52,98 +66,386 @@ def add_up(
     )
 
 
-def encode_fp32(
-    sources: Sequence[Source], weight: float, before: Tensor, data: Tensor, after: Tensor
-) -> None:
-    """See `kernels.py`."""
-    assert data.numel() == 4 * after.numel()
-    loops.encode_fp32(*_compiled(sources, weight, before, data, after))
+class Bf16(plain.Bf16):
+    """bfloat16 codec in compiled loops."""
+
+    def encode(
+        self, sources: Sequence[Source], weight: float, before: Tensor, data: Tensor, after: Tensor
+    ) -> None:
+        """See `Codec`."""
+        assert data.numel() == self.size(after.numel())
+        _encode_bf16(*_addresses(sources, weight, before, data, after), after.numel())
+
+    def decode(self, data: Tensor, out: Tensor, *, add: bool = False) -> None:
+        """See `Codec`."""
+        assert data.numel() == self.size(out.numel())
+        _decode_bf16(data.data_ptr(), out.data_ptr(), out.numel(), add)
+
+    def reduce(
+        self,
+        parts: Sequence[Tensor | None],
+        sources: Sequence[Source],
+        weight: float,
+        before: Tensor,
+        data: Tensor,
+        after: Tensor,
+        out: Tensor,
+    ) -> None:
+        """See `Codec`."""
+        assert data.numel() == self.size(out.numel())
+        others = _contributions(parts, data, out, after)
+        addresses = _addresses(sources, weight, before, data, after)
+        _reduce_bf16(others, *addresses, out.data_ptr(), out.numel())
 
 
-def encode_bf16(
-    sources: Sequence[Source], weight: float, before: Tensor, data: Tensor, after: Tensor
-) -> None:
-    """See `kernels.py`."""
-    assert data.numel() == 2 * after.numel()
-    loops.encode_bf16(*_compiled(sources, weight, before, data, after))
+class Int8(plain.Int8):
+    """int8 codec in compiled loops."""
+
+    def encode(
+        self, sources: Sequence[Source], weight: float, before: Tensor, data: Tensor, after: Tensor
+    ) -> None:
+        """See `Codec`."""
+        numel, codes = after.numel(), self.codes(after.numel())
+        assert data.numel() == codes + numel
+        _encode_int8(*_addresses(sources, weight, before, data, after), numel, codes, BLOCK)
+
+    def decode(self, data: Tensor, out: Tensor, *, add: bool = False) -> None:
+        """See `Codec`."""
+        numel, codes, at = out.numel(), self.codes(out.numel()), data.data_ptr()
+        assert data.numel() == codes + numel
+        _decode_int8(at, at + codes, out.data_ptr(), numel, BLOCK, add)
+
+    def reduce(
+        self,
+        parts: Sequence[Tensor | None],
+        sources: Sequence[Source],
+        weight: float,
+        before: Tensor,
+        data: Tensor,
+        after: Tensor,
+        out: Tensor,
+    ) -> None:
+        """See `Codec`."""
+        numel, codes = out.numel(), self.codes(out.numel())
+        assert data.numel() == codes + numel
+        others = _contributions(parts, data, out, after)
+        addresses = _addresses(sources, weight, before, data, after)
+        _reduce_int8(others, *addresses, out.data_ptr(), numel, codes, BLOCK)
 
 
-def decode_bf16(data: Tensor, out: Tensor, *, add: bool = False) -> None:
-    """See `kernels.py`."""
-    assert data.numel() == 2 * out.numel()
-    loops.decode_bf16(data.data_ptr(), out.data_ptr(), out.numel(), add)
-
-
-def reduce_bf16(
-    parts: Sequence[Tensor | None],
-    sources: Sequence[Source],
-    weight: float,
-    before: Tensor,
-    data: Tensor,
-    after: Tensor,
-    out: Tensor,
-) -> None:
-    """See `kernels.py`."""
-    assert data.numel() == 2 * after.numel()
-    *said, numel = _compiled(sources, weight, before, data, after)
-    loops.reduce_bf16(_places(parts, data, out, after), *said, out.data_ptr(), numel)
-
-
-def encode_int8(
-    sources: Sequence[Source],
-    weight: float,
-    before: Tensor,
-    data: Tensor,
-    after: Tensor,
-    codes: int,
-    block: int,
-) -> None:
-    """See `kernels.py`."""
-    assert data.numel() == codes + after.numel()
-    loops.encode_int8(*_compiled(sources, weight, before, data, after), codes, block)
-
-
-def reduce_int8(
-    parts: Sequence[Tensor | None],
-    sources: Sequence[Source],
-    weight: float,
-    before: Tensor,
-    data: Tensor,
-    after: Tensor,
-    out: Tensor,
-    codes: int,
-    block: int,
-) -> None:
-    """See `kernels.py`."""
-    assert data.numel() == codes + after.numel()
-    *said, numel = _compiled(sources, weight, before, data, after)
-    places = _places(parts, data, out, after)
-    loops.reduce_int8(places, *said, out.data_ptr(), numel, codes, block)
-
-
-def decode_int8(data: Tensor, out: Tensor, codes: int, block: int, *, add: bool = False) -> None:
-    """See `kernels.py`."""
-    assert data.numel() == codes + out.numel()
-    loops.decode_int8(data.data_ptr(), out.data_ptr(), out.numel(), codes, block, add)
-
-
-def _compiled(
+def _addresses(
     sources: Sequence[Source], weight: float, before: Tensor, data: Tensor, after: Tensor
 ) -> tuple[Any, ...]:
-    """Say the same to compiled code: addresses, and for each source its own, begin and end."""
+    """Return what compiled code is given: each source's address, start and stop, and the rest."""
     assert before.numel() == after.numel()
     assert cover(sources, after.numel(), torch.float32)
     rows: list[int] = []
     for start, stop, source in sources:
         rows += (0 if source is None else source.data_ptr(), start, stop)
     addresses = before.data_ptr(), data.data_ptr(), after.data_ptr()
-    return np.array(rows, np.int64), float(weight), *addresses, after.numel()
+    return np.array(rows, np.int64), float(weight), *addresses
 
 
-def _places(
+def _contributions(
     parts: Sequence[Tensor | None], data: Tensor, out: Tensor, after: Tensor
 ) -> NDArray[np.int64]:
+    """Return the addresses of encoded contributions, 0 for the one that is given by sources."""
     assert out.numel() == after.numel()
     assert sum(part is None for part in parts) == 1
     assert all(part is None or part.numel() == data.numel() for part in parts)
     return np.array([0 if part is None else part.data_ptr() for part in parts], np.int64)
+
+
+@intrinsic
+def _pointer(context, address):
+    """Make a pointer of an address."""
+
+    def generate(_, builder, __, arguments):
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+    return numba.types.voidptr(address), generate
+
+
+@_jit
+def _floats(address, at, numel):
+    return numba.carray(_pointer(address + 4 * at), numel, np.float32)
+
+
+@_jit
+def _add_up_past_caches(rows, at, weights, out, numel):
+    """Sum one contribution or two, which this core reads for the last time in a while."""
+    size, lanes = weights.itemsize, LINE // weights.itemsize
+    begin = 0
+    while begin < numel:
+        end = numel
+        for k in range(len(at)):
+            end = min(end, rows[at[k] + 2])
+        a = rows[at[0]] + size * (begin - rows[at[0] + 1])
+        b = rows[at[-1]] + size * (begin - rows[at[-1] + 1])
+        before = min(end, begin + (-(out + size * begin) % LINE) // size)
+        _add(rows, at, weights, out, begin, before)
+        lines = (end - before) // lanes
+        a, b, to = a + size * (before - begin), b + size * (before - begin), out + size * before
+        if len(at) == 1:
+            for line in range(lines):
+                weigh_past_caches(to + LINE * line, a + LINE * line, weights[0])
+        else:
+            for line in range(lines):
+                there = LINE * line
+                add_past_caches(to + there, a + there, weights[0], b + there, weights[1])
+        _add(rows, at, weights, out, before + lines * lanes, end)
+        for k in range(len(at)):
+            if rows[at[k] + 2] == end:
+                at[k] += 3
+        begin = end
+    fence()
+
+
+@_jit
+def _add_up(rows, at, weights, out, numel):
+    """Sum chunk by chunk, and up to each piece's end; `at` has the next piece of each part."""
+    begin = 0
+    while begin < numel:
+        end = min(begin + _CHUNK, numel)
+        for k in range(len(at)):
+            end = min(end, rows[at[k] + 2])
+        _add(rows, at, weights, out, begin, end)
+        for k in range(len(at)):
+            if rows[at[k] + 2] == end:
+                at[k] += 3
+        begin = end
+
+
+@_jit
+def _add(rows, at, weights, out, begin, end):
+    """Sum the first part, or the first two, then two at a time: one pass over out for each."""
+    n, kind = end - begin, weights.dtype
+    total = numba.carray(_pointer(out + weights.itemsize * begin), n, kind)
+    single = len(at) % 2
+    if len(at) == 0:
+        total[:] = 0
+    elif single:
+        a, wa = _piece(rows, at[0], begin, n, weights), weights[0]
+        for i in range(n):
+            total[i] = wa * a[i]
+    for k in range(single, len(at), 2):
+        a, wa = _piece(rows, at[k], begin, n, weights), weights[k]
+        b, wb = _piece(rows, at[k + 1], begin, n, weights), weights[k + 1]
+        if k == 0:
+            for i in range(n):
+                total[i] = wa * a[i] + wb * b[i]
+        else:
+            for i in range(n):
+                total[i] = (total[i] + wa * a[i]) + wb * b[i]
+
+
+@_jit
+def _piece(rows, row, begin, n, weights):
+    where = rows[row] + weights.itemsize * (begin - rows[row + 1])
+    return numba.carray(_pointer(where), n, weights.dtype)
+
+
+@_jit
+def _weigh(sources, at, weight, before, out, begin, end):
+    """Write weight * source + before to out[begin:end]; return the number of the next source."""
+    weight = np.float32(weight)
+    while begin < end:
+        source, first, last = sources[3 * at], sources[3 * at + 1], sources[3 * at + 2]
+        stop = min(end, last)
+        n = stop - begin
+        old, new = _floats(before, begin, n), _floats(out, begin, n)
+        if source != 0 and weight != 0:
+            values = _floats(source, begin - first, n)
+            if before == out:  # what LLVM can't know, and wouldn't vectorise
+                for i in range(n):
+                    new[i] = weight * values[i] + new[i]
+            else:
+                for i in range(n):
+                    new[i] = weight * values[i] + old[i]
+        elif before != out:
+            new[:] = old
+        begin = stop
+        if stop == last:
+            at += 1
+    return at
+
+
+@_jit
+def _encode_bf16(sources, weight, before, data, after, numel):
+    """Write a chunk of v to `after`, and encode it there."""
+    at = 0
+    for begin in range(0, numel, _CHUNK):
+        end = min(begin + _CHUNK, numel)
+        at = _weigh(sources, at, weight, before, after, begin, end)
+        n = end - begin
+        values = _floats(after, begin, n)
+        codes = numba.carray(_pointer(data + 2 * begin), n, np.uint16)
+        for i in range(n):
+            code = _rounded(values[i])
+            codes[i] = code
+            error = values[i] - _widened(code)
+            values[i] = error if abs(error) < np.inf else np.float32(0)
+
+
+@_jit
+def _reduce_bf16(parts, sources, weight, before, data, after, out, numel):
+    """Sum a chunk in `out`, encode it, and write its decoded value there."""
+    at = 0
+    for begin in range(0, numel, _CHUNK):
+        end = min(begin + _CHUNK, numel)
+        for k in range(len(parts)):
+            if parts[k] == 0:
+                at = _take(sources, at, weight, out, begin, end, k > 0)
+            else:
+                _decode_bf16(parts[k] + 2 * begin, out + 4 * begin, end - begin, k > 0)
+        n = end - begin
+        values, old, new = (
+            _floats(out, begin, n),
+            _floats(before, begin, n),
+            _floats(after, begin, n),
+        )
+        codes = numba.carray(_pointer(data + 2 * begin), n, np.uint16)
+        for i in range(n):
+            value = values[i] + old[i]
+            code = _rounded(value)
+            codes[i] = code
+            values[i] = _widened(code)
+            error = value - values[i]
+            new[i] = error if abs(error) < np.inf else np.float32(0)
+
+
+@_jit
+def _take(sources, at, weight, out, begin, end, add):
+    """Write or add weight * source to out[begin:end]; return the number of the next source."""
+    weight = np.float32(weight)
+    while begin < end:
+        source, first, last = sources[3 * at], sources[3 * at + 1], sources[3 * at + 2]
+        stop = min(end, last)
+        n = stop - begin
+        total = _floats(out, begin, n)
+        if source != 0 and weight != 0:
+            values = _floats(source, begin - first, n)
+            if add:
+                for i in range(n):
+                    total[i] = total[i] + weight * values[i]
+            else:
+                for i in range(n):
+                    total[i] = weight * values[i]
+        elif not add:
+            total[:] = 0
+        begin = stop
+        if stop == last:
+            at += 1
+    return at
+
+
+@_jit
+def _rounded(value):
+    """Return a float32's nearest bfloat16; numba would make 64 bits of each result of 32."""
+    bits = np.float32(value).view(np.uint32)
+    even = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
+    up = np.uint32(bits + np.uint32(np.uint32(0x7FFF) + even))
+    nan = np.uint32(bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    return np.uint16(0x7FC0) if nan else np.uint16(up >> np.uint32(16))
+
+
+@_jit
+def _widened(code):
+    return np.uint32(np.uint32(code) << np.uint32(16)).view(np.float32)
+
+
+@_jit
+def _decode_bf16(data, out, numel, add):
+    """Write or add the decoded values."""
+    codes = numba.carray(_pointer(data), numel, np.uint16)
+    values = _floats(out, 0, numel)
+    if add:
+        for i in range(numel):
+            values[i] += _widened(codes[i])
+    else:
+        for i in range(numel):
+            values[i] = _widened(codes[i])
+
+
+@_jit
+def _encode_int8(sources, weight, before, data, after, numel, codes, block):
+    """Write a chunk of v to `after`, and encode its blocks there."""
+    at = 0
+    for begin in range(0, numel, _CHUNK):
+        end = min(begin + _CHUNK, numel)
+        at = _weigh(sources, at, weight, before, after, begin, end)
+        for a in range(begin, end, block):
+            n = min(block, end - a)
+            scale = _quantise(after + 4 * a, data + codes + a, n)
+            _floats(data, a // block, 1)[0] = scale
+
+
+@_jit
+def _reduce_int8(parts, sources, weight, before, data, after, out, numel, codes, block):
+    """Sum a chunk in `out`, encode its blocks, and write their decoded values there."""
+    at = 0
+    for begin in range(0, numel, _CHUNK):
+        end = min(begin + _CHUNK, numel)
+        n, blocks = end - begin, begin // block
+        for k in range(len(parts)):
+            if parts[k] == 0:
+                at = _take(sources, at, weight, out, begin, end, k > 0)
+            else:
+                scales, coded = parts[k] + 4 * blocks, parts[k] + codes + begin
+                _decode_int8(scales, coded, out + 4 * begin, n, block, k > 0)
+        total, old, new = (
+            _floats(out, begin, n),
+            _floats(before, begin, n),
+            _floats(after, begin, n),
+        )
+        for i in range(n):
+            new[i] = total[i] + old[i]
+        for a in range(begin, end, block):
+            scale = _quantise(after + 4 * a, data + codes + a, min(block, end - a))
+            _floats(data, a // block, 1)[0] = scale
+        _decode_int8(data + 4 * blocks, data + codes + begin, out + 4 * begin, n, block, False)
+
+
+@_jit
+def _quantise(values_at, codes_at, n):
+    """Encode a block's values, write the residual in their place, return the scale."""
+    values = _floats(values_at, 0, n)
+    codes = numba.carray(_pointer(codes_at), n, np.int8)
+    largest = _largest(values_at, n)
+    if not largest < np.float32(LARGE):
+        codes[:] = 0
+        values[:] = 0
+        return np.float32(np.nan)
+    scale, inverse = np.float32(0), np.float32(0)
+    if largest >= np.float32(TINY):
+        scale, inverse = largest / np.float32(127), np.float32(127) / largest
+    for i in range(n):
+        code = np.int32(np.rint(values[i] * inverse))
+        codes[i] = code
+        values[i] -= np.float32(code) * scale
+    return scale
+
+
+@_jit
+def _largest(values_at, n):
+    """Return the largest magnitude: as numbers, bits of a NaN are larger than any value's."""
+    bits = numba.carray(_pointer(values_at), n, np.int32)
+    largest = np.int32(0)
+    for i in range(n):
+        largest = max(largest, bits[i] & np.int32(0x7FFFFFFF))
+    return np.int32(largest).view(np.float32)
+
+
+@_jit
+def _decode_int8(scales, codes, out, numel, block, add):
+    for at in range(0, numel, block):
+        n = min(block, numel - at)
+        scale = _floats(scales, at // block, 1)[0]
+        coded = numba.carray(_pointer(codes + at), n, np.int8)
+        values = _floats(out, at, n)
+        if add:
+            for i in range(n):
+                values[i] += np.float32(coded[i]) * scale
+        else:
+            for i in range(n):
+                values[i] = np.float32(coded[i]) * scale

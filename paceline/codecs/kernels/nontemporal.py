@@ -1,7 +1,6 @@
-"""Arithmetic whose results go past the caches, a line of memory at a time.
+"""Arithmetic with non-temporal stores: its results bypass the caches, a line of memory at a time.
 
-Read much later, or by another core, they would only displace what this one is working on. LLVM
-calls such stores non-temporal.
+In a cache, results that are read much later, or by another core, would displace this core's data.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
@@ -19,7 +18,7 @@ LINE = 64  # bytes
 
 
 def _write(builder, value, address):
-    """Write a vector without a place for it in the caches."""
+    """Store a vector so that it takes no place in the caches."""
     place = builder.store(value, builder.inttoptr(address, value.type.as_pointer()))
     place.align = LINE
     one = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
@@ -27,7 +26,7 @@ def _write(builder, value, address):
 
 
 def _product(builder, weight, address):
-    """Read a line of values, and multiply them."""
+    """Load a line of values, and multiply them."""
     kind = ir.VectorType(weight.type, LINE // (4 if isinstance(weight.type, ir.FloatType) else 8))
     values = builder.load(builder.inttoptr(address, kind.as_pointer()))
     values.align = LINE // kind.count
@@ -38,7 +37,7 @@ def _product(builder, weight, address):
 
 @intrinsic
 def weigh_past_caches(_, out, a, weight):
-    """Let a line of memory be weight * a."""
+    """Store weight * a in a line of memory."""
 
     def generate(context, builder, _, arguments):
         out, a, weight = arguments
@@ -50,7 +49,7 @@ def weigh_past_caches(_, out, a, weight):
 
 @intrinsic
 def add_past_caches(_, out, a, wa, b, wb):
-    """Let a line of memory be wa * a + wb * b."""
+    """Store wa * a + wb * b in a line of memory."""
 
     def generate(context, builder, _, arguments):
         out, a, wa, b, wb = arguments
@@ -63,7 +62,7 @@ def add_past_caches(_, out, a, wa, b, wb):
 
 @intrinsic
 def fence(_):
-    """Let what was written past the caches be seen before what is written later."""
+    """Order non-temporal stores before all later stores."""
 
     def generate(context, builder, _, __):
         builder.fence("seq_cst")

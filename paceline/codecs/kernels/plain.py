@@ -1,20 +1,21 @@
-"""The kernels in torch's operations, for where numba isn't installed: the same bits.
+"""The codecs and the weighted sum in torch's operations, for where numba isn't installed.
 
-They go chunk by chunk, so that what one operation leaves is in a cache when the next one reads it.
+They go chunk by chunk, so that one operation's result is in a cache when the next one reads it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from paceline.codecs.pieces import Piece, Source, cover, cut
+from paceline.codecs.codec import MultiPassCodec, Piece, Source, cover, cut
 
-_CHUNK = 32_768  # values; whole blocks of int8's
+BLOCK = 256  # values of int8 that share a scale
 TINY, LARGE = 2.0**-119, 2.0**127  # beyond, a scale is denormal, and 127 of it may be infinite
+_CHUNK = 32_768  # values; whole blocks of int8's
+_ALIGN = 64  # bytes, a cache line
 _NAN = 0x7FC0  # bfloat16's; torch's own differs between its scalar and its vector instructions
 
 
@@ -25,7 +26,7 @@ def add_up(
     *,
     past_caches: bool = False,
 ) -> None:
-    """See `kernels.py`."""
+    """See `WeightedSum`."""
     counted = [(part, weight) for part, weight in zip(parts, weights, strict=True) if weight]
     assert all(cover(part, out.numel(), out.dtype) for part, _ in counted)
     if not counted:
@@ -41,134 +42,86 @@ def add_up(
                 total += term
 
 
-def encode_fp32(
-    sources: Sequence[Source], weight: float, before: Tensor, data: Tensor, after: Tensor
-) -> None:
-    """See `kernels.py`."""
-    out = data.view(torch.float32)
-    for begin, values in _weighed(sources, weight, before):
-        out[begin : begin + len(values)] = values
-    after.zero_()
+class Bf16(MultiPassCodec):
+    """bfloat16 codec: a float32's upper half, rounded to nearest even, 8 bits of precision.
+
+    A residual needs 16 bits at most, so residual + decoded is v, exactly. A v that rounds to an
+    infinity is lost. A NaN becomes 0x7fc0.
+    """
+
+    def size(self, numel: int) -> int:
+        """See `Codec`."""
+        return 2 * numel
+
+    def encode(
+        self, sources: Sequence[Source], weight: float, before: Tensor, data: Tensor, after: Tensor
+    ) -> None:
+        """See `Codec`."""
+        codes = data.view(torch.bfloat16)
+        for begin, values in _weighed(sources, weight, before):
+            coded = codes[begin : begin + len(values)]
+            coded.copy_(values)
+            coded.view(torch.int16).masked_fill_(values.isnan(), _NAN)
+            _write_residual(after[begin : begin + len(values)], values, coded.float())
+
+    def decode(self, data: Tensor, out: Tensor, *, add: bool = False) -> None:
+        """See `Codec`."""
+        codes = data.view(torch.bfloat16)
+        if not add:
+            out.copy_(codes)
+            return
+        for begin in range(0, len(codes), _CHUNK):
+            out[begin : begin + _CHUNK] += codes[begin : begin + _CHUNK].float()
 
 
-def encode_bf16(
-    sources: Sequence[Source], weight: float, before: Tensor, data: Tensor, after: Tensor
-) -> None:
-    """See `kernels.py`."""
-    codes = data.view(torch.bfloat16)
-    for begin, values in _weighed(sources, weight, before):
-        coded = codes[begin : begin + len(values)]
-        coded.copy_(values)
-        coded.view(torch.int16).masked_fill_(values.isnan(), _NAN)
-        _keep(after[begin : begin + len(values)], values, coded.float())
+class Int8(MultiPassCodec):
+    """int8 codec: integers from -127 to 127 and one scale per block of 256 values.
 
+    A scale is a block's largest magnitude / 127, so an error is at most that magnitude / 254.
+    Residual + decoded is v, exactly. A block with a NaN, an infinity, or a value of 2^127 and more
+    is lost as a whole: its scale is a NaN. One whose largest magnitude is below 2^-119, so that its
+    scale would be denormal, is encoded as zeros.
 
-def decode_bf16(data: Tensor, out: Tensor, *, add: bool = False) -> None:
-    """See `kernels.py`."""
-    codes = data.view(torch.bfloat16)
-    if not add:
-        out.copy_(codes)
-        return
-    for begin in range(0, len(codes), _CHUNK):
-        out[begin : begin + _CHUNK] += codes[begin : begin + _CHUNK].float()
+        data: [ scales, float32 | up to a cache line | codes, int8 ]
+    """
 
+    def size(self, numel: int) -> int:
+        """See `Codec`."""
+        return self.codes(numel) + numel
 
-def reduce_bf16(
-    parts: Sequence[Tensor | None],
-    sources: Sequence[Source],
-    weight: float,
-    before: Tensor,
-    data: Tensor,
-    after: Tensor,
-    out: Tensor,
-) -> None:
-    """See `kernels.py`."""
-    _add_up_coded(parts, sources, weight, out, decode_bf16)
-    encode_bf16([(0, len(out), out)], 1.0, before, data, after)
-    decode_bf16(data, out)
+    def codes(self, numel: int) -> int:
+        """Return the first byte of the codes, behind the scales."""
+        return -(-4 * -(-numel // BLOCK) // _ALIGN) * _ALIGN
 
+    def encode(
+        self, sources: Sequence[Source], weight: float, before: Tensor, data: Tensor, after: Tensor
+    ) -> None:
+        """See `Codec`."""
+        codes = self.codes(after.numel())
+        for begin, values in _weighed(sources, weight, before):
+            error = after[begin : begin + len(values)]
+            for part, scales, coded in _blocks(data, begin, len(values), codes):
+                rows = values[part].view(coded.shape)
+                _quantise(rows, scales, coded)
+                _write_residual(error[part].view(coded.shape), rows, coded.float().mul_(scales))
 
-def encode_int8(
-    sources: Sequence[Source],
-    weight: float,
-    before: Tensor,
-    data: Tensor,
-    after: Tensor,
-    codes: int,
-    block: int,
-) -> None:
-    """See `kernels.py`."""
-    for begin, values in _weighed(sources, weight, before):
-        error = after[begin : begin + len(values)]
-        for part, scales, coded in _blocks(data, begin, len(values), codes, block):
-            rows = values[part].view(coded.shape)
-            _quantise(rows, scales, coded)
-            _keep(error[part].view(coded.shape), rows, coded.float().mul_(scales))
-
-
-def reduce_int8(
-    parts: Sequence[Tensor | None],
-    sources: Sequence[Source],
-    weight: float,
-    before: Tensor,
-    data: Tensor,
-    after: Tensor,
-    out: Tensor,
-    codes: int,
-    block: int,
-) -> None:
-    """See `kernels.py`."""
-    decode = partial(decode_int8, codes=codes, block=block)
-    _add_up_coded(parts, sources, weight, out, decode)
-    encode_int8([(0, len(out), out)], 1.0, before, data, after, codes, block)
-    decode(data, out)
-
-
-def decode_int8(data: Tensor, out: Tensor, codes: int, block: int, *, add: bool = False) -> None:
-    """See `kernels.py`."""
-    for begin in range(0, out.numel(), _CHUNK):
-        values = out[begin : begin + _CHUNK]
-        for part, scales, coded in _blocks(data, begin, len(values), codes, block):
-            rows = values[part].view(coded.shape)
-            if add:
-                rows += coded * scales
-            else:
-                torch.mul(coded, scales, out=rows)
-
-
-def _add_up_coded(
-    parts: Sequence[Tensor | None],
-    sources: Sequence[Source],
-    weight: float,
-    out: Tensor,
-    decode: Callable[..., None],
-) -> None:
-    """Let out be the sum of what is decoded, and of weight * source in place of None."""
-    for k, part in enumerate(parts):
-        if part is None:
-            _take(sources, weight, out, add=k > 0)
-        else:
-            decode(part, out, add=k > 0)
-
-
-def _take(sources: Sequence[Source], weight: float, out: Tensor, *, add: bool) -> None:
-    """Write or add weight * source."""
-    assert cover(sources, out.numel(), torch.float32)
-    for start, stop, source in sources:
-        here = out[start:stop]
-        if source is None or not weight:
-            if not add:
-                here.zero_()
-        elif add:
-            here += source * weight
-        else:
-            torch.mul(source, weight, out=here)
+    def decode(self, data: Tensor, out: Tensor, *, add: bool = False) -> None:
+        """See `Codec`."""
+        codes = self.codes(out.numel())
+        for begin in range(0, out.numel(), _CHUNK):
+            values = out[begin : begin + _CHUNK]
+            for part, scales, coded in _blocks(data, begin, len(values), codes):
+                rows = values[part].view(coded.shape)
+                if add:
+                    rows += coded * scales
+                else:
+                    torch.mul(coded, scales, out=rows)
 
 
 def _weighed(
     sources: Sequence[Source], weight: float, before: Tensor
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield weight * source + before, chunk by chunk, each with where it begins."""
+    """Yield weight * source + before, chunk by chunk, each behind its first value's number."""
     assert cover(sources, before.numel(), torch.float32)
     scratch = torch.empty_like(before[:_CHUNK])
     for begin in range(0, before.numel(), _CHUNK):
@@ -189,22 +142,22 @@ def _weighed(
 
 
 def _blocks(
-    data: Tensor, begin: int, numel: int, codes: int, block: int
+    data: Tensor, begin: int, numel: int, codes: int
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield whole blocks and then a short one: where they are, scales (n, 1), codes (n, length)."""
-    scales = data[:codes].view(torch.float32)[begin // block :]
+    """Yield whole blocks, then a short one: their values, scales (n, 1), and codes (n, length)."""
+    scales = data[:codes].view(torch.float32)[begin // BLOCK :]
     coded = data[codes + begin : codes + begin + numel].view(torch.int8)
-    whole = numel // block * block
+    whole = numel // BLOCK * BLOCK
     if whole:
-        rows = whole // block
-        yield slice(whole), scales[:rows].unsqueeze(1), coded[:whole].view(rows, block)
+        rows = whole // BLOCK
+        yield slice(whole), scales[:rows].unsqueeze(1), coded[:whole].view(rows, BLOCK)
     if whole < numel:
-        last = whole // block
+        last = whole // BLOCK
         yield slice(whole, numel), scales[last : last + 1].unsqueeze(1), coded[whole:].unsqueeze(0)
 
 
 def _quantise(rows: Tensor, scales: Tensor, codes: Tensor) -> None:
-    """Code values, (n, length), a row a block."""
+    """Encode values, (n, length), one block a row."""
     largest = rows.abs().amax(1, keepdim=True)
     torch.div(largest, 127, out=scales)
     scales.masked_fill_(largest < TINY, 0)
@@ -214,6 +167,6 @@ def _quantise(rows: Tensor, scales: Tensor, codes: Tensor) -> None:
     codes.copy_((rows * inverse).round_().masked_fill_(lost, 0))
 
 
-def _keep(error: Tensor, values: Tensor, decoded: Tensor) -> None:
-    """Let error be what the codes miss of the values, 0 where that isn't finite."""
+def _write_residual(error: Tensor, values: Tensor, decoded: Tensor) -> None:
+    """Write values - decoded to `error`, and 0 where that isn't finite."""
     torch.sub(values, decoded, out=error).nan_to_num_(0, 0, 0)

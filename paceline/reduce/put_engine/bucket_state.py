@@ -1,94 +1,244 @@
-"""One run in a rank: its memory, and how far its versions have come."""
+"""A rank's view of an exchange: its groups and peers, and each bucket's memory and last version.
+
+What a step needs of the layout is computed here once: a step looks up slices, offsets and views.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.codecs.pieces import Piece
+from paceline.codecs.codec import Piece
+from paceline.comm.window import Window
 from paceline.reduce.buckets import like
 from paceline.reduce.put_engine.error_feedback import ErrorFeedback
 from paceline.reduce.put_engine.gradient_views import Contribution, Flags, GradientViews
-from paceline.reduce.put_engine.layout import BucketLayout
-from paceline.reduce.put_engine.rank_layout import RankLayout, ReceiveBuffer
+from paceline.reduce.put_engine.layout import WEIGHT, BucketLayout, Layout
+
+
+class RankLayout:
+    """Rank layout of an exchange: the rank's group, its local shard, and its peers.
+
+    Args:
+        layout: of the window.
+        window: the rank's; it reaches the memory of the rank's group.
+
+    Attributes:
+        rank: the rank.
+        group: its group's number.
+        groups: the numbers of all groups.
+        members: the ranks of its group.
+        group_peers: the other ranks of its group.
+        leader: its group's first rank, in whose window the sums are.
+        leaders: the first rank of each group; the first of them sends flags to the others.
+        local_shard: the one that the rank owns; None: its group has more ranks than local shards.
+        owners: the ranks of its group that own local shards.
+        peer_owners: the owner of the same local shard in each other group, by the group's number.
+        peers: all other ranks.
+    """
+
+    def __init__(self, layout: Layout, window: Window) -> None:
+        topology = layout.topology
+        self.rank = window.rank
+        self.group = topology.group_of(self.rank)
+        self.groups = range(len(topology.groups))
+        self.members = topology.groups[self.group]
+        self.group_peers = [peer for peer in self.members if peer != self.rank]
+        self.leader = self.members[0]
+        self.leaders = tuple(group[0] for group in topology.groups)
+        local = self.members.index(self.rank)
+        self.local_shard = local if local < topology.local_shards else None
+        self.owners = self.members[: topology.local_shards]
+        self.peer_owners = {
+            number: group[self.local_shard]
+            for number, group in enumerate(topology.groups)
+            if self.local_shard is not None and number != self.group
+        }
+        self.peers = [rank for rank in topology.ranks if rank != self.rank]
+        self._memory = {peer: _memory(window, peer) for peer in self.members}
+
+    def bytes_of(self, member: int, at: int, size: int) -> Tensor:
+        """View bytes of a group member's window, (size,)."""
+        return self._memory[member][at : at + size]
+
+    def receive_buffer(
+        self, member: int, at: int, size: int, bucket: BucketLayout
+    ) -> ReceiveBuffer:
+        """View the receive buffer of a contribution of so many bytes in a member's window."""
+        memory = self.bytes_of(member, at, bucket.head + size)
+        return ReceiveBuffer(memory, bucket.head, len(bucket.spec.lengths))
+
+
+def _memory(window: Window, peer: int) -> Tensor:
+    if peer == window.rank:
+        return window.memory
+    memory = window.peer_memory(peer)
+    assert memory is not None, f"rank {peer} is not in the shared-memory group of {window.rank}"
+    return memory
+
+
+class ReceiveBuffer:
+    """Receive buffer of one contribution: a header and values.
+
+    Args:
+        memory: (head + size,), bytes of a window.
+        head: bytes of the header.
+        parameters: the number of flags in it.
+
+    Attributes:
+        flags: (parameters,), which parameters the values are of.
+        values: (size,), bytes.
+    """
+
+    def __init__(self, memory: Tensor, head: int, parameters: int) -> None:
+        self._weight = memory[:WEIGHT].numpy().view(np.float64)
+        self.flags: Flags = memory[WEIGHT : WEIGHT + parameters].numpy()
+        self.values = memory[head:]
+
+    @property
+    def weight(self) -> float:
+        """What the values are still to be multiplied by."""
+        return float(self._weight[0])
+
+    def write_header(self, weight: float, flags: Flags) -> None:
+        """Write the weight and the flags."""
+        self._weight[0] = weight
+        self.flags[:] = flags
 
 
 class BucketState:
-    """A run's memory, and what is at hand of its last version.
+    """Bucket state of one rank: its memory, its receive buffers, and its last version.
 
     Args:
-        bucket_layout: its places.
-        rank_layout: of this rank.
+        layout: of the bucket.
+        rank_layout: of the rank.
         templates: tensors of its parameters' shapes and strides.
         names: of its parameters, for errors.
 
     Attributes:
-        bucket_layout: its places.
-        sums: (numel,), all sums.
-        views: of them, one a parameter.
-        shard: of them, those of this rank's shard; None without one.
-        to_owners: where this rank's part of a neighbour's slice goes, by rank.
-        from_members: the parts of this rank's slice, in rank order; None for its own.
-        from_groups: the parts of this rank's shard, in the groups' order; None for its own.
+        index: the bucket's number.
+        sums: (numel,), all sums, in the group's memory.
+        views: of the sums, one a parameter.
+        used: (parameters,), the union of all ranks' flags, in the group's memory.
+        used_at: its offset in a leader's window, bytes.
+        lands: other owners put their sums straight into `sums`.
+        holds_sums: sums don't return before they are released, since updated parameters may return
+            in their place.
+        to_owners: for each other owner of the group, its local shard's values, and this rank's
+            receive buffer there, with its values.
+        shard: the values of this rank's shard, and their sums; None where it owns no local shard.
+            What follows to `returned` is there only where it does.
+        own: (values,), the sums of this rank's shard.
+        local_shard: the values of this rank's local shard.
+        own_shard: the values of its shard, counted from the local shard's first.
+        to_groups: for each other group, its number, its owner, and its shard's values, counted from
+            the local shard's first.
+        from_members: the group's contributions to the local shard, in rank order; None for this
+            rank's own.
+        from_groups: the groups' contributions to the shard, in order; None for this group's own.
+        contributed_at: offset of this group's contribution in the other owners' windows.
+        returned_at: offset of this shard's sums in the other owners' windows.
+        returned: for each other group, its shard's sums, and the receive buffer of these, as
+            encoded bytes and as values; empty if the bucket lands.
+        feedback: encodes what other groups get, if the bucket has a codec.
         contribution: what this rank sent.
-        ours: what the group has of this rank's slice.
-        weight: what `ours` is yet to be multiplied by.
-        flags: of `ours`, then of the sum.
-        lands: sums come to where they belong.
-        feedback: of what goes to other groups, where its wire is a lossy one.
-        update: makes updated parameters of a shard's sums, in their place, where those come back.
-        empty: the last version exchanges no gradients: they were given to `update` before.
+        gathered: pieces of the group's contribution to the local shard.
+        weight: what `gathered` is still to be multiplied by.
+        flags: of `gathered`, then of the sum.
+        update: replaces the sums of the shard by updated parameters, if these are to return.
+        operation: names the last version in errors.
+        empty: the last version exchanges no gradients: `update` was given them before.
     """
 
     def __init__(
         self,
-        bucket_layout: BucketLayout,
+        layout: BucketLayout,
         rank_layout: RankLayout,
         templates: Sequence[Tensor],
         names: Sequence[str],
     ) -> None:
-        self.bucket_layout = bucket_layout
-        self.gradients = GradientViews(bucket_layout, templates, names)
-        self.sums = rank_layout.sums(bucket_layout)
-        parts = torch.split(self.sums, list(bucket_layout.spec.lengths))
-        self.views = [
-            like(t, contribution) for t, contribution in zip(templates, parts, strict=True)
-        ]
-        self.lands = bucket_layout.back.count == 0
-        self.to_owners: dict[int, ReceiveBuffer] = {
-            owner: rank_layout.local_buffer(bucket_layout, owner, rank_layout.rank)
-            for owner in rank_layout.owners
+        spec = layout.spec
+        self.index, self._header_size = layout.index, layout.head
+        self.holds_sums, self.lands = spec.updated, layout.back.count == 0
+        self.gradients = GradientViews(layout, templates, names)
+        sums = rank_layout.bytes_of(
+            rank_layout.leader, layout.sums, layout.numel * spec.dtype.itemsize
+        )
+        self.sums = sums.view(spec.dtype)
+        parts = torch.split(self.sums, list(spec.lengths))
+        self.views = [like(t, part) for t, part in zip(templates, parts, strict=True)]
+        self.used: Flags = rank_layout.bytes_of(
+            rank_layout.leader, layout.flags, len(spec.lengths)
+        ).numpy()
+        self.used_at = layout.flags
+        self.to_owners = [
+            (owner, values, buffer, buffer.values.view(spec.dtype))
+            for number, owner in enumerate(rank_layout.owners)
             if owner != rank_layout.rank
-        }
-        self.shard: Tensor | None = None
-        self.from_members: list[ReceiveBuffer | None] = []
-        self.from_groups: list[ReceiveBuffer | None] = []
+            for values in [layout.local_shard(number)]
+            for buffer in [_local_buffer(layout, rank_layout, owner, rank_layout.rank)]
+        ]
         self.feedback: ErrorFeedback | None = None
+        self.shard: tuple[slice, Tensor] | None = None
         if rank_layout.local_shard is not None:
-            self.shard = self.sums[bucket_layout.shard(rank_layout.local_shard, rank_layout.group)]
-            if rank_layout.group_peers:
-                self.from_members = [
-                    None
-                    if peer == rank_layout.rank
-                    else rank_layout.local_buffer(bucket_layout, rank_layout.rank, peer)
-                    for peer in rank_layout.members
-                ]
-            if rank_layout.peer_owners and bucket_layout.spec.codec is not None:
-                self.feedback = ErrorFeedback(
-                    bucket_layout, rank_layout.local_shard, bucket_layout.spec.codec
-                )
-            if rank_layout.peer_owners:
-                self.from_groups = [
-                    None
-                    if group == rank_layout.group
-                    else rank_layout.cross_buffer(bucket_layout, group)
-                    for group in rank_layout.groups
-                ]
+            self._view_shards(layout, rank_layout, rank_layout.local_shard)
         self.update: Callable[[], None] | None = None
-        self.empty = False
+        self.empty, self.operation = False, ""
         self.contribution: Contribution | None = None
-        self.ours: list[Piece] = []
+        self.gathered: Sequence[Piece] = ()
         self.weight = 1.0
         self.flags: Flags | None = None
+
+    def _view_shards(self, layout: BucketLayout, ranks: RankLayout, local_shard: int) -> None:
+        spec, rank, group = layout.spec, ranks.rank, ranks.group
+        self.local_shard = layout.local_shard(local_shard)
+        shards = [layout.shard(local_shard, number) for number in ranks.groups]
+        first, own = self.local_shard.start, shards[group]
+        within = [slice(shard.start - first, shard.stop - first) for shard in shards]
+        self.own = self.sums[own]
+        self.shard = own, self.own
+        self.own_shard = within[group]
+        self.to_groups = [(n, owner, within[n]) for n, owner in ranks.peer_owners.items()]
+        self.from_members: list[ReceiveBuffer | None] = [
+            None if peer == rank else _local_buffer(layout, ranks, rank, peer)
+            for peer in ranks.members
+            if ranks.group_peers
+        ]
+        size = spec.coded(own.stop - own.start)
+        self.from_groups: list[ReceiveBuffer | None] = [
+            None if n == group else ranks.receive_buffer(rank, layout.cross[n], size, layout)
+            for n in ranks.groups
+            if ranks.peer_owners
+        ]
+        if ranks.peer_owners:
+            self.contributed_at = layout.cross[group]
+            self.returned_at = layout.sum_of(own) if self.lands else layout.back[group]
+            if spec.codec is not None:
+                self.feedback = ErrorFeedback(layout, local_shard, spec.codec)
+        self.returned = [
+            (sums, ranks.bytes_of(rank, at, spec.coded(len(sums))), plain.view(spec.dtype))
+            for n in (() if self.lands else ranks.peer_owners)
+            for sums, at in [(self.sums[shards[n]], layout.back[n])]
+            for size in [0 if spec.codec is not None and not spec.updated else sums.nbytes]
+            for plain in [ranks.bytes_of(rank, at, size)]
+        ]
+
+    def header(self, weight: float, flags: Flags) -> Tensor:
+        """Make a contribution's header, (bytes,)."""
+        header = np.zeros(self._header_size, np.uint8)
+        header[:WEIGHT].view(np.float64)[0] = weight
+        header[WEIGHT : WEIGHT + len(flags)] = flags
+        return torch.from_numpy(header)
+
+
+def _local_buffer(
+    layout: BucketLayout, ranks: RankLayout, owner: int, sender: int
+) -> ReceiveBuffer:
+    """View where a member's contribution to an owner's local shard lies, in the owner's window."""
+    values = layout.local_shard(ranks.members.index(owner))
+    at = layout.local[ranks.members.index(sender)]
+    size = (values.stop - values.start) * layout.spec.dtype.itemsize
+    return ranks.receive_buffer(owner, at, size, layout)

@@ -1,26 +1,27 @@
-"""Where everything lies in a rank's window, a pure function of the runs' sizes and the topology.
+"""Window layout: what lies where in a rank's window, a function of buckets' sizes and topology.
 
-A *run* is what is exchanged at once: a bucket's gradients, or the running statistics. Ranks that
-share memory (those of a machine) form a *group*, and add up among themselves first:
+A *bucket* here is what is exchanged at once: a bucket's gradients, or the running statistics. Ranks
+that share memory (those of a machine) form a *group*, and reduce inside it first:
 
-    run      [ slice of channel 0                  | slice of channel 1                  | … ]
-    slice    [ shard of group 0 | shard of group 1 | shard of group 0 | shard of group 1 | … ]
+    bucket        [ local shard 0                     | local shard 1                     | … ]
+    local shard   [ shard of group 0 | of group 1 | … | shard of group 0 | of group 1 | … | … ]
 
-Rank c of a group owns channel c: it adds up what its group has of that slice. Among the owners of a
-channel, one a group, each owns one shard: it adds up what the groups have of it. With one rank a
-group that is one level: a run has one slice, and as many shards as there are ranks.
+Rank c of a group owns local shard c: it reduces its group's contributions to that slice. One owner
+a group has local shard c, and each of these owns one shard of it: it reduces the groups'
+contributions to that shard. With one rank a group, a bucket has one local shard, and as many
+shards as there are ranks.
 
-In a window there is room for
+A window holds, for each bucket,
 
-    local   what each rank of the group has of the slice
-    cross   what each group has of the shard, as it travels
-    back    what each group's owner has made of its shard, where it doesn't land in `sums` at once
-    sums    the whole run, in the window of the group's first rank; all its ranks read it there
-    flags   which parameters anybody used, behind it
+    local   receive buffers: each group member's contribution to this rank's local shard
+    cross   receive buffers: each group's contribution to this rank's shard, encoded
+    back    receive buffers: the other groups' sums of their shards, unless they land in `sums`
+    sums    the whole bucket, in the window of the group's first rank, which its ranks read
+    flags   which parameters any rank used, behind the sums
 
-Parts begin with a head: the weight (float64) that they are yet to be multiplied by, and a flag for
-each parameter. Notification i of a peer tells of its part of run i, `buckets + i` of a sum,
-`2 buckets + i` of flags, and the last one of the end.
+A contribution begins with a header: the weight (float64) that its values are still to be multiplied
+by, and a flag for each parameter. A peer's notification `kind * buckets + i` announces its
+contribution to bucket i, a sum of it, or flags; the last notification announces that it drains.
 """
 
 from __future__ import annotations
@@ -31,63 +32,64 @@ from itertools import pairwise
 
 import torch
 
-from paceline.codecs.codecs import Codec
+from paceline.codecs.codec import Codec
 
 _ALIGN = 64  # bytes, a cache line
 WEIGHT = 8  # bytes
+CONTRIBUTION, SUM, FLAGS = range(3)  # kinds of notifications
 
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """Who shares memory with whom.
+    """Shared-memory groups of ranks.
 
     Attributes:
-        groups: ranks in rank order, each in one group at most; who is in none takes no part.
+        groups: ranks in rank order, each in one group at most; a rank in none exchanges nothing.
     """
 
     groups: tuple[tuple[int, ...], ...]
 
     @classmethod
     def flat(cls, world_size: int) -> Topology:
-        """Everybody is alone."""
+        """Return groups of one rank each."""
         return cls(groups=tuple((rank,) for rank in range(world_size)))
 
     @classmethod
     def of(cls, machines: Sequence[int]) -> Topology:
-        """Machines with so many ranks each."""
+        """Return one group a machine, given the machines' numbers of ranks."""
         ends = [sum(machines[: number + 1]) for number in range(len(machines))]
         spans = zip([0, *ends], ends, strict=False)
         return cls(groups=tuple(tuple(range(a, b)) for a, b in spans))
 
     @property
     def leaders(self) -> Topology:
-        """The first rank of each group, alone; the others are in no group."""
+        """A topology of each group's first rank alone; the others are in no group."""
         return Topology(groups=tuple((group[0],) for group in self.groups))
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Who is in a group, in rank order."""
+        """The ranks that are in a group, in order."""
         return tuple(rank for group in self.groups for rank in group)
 
     @property
     def local_shards(self) -> int:
-        """How many ranks of each group own something."""
+        """The number of local shards of a bucket: each group has one owner of each."""
         return min(len(group) for group in self.groups)
 
     def group_of(self, rank: int) -> int:
-        """The number of a rank's group."""
+        """Return the number of a rank's group."""
         return next(number for number, group in enumerate(self.groups) if rank in group)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BucketSpec:
-    """What a run holds.
+    """Shape of a bucket.
 
     Attributes:
-        lengths: values of each parameter, in the run's order.
+        lengths: values of each parameter, in the bucket's order.
         dtype: of the values.
-        codec: how they travel between groups; None: as they are.
-        updated: updated parameters may come back, as they are, in place of sums.
+        codec: encodes the values between groups; None: they travel as they are.
+        updated: updated parameters, not encoded, may return in place of sums (ZeRO-1).
     """
 
     lengths: tuple[int, ...]
@@ -96,18 +98,18 @@ class BucketSpec:
     updated: bool = False
 
     def coded(self, numel: int) -> int:
-        """Bytes of so many values as they travel between groups."""
+        """Return the bytes of so many values between groups."""
         return numel * self.dtype.itemsize if self.codec is None else self.codec.size(numel)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BufferArray:
-    """Places of one size, one behind another.
+    """Array of equal-sized receive buffers.
 
     Attributes:
-        at: bytes from the window's start.
-        stride: bytes from one to the next.
-        count: how many.
+        at: offset in the window, bytes.
+        stride: bytes from one buffer to the next.
+        count: the number of buffers.
     """
 
     at: int
@@ -116,7 +118,7 @@ class BufferArray:
 
     @property
     def end(self) -> int:
-        """Bytes to behind the last one."""
+        """Offset behind the last buffer, bytes."""
         return self.at + self.stride * self.count
 
     def __getitem__(self, number: int) -> int:
@@ -126,15 +128,15 @@ class BufferArray:
 
 @dataclass(frozen=True, kw_only=True)
 class BucketLayout:
-    """One run's places.
+    """Layout of one bucket in a window.
 
     Attributes:
-        index: its number.
-        spec: what it holds.
-        shards: (channels, groups + 1), where shards begin and end, in values.
-        local, cross, back: rooms for what peers send.
-        sums: bytes from the window's start to the sums.
-        flags: bytes from the window's start to the flags.
+        index: the bucket's number.
+        spec: its shape.
+        shards: (local shards, groups + 1), where shards begin and end, in values.
+        local, cross, back: receive buffers.
+        sums: offset of the sums in the window, bytes.
+        flags: offset of the flags in the window, bytes.
     """
 
     index: int
@@ -148,36 +150,60 @@ class BucketLayout:
 
     @property
     def numel(self) -> int:
-        """The number of its values."""
+        """The number of values."""
         return self.shards[-1][-1]
 
     def local_shard(self, local_shard: int) -> slice:
-        """The values of a channel."""
+        """Return the values of a local shard."""
         return slice(self.shards[local_shard][0], self.shards[local_shard][-1])
 
     def shard(self, local_shard: int, group: int) -> slice:
-        """The values that a group's owner of a channel owns."""
+        """Return the values of a local shard that its owner in a group owns."""
         return slice(self.shards[local_shard][group], self.shards[local_shard][group + 1])
 
     def sum_of(self, values: slice) -> int:
-        """Bytes to some values' sums."""
+        """Return the offset of some values' sums in the window, bytes."""
         start: int = values.start
         return self.sums + start * self.spec.dtype.itemsize
 
     @property
     def head(self) -> int:
-        """Bytes of a part's head."""
-        return aligned(WEIGHT + len(self.spec.lengths))
+        """Bytes of a contribution's header."""
+        return _header(self.spec)
+
+    def traffic(self, local_shard: int | None, group: int) -> tuple[int, int]:
+        """Return the bytes that a rank sends to other groups and receives from them in a step.
+
+        A rank sends each other group that group's shard, and receives its sums or updated
+        parameters; the other groups send contributions to its own shard, and receive that. Not
+        counted are frames' headers, flags of parameters that some ranks didn't use, and that sums
+        need not return where `reduce` returned them before.
+
+        Args:
+            local_shard: the one that the rank owns; None: it sends nothing to other groups.
+            group: the rank's.
+        """
+        if local_shard is None:
+            return 0, 0
+        sizes = [b - a for a, b in pairwise(self.shards[local_shard])]
+        own = sizes.pop(group)
+        there, back = self.head + self.spec.coded(own), self._returned(own)
+        sent = sum(self.head + self.spec.coded(size) for size in sizes) + back * len(sizes)
+        return sent, sum(map(self._returned, sizes)) + there * len(sizes)
+
+    def _returned(self, numel: int) -> int:
+        spec = self.spec
+        return numel * spec.dtype.itemsize if spec.updated else spec.coded(numel)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """All runs' places.
+    """Layout of a window.
 
     Attributes:
         buckets: in their order.
         topology: of the ranks.
-        size: bytes of a window.
+        size: bytes of the window.
     """
 
     buckets: tuple[BucketLayout, ...]
@@ -186,30 +212,23 @@ class Layout:
 
     @property
     def notifications(self) -> int:
-        """How many a peer has."""
+        """The number of notifications of a peer."""
         return 3 * len(self.buckets) + 1
 
     @property
-    def tells(self) -> list[str]:
-        """What each notification tells of, for people."""
+    def notification_names(self) -> list[str]:
+        """What each notification announces, for traces."""
         kinds = ("part", "sum", "flags")
-        return [
-            *(
-                f"{kind} of bucket {bucket_layout.index}"
-                for kind in kinds
-                for bucket_layout in self.buckets
-            ),
-            "end",
-        ]
+        return [*(f"{kind} of bucket {b.index}" for kind in kinds for b in self.buckets), "end"]
 
 
 def lay_out(specs: Sequence[BucketSpec], topology: Topology) -> Layout:
-    """Lay runs out for the ranks of a topology."""
+    """Lay out buckets for the ranks of a topology."""
     buckets, at = [], 0
     for index, spec in enumerate(specs):
-        bucket_layout = _lay_out_bucket(index, spec, topology, at)
-        buckets.append(bucket_layout)
-        at = aligned(bucket_layout.flags + len(spec.lengths))
+        bucket = _lay_out_bucket(index, spec, topology, at)
+        buckets.append(bucket)
+        at = _aligned(bucket.flags + len(spec.lengths))
     return Layout(buckets=tuple(buckets), topology=topology, size=at)
 
 
@@ -218,13 +237,13 @@ def _lay_out_bucket(index: int, spec: BucketSpec, topology: Topology, at: int) -
     item, numel = spec.dtype.itemsize, sum(spec.lengths)
     slices = _cut(0, numel, topology.local_shards, item)
     shards = tuple(_cut(start, stop, groups, item) for start, stop in pairwise(slices))
-    head = aligned(WEIGHT + len(spec.lengths))
+    head = _header(spec)
     widest = max(b - a for a, b in pairwise(slices))
-    coded = spec.coded(max(b - a for shard in shards for a, b in pairwise(shard)))
+    longest = max(b - a for shard in shards for a, b in pairwise(shard))
+    coded = spec.coded(longest)
     passed_on = groups > 1 and (sharing > 1 or spec.codec is not None)
     local = _buffers(at, head + widest * item, sharing if sharing > 1 else 0)
     cross = _buffers(local.end, head + coded, groups if groups > 1 else 0)
-    longest = max(b - a for shard in shards for a, b in pairwise(shard))
     returned = max(coded, longest * item) if spec.updated else coded
     back = _buffers(cross.end, returned, groups if passed_on else 0)
     return BucketLayout(
@@ -235,7 +254,7 @@ def _lay_out_bucket(index: int, spec: BucketSpec, topology: Topology, at: int) -
         cross=cross,
         back=back,
         sums=back.end,
-        flags=back.end + aligned(numel * item),
+        flags=back.end + _aligned(numel * item),
     )
 
 
@@ -246,10 +265,15 @@ def _cut(start: int, stop: int, parts: int, itemsize: int) -> tuple[int, ...]:
     return (*(start + line * (part * lines // parts) for part in range(parts)), stop)
 
 
+def _header(spec: BucketSpec) -> int:
+    """Return the bytes of a contribution's header."""
+    return _aligned(WEIGHT + len(spec.lengths))
+
+
 def _buffers(at: int, size: int, count: int) -> BufferArray:
-    return BufferArray(at=at, stride=aligned(size), count=count)
+    return BufferArray(at=at, stride=_aligned(size), count=count)
 
 
-def aligned(size: int) -> int:
-    """Round up to a cache line."""
+def _aligned(size: int) -> int:
+    """Round bytes up to a cache line."""
     return -(-size // _ALIGN) * _ALIGN

@@ -1,47 +1,53 @@
-"""Adds up what ranks have, by puts and notifications: an exchange in which each owns a shard.
+"""Exchange by one-sided puts: a reduce-scatter of each bucket to its owners, and an all-gather.
 
-    this rank's values ─┬─▶ its group's owners ── add, in rank order ──┐     (shared memory)
-                        └── its own slice                              ▼
-    the other groups' owners of its channel ◀── shards ──▶ add, in group order, and send back
-                                                                       ▼
-    the sums, which all ranks of a group read                   notify the group
+    this rank's gradients ─┬─▶ its group's owners: sum in rank order        (shared memory)
+                           └── its own local shard  │
+                                                    ▼                        reduce-scatter
+    the other groups' owners of the local shard ◀── shards ──▶ sum in the groups' order
+    ─────────────────────────────────────────────────────────────────────────────────────────
+    the sums, which all ranks of a group read ◀── sums ── the owners of the shards
+                                                                             all-gather
+    the group ◀── a notification
 
-A version counts the exchanges of a run. Nothing is acknowledged, because it is implied: a rank
-sends version v + 1 of a run only after it has read version v of all its sums, so whoever has
-version v + 1 of everybody's part knows that nobody needs anything of v any more. Flags may still be
-on their way to who doesn't need them; they keep their order.
+A version counts the exchanges of a bucket. Nothing is acknowledged, because it is implied: a rank
+sends version v + 1 of a bucket only after it has read version v of all its sums. So an owner that
+has version v + 1 of all contributions knows that no rank still needs anything of version v. Flags
+may still be on their way to ranks that don't need them; they keep their order.
+
+A sum needs all ranks. So a wait for one peer ends as well when another one is lost, and a timeout
+names the ranks whose contributions are missing, rather than an owner that waits for them too.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from torch import Tensor
 
-from paceline.codecs.kernels.kernels import add_up
+from paceline.codecs.codecs import add_up
 from paceline.comm.window import Window
-from paceline.errors import CommError, PeerLost
-from paceline.reduce.put_engine.bucket_state import BucketState
+from paceline.errors import CommError, CommTimeout, PeerLost
+from paceline.reduce.exchange import Timeout, timed_out
+from paceline.reduce.put_engine.bucket_state import BucketState, RankLayout
 from paceline.reduce.put_engine.error_feedback import ErrorFeedback
 from paceline.reduce.put_engine.gradient_views import NOTHING, Contribution, Flags
-from paceline.reduce.put_engine.layout import Layout
-from paceline.reduce.put_engine.rank_layout import RankLayout
+from paceline.reduce.put_engine.layout import CONTRIBUTION, FLAGS, SUM, Layout
 from paceline.reduce.put_engine.shard_reducer import ShardReducer
-from paceline.reduce.put_engine.traffic import traffic
-from paceline.reduce.put_engine.waits import Waits
+
+_WAIT_SLICE_S = 0.5  # until a wait for one peer notices that another one is lost
 
 
 class PutExchange:
-    """Exchanges runs over a window, and owns this rank's shard of every run.
+    """Exchange by puts: reduce-scatter of buckets to shard owners and all-gather of the sums.
 
     Args:
-        window: this rank's; nobody else uses it.
+        window: this rank's, which nothing else uses.
         layout: of the window, the same on all ranks.
-        templates: of each run, tensors of its parameters' shapes and strides.
-        names: of each run, the parameters' names.
-        limits: seconds to wait for a peer, in the first step and later.
-        steady: is called after the first step.
+        templates: of each bucket, tensors of its parameters' shapes and strides.
+        names: of each bucket, the parameters' names.
+        timeout: limits each wait for a peer.
     """
 
     zero_copy = True
@@ -52,126 +58,130 @@ class PutExchange:
         layout: Layout,
         templates: Sequence[Sequence[Tensor]],
         names: Sequence[Sequence[str]],
-        limits: tuple[float, float],
-        steady: Callable[[], None] = lambda: None,
+        timeout: Timeout,
     ) -> None:
-        self._window = window
-        self._rank_layout = rank_layout = RankLayout(layout, window)
+        self._window, self._timeout = window, timeout
+        self._ranks = ranks = RankLayout(layout, window)
         self._buckets = [
-            BucketState(bucket_layout, rank_layout, tensors, words)
-            for bucket_layout, tensors, words in zip(layout.buckets, templates, names, strict=True)
+            BucketState(bucket, ranks, tensors, words)
+            for bucket, tensors, words in zip(layout.buckets, templates, names, strict=True)
         ]
-        self._traffic = [traffic(bucket_layout, rank_layout) for bucket_layout in layout.buckets]
-        self._reducer = ShardReducer(window, rank_layout, self._buckets)
-        held = [
-            bucket.bucket_layout.index
-            for bucket in self._buckets
-            if bucket.bucket_layout.spec.updated
-        ]
-        self._reducer.released[held] = 0
-        first, self._later = limits
-        self._waits = Waits(window, rank_layout, self._reducer, len(self._buckets), first)
-        self._steady = steady
-
-    def steady(self) -> None:
-        """Wait less long from now on."""
-        self._waits.limit = self._later
-        self._steady()
-
-    def begin(self, *, applied: bool, scale: float) -> None:
-        """Keep what the wires missed in the step before, if it took effect."""
-        for feedback in self.feedbacks:
-            if feedback is not None:
-                feedback.begin(applied=applied, scale=scale)
+        self.traffic = [bucket.traffic(ranks.local_shard, ranks.group) for bucket in layout.buckets]
+        self._reducer = ShardReducer(window, ranks, self._buckets)
 
     @property
     def feedbacks(self) -> list[ErrorFeedback | None]:
-        """What codes each run; None where this rank codes nothing."""
+        """The error feedback of each bucket; None where this rank encodes nothing."""
         return [bucket.feedback for bucket in self._buckets]
 
-    def traffic(self, index: int) -> tuple[int, int]:
-        """Return the bytes that go to other groups and come from them."""
-        return self._traffic[index]
+    def begin(self, scale: float) -> None:
+        """Let the residuals of the step before take effect."""
+        for bucket in self._buckets:
+            if bucket.feedback is not None:
+                bucket.feedback.begin(scale)
 
     def next(self, index: int) -> int:
-        """Return the run itself: they arrive in no order."""
+        """Return the bucket itself: sums come in no order."""
         return index
 
-    def send(self, index: int, values: Sequence[Tensor | None], weight: float) -> None:
-        """Hand this rank's values to the owners, the more urgent the sooner they are read.
+    def send(
+        self, index: int, values: Sequence[Tensor | None], weight: float, operation: str
+    ) -> None:
+        """Put this rank's contributions to the owners; what is read sooner is more urgent.
 
         Raises:
             PeerLost: a peer ended.
         """
         bucket = self._buckets[index]
-        bucket.empty, bucket.update = False, None
+        bucket.operation, bucket.empty, bucket.update = operation, False, None
         bucket.contribution = contribution = bucket.gradients.contribution(values, weight)
         try:
-            self._put(bucket, contribution)
-        except PeerLost:
-            self._waits.raise_reducer_error("a put")
+            self._contribute(bucket, contribution)
+        except PeerLost:  # perhaps only because it lost another before
+            self._raise_reducer_error("a put")
             raise
-        self._reducer.go_on(bucket)
+        self._reducer.contribute(bucket)
 
     def send_empty(self, index: int) -> None:
-        """Begin a version of which each owner has the sums already."""
+        """Begin a version without gradients: each owner has been given those of its shard."""
         bucket, version = self._buckets[index], int(self._reducer.sent[index]) + 1
         bucket.empty, bucket.contribution = True, NOTHING
-        for owner in self._rank_layout.owners:
-            if owner != self._rank_layout.rank:
-                self._window.put(owner, 0, None, index, version, -index)
-        self._reducer.go_on(bucket)
+        for owner, *_ in bucket.to_owners:
+            self._window.put(owner, 0, None, index, version, -index)
+        self._reducer.contribute(bucket)
 
     def return_sums(self, index: int, update: Callable[[], None] | None) -> None:
-        """Let a shard's sums go back, or what `update` makes of them in their place."""
+        """Let a shard's sums return, or the parameters that `update` writes in their place."""
         bucket = self._buckets[index]
         bucket.update = update
         self._reducer.release(bucket)
 
     def shard(self, index: int) -> tuple[slice, Tensor] | None:
-        """Return which values of a run this rank owns, and the place of their sums."""
-        bucket, rank_layout = self._buckets[index], self._rank_layout
-        if rank_layout.local_shard is None or bucket.shard is None:
-            return None
-        return bucket.bucket_layout.shard(rank_layout.local_shard, rank_layout.group), bucket.shard
+        """Return the values of a bucket that this rank owns, and the memory of their sums."""
+        return self._buckets[index].shard
 
     def flags(self, index: int) -> Flags:
-        """Return which parameters of a run that was added up anybody used."""
+        """Return which parameters of a bucket any rank used, once it is summed."""
         flags = self._buckets[index].flags
         assert flags is not None
         return flags
 
-    def wait(self, index: int, operation: str) -> list[Tensor | None]:
-        """Return the sums of a run's last version.
+    def wait(self, index: int) -> list[Tensor | None]:
+        """Return the sums of a bucket's last version.
 
         Raises:
-            CommError: a peer was lost, or silent.
+            CommError: a peer was lost, or a wait timed out.
             ConfigError: a gradient was written since it was sent.
         """
         bucket = self._buckets[index]
-        contribution = self._summed(index, operation)
+        contribution = self._wait_for_sums(bucket)
         contribution.refuse_writes()
         if contribution.full or bucket.update is not None:
             return list(bucket.views)
-        self._wait_for_flags(index, int(self._reducer.sent[index]), operation)
-        used = self._rank_layout.flags(bucket.bucket_layout).tolist()
+        sender = self._ranks.leader
+        if sender == self._ranks.rank:
+            sender = self._ranks.leaders[0]
+        if sender != self._ranks.rank:
+            self._wait_for(bucket, sender, FLAGS)
+        used = bucket.used.tolist()
         return [view if flag else None for view, flag in zip(bucket.views, used, strict=True)]
 
-    def discard(self, index: int, operation: str) -> None:
-        """Wait for the sums of a run's last version, whatever was written since it was sent.
+    def abandon(self, index: int) -> None:
+        """Wait for the sums if `wait` hasn't, and let the step leave no residual.
 
         Raises:
-            CommError: a peer was lost, or silent.
+            CommError: a peer was lost, or a wait timed out.
         """
-        self._summed(index, operation)
+        bucket = self._buckets[index]
+        if bucket.contribution is not None:
+            self._wait_for_sums(bucket)
+        if bucket.feedback is not None:
+            bucket.feedback.abandon()
 
     def drain(self) -> None:
-        """Serve the peers until they have all their sums, as this rank has its own."""
-        if self._reducer.error is None and all(
-            bucket.contribution is None for bucket in self._buckets
+        """Announce that this rank has all its sums, and return once all others have theirs.
+
+        It returns as well at the limit, and when another rank sends more: that one's next wait is
+        to end at once, because this rank sends nothing.
+        """
+        window, ranks, count = self._window, self._ranks, len(self._buckets)
+        if self._reducer.error is not None or any(
+            bucket.contribution is not None for bucket in self._buckets
         ):
-            with suppress(CommError):  # a peer that has gone needs nothing
-                self._waits.drain(self._later)
+            return
+        last, limit = 3 * count, self._timeout.later
+        with suppress(CommError):  # a peer that has gone needs nothing
+            window.subscribe(last + 1)
+            for peer in ranks.peers:
+                window.put(peer, 0, None, last, 1)
+            deadline, events = time.monotonic() + limit, 0
+            while staying := [peer for peer in ranks.peers if not window.values[peer, last]]:
+                more = (window.values[staying, :count] > self._reducer.sent).any()
+                if more or self._reducer.error is not None or time.monotonic() >= deadline:
+                    return
+                events = window.wait_for_event(events, _WAIT_SLICE_S)
+            for peer in ranks.peers:
+                window.flush(peer, limit=limit, operation="the shutdown")
 
     def close(self) -> None:
         """End the thread, and the window."""
@@ -179,43 +189,84 @@ class PutExchange:
         self._window.close()
         self._reducer.join()
         for bucket in self._buckets:
-            bucket.update = None  # which keeps whoever gave it
+            bucket.update = None  # it holds the synchronizer
 
-    def _put(self, bucket: BucketState, contribution: Contribution) -> None:
-        rank_layout, bucket_layout = self._rank_layout, bucket.bucket_layout
-        index, version = bucket_layout.index, int(self._reducer.sent[bucket_layout.index]) + 1
-        for local_shard, owner in enumerate(rank_layout.owners):
-            if owner == rank_layout.rank:
-                continue
-            buffer = bucket.to_owners[owner]
-            buffer.write_head(1.0, contribution.flags)
-            pieces = contribution.within(bucket_layout.local_shard(local_shard))
-            add_up([pieces], [contribution.weight], buffer.values, past_caches=True)
+    def _contribute(self, bucket: BucketState, contribution: Contribution) -> None:
+        index, version = bucket.index, int(self._reducer.sent[bucket.index]) + 1
+        for owner, local_shard, buffer, values in bucket.to_owners:
+            buffer.write_header(1.0, contribution.flags)
+            pieces = contribution.within(local_shard)
+            add_up([pieces], [contribution.weight], values, past_caches=True)
             self._window.put(owner, 0, None, index, version, -index)
-        if len(rank_layout.members) == 1 and rank_layout.peer_owners and bucket.feedback is None:
+        if not self._ranks.group_peers and bucket.feedback is None:
             self._reducer.put_shards(
                 bucket, contribution.pieces, contribution.weight, contribution.flags, version
             )
 
-    def _summed(self, index: int, operation: str) -> Contribution:
-        """Wait for a run's sums; return what this rank sent, which needn't be kept any more."""
-        bucket, rank_layout = self._buckets[index], self._rank_layout
-        version, row = int(self._reducer.sent[index]), len(self._buckets) + index
-        senders = [owner for owner in rank_layout.owners if owner != rank_layout.rank]
-        if not rank_layout.group_peers and bucket.lands:
-            senders = list(rank_layout.peer_owners.values())
+    def _wait_for_sums(self, bucket: BucketState) -> Contribution:
+        """Wait for a bucket's sums; return this rank's contribution, and let go of it."""
+        ranks, version = self._ranks, int(self._reducer.sent[bucket.index])
+        senders: Sequence[int] = [owner for owner in ranks.owners if owner != ranks.rank]
+        if not ranks.group_peers and bucket.lands:
+            senders = list(ranks.peer_owners.values())
         for peer in senders:
-            self._waits.notification(peer, row, version, operation)
-        if rank_layout.local_shard is not None:
-            self._waits.reducer(index, version, operation)
-        contribution, bucket.contribution, bucket.ours = bucket.contribution, None, []
+            self._wait_for(bucket, peer, SUM)
+        if ranks.local_shard is not None and not self._reducer.wait(
+            bucket.index, version, self._timeout.seconds
+        ):
+            self._raise_reducer_error(bucket.operation)
+            raise self._timed_out(bucket, None)
+        contribution, bucket.contribution, bucket.gathered = bucket.contribution, None, ()
         assert contribution is not None
         return contribution
 
-    def _wait_for_flags(self, index: int, version: int, operation: str) -> None:
-        rank_layout, row = self._rank_layout, 2 * len(self._buckets) + index
-        teller = (
-            rank_layout.leaders[0] if rank_layout.rank == rank_layout.leader else rank_layout.leader
+    def _wait_for(self, bucket: BucketState, peer: int, kind: int) -> None:
+        """Wait for a peer's notification of a bucket's last version.
+
+        Raises:
+            PeerLost: a peer ended, this one or another; CommTimeout: none came in time.
+        """
+        row = kind * len(self._buckets) + bucket.index
+        version = int(self._reducer.sent[bucket.index])
+        deadline, operation = time.monotonic() + self._timeout.seconds, bucket.operation
+        while True:
+            limit = min(_WAIT_SLICE_S, deadline - time.monotonic())
+            try:
+                self._window.wait(peer, row, version, limit=limit, operation=operation)
+                return
+            except CommTimeout:
+                self._raise_reducer_error(operation)
+                if time.monotonic() >= deadline:
+                    raise self._timed_out(bucket, peer) from None
+            except PeerLost:  # perhaps only because it lost another before
+                self._raise_reducer_error(operation)
+                raise
+
+    def _raise_reducer_error(self, operation: str) -> None:
+        """Raise what ended the reducer's thread, if anything did: it noticed first who was lost."""
+        error = self._reducer.error
+        if isinstance(error, PeerLost):
+            raise error.during(operation) from error
+        if error is not None:
+            raise error
+
+    def _timed_out(self, bucket: BucketState, owner: int | None) -> CommTimeout:
+        """Name the ranks whose contributions, or sums, have not come."""
+        ranks, values, count = self._ranks, self._window.values, len(self._buckets)
+        version, peer_owners = int(self._reducer.sent[bucket.index]), ranks.peer_owners.values()
+
+        def missing(peers: Sequence[int], kind: int) -> list[int]:
+            return [p for p in peers if values[p, kind * count + bucket.index] < version]
+
+        silent = missing([*ranks.group_peers, *peer_owners], CONTRIBUTION)
+        if not silent:
+            silent = missing([*peer_owners], SUM) if owner is None else [owner]
+        names = ", ".join(map(str, sorted(silent)))
+        whom = f"rank{'s' if len(silent) > 1 else ''} {names}" if silent else "itself"
+        return timed_out(
+            ranks.rank,
+            self._timeout,
+            whom,
+            bucket.operation,
+            "it hangs, can't be reached",
         )
-        if teller != rank_layout.rank:
-            self._waits.notification(teller, row, version, operation)

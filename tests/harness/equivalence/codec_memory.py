@@ -9,8 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.codecs.codecs import Codec
-from paceline.codecs.pieces import Source
+from paceline.codecs.codec import Codec, Source
 
 _GUARD = 64  # bytes around each memory
 
@@ -58,7 +57,7 @@ def code(
     codec.decode(_inside(data), arrived)
     total = torch.linspace(-3, 3, numel)
     expected = total + arrived
-    codec.add(_inside(data), total)
+    codec.decode(_inside(data), total, add=True)
     assert same_bits(total, expected)
     return Coded(
         data=_inside(data),

@@ -25,7 +25,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from paceline.algorithms.notified import Notified
+from paceline.algorithms.data_parallel import DataParallel
+from paceline.algorithms.notified import PutOptions, make_notified
 from paceline.comm.communicator import Communicator
 from paceline.comm.faulty_window import Faults, FaultyWindow
 from paceline.comm.inprocess.window import WindowGroup
@@ -122,7 +123,7 @@ def notified(drawn: Draw, limit: float) -> Callable[..., Any]:
     open_window = opened_by(drawn, limit)
     made: Counter[int] = Counter()
 
-    def make(buckets: Sequence[Bucket], communicator: Communicator, *parts: Any) -> Notified:
+    def make(buckets: Sequence[Bucket], communicator: Communicator, *parts: Any) -> DataParallel:
         rank = communicator.rank
 
         def open_one(size: int, notifications: int) -> Window:
@@ -136,7 +137,9 @@ def notified(drawn: Draw, limit: float) -> Callable[..., Any]:
             return FaultyWindow(window, faults)
 
         topology = Topology.of(drawn.machines)
-        return Notified(buckets, open_one, *parts, topology, (limit, limit))
+        limits = (limit, limit)
+        options = PutOptions(open_window=open_one, topology=topology, limits=limits)
+        return make_notified(buckets, *parts, options)
 
     return make
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from paceline.algorithms.notified import Notified
+from paceline.algorithms.notified import make_notified
 from paceline.comm.communicator import Communicator
 from paceline.state.state_copy import copy_state
 from tests.harness.equivalence.large_batch import convnet, made_up_batches, replicate
@@ -84,7 +84,7 @@ def train(
     start: State | None = None,
     *,
     bucket_bytes: int = 2_000,
-    kind: Any = Notified,
+    kind: Any = make_notified,
     make_optimizer: Any = sgd,
     intra_machine: Any = None,
 ) -> State:
@@ -131,7 +131,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def with_ranks(work: Any, wire: str = "int8", kind: Any = Notified) -> None:
+def with_ranks(work: Any, wire: str = "int8", kind: Any = make_notified) -> None:
     make = notified(False, (1, 1), wire, kind)
     over = Barrier(2)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from paceline.algorithms.allreduce import AllReduce
+from paceline.algorithms.allreduce import make_allreduce
 from paceline.algorithms.synchronizer import Synchronizer
 from paceline.comm.communicator import Communicator
 from paceline.comm.inprocess.communicator import ThreadGroup
@@ -150,7 +150,7 @@ class Training:
         self,
         communicator: Communicator,
         bucket_bytes: int,
-        kind: Callable[..., Any] = AllReduce,
+        kind: Callable[..., Any] = make_allreduce,
         layers: Communicator | None = None,
         later: Later = (),
     ) -> State:
@@ -182,7 +182,7 @@ class Training:
         self,
         world_size: int,
         bucket_bytes: int,
-        kind: Callable[..., Any] = AllReduce,
+        kind: Callable[..., Any] = make_allreduce,
         later: Later = (),
     ) -> list[State]:
         """Train on ranks that are threads; return each one's state dict."""
@@ -202,7 +202,7 @@ def replicate(
     optimizer: Optimizer,
     communicator: Communicator,
     bucket_bytes: int,
-    kind: Callable[..., Any] = AllReduce,
+    kind: Callable[..., Any] = make_allreduce,
     share: BatchShare | None = None,
     later: Later = (),
 ) -> Replica:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from paceline.algorithms.allreduce import AllReduce
+from paceline.algorithms.allreduce import make_allreduce
 from paceline.comm.communicator import Communicator
 from paceline.replica.replica import Replica
 from tests.harness.equivalence.large_batch import Training, replicate
@@ -33,7 +33,7 @@ class Bench:
         model: nn.Module,
         lr: Any = 0.1,
         bucket_bytes: int = 2_000,
-        kind: Callable[..., Any] = AllReduce,
+        kind: Callable[..., Any] = make_allreduce,
     ) -> Bench:
         own = copy.deepcopy(model)
         optimizer = torch.optim.SGD(own.parameters(), lr=lr, momentum=0.9)

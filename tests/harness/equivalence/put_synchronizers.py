@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch.distributed import HashStore, Store
 
-from paceline.algorithms.notified import Notified
-from paceline.algorithms.sharded import Sharded
+from paceline.algorithms.data_parallel import DataParallel
+from paceline.algorithms.notified import PutOptions, make_notified
+from paceline.algorithms.sharded import make_sharded
 from paceline.cluster.membership.members import Members
 from paceline.codecs.codecs import CODECS
 from paceline.comm.communicator import Communicator
@@ -45,7 +46,7 @@ def notified(
     faults: bool,
     machines: Sequence[int] = (),
     codec: str = "fp32",
-    kind: Any = Notified,
+    kind: Any = make_notified,
     limit: float = 30.0,
     staged: bool = False,
     intra_machine: MakeNear | None = None,
@@ -56,7 +57,7 @@ def notified(
         faults: puts are late and overtake each other.
         machines: how many ranks share memory on each; by default nobody does.
         codec: between them.
-        kind: `Notified` or `Sharded`.
+        kind: `make_notified` or `make_sharded`.
         limit: seconds that waits may take.
         staged: gradients go as those of a GPU do.
         intra_machine: connects the ranks of a machine, which add up as its GPUs do.
@@ -84,11 +85,17 @@ def notified(
             flags = 2 * (notifications - 1) // 3  # who used all parameters waits for none of them
             return FaultyWindow(window, Faults(seed=rank, ordered=flags))
 
-        limits = (limit, limit)
-        how = (topology, limits, lambda: None, CODECS[codec], None, staged, inside and inside(rank))
-        return kind(buckets, open_window, *parts, *how)
+        options = PutOptions(
+            open_window=open_window,
+            topology=topology,
+            limits=(limit, limit),
+            codec=CODECS[codec],
+            staged=staged,
+            intra_machine=inside and inside(rank),
+        )
+        return kind(buckets, *parts, options)
 
-    make.updater = ShardOptimizer if kind is Sharded else Updater  # type: ignore[attr-defined]
+    make.updater = ShardOptimizer if kind is make_sharded else Updater  # type: ignore[attr-defined]
     return make
 
 
@@ -97,7 +104,7 @@ def notified_on_machines(machines: Sequence[int], limit: float = 30.0) -> Callab
     made: Counter[int] = Counter()
     topology, store = Topology.of(machines), HashStore()
 
-    def make(buckets: Sequence[Bucket], communicator: Communicator, *parts: Any) -> Notified:
+    def make(buckets: Sequence[Bucket], communicator: Communicator, *parts: Any) -> DataParallel:
         rank = communicator.rank
         made[rank] += 1
         bootstrap = Bootstrap(
@@ -110,7 +117,9 @@ def notified_on_machines(machines: Sequence[int], limit: float = 30.0) -> Callab
         )
         intra_machine = topology.groups[topology.group_of(rank)]
         open_window = partial(shm_tcp_window, bootstrap, intra_machine, "127.0.0.1")
-        return Notified(buckets, open_window, *parts, topology, (limit, limit))
+        limits = (limit, limit)
+        options = PutOptions(open_window=open_window, topology=topology, limits=limits)
+        return make_notified(buckets, *parts, options)
 
     return make
 
@@ -119,13 +128,19 @@ def notified_by_gloo(machines: Sequence[int], limit: float = 30.0) -> Callable[.
     """Return what makes it as workers with GPUs do: Gloo in NCCL's place, TCP between machines."""
     store, peers = HashStore(), {}
 
-    def make(buckets: Sequence[Bucket], communicator: Communicator, *parts: Any) -> Notified:
+    def make(buckets: Sequence[Bucket], communicator: Communicator, *parts: Any) -> DataParallel:
         rank = communicator.rank
         if rank not in peers:
             peers[rank] = peers_on_gloo(machines, communicator, store, limit)
         mine = peers[rank]
-        how = (mine.limits, lambda: None, CODECS["fp32"], None, True, mine.intra_machine)
-        return Notified(buckets, mine.open_window, *parts, mine.topology, *how)
+        options = PutOptions(
+            open_window=mine.open_window,
+            topology=mine.topology,
+            limits=mine.limits,
+            staged=True,
+            intra_machine=mine.intra_machine,
+        )
+        return make_notified(buckets, *parts, options)
 
     return make
 

@@ -24,6 +24,7 @@ import pytest
 import paceline.cli.train  # noqa: F401 - likewise
 from paceline.cli.main import main
 from tests.harness.processes.command import Command, Ended, gone
+from tests.harness.processes.fork_server import environment_of
 
 LIMIT = 110.0  # generous: the machine may be busy
 MARK = "PACELINE_TEST_MARK"
@@ -154,7 +155,7 @@ def _marked(mark: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get(MARK) == mark:
+            if environment_of(process).get(MARK) == mark:
                 found.append(process)
         except psutil.Error:  # it has ended, or is the kernel's
             continue

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.harness.processes.fork_server import ServedPopen
+
 LIMIT = 90.0
 
 
@@ -31,12 +33,18 @@ class Running:
         command: its words.
         folder: where.
         variables: of its environment, besides this one's.
+        real: a Python program is no fork of the fork server, but imports all that it needs.
     """
 
     def __init__(
-        self, command: Sequence[str], *, folder: Path, variables: Mapping[str, str]
+        self,
+        command: Sequence[str],
+        *,
+        folder: Path,
+        variables: Mapping[str, str],
+        real: bool = False,
     ) -> None:
-        self._process = subprocess.Popen(
+        self._process = (subprocess.Popen if real else ServedPopen)(
             list(command),
             cwd=folder,
             stdin=subprocess.DEVNULL,
@@ -98,15 +106,19 @@ class Command(Running):
     """A `paceline` command that runs."""
 
     def __init__(
-        self, *words: str, folder: Path, environment: Mapping[str, str] | None = None
+        self,
+        *words: str,
+        folder: Path,
+        environment: Mapping[str, str] | None = None,
+        real: bool = False,
     ) -> None:
         command = [sys.executable, "-m", "paceline.cli.main", *words]
-        super().__init__(command, folder=folder, variables=environment or {})
+        super().__init__(command, folder=folder, variables=environment or {}, real=real)
 
 
-def run(*words: str, folder: Path, limit: float = LIMIT) -> Ended:
+def run(*words: str, folder: Path, limit: float = LIMIT, real: bool = False) -> Ended:
     """Run a command to its end."""
-    return Command(*words, folder=folder).wait(limit)
+    return Command(*words, folder=folder, real=real).wait(limit)
 
 
 def rows_of(run_folder: Path) -> list[dict[str, str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import multiprocessing
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -13,6 +12,7 @@ import torch
 from torch.distributed import TCPStore
 
 from paceline.comm.process_group import ProcessGroupCommunicator
+from tests.harness.processes.forkserver import context
 
 LIMIT = 60.0
 
@@ -23,15 +23,13 @@ def spawn(world_size: int, function: Callable[..., Any], *args: object) -> list[
     Raises:
         RuntimeError: a rank failed (its traceback) or said nothing within `LIMIT` seconds.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", __name__])
     store = TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
     ends: list[Connection] = []
     ranks = []
     for rank in range(world_size):
-        ours, theirs = context.Pipe(duplex=False)
+        ours, theirs = context().Pipe(duplex=False)
         place = (rank, world_size, store.port)
-        process = context.Process(target=_rank, args=(theirs, place, function, args), daemon=True)
+        process = context().Process(target=_rank, args=(theirs, place, function, args), daemon=True)
         process.start()
         theirs.close()
         ends.append(ours)

@@ -24,21 +24,22 @@ PREFIXES: Mapping[str, Sequence[str]] = {
 class Script(Running):
     """A script that runs under a launcher."""
 
-    def __init__(self, launcher: str, *words: str, folder: Path) -> None:
+    def __init__(self, launcher: str, *words: str, folder: Path, real: bool = False) -> None:
         command = [*PREFIXES[launcher], sys.executable, *words]
         if launcher == "torchrun":  # its default port may be somebody's
             command[1:1] = ["--master-port", str(free_port())]
-        super().__init__(command, folder=folder, variables=PATH)
+        super().__init__(command, folder=folder, variables=PATH, real=real)
 
 
 @contextmanager
-def slurm_tasks(*words: str, folder: Path) -> Iterator[list[Running]]:
+def slurm_tasks(*words: str, folder: Path, real: bool = False) -> Iterator[list[Running]]:
     """Start two processes with the variables that srun gives them on one node."""
     port = free_port()
     tasks = [
         Running(
             [sys.executable, *words],
             folder=folder,
+            real=real,
             variables={
                 "SLURM_JOB_ID": "17",
                 "SLURM_STEP_ID": "0",
@@ -61,10 +62,10 @@ def slurm_tasks(*words: str, folder: Path) -> Iterator[list[Running]]:
             task.end()
 
 
-def run(launcher: str, *words: str, folder: Path) -> Ended:
+def run(launcher: str, *words: str, folder: Path, real: bool = False) -> Ended:
     """Run a script to its end."""
     if launcher != "slurm":
-        return Script(launcher, *words, folder=folder).wait()
-    with slurm_tasks(*words, folder=folder) as tasks:
+        return Script(launcher, *words, folder=folder, real=real).wait()
+    with slurm_tasks(*words, folder=folder, real=real) as tasks:
         ended = [task.wait() for task in tasks]
         return Ended(max(task.status for task in ended), "".join(task.text for task in ended))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -20,6 +19,8 @@ import psutil
 from paceline.cluster.environment import read_environment
 from tests.harness.network.ports import free_port
 from tests.harness.processes import launched_program as joiner
+from tests.harness.processes.fork_server import ServedPopen
+from tests.harness.processes.forkserver import context
 
 LIMIT = 100.0
 BIN = Path(sys.executable).parent
@@ -42,7 +43,7 @@ class Program:
         self._log = fresh_log(folder)
         own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
         with self._log.open("w") as output:
-            self.process = subprocess.Popen(
+            self.process = ServedPopen(
                 list(argv),
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
@@ -84,12 +85,10 @@ class Task:
     """A joiner, up at once because torch is there already."""
 
     def __init__(self, variables: Mapping[str, str], words: Sequence[str], folder: Path) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", __name__])
         self._log = fresh_log(folder)
         self._log.touch()
         place = (dict(variables), list(words), str(folder), str(self._log))
-        self.process = context.Process(target=_join, args=place)
+        self.process = context().Process(target=_join, args=place)
         self.process.start()
 
     def wait(self, limit: float = LIMIT) -> End:

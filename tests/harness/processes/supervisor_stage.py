@@ -6,7 +6,6 @@ before all of its children have ended, which inherit it: so nobody sleeps and lo
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import socket
@@ -23,6 +22,7 @@ from paceline.cluster.environment import WorkerEnvironment
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.supervision.failure_report import FailureReport
 from paceline.cluster.supervision.supervisor import supervise
+from tests.harness.processes.forkserver import context
 
 LIMIT = 30.0
 LIGHT = "tests.harness.processes.light_worker"
@@ -96,21 +96,19 @@ class Stage:
     """Starts supervisors and receives their workers; kills what is left of both at the end."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._listener.settimeout(LIMIT)
         self._supervisors: list[Supervisor] = []
         self._actors: list[Actor] = []
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch.distributed", __name__])
 
     def start(
         self, plan: RunPlan, worker: str = LIGHT, *, finish: Path | None = None
     ) -> Supervisor:
         """Start a machine's supervisor, which marks the end of its run by the file `finish`."""
-        log = self._folder / f"supervisor{len(self._supervisors)}.log"
+        log = self.folder / f"supervisor{len(self._supervisors)}.log"
         argv = [sys.executable, "-m", worker, str(self._listener.getsockname()[1])]
-        process = self._context.Process(target=_supervise, args=(plan, argv, str(log), finish))
+        process = context().Process(target=_supervise, args=(plan, argv, str(log), finish))
         log.touch()
         process.start()
         supervisor = Supervisor(process=process, log=log)

@@ -1,7 +1,12 @@
-"""New databases, written in the order of their keys: LMDB, LevelDB and minidb behind one protocol.
+"""Writers of new databases: LMDB, LevelDB and minidb, in the order of their keys.
 
-All are left as readers like them: LMDB's pages are full because keys are appended, and LevelDB is
-compacted, so that reading it starts no compaction.
+    put(key, value)   appends a record; its key must sort after all that came before
+    finish()          brings everything to the disk, in the form that suits readers
+    close()           releases the files, finished or not
+    offsets           where each record begins, of a database that can't find a key itself, or None
+
+LMDB's pages are full because keys are appended. LevelDB is compacted, so that reading it starts no
+compaction.
 """
 
 from __future__ import annotations
@@ -9,8 +14,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import lmdb
 import plyvel
@@ -24,26 +29,6 @@ WRITE_ERRORS: tuple[type[Exception], ...] = (OSError, lmdb.Error, plyvel.Error)
 
 LONGEST_KEY = 511  # bytes; LMDB's limit
 _MIB = 1 << 20
-
-
-class Writer(Protocol):
-    """A database that is being made.
-
-    Attributes:
-        offsets: where each record begins, of a database that can't find a key itself.
-    """
-
-    @property
-    def offsets(self) -> list[int] | None: ...
-
-    def put(self, key: bytes, value: bytes) -> None:
-        """Append a record; its key must sort after all that came before."""
-
-    def finish(self) -> None:
-        """Bring everything to the disk, in the form that suits readers."""
-
-    def close(self) -> None:
-        """Release the files, finished or not."""
 
 
 class LmdbWriter:
@@ -133,7 +118,9 @@ class MiniDbWriter:
         self._file.close()
 
 
-WRITERS: dict[DbType, type[LmdbWriter] | type[LevelDbWriter] | type[MiniDbWriter]] = {
+Writer = LmdbWriter | LevelDbWriter | MiniDbWriter
+
+WRITERS: dict[DbType, Callable[[Path], Writer]] = {
     "lmdb": LmdbWriter,
     "leveldb": LevelDbWriter,
     "minidb": MiniDbWriter,
