@@ -56,6 +56,8 @@ def main(argv: Sequence[str], prog: str = "paceline train") -> int:
     Raises:
         PacelineError: a mistake of the caller, reported before anything is written.
     """
+    if prog == "resnet50_trainer":
+        argv = ["--max_loss_at", "epoch", *argv]  # first, so that the user's own is what counts
     config = parse(TrainConfig, argv, prog=prog, description=DESCRIPTION)
     environment = read_environment()
     worker = environment.worker

@@ -1,4 +1,4 @@
-"""Rules that several flags share; each raises a sentence with value, rule and remedy."""
+"""Rules that several flags share; each raises an error with value, rule and remedy."""
 
 from __future__ import annotations
 
@@ -48,8 +48,13 @@ def file_name(flag: str, value: str) -> None:
         ConfigError: it has slashes, line breaks or the like, only blanks or dots, or is too long.
     """
     if "/" in value or "\\" in value or not value.isprintable() or not value.strip(" ."):
-        remedy = "use printable characters but / and \\, and not only blanks and dots"
-        raise ConfigError(flag=flag, value=repr(value), rule="it names a file", remedy=remedy)
+        remedy = r"use printable characters but / and \, and not only blanks and dots"
+        raise _unfit_name(flag, repr(value), remedy)
     if len(value.encode()) > 200:
-        remedy = "use at most 200 characters"
-        raise ConfigError(flag=flag, value=f"{value[:20]}…", rule="it names a file", remedy=remedy)
+        raise _unfit_name(flag, f"{value[:20]}…", "use at most 200 characters")
+
+
+def _unfit_name(flag: str, value: str, remedy: str) -> ConfigError:
+    return ConfigError(
+        flag=flag, value=value, rule="the value is used as a file name", remedy=remedy
+    )

@@ -13,20 +13,27 @@ _SKIPPED = 40
 
 
 class LossWatch:
-    """Divergence detector: checks the loss of each step, over all ranks.
+    """Judge each step's loss, of all ranks.
 
     Args:
         recorder: receives a `loss` event a step.
         generation: of the world.
         max_loss: largest loss; 0 accepts any number.
         remedy: what the person can do, a sentence.
+        every: steps from one comparison with `max_loss` to the next.
     """
 
     def __init__(
-        self, recorder: Recorder, *, generation: int, max_loss: float, remedy: str
+        self,
+        recorder: Recorder,
+        *,
+        generation: int,
+        max_loss: float,
+        remedy: str,
+        every: int = 1,
     ) -> None:
         self._recorder, self._generation = recorder, generation
-        self._max_loss, self._remedy = max_loss, remedy
+        self._max_loss, self._remedy, self._every = max_loss, remedy, every
         self._skipped = 0
 
     def hear(self, step: int, sums: Sequence[float]) -> None:
@@ -46,15 +53,15 @@ class LossWatch:
         self._skipped = self._skipped + 1 if skipped else 0
         if self._skipped > _SKIPPED:
             raise Diverged(
-                f"The gradients overflowed float16 in {self._skipped} consecutive steps, up to "
-                f"step {step}. {self._remedy}"
+                f"The gradients overflowed float16 in {self._skipped} steps up to {step}. "
+                f"{self._remedy}"
             )
         if skipped:
             return
         if not math.isfinite(loss):
-            raise Diverged(f"The loss became {loss} in step {step}. {self._remedy}")
-        if 0 < self._max_loss < loss:
+            raise Diverged(f"The loss is {loss} in step {step}. {self._remedy}")
+        if 0 < self._max_loss < loss and (step + 1) % self._every == 0:
             raise Diverged(
-                f"The loss became {loss:.4g} in step {step}, and --max_loss is {self._max_loss:g}. "
+                f"The loss is {loss:.4g} in step {step}, and --max_loss is {self._max_loss:g}. "
                 f"{self._remedy}"
             )

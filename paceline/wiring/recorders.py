@@ -1,4 +1,4 @@
-"""Makes a rank's recorders."""
+"""Recorders of a rank: event file, log, console and trace."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ LOST, STEP = 3, 2
 MACHINES = (2, 2)
 AS_ON_GPUS = """
 import runpy, sys
-from paceline.wiring import machine_group as machine
+from paceline.wiring import peers as machine
 from paceline.algorithms import notified
 
 

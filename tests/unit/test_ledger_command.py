@@ -85,7 +85,7 @@ def test_no_run_is_the_callers_mistake(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit) as raised:
         main([])
     assert raised.value.code == 2
-    assert "no run is given" in capsys.readouterr().err
+    assert "paceline ledger: a run folder or run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("events", [None, "", '{"event": "ru'])

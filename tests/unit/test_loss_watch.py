@@ -40,6 +40,16 @@ def test_a_loss_that_is_no_number_or_exploded_ends_the_run(loss: float) -> None:
         judge.hear(7, [loss * 8, 0, 0, 8.0, 0])
 
 
+def test_a_large_loss_within_an_epoch_is_accepted_where_its_end_counts() -> None:
+    judge = LossWatch(Told(), generation=3, max_loss=40.0, remedy="Try less.", every=4)
+    for step in (0, 1, 2, 4):
+        judge.hear(step, [41.0, 0, 0, 1.0, 0])
+    with pytest.raises(Diverged, match="in step 7"):
+        judge.hear(7, [41.0, 0, 0, 1.0, 0])
+    with pytest.raises(Diverged):
+        judge.hear(0, [math.nan, 0, 0, 1.0, 0])
+
+
 def test_zero_accepts_any_number() -> None:
     judge, _ = watch(max_loss=0.0)
     judge.hear(7, [1e30, 0, 0, 1.0, 0])

@@ -27,8 +27,7 @@ from paceline.reduce.buckets import Bucket
 from paceline.reduce.put_engine.layout import Topology
 from paceline.update.shard_optimizer import ShardOptimizer
 from paceline.update.updater import Updater
-from paceline.wiring.exchange import Peers
-from paceline.wiring.machine_group import connect_group
+from paceline.wiring.peers import Peers, connect_group
 
 LIMIT = 90.0  # generous: the machine may be busy, and a fresh clone compiles the kernels
 Inside = Callable[[int], Communicator]  # connects a rank with those of its machine
