@@ -342,12 +342,13 @@ def _take_streams(streams: Sequence[int]) -> None:
         if fd != -1:
             os.dup2(fd, number)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-    _parents.extend([sys.stdin, sys.stdout, sys.stderr])
-    sys.stdin = sys.__stdin__ = os.fdopen(0, closefd=False)
-    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", closefd=False)
-    sys.stderr = sys.__stderr__ = os.fdopen(
-        2, "w", buffering=1, errors="backslashreplace", closefd=False
-    )
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        old = getattr(sys, name)
+        _parents.append(old)
+        how = {"mode": "w" if number else "r", "encoding": old.encoding, "errors": old.errors}
+        new = os.fdopen(number, closefd=False, buffering=1 if number == 2 else -1, **how)
+        setattr(sys, name, new)
+        setattr(sys, f"__{name}__", new)
 
 
 def _forget() -> None:
