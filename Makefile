@@ -28,7 +28,8 @@ types: setup
 	$(BIN)/mypy
 
 test: lint types ## Lint, types and all tests
-	$(BIN)/pytest -m 'not alone' --numprocesses logical --maxprocesses 4 --dist worksteal
+	$(BIN)/pytest -p tests.harness.processor_seconds -m 'not alone' \
+		--numprocesses logical --maxprocesses 4 --dist worksteal
 	$(BIN)/pytest -m alone
 
 nixl: setup ## The suites of windows over NIXL as well; installs some 400 MB more

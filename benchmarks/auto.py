@@ -20,7 +20,7 @@ from rounds import paired_ratio
 from step import measure
 from table import print_table
 
-from paceline.wiring.autotune import CANDIDATES, CONNECTIONS
+from paceline.wiring.candidates import CANDIDATES, CONNECTIONS
 
 AUTO = "auto"
 FIXED = [f"{sync}:{size:g}" for sync, size in CANDIDATES["cpu"]]

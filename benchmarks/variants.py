@@ -49,10 +49,10 @@ from paceline.config.optim import OptimConfig
 from paceline.config.world import SyncConfig
 from paceline.models.zoo import build_model
 from paceline.replica.replica import Replica
-from paceline.run.autotune_trials import steps_of_trials
+from paceline.run.autotune import TrialSetting, steps_of_trials
 from paceline.run.precision import DTYPES
 from paceline.wiring import make_optimizer, replicate
-from paceline.wiring.autotune import CANDIDATES, TrialSetting
+from paceline.wiring.candidates import CANDIDATES
 from paceline.wiring.exchange import SYNCHRONIZERS
 
 CLASSES = 1000

@@ -71,8 +71,7 @@ def _flags(config: type) -> Iterator[str]:
     hints, texts = get_type_hints(config, include_extras=True), dict(_texts(config))
     for field in fields(config):
         flag = f"**`{_usage(field, hints[field.name])}`**{_default(field)}"
-        switches_off = "Switches off: " if field.default is True else ""
-        text = f"- {flag}: {switches_off}{texts[field.name]}".replace("<", r"\<")
+        text = f"- {flag}: {texts[field.name]}".replace("<", r"\<")
         yield textwrap.fill(
             text, WIDTH, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
         )

@@ -38,24 +38,30 @@ class _Names(dict[str, str]):
         return self._name_of(key.removeprefix("--"))
 
 
-class Message:
-    """A sentence with options in it, rendered by the surface that shows it.
+class Message(str):
+    """A sentence with options in it, rendered by the surface that shows it; as text, with flags.
 
     Args:
         template: text with an option's place as `{--name}` and a value's as `{}` or `{0}`.
         values: what stands in the values' places.
     """
 
-    def __init__(self, template: str, *values: object) -> None:
-        self._template, self._values = template, values
+    _template: str
+    _values: tuple[object, ...]
+
+    def __new__(cls, template: str, *values: object) -> Message:
+        message = super().__new__(cls, _rendered(template, values, as_flag))
+        message._template, message._values = template, values
+        return message
 
     def render(self, name_of: Callable[[str], str] = as_flag) -> str:
         """Return the sentence, options called as `name_of` says."""
-        values = [v.render(name_of) if isinstance(v, Message) else v for v in self._values]
-        return Formatter().vformat(self._template, values, _Names(name_of))
+        return _rendered(self._template, self._values, name_of)
 
-    def __str__(self) -> str:
-        return self.render()
+
+def _rendered(template: str, values: tuple[object, ...], name_of: Callable[[str], str]) -> str:
+    texts = [v.render(name_of) if isinstance(v, Message) else v for v in values]
+    return Formatter().vformat(template, texts, _Names(name_of))
 
 
 class PacelineError(Exception):
@@ -71,12 +77,13 @@ class PacelineError(Exception):
     status = 1
 
     def __init__(self, message: str | Message = "", *more: object) -> None:
-        super().__init__(message, *more)
+        super().__init__(str(message), *more)  # tyro requires a string
+        self._message = message
         self.name_of: Callable[[str], str] = as_flag
 
     def __str__(self) -> str:
-        message = self.args[0] if self.args else ""
-        return message.render(self.name_of) if isinstance(message, Message) else str(message)
+        message = self._message
+        return message.render(self.name_of) if isinstance(message, Message) else message
 
 
 class ConfigError(PacelineError, ValueError):

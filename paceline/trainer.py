@@ -23,7 +23,7 @@ from paceline.run.steps import Steps
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """A run's parts, all built."""
+    """Training loop with its components."""
 
     model: nn.Module
     criterion: nn.Module

@@ -96,7 +96,7 @@ class DataParallel:
         rule: UpdateRule,
         statistics: RunningStatistics,
         world_size: int,
-        steady: Callable[[], None] = lambda: None,
+        steady: Callable[[], None] | None = None,
         state: RankState | None = None,
         recorder: Recorder | None = None,
     ) -> None:
@@ -189,8 +189,9 @@ class DataParallel:
         """Make the memory free for this step, and send the running statistics of its forward."""
         for bucket in self.buckets:
             self.before_read(bucket)  # what no layer has read
-        if self._sent:
+        if self._sent and self._steady is not None:
             self._steady()
+            self._steady = None
         self._sent.clear()
         self._exchange.begin(self._scale)
         self._ended = False

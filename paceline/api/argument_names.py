@@ -6,7 +6,6 @@ run first: this run is alive on this machine; stop it, or give another run.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -33,21 +32,12 @@ def as_argument(option: str) -> str:
 
 def as_arguments(sentence: str | Message) -> str:
     """Return a sentence with its options as arguments."""
-    if isinstance(sentence, Message):
-        return sentence.render(as_argument)
-    return re.sub(r"--(\w+)", lambda flag: as_argument(flag[1]), sentence)
+    return sentence.render(as_argument) if isinstance(sentence, Message) else sentence
 
 
 def say_in_python(note: str | Message) -> None:
     """Print a note on standard error, its options as arguments."""
     say(as_arguments(note))
-
-
-def name_arguments(error: PacelineError) -> None:
-    """Let an error name options as arguments."""
-    error.name_of = as_argument
-    if error.args and isinstance(error.args[0], str):
-        error.args = (as_arguments(error.args[0]), *error.args[1:])
 
 
 @contextmanager
@@ -56,5 +46,5 @@ def in_python() -> Iterator[None]:
     try:
         yield
     except PacelineError as error:
-        name_arguments(error)
+        error.name_of = as_argument
         raise

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 from paceline.cluster.environment import Environment
 from paceline.cluster.join import Joined
-from paceline.cluster.supervision.process_end import SingleProcessEnd, SupervisedEnd
+from paceline.cluster.supervision.process_end import ProcessEnd, SingleProcessEnd, SupervisedEnd
 from paceline.errors import PacelineError
 
 _INTERRUPTED = 130
@@ -49,8 +49,7 @@ class ExitHandler:
     def __init__(self, environment: Environment) -> None:
         self.failed = self.active = False
         worker = environment.worker
-        self._ending: SingleProcessEnd | SupervisedEnd | Joined
-        self._ending = SingleProcessEnd() if worker is None else SupervisedEnd(worker)
+        self._ending: ProcessEnd = SingleProcessEnd() if worker is None else SupervisedEnd(worker)
         self.rescue: Callable[[], object] = lambda: None
         self._alone = worker is None
         current = sys.excepthook
@@ -68,7 +67,7 @@ class ExitHandler:
     def install(self, joined: Joined) -> None:
         """Report failures of a process of this world from now on."""
         self._alone = self._alone and joined.members.world_size == 1
-        self._ending, self.active = joined, True
+        self._ending, self.active = joined.ending, True
 
     def uninstall(self) -> None:
         """Put the interpreter's own hooks back: the world ended well."""

@@ -15,21 +15,14 @@ from paceline.api.argument_names import as_arguments, in_python, say_in_python
 from paceline.api.tracked import refuse_foreign
 from paceline.api.world import World
 from paceline.cluster.rendezvous.preflight import model_facts
-from paceline.codecs.codecs import CODECS
 from paceline.comm.communicator import broadcast_bytes, until_end
 from paceline.comm.nixl.agent import require_nixl
-from paceline.config.world import SyncConfig
+from paceline.config.world import CHOICES, SyncConfig
 from paceline.errors import ConfigError, Message
+from paceline.run.autotune import TrialSetting
 from paceline.update.batch_norm import BatchShare, convert_sync_batchnorm
 from paceline.wiring import Peers, connect_machine
-from paceline.wiring.autotune import TrialSetting
-from paceline.wiring.exchange import (
-    SYNCHRONIZERS,
-    TRANSPORTS,
-    UPDATES,
-    refuse_gpu,
-    replicate,
-)
+from paceline.wiring.exchange import refuse_gpu, replicate
 
 Model = TypeVar("Model", bound=nn.Module)
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
@@ -124,7 +117,7 @@ def parallelize(
 
         setting = TrialSetting(folder=session.run, tell=tell)
         replica = replicate(model, optimizer, peers, config, share, setting)
-        notes = list(world._start.restore_exchange(replica))
+        notes: list[str | Message] = list(world._start.restore_exchange(replica))
         if len(joined.members.machines) == 1:
             notes += config.idle_on_one_machine
         for note in notes if world.rank == 0 else ():
@@ -134,13 +127,7 @@ def parallelize(
 
 
 def _exchange_of(arguments: dict[str, Any], world: World) -> SyncConfig:
-    known = {
-        "sync": ("auto", *SYNCHRONIZERS),
-        "wire": CODECS,
-        "update": UPDATES,
-        "transport": TRANSPORTS,
-    }
-    for name, values in known.items():
+    for name, values in CHOICES.items():
         if arguments[name] not in values:
             raise ConfigError(
                 f"{name} is {arguments[name]!r}; it must be one of {', '.join(values)}."

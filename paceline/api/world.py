@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.api.argument_names import in_python, name_arguments
+from paceline.api.argument_names import as_argument, in_python
 from paceline.api.sample_position import SamplePosition
 from paceline.api.session import Session
 from paceline.api.tracked import Trackable, Tracked
@@ -275,7 +275,7 @@ class World:
             raise
         self._release(None, None, None)
         self._session.exit_handler.uninstall()
-        self._session.joined.close()
+        self._session.joined.ending.close()
 
     def __enter__(self) -> Self:
         return self
@@ -450,13 +450,13 @@ class World:
         try:
             yield
         except CommError as error:
-            name_arguments(error)
+            error.name_of = as_argument
             cause = self._session.ended_peer(self.steps, operation)
             if cause is None:
                 raise
             raise cause from error
         except PacelineError as error:
-            name_arguments(error)
+            error.name_of = as_argument
             raise
 
     @contextmanager

@@ -28,10 +28,15 @@ def notes(config: TrainConfig, gpus: int, launcher: str = "") -> Iterator[str]:
             f"process {small + 1} image{'s' if small else ''} per step and the others {small}."
         )
     if world.num_shards == 1 and not launcher:
-        yield from config.sync.idle_on_one_machine
+        yield from map(str, config.sync.idle_on_one_machine)
     if launcher == "torchrun":
         for flag in ("file_store_path", "redis_host", "redis_url"):
             if getattr(world, flag):
                 yield f"--{flag} is ignored: rendezvous uses torchrun's own store."
+    if world.file_store_path and (world.redis_host or world.redis_url):
+        yield (
+            f"--file_store_path {world.file_store_path} isn't used: the rendezvous is through "
+            "Redis, and models are saved below --output_dir."
+        )
     for flag in config.legacy.given:
         yield f"--{flag} is deprecated and has no effect."

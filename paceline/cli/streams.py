@@ -21,7 +21,8 @@ def prepare_streams() -> None:
             os.set_inheritable(number, True)
             setattr(sys, name, open(number, mode))  # noqa: SIM115  # open until the process ends
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
+        with suppress(OSError):  # a stream that was read can't change
+            sys.stdout.reconfigure(errors="replace")
 
 
 def reader_is_gone() -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch._C._distributed_c10d import Store
 
-from paceline import wiring as build
+from paceline import wiring
 from paceline.cli.flags import parse
 from paceline.cli.notes import notes
 from paceline.cli.train_launched import train_launched
@@ -56,6 +56,8 @@ def main(argv: Sequence[str], prog: str = "paceline train") -> int:
     Raises:
         PacelineError: a mistake of the caller, reported before anything is written.
     """
+    if prog == "resnet50_trainer":
+        argv = ["--max_loss_at", "epoch", *argv]  # first, so that the user's own is what counts
     config = parse(TrainConfig, argv, prog=prog, description=DESCRIPTION)
     environment = read_environment()
     worker = environment.worker
@@ -81,7 +83,7 @@ def _supervise(config: TrainConfig, argv: Sequence[str]) -> int:
         if plan.machine == 0 and plan.machines > 1:
             answer_finished(plan)
         return 0
-    for note in [*notes(config, gpus), *build.check(config, gpus)]:
+    for note in [*notes(config, gpus), *wiring.check(config, gpus)]:
         say(note)
     try:
         return supervise(

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from paceline import wiring as build
+from paceline import wiring
 from paceline.api.exit_handler import end_process
 from paceline.cli.notes import notes
 from paceline.cli.worker import train
@@ -67,8 +67,8 @@ def train_launched(config: TrainConfig, environment: Environment) -> int:
     except KeyboardInterrupt:
         end_process(130)
     except BaseException as error:
-        end_process(joined.fail(error))
-    joined.close()
+        end_process(joined.ending.fail(error))
+    joined.ending.close()
     return 0
 
 
@@ -135,7 +135,7 @@ def _prepare(config: TrainConfig, joined: Joined, folder: RunFolder, *, anew: bo
     gpus = torch.cuda.device_count()
     if gpus == 1 and not config.world.gpu_numbers:  # the scheduler shows each process its own
         gpus = members.local_world_size
-    for note in [*notes(config, gpus, joined.launcher), *build.check(config, gpus)]:
+    for note in [*notes(config, gpus, joined.launcher), *wiring.check(config, gpus)]:
         if members.rank == 0:
             say(note)
     joined.store.set(f"checked/{members.machine}", "")

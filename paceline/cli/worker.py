@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch._C._distributed_c10d import Store
 
-from paceline import wiring as build
+from paceline import wiring
 from paceline.cli.garbage_collection import uncollected
 from paceline.cli.preflight import agree_on_inputs, agree_on_model
 from paceline.cluster.membership.members import Members
@@ -33,29 +33,29 @@ def train(config: TrainConfig, members: Members, store: Store, token: str) -> No
         SystemExit: a worker of the run received a signal to stop; the run's state is saved.
     """
     with uncollected():
-        build.import_optimizers()
+        wiring.import_optimizers()
     folder = Path(config.output.output_dir, config.world.run_id)
-    device = build.device_of(config, members.local_rank)
-    torch.set_num_threads(build.cores_per_worker(members.local_world_size))
+    device = wiring.device_of(config, members.local_rank)
+    torch.set_num_threads(wiring.cores_per_worker(members.local_world_size))
     signals = StopSignals()
     with ExitStack() as stack:
-        sources = build.open_sources(config)
+        sources = wiring.open_sources(config)
         stack.callback(sources.close)
         agree_on_inputs(config, members, store, token, sources)
-        communicator = build.connect(config, members, store, device)
+        communicator = wiring.connect(config, members, store, device)
         stack.enter_context(until_end(communicator))
-        layers = build.connect_layers(config, members, store, device)
+        layers = wiring.connect_layers(config, members, store, device)
         if layers is not None:
             stack.enter_context(until_end(layers))
         limits = (config.world.first_iter_timeout, config.world.timeout)
-        intra_machine = build.connect_machine(members, store, device, limits, config.sync.sync)
+        intra_machine = wiring.connect_machine(members, store, device, limits, config.sync.sync)
         if intra_machine is not None:
             stack.enter_context(until_end(intra_machine))
-        start = build.find_start(config.output, folder, config.identity(), communicator, device)
-        trace = build.build_trace(config.output, members, folder, communicator, device)
-        recorder, log = build.build_recorder(config, members, folder, start, trace)
+        start = wiring.find_start(config.output, folder, config.identity(), communicator, device)
+        trace = wiring.build_trace(config.output, members, folder, communicator, device)
+        recorder, log = wiring.build_recorder(config, members, folder, start, trace)
         stack.callback(recorder.close)
-        peers = build.Peers(
+        peers = wiring.Peers(
             members=members,
             token=token,
             limits=limits,
@@ -65,7 +65,7 @@ def train(config: TrainConfig, members: Members, store: Store, token: str) -> No
             trace=trace,
             intra_machine=intra_machine,
         )
-        trainer = build.build_trainer(
+        trainer = wiring.build_trainer(
             config,
             peers,
             sources,
@@ -105,7 +105,7 @@ def _announce(
     config: TrainConfig,
     members: Members,
     trainer: Trainer,
-    start: build.Start,
+    start: wiring.Start,
     recorder: Recorder,
     log: Path | None,
 ) -> None:

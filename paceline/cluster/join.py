@@ -13,6 +13,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 from torch._C._distributed_c10d import HashStore, Store
@@ -35,8 +36,10 @@ from paceline.cluster.supervision.process_end import (
 )
 from paceline.cluster.supervision.supervisor import say
 from paceline.cluster.supervision.worker import join_world
+from paceline.errors import Message
 
 
+@dataclass(frozen=True, kw_only=True)
 class Joined:
     """Joined world: the members, the store and the job token, as this process sees them.
 
@@ -44,26 +47,17 @@ class Joined:
         members: the world as this process sees it.
         store: where process groups meet; keep this object for as long as one uses it.
         token: the job token.
+        ending: reports why this process fails, or leaves the world well.
         launcher: what started the processes: paceline, alone, or a name in `LAUNCHERS`.
         meeting: where they met, HOST:PORT, where that is a TCP store; else "".
     """
 
-    def __init__(
-        self,
-        *,
-        members: Members,
-        store: Store,
-        token: str,
-        launcher: str,
-        ending: ProcessEnd,
-        meeting: str = "",
-    ) -> None:
-        self.members = members
-        self.store = store
-        self.token = token
-        self.launcher = launcher
-        self.meeting = meeting
-        self._ending = ending
+    members: Members
+    store: Store
+    token: str
+    launcher: str
+    ending: ProcessEnd
+    meeting: str = ""
 
     def from_rank_0(self, name: str, value: str, timeout: float) -> str:
         """Return rank 0's `value`; collective.
@@ -92,22 +86,6 @@ class Joined:
             PeerLost: another process gave a reason for the run's end.
         """
         await_keys(self.store, keys, timeout, lambda missing: f"{late} within {timeout:g} s.")
-
-    def fail(self, error: BaseException) -> int:
-        """Report why this process fails, once, where the user sees it, and leave the world.
-
-        Returns:
-            the exit status to end with, at once: by `os._exit`.
-        """
-        return self._ending.fail(error)
-
-    def warn(self, status: int) -> None:
-        """Report that this process is about to end with a status, before its peers lose it."""
-        self._ending.warn(status)
-
-    def close(self) -> None:
-        """Leave the world; the store's server waits for the others, within a limit."""
-        self._ending.close()
 
 
 def join_world_of(
@@ -165,7 +143,7 @@ def _launched(
     meeting: StoreSpec | None,
     wanted: Sequence[str],
 ) -> Joined:
-    remedy = "see what they say, or give a longer --first_iter_timeout"
+    remedy = Message("see what they say, or give a longer {--first_iter_timeout}")
     deadline = Deadline(first_iter_timeout, _say_nothing, time.sleep, remedy)
     server, space = meet(launched, meeting, wanted, first_iter_timeout, say)
     world = gather(space, launched, wanted, deadline)

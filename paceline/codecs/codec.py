@@ -21,6 +21,7 @@ from torch import Tensor
 
 Piece = tuple[int, int, Tensor]  # first value, behind the last one; (stop - start,), contiguous
 Source = tuple[int, int, Tensor | None]  # a piece; None: its values are zeros
+_ALIGN = 64  # bytes, a cache line
 
 
 class Codec(Protocol):
@@ -125,6 +126,11 @@ def cover(sources: Sequence[Source], numel: int, dtype: torch.dtype) -> bool:
 
 def _fills(source: Tensor, numel: int, dtype: torch.dtype) -> bool:
     return source.numel() == numel and source.dtype is dtype and source.is_contiguous()
+
+
+def first_code(numel: int, block: int) -> int:
+    """Return the byte behind one float32 scale a block of values, on a cache line."""
+    return -(-4 * -(-numel // block) // _ALIGN) * _ALIGN
 
 
 def cut(pieces: Iterable[Piece], values: slice) -> list[Piece]:

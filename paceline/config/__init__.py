@@ -1,4 +1,4 @@
-"""What the commands are told: frozen values, one a component, checked once at construction.
+"""Configurations of the commands: frozen values, one a component, checked once at construction.
 
 The command line derives from them: a flag's name, default and help have their one home here.
 """

@@ -1,4 +1,4 @@
-"""Which images a run reads, and what becomes of them before the model sees them."""
+"""Configuration of the data: databases, image geometry and augmentation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paceline.config.db import DbType
 from paceline.config.rules import at_least, positive, within
 from paceline.errors import ConfigError
 
-NO_DATA = "null"  # Caffe2's word for made-up images
+NO_DATA = "null"  # Caffe2's word for synthetic images
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,55 +17,60 @@ class DataConfig:
     """Databases, image geometry and augmentation."""
 
     train_data: str
-    """Path of the training database; "null" makes images up."""
+    """Path of the training database, or "null" for synthetic images."""
 
     test_data: str = ""
-    """Path of the test database; without one there is no evaluation."""
+    """Path of the test database; if empty, evaluation is skipped."""
 
     db_type: DbType = "lmdb"
-    """Kind of both databases. The record format, TensorProtos or Datum, is seen in the records."""
+    """Kind of both databases. The record format (TensorProtos or Datum) is detected from the
+    records."""
 
     num_channels: int = 3
-    """Colour channels that the model sees: 3 (RGB) or 1 (grey)."""
+    """Number of colour channels of the model's input: 3 (RGB) or 1 (grey)."""
 
     image_size: int = 227
-    """Height and width that the model sees, in pixels."""
+    """Height and width of the model's input, in pixels."""
 
     num_labels: int = 1000
     """Number of classes; labels are 0 to num_labels - 1."""
 
     epoch_size: int = 1_500_000
-    """Images an epoch; a smaller database counts as it is, of a larger one each epoch takes
-    another selection."""
+    """Images per epoch. A smaller database is used in full; from a larger one, each epoch uses a
+    different subset."""
 
     test_epoch_size: int = 50_000
-    """Test images an evaluation; a smaller database counts as it is."""
+    """Test images per evaluation, at most the size of the database."""
 
     image_mean_per_channel: tuple[float, ...] = (128.0,)
-    """Subtracted from each channel (0 to 255), separated by blanks; one value serves all."""
+    """Mean of each channel on the 0 to 255 scale, space-separated; a single value applies to all
+    channels."""
 
     image_std_per_channel: tuple[float, ...] = (128.0,)
-    """Each channel is divided by it, separated by blanks; one value serves all."""
+    """Standard deviation of each channel on the 0 to 255 scale, space-separated; a single value
+    applies to all channels."""
 
     augment: Literal["caffe2", "inception", "pad", "none"] = "caffe2"
-    """caffe2: short side to --scale, random crop, mirror. inception: random area and aspect,
-    mirror. pad: 4 pixels around, random crop, mirror (CIFAR). none: centre crop."""
+    """caffe2: resize the short side to --scale, random crop, random flip. inception: random area
+    and aspect ratio, random flip. pad: pad by 4 pixels on each side, random crop, random flip
+    (CIFAR). none: centre crop."""
 
     scale: int = 256
-    """Short side before the crop, in pixels (caffe2's training, and tests after inception's)."""
+    """Length of the short side before the crop, in pixels (training with caffe2; evaluation with
+    caffe2 and inception)."""
 
     color_jitter: float = 0.0
-    """Strength of random brightness, contrast and saturation; 0 is off, 0.4 is usual."""
+    """Strength of random brightness, contrast and saturation; 0 disables it, 0.4 is usual."""
 
     decode_threads: int = 0
-    """Threads that decode images for one worker; 0 shares the machine's cores among workers."""
+    """Decoding threads per worker; 0 divides the machine's cores among its workers."""
 
     bad_records: Literal["stop", "skip"] = "stop"
-    """What a record that can't be read does: stop ends the run and names it; skip leaves it out
-    and counts it in log and ledger."""
+    """Action on an unreadable record. stop: end the run and report the record. skip: skip it and
+    count it in the log and the ledger."""
 
     cache_dir: str = ""
-    """Where indexes go that can't be written beside a (read-only) database."""
+    """Folder for the index of a database whose own folder is read-only."""
 
     def __post_init__(self) -> None:
         for flag in ("image_size", "num_labels", "epoch_size", "test_epoch_size", "scale"):
@@ -74,8 +79,8 @@ class DataConfig:
             raise ConfigError(f"--num_channels {self.num_channels}: must be 1 (grey) or 3 (RGB).")
         if self.augment in ("caffe2", "inception") and self.scale < self.image_size:
             raise ConfigError(
-                f"--scale {self.scale} is smaller than --image_size {self.image_size}: a crop must "
-                f"fit in; give --scale {round(self.image_size * 256 / 224)} or so."
+                f"--scale {self.scale} is smaller than --image_size {self.image_size}, so there is "
+                f"no room for a crop; use --scale {round(self.image_size * 256 / 224)}."
             )
         within("color_jitter", self.color_jitter, 0, 1)
         at_least("decode_threads", self.decode_threads, 0)
@@ -86,8 +91,8 @@ class DataConfig:
             values = getattr(self, flag)
             if len(values) not in (1, self.num_channels):
                 raise ConfigError(
-                    f"--{flag} has {len(values)} values: give one for all or one for each of the "
-                    f"{self.num_channels} channels."
+                    f"--{flag} has {len(values)} values: give a single value or one per channel "
+                    f"({self.num_channels})."
                 )
         for value in self.image_mean_per_channel:
             within("image_mean_per_channel", value, -1000, 1000)

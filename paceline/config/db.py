@@ -1,4 +1,4 @@
-"""What `paceline db create`, `paceline db convert` and `paceline db info` are told."""
+"""Configurations of `paceline db create`, `paceline db convert` and `paceline db info`."""
 
 from __future__ import annotations
 
@@ -17,81 +17,83 @@ Encoding = Literal["jpeg", "png", "raw"]
 
 @dataclass(frozen=True, kw_only=True)
 class DbCreateConfig:
-    """Which images become which database."""
+    """Options of `paceline db create`."""
 
     folder: Positional[Annotated[Path, arg(metavar="FOLDER")]]
-    """Images as FOLDER/<class>/…/<image>. Labels are the places
-    of the classes' names in sorted order."""
+    """Images as FOLDER/<class>/…/<image>. Labels are the
+    indices of the class names in sorted order."""
 
     dest: Positional[Annotated[Path, arg(metavar="DEST")]]
-    """The database: a folder that doesn't exist yet or is empty."""
+    """Folder of the new database; it must not exist or must be
+    empty."""
 
     db_type: DbType = "lmdb"
     """Kind of database."""
 
     format: RecordFormat = "datum"
-    """Format of the records: Datum (Caffe's), which Caffe2's
-    trainer read by default, or TensorProtos (Caffe2's own)."""
+    """Record format: Datum (Caffe; the default of Caffe2's
+    trainer) or TensorProtos (Caffe2)."""
 
     encoding: Encoding = "jpeg"
-    """How images are stored. jpeg: a JPEG file's bytes untouched
-    where no resizing is needed, others at quality 95.
-    png: without loss. raw: decoded pixels."""
+    """Encoding of the images. jpeg: keep JPEG files unchanged
+    unless they are resized; encode other images as JPEG with
+    quality 95. png: lossless. raw: decoded pixels."""
 
     resize: int | None = None
     """Scale each image, up or down, so that its short side has
-    this many pixels. None: sizes stay."""
+    this many pixels. None: keep the original sizes."""
 
     shuffle_seed: int | None = 0
-    """Write in an order shuffled with this seed, for readers that
-    don't shuffle. None: sorted by class and file name."""
+    """Seed for shuffling the records, for readers that don't
+    shuffle. None: sort by class and file name."""
 
     skip_damaged: bool = False
-    """Leave damaged images out, and count them, instead of ending
-    at the first."""
+    """Skip and count damaged images instead of stopping at the
+    first one."""
 
     workers: int = 0
-    """Threads that read, decode and encode. 0: one a core."""
+    """Threads that read, decode and encode. 0: one per core."""
 
     def __post_init__(self) -> None:
         at_least("workers", self.workers, 0)
         if self.resize is not None:
-            at_least("resize", self.resize, 1, "leave it out to keep the sizes")
+            at_least("resize", self.resize, 1, "omit it to keep the original sizes")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DbConvertConfig:
-    """Which database becomes which other one."""
+    """Options of `paceline db convert`."""
 
     source: Positional[Annotated[Path, arg(metavar="SOURCE")]]
-    """The database to read; its kind and the format of its
-    records are seen in its files."""
+    """Database to read; its kind and record format are detected
+    from its files."""
 
     dest: Positional[Annotated[Path, arg(metavar="DEST")]]
-    """The new database: a folder that doesn't exist yet or is
+    """Folder of the new database; it must not exist or must be
     empty."""
 
     db_type: DbType = "lmdb"
     """Kind of the new database."""
 
     format: RecordFormat | None = None
-    """Format of the new records: Datum (Caffe's) or TensorProtos
-    (Caffe2's). None: that of the old ones."""
+    """Format of the new records: Datum (Caffe) or TensorProtos
+    (Caffe2). None: keep the format."""
 
     encoding: Literal["keep", "jpeg", "png", "raw"] = "keep"
-    """How images are stored. keep: as they are. jpeg: quality 95,
-    JPEG files untouched. png: without loss. raw: decoded pixels."""
+    """Encoding of the images. keep: unchanged. jpeg: keep JPEG
+    files unchanged, encode other images with quality 95.
+    png: lossless. raw: decoded pixels."""
 
     skip_damaged: bool = False
-    """Leave damaged records out, and count them, instead of
-    ending at the first."""
+    """Skip and count damaged records instead of stopping at the
+    first one."""
 
     cache_dir: Path | None = None
-    """Where an index goes that can't be written beside a
-    (read-only) source."""
+    """Folder for the index of a database whose own folder is
+    read-only."""
 
     workers: int = 0
-    """Threads that read, decode and encode. 0: one a core."""
+    """Threads that read, decode and encode. 0: one per core."""
 
     def __post_init__(self) -> None:
         at_least("workers", self.workers, 0)
@@ -99,17 +101,17 @@ class DbConvertConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DbInfoConfig:
-    """Which database is looked through."""
+    """Options of `paceline db info`."""
 
     path: Positional[Annotated[Path, arg(metavar="DB")]]
-    """The database; its kind is seen in its files."""
+    """Database; its kind is detected from its files."""
 
     cache_dir: Path | None = None
-    """Where an index goes that can't be written beside a
-    (read-only) database."""
+    """Folder for the index of a database whose own folder is
+    read-only."""
 
     workers: int = 0
-    """Threads that read and decode. 0: one a core."""
+    """Threads that read and decode. 0: one per core."""
 
     def __post_init__(self) -> None:
         at_least("workers", self.workers, 0)

@@ -1,4 +1,4 @@
-"""What `paceline launch` is told: the world, and nothing of what its workers do."""
+"""Configuration of `paceline launch`: the world, and nothing of the workers' command."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from paceline.config.world import WorldConfig
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
-    """Workers for a command of somebody's own."""
+    """Options of `paceline launch`."""
 
     world: WorldConfig = field(default_factory=WorldConfig)

@@ -1,4 +1,4 @@
-"""What `paceline ledger` is told."""
+"""Configuration of `paceline ledger`."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from paceline.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerConfig:
-    """Which run is accounted for."""
+    """Options of `paceline ledger`."""
 
     runs: Positional[Annotated[tuple[str, ...], arg(metavar="RUN [RUN …]")]]
-    """A run's folder, or its id; the folders of its machines."""
+    """Folder or id of the run; with several machines, the folder on each."""
 
     output_dir: str = "runs"
     """Folder of all runs."""
 
     json: bool = False
-    """Print the proof for machines."""
+    """Print the result as JSON."""
 
     def __post_init__(self) -> None:
         if not self.runs:
-            raise ConfigError("paceline ledger: no run is given; give a run's folder, or its id.")
+            raise ConfigError("paceline ledger: a run folder or run id is required.")

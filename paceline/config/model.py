@@ -1,4 +1,4 @@
-"""Which model is trained, in which precision, from and to which weights."""
+"""Configuration of the model: its name, precision and weights files."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from paceline.config.rules import at_least, file_name
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The model and its arithmetic."""
+    """Model and numeric precision."""
 
     model: str = ""
-    """A name of the zoo (resnet18, …, resnet152; resnet20, resnet56 for CIFAR) or
-    package.module:function; by default resnet with --num_layers."""
+    """Name of a built-in model (resnet18, …, resnet152; resnet20, resnet56 for CIFAR), or
+    package.module:function. Default, and Caffe2's resnext: resnet<num_layers>."""
 
     num_layers: int = 50
-    """Layers of the ResNet, where --model isn't given."""
+    """Number of layers of the ResNet, if --model is not given."""
 
     dtype: Literal["float", "float16", "bfloat16"] = "float"
-    """Arithmetic of forward and backward, by autocast; weights stay float."""
+    """Data type of forward and backward (autocast); weights remain float32."""
 
     channels_last: bool = True
-    """Images and convolution weights are in channels-last memory, the faster layout, or aren't."""
+    """Use the contiguous memory format; the default, channels-last, is faster for convolutions."""
 
     force_bfloat16: bool = False
-    """Compute in bfloat16 even where the processor only emulates it, slowly."""
+    """Use bfloat16 even if the processor has no native support and emulates it (slow)."""
 
     sync_bn: bool = False
-    """BatchNorm over the whole global batch, not over each worker's share."""
+    """Compute BatchNorm statistics over the global batch instead of each worker's slice."""
 
     compile: bool = False
-    """Compile the model's blocks by torch.compile; takes minutes at the start."""
+    """Compile the blocks of the model with torch.compile; start-up takes minutes longer."""
 
     load_model_path: str = ""
-    """Start from these weights: a file as saved by a run."""
+    """Initialise the model from this weights file, as written by a run."""
 
     save_model_name: str = ""
-    """Name of the file of weights in the run's folder; by default <model>_model."""
+    """Name of the weights file in the run's folder (default: <model>_model)."""
 
     def __post_init__(self) -> None:
         at_least("num_layers", self.num_layers, 1)
@@ -47,8 +47,8 @@ class ModelConfig:
 
     @property
     def name(self) -> str:
-        """The model's name, `--num_layers` considered."""
-        return self.model or f"resnet{self.num_layers}"
+        """The model's name; the default, and Caffe2's resnext, is a ResNet of `--num_layers`."""
+        return f"resnet{self.num_layers}" if self.model in ("", "resnext") else self.model
 
     @property
     def short_name(self) -> str:
@@ -57,5 +57,5 @@ class ModelConfig:
 
     @property
     def weights_name(self) -> str:
-        """The name of the file of weights, without its ending."""
+        """The name of the weights file, without its ending."""
         return self.save_model_name or f"{self.short_name}_model"

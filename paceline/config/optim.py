@@ -1,4 +1,4 @@
-"""How a model is optimised: batch, epochs, learning rate, decay."""
+"""Configuration of the optimisation: batch, epochs, learning rate, decay."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ class OptimConfig:
     """SGD with Nesterov momentum and its schedule."""
 
     batch_size: int = 32
-    """Images a step on one machine, over all its workers; an uneven share is fine."""
+    """Batch size per machine, divided among its workers; it need not be divisible by their
+    number."""
 
     num_epochs: int = 1000
-    """Epochs to train."""
+    """Number of epochs to train."""
 
     base_learning_rate: float = 0.1
-    """Learning rate at the start (after the warm-up)."""
+    """Initial learning rate (after warm-up, if any)."""
 
     weight_decay: float = 1e-4
     """L2 penalty on the weights of convolutions and linear layers and on BatchNorm's scale."""
@@ -28,31 +29,36 @@ class OptimConfig:
     """Nesterov momentum; 0 is plain SGD."""
 
     lr_policy: Literal["step", "cosine"] = "step"
-    """step: a tenth every 30 epochs. cosine: to 0 at the last step."""
+    """step: multiply by 0.1 every 30 epochs. cosine: cosine decay to 0 at the last step."""
 
     warmup_epochs: float = 0.0
-    """Epochs in which the learning rate rises linearly from near 0."""
+    """Number of epochs of linear warm-up."""
 
     scale_lr: bool = False
-    """Multiply the learning rate by (batch of all machines / 256), the linear rule."""
+    """Multiply the learning rate by (global batch size / 256): the linear scaling rule."""
 
     label_smoothing: float = 0.0
-    """Share of the target spread over all classes."""
+    """Label smoothing factor: the fraction of the target that is distributed over all classes."""
 
     no_bn_decay: bool = False
-    """Leave BatchNorm's scale out of the weight decay."""
+    """Exclude BatchNorm's scale from weight decay."""
 
     clip_norm: float = 0.0
-    """Largest norm of all gradients together; larger ones are scaled down. 0 is off."""
+    """Maximum global gradient norm; gradients with a larger norm are scaled down. 0 disables it."""
 
     clip_value: float = 0.0
-    """Largest absolute value of a gradient's element; larger ones are cut. 0 is off."""
+    """Maximum absolute value of a gradient element; larger values are clipped. 0 disables it."""
 
     max_loss: float = 40.0
-    """Stop when a step's loss is larger, or not a number; 0 stops at the latter only."""
+    """Stop if the loss of a step exceeds this value or is NaN or infinite; 0 checks only for NaN
+    and infinity."""
+
+    max_loss_at: Literal["step", "epoch"] = "step"
+    """When --max_loss is compared: after each step, or after the last step of each epoch, as
+    Caffe2 does; resnet50_trainer has epoch."""
 
     seed: int = 0
-    """Start of all random choices: initial weights, order, augmentation."""
+    """Random seed for initial weights, sample order and augmentation."""
 
     def __post_init__(self) -> None:
         at_least("batch_size", self.batch_size, 1)

@@ -1,4 +1,4 @@
-"""Rules that several flags share; each raises a sentence with value, rule and remedy."""
+"""Rules that several flags share; each raises an error with value, rule and remedy."""
 
 from __future__ import annotations
 
@@ -14,14 +14,8 @@ def at_least(flag: str, value: float, low: float, remedy: str = "") -> None:
         ConfigError: it isn't.
     """
     if not low <= value < math.inf:
-        raise ConfigError(
-            _sentence(
-                flag,
-                value,
-                f"must be at least {low}" + (" and finite" if value > low else ""),
-                remedy,
-            )
-        )
+        rule = f"must be at least {low}" + (" and finite" if value > low else "")
+        raise ConfigError(flag=flag, value=value, rule=rule, remedy=remedy)
 
 
 def within(flag: str, value: float, low: float, high: float, remedy: str = "") -> None:
@@ -33,7 +27,7 @@ def within(flag: str, value: float, low: float, high: float, remedy: str = "") -
     if not low <= value < high:
         whole = all(isinstance(number, int) for number in (value, low, high))
         rule = f"from {low} to {high - 1}" if whole else f"at least {low} and less than {high}"
-        raise ConfigError(_sentence(flag, value, f"must be {rule}", remedy))
+        raise ConfigError(flag=flag, value=value, rule=f"must be {rule}", remedy=remedy)
 
 
 def positive(flag: str, value: float, remedy: str = "") -> None:
@@ -43,11 +37,8 @@ def positive(flag: str, value: float, remedy: str = "") -> None:
         ConfigError: it isn't.
     """
     if not 0 < value < math.inf:
-        raise ConfigError(
-            _sentence(
-                flag, value, "must be greater than 0" + (" and finite" if value > 0 else ""), remedy
-            )
-        )
+        rule = "must be greater than 0" + (" and finite" if value > 0 else "")
+        raise ConfigError(flag=flag, value=value, rule=rule, remedy=remedy)
 
 
 def file_name(flag: str, value: str) -> None:
@@ -57,13 +48,13 @@ def file_name(flag: str, value: str) -> None:
         ConfigError: it has slashes, line breaks or the like, only blanks or dots, or is too long.
     """
     if "/" in value or "\\" in value or not value.isprintable() or not value.strip(" ."):
-        raise ConfigError(
-            f"--{flag} {value!r}: it names a file; use printable characters but / and \\, and not "
-            "only blanks and dots."
-        )
+        remedy = r"use printable characters but / and \, and not only blanks and dots"
+        raise _unfit_name(flag, repr(value), remedy)
     if len(value.encode()) > 200:
-        raise ConfigError(f"--{flag} {value[:20]}…: it names a file; use at most 200 characters.")
+        raise _unfit_name(flag, f"{value[:20]}…", "use at most 200 characters")
 
 
-def _sentence(flag: str, value: float, rule: str, remedy: str) -> str:
-    return f"--{flag} {value}: {rule}" + (f"; {remedy}." if remedy else ".")
+def _unfit_name(flag: str, value: str, remedy: str) -> ConfigError:
+    return ConfigError(
+        flag=flag, value=value, rule="the value is used as a file name", remedy=remedy
+    )

@@ -1,38 +1,39 @@
-"""Where a run leaves what it makes, and flags of Caffe2's that mean nothing any more."""
+"""Configuration of the output, and Caffe2's flags that are ignored."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
 from paceline.config.rules import at_least
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, Message
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputConfig:
-    """The run's folder."""
+    """Output folder, checkpoints and tracing."""
 
     output_dir: str = "runs"
     """Folder of all runs; a run's log, events, checkpoints and weights are in
     <output_dir>/<run_id>."""
 
     resume: str = "auto"
-    """auto: go on from the run's newest good checkpoint, if there is one. no: start a new run.
-    Anything else is the path of another run's checkpoint to start from."""
+    """auto: resume from the run's newest valid checkpoint, if there is one. no: start a new run.
+    Any other value is the path of another run's checkpoint to start from."""
 
     checkpoint_steps: int = 0
-    """Save a checkpoint every so many steps; 0 goes by time and epochs only."""
+    """Number of steps between checkpoints; 0: save by time and at the end of epochs only."""
 
     checkpoint_minutes: float = 5.0
-    """Save a checkpoint every so many minutes, besides the one at each epoch's end; 0 is off."""
+    """Minutes between checkpoints, in addition to the one after each epoch; 0 disables it."""
 
     keep_checkpoints: int = 2
-    """Checkpoints to keep, the newest ones; the best of an epoch's end is kept besides."""
+    """Number of newest checkpoints to retain; the checkpoint of the best epoch is always retained
+    in addition."""
 
     trace_steps: str = ""
-    """Trace these steps of the run, FIRST:LAST, counted from 0: every wait, put and notification of
-    all ranks on one clock, in a file of the run's folder that Perfetto and chrome://tracing open.
-    Give it on all machines."""
+    """Steps to trace, FIRST:LAST, counted from 0. Records every wait, put and notification of all
+    ranks on a common clock, in a trace file for Perfetto or chrome://tracing in the run's folder.
+    Give this flag on all machines."""
 
     def __post_init__(self) -> None:
         self.traced  # noqa: B018 - raises where the steps can't be read
@@ -52,30 +53,51 @@ class OutputConfig:
             return None
         if not (colon and first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
             raise ConfigError(
-                f"--trace_steps {self.trace_steps}: give the first and the last step, counted from "
-                "0, such as 100:104."
+                flag="trace_steps",
+                value=self.trace_steps,
+                rule="give the first and the last step, counted from 0, such as 100:104",
             )
         return range(int(first), int(last) + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LegacyConfig:
-    """Accepted for old command lines, without a meaning."""
+    """Ignored; accepted for compatibility with Caffe2's command lines."""
 
     use_nccl: bool = False
-    """No meaning any more: GPUs always use NCCL."""
+    """Ignored: GPUs always use NCCL."""
 
     distributed_transport: str = "tcp"
-    """No meaning any more: TCP, or what NCCL finds."""
+    """Ignored: the transport is TCP, or selected by NCCL."""
 
     enable_tensor_core: bool = False
-    """No meaning any more: cuDNN chooses."""
+    """Ignored: cuDNN selects its algorithms itself."""
 
     float16_compute: bool = False
-    """No meaning any more: see --dtype."""
+    """Ignored: use --dtype."""
+
+    use_ideep: bool = False
+    """Ignored: CPUs always use oneDNN."""
+
+    resnext_num_groups: int = 1
+    """Groups of Caffe2's ResNeXt; only 1, its ResNet, is supported."""
+
+    resnext_width_per_group: int = 64
+    """Width of a group of Caffe2's ResNeXt; only 64, its ResNet's, is supported."""
 
     cudnn_workspace_limit_mb: int = 64
-    """No meaning any more: cuDNN chooses."""
+    """Ignored: cuDNN selects its algorithms itself."""
+
+    def __post_init__(self) -> None:
+        for flag in ("resnext_num_groups", "resnext_width_per_group"):
+            supported = getattr(LegacyConfig, flag)
+            if getattr(self, flag) != supported:
+                raise ConfigError(
+                    flag=flag,
+                    value=getattr(self, flag),
+                    rule=f"only ResNets are built in, of {flag} {supported}",
+                    remedy=Message("give your own model with {--model} package.module:function"),
+                )
 
     @property
     def given(self) -> tuple[str, ...]:

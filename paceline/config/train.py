@@ -24,6 +24,7 @@ _OWN = frozenset(
         *("train_data", "test_data"),
         *("resume", "checkpoint_steps", "checkpoint_minutes", "keep_checkpoints"),
         "trace_steps",
+        "max_loss_at",
     }
 )
 

@@ -1,69 +1,70 @@
-"""Who takes part in a run, where they meet, and how they exchange gradients."""
+"""Configuration of the world, the rendezvous and the exchange of gradients."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from paceline.config.rules import at_least, file_name, positive, within
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, Message
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorldConfig:
-    """Workers of this machine, machines of the run, and their meeting place."""
+    """Workers, machines and rendezvous."""
 
     gpus: str = ""
     """GPUs of this machine to use, separated by commas: "0,1"."""
 
     num_gpus: int = 0
-    """Number of GPUs to use, where --gpus isn't given; 0 is one. On a machine without GPUs it is
+    """Number of GPUs to use if --gpus is not given; 0 means one. On a machine without GPUs, this is
     the number of CPU workers."""
 
     num_workers: int = 0
-    """Workers of this machine, where neither --gpus nor --num_gpus is given; 0 is one. `paceline
-    launch` also takes it as -n."""
+    """Number of workers on this machine if neither --gpus nor --num_gpus is given; 0 means one.
+    `paceline launch` also takes it as -n."""
 
     use_cpu: bool = False
-    """Compute on CPUs even where there are GPUs."""
+    """Use CPUs even if GPUs are available."""
 
     num_shards: int = 1
-    """Machines in the run."""
+    """Number of machines in the run."""
 
     shard_id: int = 0
     """This machine's number, 0 to num_shards - 1."""
 
     run_id: str = ""
-    """The run's name, the same on all machines; needed with several. Its folder is
-    <output_dir>/<run_id>."""
+    """Name of the run, the same on all machines; required with more than one machine. The run's
+    folder is <output_dir>/<run_id>."""
 
     file_store_path: str = ""
-    """Meet in this folder, which all machines share."""
+    """Rendezvous through this folder, which all machines share. With Redis it is not used."""
 
     redis_host: str = ""
-    """Meet on this Redis server."""
+    """Rendezvous through this Redis server."""
 
     redis_port: int = 6379
     """Port of the Redis server."""
 
     redis_url: str = ""
-    """Meet on this Redis server, with password and TLS: rediss://:PASSWORD@HOST:PORT/0."""
+    """URL of the Redis server for rendezvous, with password and TLS: rediss://:PASSWORD@HOST:PORT/0."""
 
     master: str = ""
-    """Meet on machine 0, at HOST:PORT."""
+    """Rendezvous at machine 0, HOST:PORT."""
 
     secret_file: str = ""
-    """File with a secret that all machines share, without which no process can join or read the
-    run's entries in the store; the environment variable PACELINE_SECRET gives one, too."""
+    """File with a secret that all machines share; without it no process can join the run or read
+    its entries in the store. The environment variable PACELINE_SECRET is an alternative."""
 
     first_iter_timeout: float = 1200.0
-    """Seconds to wait for all machines, and for the first step."""
+    """Timeout in seconds for all machines to join, and for the first step."""
 
     timeout: float = 60.0
-    """Seconds to wait for another worker in any later step."""
+    """Timeout in seconds for another worker in any later step."""
 
     distributed_interfaces: str = ""
-    """Network interfaces to use, separated by commas; by default those that reach the peers."""
+    """Network interfaces to use, comma-separated (default: those that reach the peers)."""
 
     def __post_init__(self) -> None:
         at_least("num_shards", self.num_shards, 1)
@@ -78,26 +79,25 @@ class WorldConfig:
         positive("timeout", self.timeout)
         positive("first_iter_timeout", self.first_iter_timeout)
         self._check_one_way_to_say_it()
-        self._check_meeting_place()
+        self._check_rendezvous()
         self.gpu_numbers  # noqa: B018 - raises where the list can't be read
 
     def _check_one_way_to_say_it(self) -> None:
         gpus = f"--gpus {self.gpus}" if self.gpus else f"--num_gpus {self.num_gpus}"
         given = [gpus, f"--num_workers {self.num_workers}"]
         if (self.gpus or self.num_gpus) and self.num_workers:  # of the first two, --gpus counts
-            raise ConfigError(f"{' and '.join(given)} say the same thing: give one of them.")
+            raise ConfigError(f"{' and '.join(given)} are redundant: use one of them.")
 
-    def _check_meeting_place(self) -> None:
-        places = [
-            f"--{flag}"
-            for flag in ("file_store_path", "redis_host", "redis_url", "master")
-            if getattr(self, flag)
-        ]
-        if len(places) > 1:
-            raise ConfigError(f"{' and '.join(places)} are different meeting places: give one.")
-        if self.num_shards > 1 and not places:
+    def _check_rendezvous(self) -> None:
+        flags = [f for f in ("redis_host", "redis_url", "master") if getattr(self, f)]
+        if self.file_store_path and flags not in (["redis_host"], ["redis_url"]):
+            flags.insert(0, "file_store_path")  # beside Redis it is Caffe2's folder of saved models
+        if len(flags) > 1:
+            names = " and ".join(f"--{flag}" for flag in flags)
+            raise ConfigError(f"{names} select different rendezvous methods: use one.")
+        if self.num_shards > 1 and not flags:
             raise ConfigError(
-                f"--num_shards {self.num_shards} needs a meeting place: give --file_store_path, "
+                f"--num_shards {self.num_shards} needs a rendezvous: use --file_store_path, "
                 "--redis_host, --redis_url or --master."
             )
         if self.num_shards > 1 and not self.run_id:
@@ -112,12 +112,12 @@ class WorldConfig:
         """The numbers in `--gpus`.
 
         Raises:
-            ConfigError: they aren't different whole numbers.
+            ConfigError: they aren't distinct whole numbers.
         """
         words = [word.strip() for word in self.gpus.split(",") if word.strip()]
         numbers = tuple(int(word) for word in words if word.isdecimal())
         if len(set(numbers)) < len(words):
-            raise ConfigError(f"--gpus {self.gpus}: give different numbers, such as 0,1.")
+            raise ConfigError(f"--gpus {self.gpus}: GPU numbers must be distinct, such as 0,1.")
         return numbers
 
     @property
@@ -126,38 +126,57 @@ class WorldConfig:
         return len(self.gpu_numbers) or self.num_gpus or self.num_workers or 1
 
 
-_BUCKET_MB = {"allreduce": 8, "notified": 16}
+METHODS: Mapping[str, float] = {"allreduce": 8, "notified": 16}
+"""Exchange methods, with the size of their buckets in MiB. `wiring.exchange` maps them to classes,
+`wiring.candidates` says which sizes auto tries."""
+
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "sync": ("auto", *METHODS),
+    "wire": ("fp32", "bf16", "int8"),
+    "update": ("replicated", "sharded"),
+    "transport": ("tcp", "nixl"),
+}
+"""Values of the options of an exchange; the first of each is the default."""
+
+if TYPE_CHECKING:
+    Sync: TypeAlias = str
+    Wire: TypeAlias = str
+    Update: TypeAlias = str
+    Transport: TypeAlias = str
+else:
+    Sync, Wire, Update, Transport = (Literal[values] for values in CHOICES.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyncConfig:
-    """The exchange of gradients."""
+    """Exchange of gradients."""
 
-    sync: Literal["auto", "allreduce", "notified"] = "auto"
-    """The method: allreduce (NCCL on GPUs, Gloo on CPUs), or notified (one-sided puts: shared
-    memory inside a machine, TCP between machines; no barrier in a step). auto tries both, with
-    several sizes of a bucket, in the first steps of the training, says what it chose and why, and
-    goes on with that; a resumed run does, too."""
+    sync: Sync = "auto"
+    """Exchange method. allreduce: collectives (NCCL on GPUs, Gloo on CPUs). notified: one-sided
+    puts (shared memory inside a machine, TCP between machines), without a barrier in a step. auto:
+    measure both with several bucket sizes in the first training steps, report the choice, and
+    continue with it, also after a resume."""
 
-    wire: Literal["fp32", "bf16", "int8"] = "fp32"
-    """What float32 gradients are on their way between machines, with notified: fp32, as they are;
-    bf16, half of the bytes; int8, a quarter. What a step's rounding misses goes with the next."""
+    wire: Wire = "fp32"
+    """With notified, the encoding of float32 gradients between machines: fp32 (unchanged), bf16
+    (half the bytes) or int8 (a quarter). Rounding errors are added to the next step's gradients
+    (error feedback)."""
 
-    update: Literal["replicated", "sharded"] = "replicated"
-    """Who updates a parameter: every worker its copy (replicated), or, with notified, the one that
-    adds up its gradients (sharded): each has a share of the optimizer's state."""
+    update: Update = "replicated"
+    """replicated: every worker updates all parameters. sharded (with notified): each worker updates
+    the shard that it reduces and stores only that shard's optimizer state."""
 
-    transport: Literal["tcp", "nixl"] = "tcp"
-    """How puts travel, with notified: tcp, with shared memory inside a machine, or nixl, by
-    NVIDIA's library for RDMA (pip install 'paceline[nixl]'), also inside a machine."""
+    transport: Transport = "tcp"
+    """Transport of notified. tcp: TCP between machines and shared memory inside a machine. nixl:
+    NVIDIA's RDMA library for both (pip install 'paceline[nixl]')."""
 
     connections: int = 0
-    """TCP connections to each worker of another machine, with notified: several where one doesn't
-    fill the link, over long or lossy ways; 0 is one, or what auto chooses."""
+    """With notified, the number of TCP connections to each worker of another machine. Use several
+    if one cannot fill the link (high latency or packet loss). 0: chosen by auto, else one."""
 
     bucket_mb: float = 0.0
-    """Size of a bucket, the unit of communication, in MiB; 0 is the method's own, 8 with
-    allreduce and 16 with notified, or what auto chooses."""
+    """Bucket size in MiB. 0: chosen by auto, else the method's default (allreduce: 8, notified:
+    16)."""
 
     def __post_init__(self) -> None:
         at_least("bucket_mb", self.bucket_mb, 0)
@@ -166,45 +185,58 @@ class SyncConfig:
             self._refuse_collectives()
         if self.transport == "nixl" and self.connections > 1:
             raise ConfigError(
-                f"--connections {self.connections} needs --transport tcp: NIXL makes its own "
-                "connections."
+                Message(
+                    "{--connections} {} needs {--transport} tcp: NIXL makes its own connections.",
+                    self.connections,
+                )
             )
 
     def _refuse_collectives(self) -> None:
-        if self.wire != "fp32" and self.sync == "allreduce":
+        if self.wire != "fp32":
             raise ConfigError(
-                f"--wire {self.wire} needs --sync notified: {self.sync} sends gradients as they "
-                "are."
+                Message(
+                    "{--wire} {} needs {--sync} notified: allreduce sends gradients uncompressed.",
+                    self.wire,
+                )
             )
-        if self.update != "replicated" and self.sync == "allreduce":
+        if self.update != "replicated":
             raise ConfigError(
-                f"--update {self.update} needs --sync notified: with {self.sync} every worker "
-                "updates its copy."
+                Message(
+                    "{--update} {} needs {--sync} notified: with allreduce every worker updates "
+                    "its copy.",
+                    self.update,
+                )
             )
-        flag = "transport nixl" if self.transport == "nixl" else f"connections {self.connections}"
+        flag = "transport" if self.transport == "nixl" else "connections"
         raise ConfigError(
-            f"--{flag} needs --sync notified: allreduce makes its own connections, by Gloo or NCCL."
+            Message(
+                f"{{--{flag}}} {{}} needs {{--sync}} notified: allreduce makes its own "
+                "connections, by Gloo or NCCL.",
+                getattr(self, flag),
+            )
         )
 
     @property
     def asks_for_puts(self) -> bool:
-        """Whether something is asked for that only puts have."""
+        """Whether an option is given that only puts have."""
         plain = (self.wire, self.update, self.transport) == ("fp32", "replicated", "tcp")
         return not plain or self.connections > 1
 
     @property
-    def idle_on_one_machine(self) -> list[str]:
-        """A sentence for each flag that changes nothing where all workers share memory."""
-        flags = {f"wire {self.wire}": self.wire != "fp32"}
-        flags[f"connections {self.connections}"] = self.connections > 1
+    def idle_on_one_machine(self) -> list[Message]:
+        """A sentence for each flag that has no effect where all workers share memory."""
+        flags = {"wire": self.wire != "fp32", "connections": self.connections > 1}
         return [
-            f"--{flag} changes nothing on one machine, whose workers share memory: it is for what "
-            "travels between machines."
+            Message(
+                f"{{--{flag}}} {{}} has no effect on one machine, because its workers use shared "
+                "memory; it applies to traffic between machines.",
+                getattr(self, flag),
+            )
             for flag, given in flags.items()
             if given and self.transport != "nixl"  # which shares none
         ]
 
     @property
     def bucket_bytes(self) -> int:
-        """Size of a bucket of the method, which is none to be chosen yet."""
-        return round((self.bucket_mb or _BUCKET_MB[self.sync]) * 2**20)
+        """Size of a bucket; the method is chosen."""
+        return round((self.bucket_mb or METHODS[self.sync]) * 2**20)

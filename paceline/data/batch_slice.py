@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSlice:
-    """A share: positions `first` to `last` - 1 of an epoch's order.
+    """Batch slice: positions `first` to `last` - 1 of an epoch's order.
 
     Attributes:
         epoch: the epoch, from 0.

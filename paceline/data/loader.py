@@ -1,16 +1,16 @@
-"""Batches by their place in the order: read, decoded, normalised, on the device, ahead of time.
+"""Batches by their position in the order: read, decoded, normalised, on the device, ahead of time.
 
     batch(epoch, step) --> share of the order --> chunks of records --> decode threads
                                                                              |
     Batch on the device  <--  Upload  <--  uint8 (n, height, width, channels)
 
-Nothing here iterates: a step asks for a batch by its number, and the loader has begun it if the
-question was to be expected, with the next few steps, into the next epoch if need be. A jump (going
-back to a snapshot, another world) drops what was begun. A batch depends on its number, the rank and
+Nothing here iterates: a step asks for a batch by its number, and the loader has begun it ahead,
+with the next few steps, into the next epoch too. A jump (a rollback to a snapshot, another world)
+drops what was begun. A batch depends on its number, the rank and
 the world's size; neither threads nor prefetching change a bit of it.
 
-A record that gives no sample ends the run, or is left out: the batch is smaller by it, and the
-others count as if it were there. So what is trained doesn't depend on who met it.
+A bad record ends the run, or is skipped: the batch is smaller by it, and the other samples count as
+before. So the trained samples don't depend on the rank that read it.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _CLOSE_LIMIT = 2.0  # seconds; Ctrl-C must end a run within five
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """A rank's share of a global batch.
+    """Batch slice of one rank, on its device.
 
     Attributes:
         images: float32, normalised, shape (n, channels, image_size, image_size), on the device.
         labels: int64, shape (n,), on the device.
-        place: where the share stands in the order; where its `count` is 0, `images` holds one
-            that counts nothing, a borrowed one or a blank.
+        place: the batch slice; where its `count` is 0, `images` holds one that counts nothing, a
+            borrowed one or a blank.
     """
 
     images: Tensor
@@ -55,7 +55,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class _Work:
-    """A batch on its way: where it is written, and the tasks that write it."""
+    """Batch under construction: its buffers and the tasks that fill them."""
 
     records: Indices
     images: Tensor
@@ -67,12 +67,8 @@ class _Work:
             task.cancel()
 
 
-def _unheard(text: str) -> None:
-    """Tell nobody."""
-
-
 class DatabaseLoader:
-    """Makes the batches of one rank.
+    """Batch loader of one rank: reads, decodes and augments images in threads.
 
     Args:
         source: the records; stays the caller's to close.
@@ -83,12 +79,12 @@ class DatabaseLoader:
         rank: this rank.
         world_size: the number of ranks that share a global batch.
         device: where batches go.
-        threads: that read and decode; at least 1.
+        threads: the number of threads that read and decode; at least 1.
         prefetch: batches to make ahead.
         num_labels: labels are 0 to num_labels - 1; None checks nothing.
         epochs: of the run: nothing is made ahead beyond them. None: there is no end.
-        skip_bad: leave bad records out, instead of raising what is wrong with the first.
-        warn: is told, in sentences, which records were left out; in the caller's thread.
+        skip_bad: skip bad records, instead of raising the first one's error.
+        warn: receives sentences about skipped records, in the caller's thread.
         channels_last: keep the channels of a pixel together in memory.
         timeout: seconds that `batch` waits at most.
     """
@@ -109,7 +105,7 @@ class DatabaseLoader:
         num_labels: int | None = None,
         epochs: int | None = None,
         skip_bad: bool = False,
-        warn: Callable[[str], object] = _unheard,
+        warn: Callable[[str], object] = lambda text: None,
         channels_last: bool = True,
         timeout: float = 600.0,
     ) -> None:
@@ -135,7 +131,7 @@ class DatabaseLoader:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="paceline-decode")
         self._begun: dict[tuple[int, int], _Work] = {}  # by (epoch, step)
         self._indices: dict[int, Indices] = {}  # by epoch
-        # Tasks that haven't ended, dropped ones among them: nobody may close the source under them.
+        # Tasks that haven't ended, dropped ones among them: they still read the source.
         self._running: set[Future[list[BadRecord]]] = set()
 
     @property
@@ -167,12 +163,12 @@ class DatabaseLoader:
         return Batch(images=images, labels=labels, place=place)
 
     def reconfigure(self, rank: int, world_size: int) -> None:
-        """Take another place in another world from the next batch on."""
+        """Take another rank of another world from the next batch on."""
         self._drop(keep=[])
         self._rank, self._world_size = rank, world_size
 
     def close(self) -> None:
-        """Stop decoding and end the threads; a read that hangs is left behind after two seconds."""
+        """Stop decoding and end the threads; a read that hangs is abandoned after two seconds."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         wait(list(self._running), timeout=_CLOSE_LIMIT)
         self._begun.clear()
@@ -220,7 +216,7 @@ class DatabaseLoader:
         return self._indices[epoch][place.computed]
 
     def _judged(self, place: BatchSlice, bad: Sequence[BadRecord]) -> BatchSlice:
-        """Count the share's bad records as left out, or raise what is wrong with the first."""
+        """Count the slice's bad records as skipped, or raise the first one's error."""
         if self._skipped is not None:
             self._skipped.take(self._rank, place, bad)
         elif bad:
@@ -243,6 +239,6 @@ class DatabaseLoader:
             work.cancel()
             raise DataError(
                 f"the batch of {name} wasn't read within {self._timeout:g} s: the database's disk "
-                "or network doesn't answer; mend it, and start again to go on."
+                "or network doesn't respond; repair it, and give the same command to resume."
             )
         return bad

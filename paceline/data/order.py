@@ -30,7 +30,7 @@ _ORDER, _AUGMENT = 1, 2  # purposes: their streams know nothing of each other
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """The order in which an epoch visits the records of a source.
+    """Sample order: the order in which each epoch reads the records of a source.
 
     Attributes:
         size: records of the source.
@@ -52,7 +52,7 @@ class Order:
 
     def __post_init__(self) -> None:
         if self.size < 1:
-            raise ConfigError("the database holds no records: there is nothing to visit")
+            raise ConfigError("the database holds no records")
         if self.batch_size < 1:
             raise ConfigError(f"batch_size is {self.batch_size}; it must be at least 1")
         if self.epoch_size is not None and self.epoch_size < 1:

@@ -19,7 +19,7 @@ from paceline.errors import DataError
 
 @dataclass(frozen=True, kw_only=True)
 class BadRecord:
-    """A record that gives no sample.
+    """Record that could not be made into a sample, and the error.
 
     Attributes:
         index: its number.
@@ -32,7 +32,7 @@ class BadRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleMaker:
-    """Makes the samples of a source.
+    """Sample maker: reads records, checks labels, augments and decodes.
 
     Attributes:
         source: the records.

@@ -24,7 +24,7 @@ _TRANSFORM = 4  # a purpose beside those of the order and of made-up images
 
 
 class MapStyle(Protocol):
-    """A map-style data set: samples by number, from 0 to its length."""
+    """Protocol of a map-style data set: `__getitem__` and `__len__`."""
 
     def __len__(self) -> int: ...
 
@@ -32,7 +32,7 @@ class MapStyle(Protocol):
 
 
 class SeededDataset(Dataset[Any]):
-    """The samples of a data set by (epoch, number).
+    """Data set wrapper whose random transforms depend on (seed, epoch, sample) alone.
 
     Args:
         dataset: makes the samples.

@@ -1,7 +1,7 @@
-"""Tells of the records that a rank leaves out: the first few by name, then their number an epoch.
+"""Warnings of the records that a rank skips: the first few by name, then their number an epoch.
 
-A run that leaves out more than it trains has no bad records but bad data, a disk that fails or a
-wrong --num_labels, and ends with an error.
+A run that skips more records than it trains has bad data, a failing disk or a wrong --num_labels,
+and ends with an error.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from paceline.data.batch_slice import BatchSlice
 from paceline.data.sample_maker import BadRecord
 from paceline.errors import DataError
 
-_NAMED = 5  # records that are told each by a line of its own
+_NAMED = 5  # records that are reported each by a line of its own
 _ENOUGH = 64  # records after which their kind can be judged
 
 
 class SkippedRecords:
-    """What one rank has left out so far.
+    """Counter and log of the bad records that one rank skips.
 
     Args:
-        warn: is told of it in sentences.
+        warn: receives sentences.
     """
 
     def __init__(self, warn: Callable[[str], object]) -> None:
@@ -32,7 +32,7 @@ class SkippedRecords:
         self._last: BadRecord | None = None
 
     def take(self, rank: int, place: BatchSlice, bad: Sequence[BadRecord]) -> None:
-        """Tell what of a share is left out, and with an epoch's last share how much it was.
+        """Report what is skipped of a batch slice, and the number with an epoch's last slice.
 
         Raises:
             DataError: most of the records so far can't be used.
@@ -54,9 +54,9 @@ class SkippedRecords:
             return
         self._named.add(record.index)
         if len(self._named) <= _NAMED:
-            self._warn(f"rank {rank} leaves out a bad record: {record.error}")
+            self._warn(f"rank {rank} skips a bad record: {record.error}")
         else:
-            self._warn(f"rank {rank} leaves out more bad records; from now on they are counted.")
+            self._warn(f"rank {rank} skips more bad records; they are counted and no longer named.")
 
     def _count(self, rank: int, place: BatchSlice, bad: Sequence[BadRecord]) -> None:
         if place.epoch != self._epoch:
@@ -65,6 +65,6 @@ class SkippedRecords:
         if self._in_epoch and place.step == place.steps - 1:
             first = next(iter(self._in_epoch.values()))
             self._warn(
-                f"rank {rank} left out {len(self._in_epoch)} bad records of epoch {place.epoch}, "
+                f"rank {rank} skipped {len(self._in_epoch)} bad records of epoch {place.epoch}, "
                 f"the first of them: {first.error}"
             )

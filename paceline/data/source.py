@@ -17,7 +17,7 @@ Pixels = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One image and its label.
+    """Image and its label.
 
     Attributes:
         image: the bytes of an encoded file (JPEG, PNG, …), or decoded pixels of shape
@@ -30,7 +30,7 @@ class Record:
 
 
 class Source(Protocol):
-    """Records by number. Safe to read from several threads at once.
+    """Protocol of image records by index; safe to read from several threads at once.
 
     Attributes:
         labels: the label of every record, int64 of shape (records,), where the index knows them.

@@ -15,7 +15,7 @@ _IMAGE = 3  # a purpose beside those of the order
 
 
 class SyntheticSource:
-    """Noise images with random labels, made when they are read.
+    """Source of noise images with random labels, made when they are read.
 
     Args:
         records: how many there are.

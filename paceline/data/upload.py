@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Upload:
-    """Brings uint8 images to a device and normalises them there.
+    """Transfer of uint8 images to a device, where they are normalised.
 
     Args:
         mean: of each channel, in 0..255; one value serves all.

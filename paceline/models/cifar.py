@@ -14,7 +14,7 @@ from paceline.models.resnet import BasicBlock, convolution, initialise, stage
 
 
 class CifarResNet(nn.Module):
-    """Three stages of basic blocks between a convolution and a linear classifier.
+    """ResNet for small images: three stages of basic blocks, a linear classifier.
 
     Args:
         depth: blocks in each stage, the paper's n.
@@ -41,7 +41,7 @@ class CifarResNet(nn.Module):
 
 
 class PadShortcut(nn.Module):
-    """Halve height and width by taking every other pixel, and append channels of zeros."""
+    """Shortcut without parameters: halves height and width, and appends channels of zeros."""
 
     def __init__(self, new_channels: int) -> None:
         super().__init__()

@@ -86,7 +86,7 @@ def explained_memory() -> Iterator[None]:
             raise
         asked = _ASKED.search(str(error))
         raise PacelineError(
-            f"The memory is too small for a step{f', which asked for {asked[1]}' if asked else ''}:"
+            f"Out of memory in a step{f', which asked for {asked[1]}' if asked else ''}:"
             " give a smaller --batch_size or --image_size, or spread the batch over more GPUs or "
             "machines."
         ) from error
@@ -100,7 +100,8 @@ def _of_forward(error: Exception, images: Tensor) -> str:
             "values of all workers together."
         )
     given = f"torch.zeros{tuple(images.shape)}"
-    return f"The model failed with {described(error)}: mend it; call it on {given} to look into it."
+    remedy = f"correct it; call it on {given} to look into it"
+    return f"The model failed with {described(error)}: {remedy}."
 
 
 def _described(output: object) -> str:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions and a shortcut around them.
+    """Residual block of two 3x3 convolutions and a shortcut around them.
 
     Args:
         in_channels: channels that come in.
@@ -46,7 +46,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions and a shortcut around them; the arguments are BasicBlock's."""
+    """Residual block of 1x1, 3x3 and 1x1 convolutions; the arguments are BasicBlock's."""
 
     expansion: ClassVar[int] = 4
 
@@ -69,7 +69,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Four stages of blocks between a stem and a linear classifier.
+    """ResNet: four stages of blocks between a stem and a linear classifier.
 
     Args:
         block: the kind of block.

@@ -51,7 +51,7 @@ def build_model(name: str, *, num_labels: int, num_channels: int) -> nn.Module:
         if is_ours(error):
             raise
         raise ConfigError(
-            f"Model {name}: the function failed with {described(error)}: mend it; call it with "
+            f"Model {name}: the function failed with {described(error)}: correct it; call it with "
             f"num_labels={num_labels} to look into it."
         ) from error
     if not isinstance(model, nn.Module):

@@ -28,7 +28,7 @@ BAR_WIDTH = 24  # columns, where there is room
 
 
 class Console(NullRecorder):
-    """Show the progress of a run.
+    """Recorder that shows the progress of a run on a terminal or in a pipe.
 
     Events, and the fields that are looked at:
         run: model, world_size, machines, device, samples and steps (of an epoch), epochs, log,

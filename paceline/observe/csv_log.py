@@ -26,7 +26,7 @@ NO_TEST = -1  # test_accuracy of a run without test data
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """What the cumulative columns count; a resumed run starts from those of its earlier part."""
+    """Values of the cumulative columns; a resumed run restores them."""
 
     seconds: float = 0.0
     samples: int = 0
@@ -53,7 +53,7 @@ _COUNTS = ("cumulative_input_count", "cumulative_batch_count", "epoch")
 
 
 class CsvLog(NullRecorder):
-    """Write a row at each `epoch` event.
+    """Recorder that writes a CSV row at each `epoch` event.
 
     The event's fields are epoch, samples (of all machines, in this epoch), batches (in this epoch),
     loss, accuracy, learning_rate and test_accuracy (None without test data). `time_spent` is the
@@ -65,8 +65,8 @@ class CsvLog(NullRecorder):
         name: the file's name up to the time, as from `log_name`.
         parameters: all the run's parameters.
         now: the time in the file's name.
-        epoch: where the run goes on: an earlier part's newest log is continued, without its rows
-            from this epoch on.
+        epoch: where the run resumes: the newest log of an earlier start is continued, without its
+            rows from this epoch on.
         clock: seconds since any moment.
     """
 
@@ -80,8 +80,8 @@ class CsvLog(NullRecorder):
         epoch: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        told = ", ".join(f"{key}={value!r}" for key, value in parameters.items())
-        start = f"# Namespace({told})\n{','.join(_NAMES)}\n"
+        settings = ", ".join(f"{key}={value!r}" for key, value in parameters.items())
+        start = f"# Namespace({settings})\n{','.join(_NAMES)}\n"
         earlier = sorted(folder.glob("*_v2_*.log"), key=lambda path: path.name[-19:])
         self.path = earlier[-1] if earlier else folder / f"{name}_{now:%Y%m%d_%H%M%S}.log"
         self._totals = _begin(self.path, start, epoch)
@@ -117,16 +117,16 @@ class CsvLog(NullRecorder):
 
 
 def _begin(path: Path, start: str, epoch: int) -> Totals:
-    """Write the log's start, or cut an earlier part's rows; return what its rows add up to."""
+    """Write the log's start, or cut an earlier part's rows; return the totals of its rows."""
     rows = [line.split(",") for line in _lines(path)[2:]]
     column = _NAMES.index("epoch")
-    kept = [row for row in rows if _whole(row) and int(row[column]) < epoch]
+    earlier = [row for row in rows if _whole(row) and int(row[column]) < epoch]
     head = "".join(f"{line}\n" for line in _lines(path)[:2]) or start
     with explained_writes(path):
-        write_atomically(path, head + "".join(",".join(row) + "\n" for row in kept))
-    if not kept:
+        write_atomically(path, head + "".join(",".join(row) + "\n" for row in earlier))
+    if not earlier:
         return Totals()
-    last = dict(zip(_NAMES, kept[-1], strict=True))
+    last = dict(zip(_NAMES, earlier[-1], strict=True))
     return Totals(
         seconds=float(last["cumulative_time_spent"]),
         samples=int(last["cumulative_input_count"]),
@@ -139,13 +139,13 @@ def _lines(path: Path) -> list[str]:
 
 
 def _whole(row: list[str]) -> bool:
-    """Tell whether what is read of a row is there: neither torn nor damaged."""
-    told = dict(zip(_NAMES, row, strict=False))
+    """Tell whether a row is complete and its counts are numbers."""
+    values = dict(zip(_NAMES, row, strict=False))
     try:
-        float(told["cumulative_time_spent"])
+        float(values["cumulative_time_spent"])
     except (KeyError, ValueError):
         return False
-    return len(row) == len(_NAMES) and all(told[name].isdecimal() for name in _COUNTS)
+    return len(row) == len(_NAMES) and all(values[name].isdecimal() for name in _COUNTS)
 
 
 def log_name(

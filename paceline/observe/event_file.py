@@ -48,7 +48,7 @@ _IF_MEASURED = (
 
 
 class EventFile(NullRecorder):
-    """Append the events of `FIELDS` to a rank's file.
+    """Recorder that appends a rank's events to its file, as JSON lines.
 
     Args:
         folder: the run's folder, which exists.

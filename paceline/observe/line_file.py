@@ -8,7 +8,7 @@ from paceline.atomic_write import explained_writes
 
 
 class LineFile:
-    """Appends to `path`; a line is handed to the system whole and at once.
+    """Append-only line file; each line is one write.
 
     Raises:
         PacelineError: the file can't be opened or written (disk, permissions), here and in `write`

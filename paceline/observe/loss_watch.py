@@ -20,13 +20,20 @@ class LossWatch:
         generation: of the world.
         max_loss: largest loss; 0 accepts any number.
         remedy: what the person can do, a sentence.
+        every: steps from one comparison with `max_loss` to the next.
     """
 
     def __init__(
-        self, recorder: Recorder, *, generation: int, max_loss: float, remedy: str
+        self,
+        recorder: Recorder,
+        *,
+        generation: int,
+        max_loss: float,
+        remedy: str,
+        every: int = 1,
     ) -> None:
         self._recorder, self._generation = recorder, generation
-        self._max_loss, self._remedy = max_loss, remedy
+        self._max_loss, self._remedy, self._every = max_loss, remedy, every
         self._skipped = 0
 
     def hear(self, step: int, sums: Sequence[float]) -> None:
@@ -53,7 +60,7 @@ class LossWatch:
             return
         if not math.isfinite(loss):
             raise Diverged(f"The loss is {loss} in step {step}. {self._remedy}")
-        if 0 < self._max_loss < loss:
+        if 0 < self._max_loss < loss and (step + 1) % self._every == 0:
             raise Diverged(
                 f"The loss is {loss:.4g} in step {step}, and --max_loss is {self._max_loss:g}. "
                 f"{self._remedy}"

@@ -8,7 +8,7 @@ WINDOW = 10.0  # seconds over which speed is averaged
 
 
 class ProgressRate:
-    """Speed over the last seconds, and the time left at the average speed.
+    """Progress meter: speed over the last seconds, and the time left at the average speed.
 
     Args:
         now: the time at which the run starts, in seconds since any moment.

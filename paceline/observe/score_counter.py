@@ -14,7 +14,7 @@ NO_TEST = {"test_accuracy": None, "top5": None}  # an epoch's event without an e
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """Means over samples; accuracies are shares of 1."""
+    """Mean loss and accuracies over samples; accuracies are in 0 to 1."""
 
     loss: float
     accuracy: float
@@ -33,7 +33,7 @@ class Scores:
 
 
 class ScoreCounter:
-    """Running sums of one rank.
+    """Accumulator of loss, correct predictions and samples of one rank.
 
     Args:
         sums: (4,) float64 to add to: loss times samples, right at first, right among five, samples.

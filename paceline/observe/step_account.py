@@ -23,7 +23,7 @@ _SHORTEST = 0.2  # ms of a wait that is reported; measuring costs time, too
 
 
 class StepAccount:
-    """Account of steps in front of the run's recorders: sums of spans and counts, a step.
+    """Recorder in front of the run's: sums spans and counts, and adds them to each step event.
 
     Fields that it adds to an event `step`, where the step was in a span `train`:
         compute_ms: what the step took, without the following three.
@@ -117,7 +117,7 @@ class StepAccount:
 
 
 class _Span:
-    """Block whose time an account adds up, and whose span a trace may record."""
+    """Context manager that adds its duration to an account, and may record a traced span."""
 
     __slots__ = ("_account", "_began", "_fields", "_name", "_traced")
 

@@ -20,7 +20,7 @@ _ERASE = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2))
 
 
 class Terminal:
-    """Show lines and a status in `file`.
+    """Terminal or pipe: lines that stay, and a status line that is drawn over.
 
     Args:
         file: standard output, or where a test looks.

@@ -1,4 +1,4 @@
-"""The arithmetic of a step: torch's autocast, loss scaling for float16, and clipping.
+"""Precision of a step: torch's autocast, loss scaling for float16, and clipping.
 
 Loss scaling and clipping need the reduced gradients before the update. So whether a step
 overflowed is seen by all ranks in the same values, and all skip it or none; and a norm is that of
@@ -6,10 +6,15 @@ the gradient of the whole global batch.
 
     backward ── reduce ── unscale ── clip by norm ── clip by value ── optimizer's step
                 └ where there is scaling or clipping
+
+Processors without bfloat16 instructions convert every value to float32 and back, which is slower
+than float32 itself. They have them with AVX512-BF16 or AMX (Intel since 2020 and 2023, AMD since
+2022), or ARM's BF16 extension; NVIDIA's GPUs from compute capability 8.0 (Ampere) on; AMD's all.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,14 +26,16 @@ from torch.optim import Optimizer
 from paceline.replica.replica import Replica
 
 DTYPES = {"float": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
+_FIRST_GENERATION = 8  # compute capability of NVIDIA's first GPUs with bfloat16
 
 
 class Precision:
-    """Forward, backward and update in one of `DTYPES`; weights stay as they are.
+    """Precision of forward, backward and update: one of `DTYPES`; weights remain as they are.
 
     Args:
         dtype: a key of `DTYPES`.
-        device: what computes.
+        device: device of the model.
         clip_norm: the largest 2-norm of all gradients together; 0 is off.
         clip_value: the largest absolute value of an element, after `clip_norm`; 0 is off.
     """
@@ -56,7 +63,7 @@ class Precision:
         """Run backward from a scalar loss and the optimizer's step, within the replica's step.
 
         Returns:
-            False where float16 overflowed and all ranks left the update out.
+            False where float16 overflowed and all ranks skipped the update.
 
         Raises:
             ConfigError: a rule of the exchange was broken.
@@ -86,7 +93,7 @@ class Precision:
         return {} if self._scaler is None else self._scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the state of `state_dict`."""
+        """Restore the state of `state_dict`."""
         if self._scaler is not None:
             self._scaler.load_state_dict(state)
 
@@ -96,3 +103,31 @@ class Precision:
             clip_grad_norm_(parameters, self._clip_norm)
         if self._clip_value:
             clip_grad_value_(parameters, self._clip_value)
+
+
+def computes_bfloat16(capabilities: Mapping[str, object]) -> bool:
+    """Tell whether a device of these capabilities has instructions for bfloat16.
+
+    Args:
+        capabilities: of a processor, as `torch.cpu.get_capabilities()` names them; of a GPU, its
+            `compute_capability`, an int, or `hip`: it is AMD's.
+    """
+    if any(capabilities.get(name) for name in (*_INSTRUCTIONS, "hip")):
+        return True
+    generation = capabilities.get("compute_capability", 0)
+    return isinstance(generation, int) and generation >= _FIRST_GENERATION
+
+
+def capabilities_of(device: torch.device) -> Mapping[str, object]:
+    """Return a device's capabilities; on a GPU this makes its context."""
+    if device.type == "cpu":
+        if hasattr(torch.cpu, "get_capabilities"):  # in torch's newer versions
+            return torch.cpu.get_capabilities()
+        return {
+            "avx512_bf16": torch.cpu._is_avx512_bf16_supported(),
+            "amx_bf16": torch.cpu._is_amx_tile_supported(),
+        }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return {"compute_capability": properties.major, "hip": torch.version.hip is not None}
+    return {"hip": True}  # other devices: assumed to compute in it

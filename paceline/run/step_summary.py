@@ -1,14 +1,14 @@
-"""What all ranks learn of a step: its sums, whether anybody wishes to stop, what rank 0 wishes.
+"""Step summaries: sums over all ranks, whether a rank asks to stop, and rank 0's request.
 
-Each rank tells a few numbers after its part of a step; an all_reduce adds them up while the next
-step computes, and is heard one step later, so that nobody waits for it:
+Each rank reports a few numbers after its slice of a step. An all-reduce sums them while the next
+step computes, and is received one step later, so that no rank waits for it:
 
     step n      … end, tell(n)
-    step n + 1  hear(before=n) ── tells of n - 1 ── begin …
+    step n + 1  hear(before=n): summary of n - 1 ── begin …
 
-All ranks tell the same steps in the same order, after all buckets of the step, so the collectives
-match. What is heard is bit for bit the same everywhere: decisions that follow from it need no
-further word.
+All ranks report the same steps in the same order, after all buckets of the step, so the collectives
+match. A summary is bit for bit the same on all ranks: decisions that follow from it need no
+further agreement.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from paceline.comm.communicator import Communicator, Ticket
 
 @dataclass(frozen=True, kw_only=True)
 class StepSummary:
-    """A step as all ranks know it.
+    """Summary of a step over all ranks.
 
     Attributes:
         step: its number.
-        sums: what the ranks told, added up.
-        stop: somebody wishes to stop.
+        sums: sums over the ranks.
+        stop: a rank asks to stop.
         request: rank 0's.
     """
 
@@ -41,7 +41,7 @@ class StepSummary:
 
 
 class StepSummaries:
-    """Adds up what the ranks tell of each step.
+    """Step summaries: reports of all ranks, summed by all-reduce.
 
     Args:
         communicator: the ranks.
@@ -53,7 +53,7 @@ class StepSummaries:
 
     @property
     def alone(self) -> bool:
-        """Whether there is nobody to agree with."""
+        """Whether this rank is the only one."""
         return self._communicator.world_size == 1
 
     def of_rank_0(self, values: Sequence[int], device: torch.device) -> list[int]:
@@ -67,19 +67,19 @@ class StepSummaries:
         return [int(value) for value in told.tolist()]
 
     def tell(self, step: int, sums: Tensor, *, stop: bool, request: int = 0) -> None:
-        """Send this rank's part of a step's sums, and its wish; never blocks.
+        """Send this rank's values of a step, and its request; never blocks.
 
         Args:
             step: the step's number; larger than the one told before.
             sums: (values,) float64, on the communicator's device.
-            stop: this rank wishes to stop.
-            request: what rank 0 wishes of all; others' 0.
+            stop: this rank asks to stop.
+            request: rank 0's request; 0 on other ranks.
         """
         flat = torch.cat([sums, sums.new_tensor([stop, request])])
         self._told.append((step, flat, self._communicator.all_reduce(flat)))
 
     def hear(self, *, before: int) -> Iterator[StepSummary]:
-        """Yield what was told of the steps below `before` and not heard yet; waits for it.
+        """Yield the summaries of steps below `before` that weren't yielded yet; waits for them.
 
         Raises:
             CommError: a peer was lost, or silent.

@@ -1,14 +1,14 @@
-"""The steps of a run, the trainer's and anybody's own: exchanged, accounted for, saved, stopped.
+"""Steps of a run, the trainer's or a script's: exchanged, recorded, saved, stopped.
 
-    boundary ── random streams ── exchange( the step ) ── line in the ledger ── tell all ranks
-       └ hear of the step before the last; save; stop where all ranks agreed to
+    boundary ── random streams ── exchange( the step ) ── line in the ledger ── report
+       └ summary of the step before the last; save; stop where all ranks agreed to
 
-Whatever is saved is saved at a boundary, the moment before a step: the last step's result, the
-schedule and the epoch's end are then all in. All ranks hear the same, so they stop at the same
-boundary. The state is rank 0's to keep, and it decides when; what it decides by its clock is told
-like the wish to stop, so that the ranks can give it what they alone have, at the same boundary:
+State is saved at a boundary, the moment before a step: it then contains the last step's result, the
+schedule and the epoch's end. All ranks receive the same summaries, so they stop at the same
+boundary. Rank 0 saves the state and decides when; what it decides by its clock is a request that
+all ranks receive, so that they contribute their own state at the same boundary:
 
-    step n  tell(n, wish) ── step n + 1 ── boundary n + 2: hear(n); settle, gather, snapshot
+    step n  report(n, request) ── step n + 1 ── boundary n + 2: receive(n); settle, snapshot
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ _RANDOM, _BEFORE = 3, 4  # purposes of the seed's, beside the data's
 
 
 class Stop(Exception):
-    """The run stops here, between two steps; what was to be saved is saved."""
+    """Raised at a step boundary to stop the run; the state has been saved."""
 
 
 @dataclass(kw_only=True)
 class Position:
-    """Where a run stands.
+    """Position in training: epoch, step and accumulated sums.
 
     Attributes:
         epoch: the epoch.
         step: steps of the epoch that are done.
         number: steps of the run that are done.
-        sums: what the steps of the epoch told, added up over steps and ranks.
+        sums: sums of the epoch, over its steps and all ranks.
         best: the best test accuracy at an epoch's end.
     """
 
@@ -62,7 +62,7 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True)
 class SavePolicy:
-    """When a checkpoint is due in the middle of an epoch: by steps, by minutes; 0 is never."""
+    """Checkpoint schedule within an epoch, by steps and by minutes; 0 disables."""
 
     steps: int = 0
     minutes: float = 0.0
@@ -77,7 +77,7 @@ class SavePolicy:
 
 
 class Request(IntEnum):
-    """What rank 0 wishes to do at a boundary."""
+    """Request of rank 0 for a boundary."""
 
     NOTHING = 0
     SNAPSHOT = 1
@@ -85,7 +85,7 @@ class Request(IntEnum):
 
 
 class Steps:
-    """Runs steps.
+    """Step driver: begins, ends and records steps, and saves or stops at boundaries.
 
     Args:
         replica: the model's copy.
@@ -98,8 +98,8 @@ class Steps:
         position: where the run goes on; changed here.
         policy: when to save.
         stopping: tells whether this rank was asked to stop.
-        listen: is told of each step its number and sums, as all ranks know them; may raise.
-        values: how many numbers a step tells.
+        listen: receives the number and the sums over all ranks of each step; may raise.
+        values: number of values that a step sums.
         device: where they are.
     """
 
@@ -128,10 +128,10 @@ class Steps:
         self.position.sums = self.position.sums or [0.0] * values
         self._stopping, self._listen = stopping, listen
         self._values, self._device = values, device
-        self._stop_told: int | None = None  # the step in which somebody wished to stop
+        self._stop_asked: int | None = None  # the step in which a rank asked to stop
         kept, steps = summaries.of_rank_0([checkpointer is not None, policy.steps], device)
         self._kept, self._policy = bool(kept), replace(policy, steps=steps)
-        # Rank 0's wishes, by the steps in which they were told; two boundaries later they are done.
+        # Rank 0's requests, by the steps that reported them; carried out two boundaries later.
         self._requests = deque([(self.position.number - 2, Request.SNAPSHOT)])
         self._saved_at = time.monotonic()
         self._saved_number = self.position.number
@@ -189,7 +189,7 @@ class Steps:
             Stop, CommError, CheckpointError: as `step`.
         """
         self._hear(before=self.position.number)
-        if self._stop_told is not None:
+        if self._stop_asked is not None:
             self._stop()
         self._snapshot()
         return list(self.position.sums)
@@ -235,16 +235,16 @@ class Steps:
         """
         if self._checkpointer is not None:
             self._checkpointer.wait()
-            self._tell_published(self._checkpointer.published)
+            self._record_published(self._checkpointer.published)
         self._recorder.event("finish")
 
     def _boundary(self, number: int) -> None:
         self._hear(before=number - 1)
-        told = self._stop_told is not None and self._stop_told < number - 1
+        told = self._stop_asked is not None and self._stop_asked < number - 1
         if told or (self._summaries.alone and self._stopping()):
             self._stop()
         if self._checkpointer is not None:
-            self._tell_published(self._checkpointer.published)
+            self._record_published(self._checkpointer.published)
         request = self._request_of_all(number)
         if self._checkpointer is None and not self._replica.stateful:
             return
@@ -254,7 +254,7 @@ class Steps:
             self._snapshot()
 
     def _request_of_all(self, number: int) -> Request:
-        """Return what all ranks do before step `number`, by what rank 0 wished and the policy."""
+        """Return what all ranks do before step `number`, by rank 0's requests and the policy."""
         heard = [Request.NOTHING]
         while self._requests and self._requests[0][0] <= number - 2:
             step, request = self._requests.popleft()
@@ -270,7 +270,7 @@ class Steps:
         return max(heard)
 
     def _request(self) -> Request:
-        """Return what this rank wishes; it is wished once."""
+        """Return this rank's request; each is made once."""
         if self._checkpointer is None:
             return Request.NOTHING
         due = self._policy.due_by_time(time.monotonic() - self._saved_at)
@@ -283,8 +283,8 @@ class Steps:
         for heard in self._summaries.hear(before=before):
             sums = zip(self.position.sums, heard.sums, strict=True)
             self.position.sums = [total + told for total, told in sums]
-            if heard.stop and self._stop_told is None:
-                self._stop_told = heard.step
+            if heard.stop and self._stop_asked is None:
+                self._stop_asked = heard.step
             if heard.request:
                 self._requests.append((heard.step, Request(heard.request)))
             self._listen(heard.step, heard.sums)
@@ -309,7 +309,7 @@ class Steps:
         self.finish()
         raise Stop
 
-    def _tell_published(self, files: SimpleQueue[tuple[int, Path]]) -> None:
+    def _record_published(self, files: SimpleQueue[tuple[int, Path]]) -> None:
         while not files.empty():
             step, path = files.get()
             self._recorder.event(

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from paceline.atomic_write import PARTS, atomic_file, link_atomically
-from paceline.errors import CheckpointError
-from paceline.state.file_integrity import check_header, check_integrity
+from paceline.errors import CheckpointError, Message
+from paceline.state.file_integrity import check_header, check_integrity, load_file, reason_of
 
 FORMAT = 1
 FOLDER = "checkpoints"
@@ -30,7 +30,7 @@ _NEEDED = ("paceline", "model", "optimizer", "position")
 
 
 class Checkpoints:
-    """The checkpoints of one run.
+    """Checkpoint files of one run.
 
     Args:
         run: the run's folder.
@@ -64,8 +64,12 @@ class Checkpoints:
                 old.unlink(missing_ok=True)
         except OSError as error:
             raise CheckpointError(
-                f"{path}: the checkpoint can't be written ({_reason(error)}); make room, or give "
-                "another --output_dir. Earlier checkpoints are as they were."
+                Message(
+                    "{}: the checkpoint can't be written ({}); make room, or give another "
+                    "{--output_dir}. Earlier checkpoints are as they were.",
+                    path,
+                    reason_of(error),
+                )
             ) from error
         return path
 
@@ -90,12 +94,7 @@ def read_checkpoint(path: Path, *, peek: bool = False) -> dict[str, Any]:
         CheckpointError: the file is torn, damaged, or something else; names it and the reason.
     """
     (check_header if peek else check_integrity)(path)
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=peek)
-    except Exception as error:  # torch's unpickler stumbles over foreign files in many ways
-        raise CheckpointError(
-            f"{path}: not a checkpoint ({_reason(error)}); give one that a run wrote."
-        ) from error
+    state = load_file(path, mmap=peek)
     missing = [name for name in _NEEDED if not isinstance(state, dict) or name not in state]
     if missing:
         raise CheckpointError(
@@ -115,8 +114,3 @@ def _steps(path: Path) -> int:
     match = _NAME.fullmatch(path.name)
     assert match is not None
     return int(match.group(1))
-
-
-def _reason(error: Exception) -> str:
-    lines = str(getattr(error, "strerror", None) or error).strip().splitlines()
-    return lines[0][:200] if lines else type(error).__name__

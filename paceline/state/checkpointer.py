@@ -1,4 +1,4 @@
-"""Keeps a run's state: in memory every few steps, on disk now and then, in the background.
+"""The checkpointer: a run's state in memory every few steps, and on disk now and then.
 
     step boundary ── capture ── snapshot in memory ── publish ──▶ writer thread ── file
                      (a copy)                  └──── rescue, on a signal ─────────┘
@@ -27,7 +27,7 @@ _COST = 0.01  # of the time, for snapshots
 
 
 class Stateful(Protocol):
-    """Something with a state dict of tensors and plain values."""
+    """Protocol of an object with a state dict of tensors and plain values."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the state."""
@@ -35,7 +35,7 @@ class Stateful(Protocol):
 
 @dataclass(kw_only=True)
 class _Snapshot:
-    """The state before a step.
+    """In-memory snapshot of the training state before a step.
 
     Attributes:
         step: the step.
@@ -53,16 +53,16 @@ class _Snapshot:
 
 
 class Checkpointer:
-    """Captures and publishes the state of some parts. Rank 0 has one.
+    """Checkpointer of rank 0: takes snapshots in memory and writes them in the background.
 
     Args:
-        parts: what is kept, by its name in the file.
+        parts: what is saved, by its name in the file.
         checkpoints: where files go.
         constant: what each file holds besides.
         clock: seconds since any moment.
 
     Attributes:
-        published: (step, file) of each file that was written, for somebody to take.
+        published: (step, file) of each file that was written, until it is taken from the queue.
     """
 
     def __init__(
@@ -79,13 +79,13 @@ class Checkpointer:
         self._clock = clock
         self._asked_at, self._cost = clock(), 0.0
         self._snapshot: _Snapshot | None = None
-        self._spare: Any = None  # memory of a snapshot that nobody needs
-        self._writing = threading.Lock()  # held by whoever writes a file
+        self._spare: Any = None  # memory of a snapshot that is no longer needed
+        self._writing = threading.Lock()  # held while a file is written
         self._writer: threading.Thread | None = None
         self._failure: PacelineError | None = None
 
     def add(self, name: str, part: Stateful) -> None:
-        """Keep one more part from now on."""
+        """Save one more part from now on."""
         self._parts[name] = part
 
     def ask(self) -> bool:
@@ -111,7 +111,7 @@ class Checkpointer:
 
         Args:
             step: which.
-            position: where the run stands.
+            position: of the run.
             gathered: what else the file holds, by name.
             spent: seconds that went into that.
             best: it is the best so far.
@@ -125,7 +125,7 @@ class Checkpointer:
         state |= {name: p.state_dict() for name, p in self._parts.items() if name not in state}
         copy = copy_state({**self._constant, **state, "position": dict(position)}, self._spare)
         old, self._snapshot = self._snapshot, _Snapshot(step=step, state=copy, best=best)
-        # Whoever holds the lock may be reading the old one; whoever takes it later reads the new.
+        # A thread that holds the lock may be reading the old one; a later one reads the new.
         free = old is not None and not old.wanted and not self._writing.locked()
         self._spare = old.state if old is not None and free else None
         self._asked_at = self._clock()
@@ -158,7 +158,7 @@ class Checkpointer:
         self._raise_failure()
 
     def _write(self, wanted: _Snapshot | None) -> None:
-        """Write a snapshot, by default the newest, which nobody overwrites under the lock."""
+        """Write a snapshot, by default the newest, which isn't overwritten under the lock."""
         with self._writing:
             snapshot = wanted or self._snapshot
             assert snapshot is not None

@@ -1,4 +1,4 @@
-"""What a run has measured of its exchange, and chosen: `exchange.toml` in its folder.
+"""The result of a run's autotuning: `exchange.toml` in its folder.
 
     sync = "notified"
     bucket_mb = 4.0
@@ -9,8 +9,8 @@
     [milliseconds]           # a step, of each that was tried
     "notified 4 MB" = 312.4
 
-It is there, whole, once the measuring is over. A file that can't be read is one that isn't there:
-what is measured again is no worse.
+The file is written once the measuring is over. One that can't be read counts as none: measuring
+again does no harm.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CHOICE_NAME = "exchange.toml"
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """An exchange that was chosen.
+    """Result of autotuning: the chosen exchange and the measured step times.
 
     Attributes:
         sync: the method.
@@ -51,8 +51,8 @@ class Choice:
 def read_choice(run: Path) -> Choice | None:
     """Return what a run has chosen, if it has."""
     try:
-        told = tomllib.loads((run / CHOICE_NAME).read_text())
-        return Choice(**{**told, "machines": tuple(told["machines"])})
+        fields = tomllib.loads((run / CHOICE_NAME).read_text())
+        return Choice(**{**fields, "machines": tuple(fields["machines"])})
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

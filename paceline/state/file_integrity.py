@@ -1,4 +1,4 @@
-"""Whether a file of weights or of a run's state is whole: looked at, never unpickled.
+"""Integrity of files of weights or of a run's state: checked before they are unpickled.
 
     torch.save       a zip archive: its directory stands at the end, a checksum with each member
     safetensors      [8 bytes: n][n bytes of JSON][tensors]: the JSON tells how long the file is
@@ -14,16 +14,21 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import struct
 import zipfile
 import zlib
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+import torch
+
 from paceline.errors import CheckpointError
 
 Kind = Literal["torch", "safetensors", "old torch"]
 
+_GLOBAL = re.compile(r"GLOBAL (\S+)")  # in torch's message: what a pickle wanted to call
+_LONGEST_REASON = 200  # characters of a reason in a message
 _ZIP = b"PK\x03\x04"
 _OLD = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)  # what torch wrote first before 1.6
 _LONGEST_HEADER = 100_000_000  # bytes of safetensors' JSON, the format's own limit
@@ -61,6 +66,41 @@ def check_header(path: Path) -> Kind:
         raise CheckpointError(
             f"{path}: can't be read ({error.strerror or error}); give a file that you may read."
         ) from error
+
+
+def load_file(path: Path, *, mmap: bool = False) -> Any:
+    """Read a file into this machine's memory; a file that would call code is refused.
+
+    Args:
+        path: the file.
+        mmap: leave the tensors of a torch.save file on the disk.
+
+    Raises:
+        CheckpointError: the file is damaged, or of no format that holds weights.
+    """
+    try:
+        if check_header(path) == "safetensors":
+            from safetensors.torch import load_file as load_safetensors  # an extra
+
+            return load_safetensors(path)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except CheckpointError:
+        raise
+    except Exception as error:  # torch's unpickler raises a dozen kinds over damage
+        raise CheckpointError(f"{path}: not a file of weights: {reason_of(error)}") from error
+
+
+def reason_of(error: Exception) -> str:
+    """Return the first line of a reader's error, or what a pickle would have called."""
+    called = _GLOBAL.search(str(error))
+    if called:
+        return (
+            f"loading it would call {called.group(1)}, which could be any code; give one that "
+            "holds a model's state_dict() alone."
+        )
+    text = str(getattr(error, "strerror", None) or error).strip() or type(error).__name__
+    first = text.splitlines()[0]
+    return first if len(first) <= _LONGEST_REASON else f"{first[:_LONGEST_REASON]}…"
 
 
 def _kind(path: Path, file: BinaryIO) -> Kind:

@@ -26,7 +26,7 @@ from typing import Any
 import tomli_w
 
 from paceline.atomic_write import explained_writes, write_atomically
-from paceline.errors import ConfigError, PacelineError
+from paceline.errors import ConfigError, Message, PacelineError
 
 CONFIG_NAME = "config.toml"
 FINISHED_NAME = "finished"
@@ -46,7 +46,7 @@ def first_difference(known: Mapping[str, object], wanted: Mapping[str, object]) 
 
 
 class RunFolder:
-    """The folder of one run, held by this machine's process until `close`."""
+    """Folder of one run, held by this machine's process until `close`."""
 
     def __init__(
         self, path: Path, *, shard_id: int, difference: Difference = first_difference
@@ -68,8 +68,10 @@ class RunFolder:
         self._refuse_other(config)
         if anew and self.begun:
             raise ConfigError(
-                f"--resume no: run {self.path.name} has begun; give another --run_id, or remove "
-                f"{self.path}."
+                flag="resume",
+                value="no",
+                rule=f"run {self.path.name} has begun",
+                remedy=Message("give another {--run_id}, or remove {}", self.path),
             )
         if self._lock_path.exists():
             self._take_lock()
@@ -145,9 +147,14 @@ class RunFolder:
         wanted: dict[str, Any] = tomllib.loads(tomli_w.dumps(dict(config)))
         if known and (name := self._difference(known, wanted)):
             raise ConfigError(
-                f"--run_id {self.path.name}: this run was started with --{name} "
-                f"{known.get(name)}, now it is {wanted.get(name)}; give the same or another "
-                "--run_id."
+                flag="run_id",
+                value=self.path.name,
+                rule=Message(
+                    f"this run was started with {{--{name}}} {{}}, now it is {{}}",
+                    known.get(name),
+                    wanted.get(name),
+                ),
+                remedy=Message("give the same or another {--run_id}"),
             )
 
     def _take_lock(self) -> None:
@@ -157,8 +164,10 @@ class RunFolder:
         except (BlockingIOError, PermissionError) as error:
             os.close(lock)
             raise ConfigError(
-                f"--run_id {self.path.name}: this run is alive on this machine; stop it, or give "
-                "another --run_id."
+                flag="run_id",
+                value=self.path.name,
+                rule="this run is active on this machine",
+                remedy=Message("stop it, or give another {--run_id}"),
             ) from error
         self._lock = lock
 
@@ -228,8 +237,11 @@ def _number(path: Path) -> int:
     text = path.read_bytes().strip()
     if not text.isdigit() or len(text) > _LONGEST_NUMBER:
         raise PacelineError(
-            f"{path} is damaged, it should hold the number of the run's last start: put it back, "
-            "or give another --run_id."
+            Message(
+                "{} is damaged, it should hold the number of the run's last start: put it back, or "
+                "give another {--run_id}.",
+                path,
+            )
         )
     return int(text)
 
@@ -241,5 +253,9 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
     except (OSError, ValueError) as error:
         raise PacelineError(
-            f"{path} can't be read ({error}): put it back as it was, or give another --run_id."
+            Message(
+                "{} can't be read ({}): put it back as it was, or give another {--run_id}.",
+                path,
+                error,
+            )
         ) from error

@@ -17,7 +17,7 @@ def copy_state(state: Any, into: Any = None) -> Any:
 
     Args:
         state: what a `state_dict()` returned.
-        into: an earlier copy that nobody needs any more: its tensors are overwritten where their
+        into: an earlier copy that is no longer needed: its tensors are overwritten where their
             shapes and dtypes fit.
     """
     if isinstance(state, Tensor):
@@ -28,7 +28,7 @@ def copy_state(state: Any, into: Any = None) -> Any:
     if isinstance(state, list | tuple):
         olds = into if isinstance(into, list | tuple) and len(into) == len(state) else ()
         copies = [
-            copy_state(value, olds[place] if olds else None) for place, value in enumerate(state)
+            copy_state(value, olds[index] if olds else None) for index, value in enumerate(state)
         ]
         return tuple(copies) if isinstance(state, tuple) else copies
     return state

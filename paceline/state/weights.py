@@ -8,7 +8,6 @@ What is read never runs code: a file that holds more than tensors and plain valu
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,11 +18,8 @@ from torch import nn
 
 from paceline.atomic_write import atomic_file
 from paceline.errors import CheckpointError, ConfigError
-from paceline.state.file_integrity import check_header, check_integrity
+from paceline.state.file_integrity import check_header, check_integrity, load_file
 from paceline.state.weights_fit import fit
-
-_GLOBAL = re.compile(r"GLOBAL (\S+)")  # in torch's message: what a pickle wanted to call
-_LONGEST = 200  # characters of a reason in a message
 
 
 def save_weights(path: Path, model: nn.Module) -> None:
@@ -89,15 +85,7 @@ def check_weights(path: Path) -> None:
 
 def _read(path: Path) -> Mapping[str, Any]:
     """Read a whole file's weights by name into this machine's memory."""
-    try:
-        if check_header(path) == "safetensors":
-            from safetensors.torch import load_file  # an extra
-
-            state: Any = load_file(path)
-        else:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch's unpickler stumbles over damage in many ways
-        raise CheckpointError(f"{path}: not a file of weights: {_reason(error)}") from error
+    state = load_file(path)
     if isinstance(state, Mapping) and isinstance(state.get("model"), Mapping):
         state = state["model"]
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
@@ -105,14 +93,3 @@ def _read(path: Path) -> Mapping[str, Any]:
             f"{path}: holds no weights by name; give a file of a model's state_dict()."
         )
     return state
-
-
-def _reason(error: Exception) -> str:
-    called = _GLOBAL.search(str(error))
-    if called:
-        return (
-            f"it wants to call {called.group(1)}, which could be any code; give one that holds a "
-            "model's state_dict() alone."
-        )
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return first if len(first) <= _LONGEST else f"{first[:_LONGEST]}…"

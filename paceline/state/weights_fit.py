@@ -22,7 +22,7 @@ _NAMED = 3  # of many names
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsFit:
-    """How a file's weights fit a model.
+    """Result of matching a file's weights to a model.
 
     Attributes:
         weights: what to load, by the model's names.

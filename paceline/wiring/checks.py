@@ -1,4 +1,4 @@
-"""What can be known of a configuration before anything is written."""
+"""Checks of a configuration, before anything is written."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from paceline.config.train import TrainConfig
 from paceline.errors import ConfigError
 from paceline.models.zoo import model_factory
 from paceline.replica.compiled_modules import check_compiler
-from paceline.run.bfloat16_support import capabilities_of
+from paceline.run.precision import capabilities_of
 from paceline.state.weights import check_weights
 from paceline.wiring.exchange import refuse_gpu
 from paceline.wiring.model import refuse_emulation
+from paceline.wiring.resume import check_order, check_origin
 from paceline.wiring.sources import Databases, labels_beyond, open_sources, order_of
-from paceline.wiring.start_checks import check_order, check_origin
 
 
 def check(config: TrainConfig, gpus: int) -> list[str]:
     """Check what can be known before anything is written, on a machine with `gpus` GPUs.
 
     Returns:
-        what a person should know, in sentences.
+        sentences for the user.
 
     Raises:
         ConfigError: a path, a label, a model, a number of samples or of GPUs, an emulated dtype, no
@@ -38,8 +38,8 @@ def check(config: TrainConfig, gpus: int) -> list[str]:
     wanted = max(world.gpu_numbers, default=world.workers - 1)
     if gpus and not world.use_cpu and wanted >= gpus:
         raise ConfigError(
-            f"GPU {wanted} isn't there: this machine has {gpus}, numbered from 0; name fewer by "
-            "--gpus or --num_gpus, or compute on CPUs by --use_cpu."
+            f"GPU {wanted} does not exist: this machine has {gpus}, numbered from 0. Request fewer "
+            "with --gpus or --num_gpus, or use CPUs with --use_cpu."
         )
     if config.model.load_model_path:
         check_weights(Path(config.model.load_model_path))
@@ -48,7 +48,7 @@ def check(config: TrainConfig, gpus: int) -> list[str]:
         refuse_gpu(config.sync)
     if config.sync.transport == "nixl":
         require_nixl()
-    if on_cpu:  # a GPU is asked by its worker: asking takes hold of it
+    if on_cpu:  # a GPU is checked by its worker: a check makes its context
         refuse_emulation(config.model, "cpu", capabilities_of(torch.device("cpu")))
     if config.model.compile and on_cpu:
         check_compiler()
@@ -77,12 +77,12 @@ def _notes(config: TrainConfig, sources: Databases) -> Iterator[str]:
     for source in (sources.train, sources.test):
         if source is not None and (beyond := labels_beyond(source, wanted)):
             yield (
-                f"{beyond} of {len(source)} records have labels beyond --num_labels {wanted}, and "
-                "are skipped: --bad_records skip."
+                f"{beyond} of {len(source)} records have labels beyond --num_labels {wanted} and "
+                "are skipped (--bad_records skip)."
             )
     labels = sources.train.labels
     if labels is not None and (classes := labels.max() + 1) < wanted:
         yield (
-            f"the training data has {classes} classes, and the model is made for {wanted}: "
-            f"--num_labels {classes} fits."
+            f"the training data has {'1 class' if classes == 1 else f'{classes} classes'} but the "
+            f"model has {wanted} outputs; use --num_labels {classes}."
         )

@@ -1,4 +1,4 @@
-"""Makes the model and its optimizer."""
+"""The model of a run, and its optimizer."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from paceline.models.compiled_blocks import blocks
 from paceline.models.weight_decay import decay_groups
 from paceline.models.zoo import build_model
 from paceline.replica.compiled_modules import compile_blocks
-from paceline.run.bfloat16_support import capabilities_of, computes_bfloat16
 from paceline.run.learning_rate import base_rate
+from paceline.run.precision import capabilities_of, computes_bfloat16
 from paceline.state.weights import load_weights
 from paceline.update.batch_norm import BatchShare, convert_sync_batchnorm
 
@@ -39,8 +39,8 @@ def make_model(
         config: names the model.
         device: where it computes.
         layers: connects the layers' ranks, where there is --sync_bn.
-        share: tells such layers what this rank counts; the replica's.
-        tell: receives what of given weights is left out, in sentences.
+        share: this rank's share of each step; the replica's.
+        tell: receives sentences about weights that are skipped.
 
     Raises:
         ConfigError: model or weights can't be had as asked for, or the device emulates --dtype.
@@ -63,7 +63,7 @@ def make_model(
 
 
 def refuse_emulation(model: ModelConfig, kind: str, capabilities: Mapping[str, object]) -> None:
-    """Look whether a device computes in bfloat16, where it is asked for.
+    """Refuse bfloat16 on a device that emulates it.
 
     Args:
         model: asks for it, or insists on it.
@@ -76,8 +76,8 @@ def refuse_emulation(model: ModelConfig, kind: str, capabilities: Mapping[str, o
     wanted = model.dtype == "bfloat16" and not model.force_bfloat16
     if wanted and not computes_bfloat16(capabilities):
         raise ConfigError(
-            f"--dtype bfloat16: this machine's {_KINDS.get(kind, kind)} has no instructions for "
-            "it and would emulate it, slower than float; leave --dtype out, or insist by "
+            f"--dtype bfloat16: this {_KINDS.get(kind, kind)} has no bfloat16 instructions, so "
+            "bfloat16 would be emulated and slower than float. Remove --dtype, or add "
             "--force_bfloat16."
         )
 
@@ -90,8 +90,8 @@ def make_optimizer(model: nn.Module, optim: OptimConfig, global_batch: int) -> O
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
-            "The model has no parameter that requires a gradient, and nothing to train: let "
-            "--model name a function whose model has some that aren't frozen."
+            "The model has no parameter with requires_grad=True, so there is nothing to train: "
+            "unfreeze some parameters."
         )
     return SGD(
         decay_groups(model, optim.weight_decay, norm_scale=not optim.no_bn_decay),

@@ -1,4 +1,4 @@
-"""Makes a rank's recorders."""
+"""Recorders of a rank: event file, log, console and trace."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from paceline.cluster.supervision.supervisor import say
 from paceline.comm.communicator import Communicator
 from paceline.config.run import OutputConfig
 from paceline.config.train import TrainConfig
+from paceline.errors import Message
 from paceline.observe.console import Console
 from paceline.observe.csv_log import CsvLog, log_name
 from paceline.observe.event_file import EventFile
@@ -29,7 +30,7 @@ def build_trace(
     folder: Path,
     communicator: Communicator,
     device: torch.device,
-    tell: Callable[[str], None] = say,
+    tell: Callable[[str | Message], None] = say,
 ) -> Trace | None:
     """Make what traces the steps that are to be traced; its file goes into `folder`."""
     steps = output.traced

@@ -1,12 +1,15 @@
-"""Where a run goes on: from its newest good checkpoint, from another run's, or from the start.
+"""Where a run resumes: its newest valid checkpoint, another run's checkpoint, or the beginning.
 
 Rank 0 reads the disk; the others get the state from it, so that machines needn't share a folder.
+A checkpoint has a position in an epoch. With other data, or batches of another size, that position
+is another one: samples would be lost, or trained twice. So this is checked before a run starts.
 """
 
 from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,16 +19,16 @@ import torch
 from paceline.comm.communicator import Communicator, broadcast_bytes
 from paceline.config.run import OutputConfig
 from paceline.config.train import difference
-from paceline.errors import CheckpointError, ConfigError
+from paceline.data.order import Order
+from paceline.errors import CheckpointError, ConfigError, Message
 from paceline.replica.replica import Replica
 from paceline.run.steps import Position
 from paceline.state.checkpoint_files import EXCHANGE, Checkpoints, read_checkpoint
 from paceline.state.run_folder import next_generation
-from paceline.wiring.start_checks import check_origin
 
 
 class Restorable(Protocol):
-    """Something that takes its state back."""
+    """Protocol of objects with `load_state_dict()`."""
 
     def load_state_dict(self, state: Any) -> Any:
         """Take the state."""
@@ -33,13 +36,13 @@ class Restorable(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Where a start of a run begins.
+    """Starting point of a run: the beginning, or a checkpoint.
 
     Attributes:
         generation: of the world; one more at each start.
         state: the checkpoint, or None.
         origin: the file, where it is another run's.
-        notes: what a person should know.
+        notes: sentences for the user.
     """
 
     generation: int = 0
@@ -49,14 +52,14 @@ class Start:
 
     @property
     def position(self) -> Position:
-        """Where the steps go on."""
+        """Position of the first step."""
         if self.state is None:
             return Position()
-        told = self.state["position"]
-        return Position(**{f.name: told[f.name] for f in fields(Position)})
+        saved = self.state["position"]
+        return Position(**{f.name: saved[f.name] for f in fields(Position)})
 
     def restore(self, parts: Mapping[str, Restorable]) -> None:
-        """Give each part its state back, if there is one.
+        """Restore the state of each part, if there is a checkpoint.
 
         Raises:
             ConfigError: the state is another model's or optimizer's.
@@ -67,19 +70,21 @@ class Start:
             except (KeyError, RuntimeError, ValueError, TypeError) as error:
                 reason = str(error).strip().splitlines()
                 raise ConfigError(
-                    f"--resume {self.origin or 'auto'}: the checkpoint's {name} doesn't fit: "
-                    f"{' '.join(line.strip() for line in reason[:2])[:300].rstrip('.')}; give the "
-                    f"{name} that it was trained with."
+                    flag="resume",
+                    value=self.origin or "auto",
+                    rule=f"the checkpoint's {name} doesn't fit: "
+                    f"{' '.join(line.strip() for line in reason[:2])[:300].rstrip('.')}",
+                    remedy=f"give the {name} that it was trained with",
                 ) from error
 
     def restore_exchange(self, replica: Replica) -> tuple[str, ...]:
-        """Give the exchange its state back, where there is any; return what to say of it."""
+        """Restore the exchange's state, if there is any; return sentences for the user."""
         state = None if self.state is None else self.state.get(EXCHANGE)
         if state is None or replica.restore(state):
             return ()
         return (
-            "What the checkpoint's lossy wire had yet to send, less than a step's rounding, is "
-            "dropped: nothing is rounded in this run.",
+            "The checkpoint's error-feedback residuals are dropped, because this run does not use "
+            "a lossy wire.",
         )
 
 
@@ -90,12 +95,12 @@ def find_start(
     communicator: Communicator,
     device: torch.device,
 ) -> Start:
-    """Find where the run goes on; collective.
+    """Find the starting point of a run; collective.
 
     Args:
         output: says what to resume from.
         run: the run's folder, rank 0's.
-        identity: what makes the run this one; a checkpoint of another is foreign.
+        identity: flags that make it this run; another run's checkpoints are skipped.
         communicator: the ranks.
         device: where its tensors live.
 
@@ -109,9 +114,58 @@ def find_start(
         start = _look(output, run, identity)
         torch.save({f.name: getattr(start, f.name) for f in fields(Start)}, file)
         data = file.getvalue()
-    data = broadcast_bytes(communicator, data, device, "where rank 0 starts from")
-    told = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    return Start(**told)
+    data = broadcast_bytes(communicator, data, device, "the broadcast of the start position")
+    return Start(**torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+
+
+def check_origin(output: OutputConfig, run: Path) -> None:
+    """Check, without reading it, that the checkpoint to start from exists, if it is needed.
+
+    Args:
+        output: says what to resume from.
+        run: the run's folder, rank 0's; a checkpoint of its own comes first.
+
+    Raises:
+        ConfigError: `--resume` names a file that isn't there.
+    """
+    if output.resume in ("auto", "no") or any(Checkpoints(run, 1).newest_first()):
+        return
+    if not Path(output.resume).is_file():
+        raise ConfigError(
+            flag="resume",
+            value=output.resume,
+            rule="there is no such file",
+            remedy="give auto, no, or a checkpoint",
+        )
+
+
+def check_order(output: OutputConfig, run: Path, order: Order, fingerprint: str) -> None:
+    """Check that the checkpoint to start from was made with the same data and batches.
+
+    Args:
+        output: says what to resume from.
+        run: the run's folder, rank 0's; a checkpoint of its own comes first.
+        order: of the images that the run will train.
+        fingerprint: of these images; checkpoints of earlier versions have none.
+
+    Raises:
+        ConfigError: its run had other data or batches.
+        CheckpointError: `--resume` names a file that is torn, or something else.
+    """
+    path, state = _peek(output, run)
+    if "order" not in state:
+        return
+    saved, wanted = _words(Order(**state["order"])), _words(order)
+    if saved != wanted:
+        raise ConfigError(
+            f"{path} was written with {saved}, but this run has {wanted}. Use the same data and "
+            "flags, or start a new run from its weights with --load_model_path."
+        )
+    if state.get("data", fingerprint) != fingerprint:
+        raise ConfigError(
+            f"{path} was written with other images or labels, of the same number. Use the same "
+            "data, or start a new run from its weights with --load_model_path."
+        )
 
 
 def _look(output: OutputConfig, run: Path, identity: Mapping[str, object]) -> Start:
@@ -124,8 +178,13 @@ def _look(output: OutputConfig, run: Path, identity: Mapping[str, object]) -> St
         return _start(run, state, f"Resuming from {path}", None, notes)
     if found:
         raise CheckpointError(
-            f"{notes[0]} None of the {len(found)} checkpoints of run {run.name} can be used: give "
-            "another --run_id, or remove them to start the run from the beginning."
+            Message(
+                "{} No checkpoint of run {} ({} found) can be used: use another {--run_id}, or "
+                "delete the checkpoints to restart the run.",
+                notes[0],
+                run.name,
+                len(found),
+            )
         )
     if output.resume in ("auto", "no"):
         return Start(generation=next_generation(run))
@@ -144,7 +203,7 @@ def _readable(
             notes.append(str(error))
             continue
         if difference(state.get("config") or {}, identity):
-            notes.append(f"{path}: the checkpoint of another run; it is left out.")
+            notes.append(f"{path}: this checkpoint belongs to another run and is skipped.")
             continue
         yield path, state
 
@@ -162,6 +221,21 @@ def _start(
         origin=origin,
         notes=(*notes, f"{what}: {where}"),
     )
+
+
+def _peek(output: OutputConfig, run: Path) -> tuple[Path, Mapping[str, Any]]:
+    """Read the header of the newest checkpoint that isn't torn; rank 0 names the torn ones."""
+    own = list(Checkpoints(run, 1).newest_first())
+    for path in own:
+        with suppress(CheckpointError):
+            return path, read_checkpoint(path, peek=True)
+    if own or output.resume in ("auto", "no"):
+        return run, {}
+    return Path(output.resume), read_checkpoint(Path(output.resume), peek=True)
+
+
+def _words(order: Order) -> str:
+    return f"{order.size:,} images, {order.samples:,} per epoch and {order.batch_size:,} per step"
 
 
 def _done(count: int, noun: str) -> str:

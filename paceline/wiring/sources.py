@@ -1,4 +1,4 @@
-"""Opens the databases and reads them in the run's order."""
+"""Databases of a run, opened, and their loaders in the run's order."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from paceline.data.synthetic import SyntheticSource
 from paceline.errors import ConfigError
 from paceline.recorder import Recorder
 
-MADE_UP_RECORDS = 2048  # of an epoch of made-up images, where --epoch_size is larger
+SYNTHETIC_RECORDS = 2048  # of an epoch of synthetic images, where --epoch_size is larger
 
 
 @dataclass(frozen=True, kw_only=True)
 class Databases:
-    """The records to train on and, where there are any, to test on."""
+    """Training source and optional test source."""
 
     train: Source
     test: Source | None
@@ -50,7 +50,7 @@ def open_sources(config: TrainConfig) -> Databases:
     if min(len(train), data.epoch_size) < config.world.workers:
         raise ConfigError(
             f"--train_data {data.train_data}: {min(len(train), data.epoch_size)} samples for "
-            f"{config.world.workers} workers; give each worker at least one."
+            f"{config.world.workers} workers; at least one sample per worker is needed."
         )
     if not data.test_data:
         return Databases(train=train, test=None)
@@ -58,8 +58,9 @@ def open_sources(config: TrainConfig) -> Databases:
     names = train.label_names, test.label_names
     if None not in names and names[0] != names[1]:
         raise ConfigError(
-            f"--test_data {data.test_data}: its classes {_some(names[1])} aren't those of the "
-            f"training data, {_some(names[0])}; make both of folders with the same classes."
+            f"--test_data {data.test_data}: its classes {_some(names[1])} differ from those of the "
+            f"training data, {_some(names[0])}; create both databases from folders with the same "
+            "classes."
         )
     return Databases(train=train, test=test)
 
@@ -91,7 +92,7 @@ def make_loader(
     if train and order.samples < members.world_size:
         raise ConfigError(
             f"--train_data {data.train_data}: {order.samples} samples for {members.world_size} "
-            "workers; give each at least one."
+            "workers; at least one sample per worker is needed."
         )
     transform = Transform(
         augment=data.augment,
@@ -140,7 +141,7 @@ def _open_source(flag: str, path: str, data: DataConfig, seed: int) -> Source:
     if path == NO_DATA:
         size = data.epoch_size if flag == "train_data" else data.test_epoch_size
         return SyntheticSource(
-            records=min(size, MADE_UP_RECORDS),
+            records=min(size, SYNTHETIC_RECORDS),
             image_size=data.image_size,
             channels=data.num_channels,
             num_labels=data.num_labels,
@@ -167,7 +168,7 @@ def labels_beyond(source: Source, num_labels: int) -> int:
 
 
 def _may_be_there(path: Path) -> bool:
-    """Tell whether there is something, or a folder that doesn't let us look: the source says so."""
+    """Tell whether a path exists, or may exist in an unreadable folder: the source reports that."""
     try:
         return path.exists()
     except PermissionError:

@@ -1,4 +1,4 @@
-"""Makes a trainer of a run's parts."""
+"""The trainer of a run, made from the run's configuration."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from paceline.data.source import Source
 from paceline.observe.loss_watch import LossWatch
 from paceline.observe.score_counter import TOLD
 from paceline.recorder import NullRecorder, Recorder
+from paceline.run.autotune import TrialSetting
 from paceline.run.learning_rate import LearningRate
 from paceline.run.precision import Precision
 from paceline.run.step_summary import StepSummaries
@@ -27,9 +28,9 @@ from paceline.state.checkpointer import Checkpointer, Stateful
 from paceline.state.weights import save_weights
 from paceline.trainer import Trainer
 from paceline.update.batch_norm import BatchShare
-from paceline.wiring.autotune import TrialSetting
-from paceline.wiring.exchange import Peers, replicate
+from paceline.wiring.exchange import replicate
 from paceline.wiring.model import make_model, make_optimizer
+from paceline.wiring.peers import Peers
 from paceline.wiring.resume import Start
 from paceline.wiring.sources import Databases, make_loader, order_of
 
@@ -67,8 +68,10 @@ def build_trainer(
     members, communicator = peers.members, peers.communicator
     torch.manual_seed(optim.seed)
     share = BatchShare()
-    told = config if start.state is None else config.without_weights()
-    model = make_model(told, device, layers, share, lambda note: recorder.event("note", text=note))
+    config_of_model = config if start.state is None else config.without_weights()
+    model = make_model(
+        config_of_model, device, layers, share, lambda note: recorder.event("note", text=note)
+    )
     agree(model)
     loader = partial(make_loader, config, members, device, recorder=recorder)
     train = loader(sources.train, train=True)
@@ -96,7 +99,7 @@ def build_trainer(
     setting = TrialSetting(
         folder=folder,
         steps=optim.num_epochs * train.steps - start.position.number,
-        tell=lambda note: recorder.event("note", text=note),
+        tell=lambda note: recorder.event("note", text=str(note)),
     )
     replica = replicate(model, optimizer, peers, config.sync, share, setting)
     replica.follow(precision.scale)
@@ -104,7 +107,7 @@ def build_trainer(
         recorder.event("note", text=note)
     weights = folder / f"{config.model.weights_name}.pt"
     output = config.output
-    teller = recorder if members.rank == 0 else NullRecorder()  # all hear the same losses
+    of_losses = recorder if members.rank == 0 else NullRecorder()  # all ranks have the same
     steps = Steps(
         replica,
         StepSummaries(communicator),
@@ -116,7 +119,7 @@ def build_trainer(
         position=start.position,
         policy=SavePolicy(steps=output.checkpoint_steps, minutes=output.checkpoint_minutes),
         stopping=stopping,
-        listen=watch_of(config, teller, folder, start.generation).hear,
+        listen=watch_of(config, of_losses, folder, start.generation, train.steps).hear,
         values=TOLD + 1,
         device=device,
     )
@@ -149,13 +152,21 @@ def make_checkpointer(
     return Checkpointer(parts, checkpoints, constant=constant)
 
 
-def watch_of(config: TrainConfig, recorder: Recorder, folder: Path, generation: int) -> LossWatch:
-    """Make what tells the losses and stops a run that diverges."""
+def watch_of(
+    config: TrainConfig, recorder: Recorder, folder: Path, generation: int, steps: int
+) -> LossWatch:
+    """Make the watch that records the losses and stops a run that diverges; epochs have `steps`."""
     remedy = (
-        "Give a smaller --base_learning_rate or a --warmup_epochs; what was saved in "
-        f"{folder / FOLDER} is good."
+        "Use a smaller --base_learning_rate or add --warmup_epochs; the checkpoints in "
+        f"{folder / FOLDER} are valid."
     )
-    return LossWatch(recorder, generation=generation, max_loss=config.optim.max_loss, remedy=remedy)
+    return LossWatch(
+        recorder,
+        generation=generation,
+        max_loss=config.optim.max_loss,
+        remedy=remedy,
+        every=steps if config.optim.max_loss_at == "epoch" else 1,
+    )
 
 
 def _extend(schedule: LambdaLR, rate: LearningRate) -> None:

@@ -161,7 +161,7 @@ def test_a_start_gives_it_to_a_lossy_wire_and_says_that_others_drop_it() -> None
         rank = Rank(c, kind, None, 2_000)
         notes = start.restore_exchange(rank.replica)
         exchange = rank.replica.state()
-        rank.replica.close()
+        rank.close()
         return notes, exchange
 
     lossy, plain = notified(False, (1, 1), "bf16"), notified(False, (1, 1))
@@ -181,6 +181,7 @@ def test_gradients_as_they_are_have_no_state() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         replica: Replica = replicate(model, optimizer, c, 2_000, kind)
         applied = replica.state(), replica.restore({"scale": 1.0, "missed": []})
+        c.all_reduce(torch.zeros(1)).wait("the end of all ranks")
         replica.close()
         return applied
 

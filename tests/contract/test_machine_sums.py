@@ -151,14 +151,14 @@ def waited_in_vain(make: Callable[[int], MachineSums], silent: int) -> list[str]
 
 def test_a_silent_neighbour_is_named() -> None:
     said = waited_in_vain(exchange_of((2, 1), limit=1.0, near_limit=1.0), silent=1)
-    assert said[0].startswith("rank 0 waited 1 s for rank 1 in bucket 0 in step 7: it hangs, or")
-    assert said[2].startswith("rank 2 waited 1 s for rank 0 in bucket 0 in step 7: it hangs, ")
+    assert said[0].startswith("rank 0 waited 1 s for rank 1 in bucket 3 in step 7: it hangs, or")
+    assert said[2].startswith("rank 2 waited 1 s for rank 0 in bucket 3 in step 7: it hangs, ")
 
 
 def test_a_silent_machine_is_named_by_the_leader() -> None:
     said = waited_in_vain(exchange_of((2, 1), limit=1.0, near_limit=1.0), silent=2)
-    assert said[0].startswith("rank 0 waited 1 s for rank 2 in bucket 0 in step 7: it hangs, ")
-    assert said[1].startswith("rank 1 waited 1 s for rank 0 in bucket 0 in step 7: it hangs, or")
+    assert said[0].startswith("rank 0 waited 1 s for rank 2 in bucket 3 in step 7: it hangs, ")
+    assert said[1].startswith("rank 1 waited 1 s for rank 0 in bucket 3 in step 7: it hangs, or")
 
 
 def test_a_device_that_hangs_ends_the_wait_as_well(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -188,6 +189,20 @@ def test_a_sum_that_doesnt_come_back_is_missed_by_its_owners_name() -> None:
 
     run_ranks(3, work)
     assert said[0].startswith("rank 0 waited 1 s for rank 1 in bucket 0 in step 0: it hangs")
+
+
+def test_a_put_to_a_peer_that_only_followed_the_lost_one_names_the_lost_one() -> None:
+    layout = lay_out([BucketSpec(lengths=(64,), dtype=torch.float32)], Topology.flat(3))
+    group, ones = WindowGroup(3, layout.size, layout.notifications), torch.ones(64)
+    before = set(threading.enumerate())
+    exchange = PutExchange(group.window(0), layout, [[ones]], [["weight"]], Timeout(LIMIT, LIMIT))
+    (reducer,) = set(threading.enumerate()) - before
+    group.window(LOST).close()
+    reducer.join(30)  # it has noticed that
+    group.window(1).close()  # as a rank does that has lost another
+    with pytest.raises(PeerLost, match=f"rank 0 lost rank {LOST} in a put: "):
+        exchange.send(0, [ones], 1.0, "bucket 0 in step 0")
+    exchange.close()
 
 
 def train_plainly(communicator: Communicator, model: nn.Module) -> dict[str, Tensor]:

@@ -55,7 +55,7 @@ def test_the_state_of_all_shards_is_that_of_a_whole_optimizer(make_optimizer: An
 @pytest.mark.parametrize(
     ("machines", "kind"),
     [((2, 1), make_sharded), ((1,), make_sharded), ((1, 1), make_notified)],
-    ids=str,
+    ids=["sharded, two and one", "sharded, one", "replicated, one and one"],
 )
 def test_shards_are_dealt_out_anew_to_other_ranks_and_to_replicas(
     machines: tuple[int, ...], kind: Any

@@ -26,7 +26,7 @@ SCRIPT = (
     "100000",
 )
 CHOSEN = re.compile(
-    r"exchange: (allreduce|notified), (\d+) MB buckets: \S+ ms a step; .*\. Pin this choice with "
+    r"exchange: (allreduce|notified), (\d+) MB buckets: \S+ ms per step; .*\. Pin this choice with "
     r"--sync \1 --bucket_mb \2\.$"
 )
 
@@ -46,7 +46,7 @@ def test_a_run_chooses_by_its_first_steps_and_goes_on_with_that(tmp_path: Path) 
     again = Command(*words, folder=tmp_path)
     line = again.line_with("exchange: ").rstrip()
     what = f"exchange: {said[1]}, {said[2]} MB buckets"
-    assert line == f"{what}, as this run has measured before (exchange.toml)."
+    assert line == f"{what}, reused from this run's earlier trials (exchange.toml)."
     end(again)
 
 
@@ -62,8 +62,8 @@ def test_a_short_run_takes_collectives_and_says_so(tmp_path: Path) -> None:
     ended = run(*TRAIN, "--num_epochs", "1", folder=tmp_path)
     assert ended.status == 0, ended.text
     assert (
-        "exchange: allreduce, 8 MB buckets: 12 steps are too few to measure what is best; choose "
-        "by --sync and --bucket_mb.\n"
+        "exchange: allreduce, 8 MB buckets: 12 steps are too few for autotuning; set --sync and "
+        "--bucket_mb to override.\n"
     ) in ended.text
     assert not (tmp_path / "runs/r/exchange.toml").exists()
 
@@ -72,8 +72,8 @@ def test_a_script_chooses_by_its_first_steps(tmp_path: Path) -> None:
     script = Script("paceline", *SCRIPT, folder=tmp_path)
     line = script.line_with("exchange: ").rstrip()
     said = re.fullmatch(
-        r"paceline: exchange: (\w+), \d+ MB buckets: .*\. Pin this choice with sync \1 bucket_mb "
-        r"\d+\.",
+        r"paceline: exchange: (\w+), \d+ MB buckets: .*\. "
+        r"Pin this choice with sync \1 bucket_mb \d+\.",
         line,
     )
     assert said is not None, line

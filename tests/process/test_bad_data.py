@@ -81,12 +81,13 @@ AT_ONCE = {
     ),
     "other classes": Bad(
         words=WORDS + "whole --test_data other",
-        said="--test_data other: its classes class0, class1 aren't those of the training data, "
-        "class0, class1, class2; make both of folders with the same classes.",
+        said="--test_data other: its classes class0, class1 differ from those of the training "
+        "data, class0, class1, class2; create both databases from folders with the same classes.",
     ),
     "too few": Bad(
         words=WORDS + "whole --num_workers 30",
-        said="--train_data whole: 15 samples for 30 workers; give each worker at least one.",
+        said="--train_data whole: 15 samples for 30 workers; at least one sample per worker is "
+        "needed.",
     ),
     "create of no classes": Bad(
         words="db create images/class0 made",
@@ -108,7 +109,7 @@ AT_ONCE = {
     ),
     "create of a damaged image": Bad(
         words="db create broken made",
-        said=r"broken/dog/2.jpg is a damaged image: .*\. Mend or remove it, or give "
+        said=r"broken/dog/2.jpg is a damaged image: .*\. Repair or remove it, or give "
         "--skip_damaged.",
         status=1,
     ),

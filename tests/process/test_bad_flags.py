@@ -37,8 +37,7 @@ COMMANDS = {
     ),
     "ledger of nothing": Bad(
         words="ledger",
-        said="Error parsing LedgerConfig: paceline ledger: no run is given; give a run's folder, "
-        "or its id.",
+        said="Error parsing LedgerConfig: paceline ledger: a run folder or run id is required.",
     ),
 }
 FLAGS = {
@@ -88,13 +87,13 @@ FLAGS = {
     ),
     "contradictory": Bad(
         words="--num_gpus 2 --num_workers 2",
-        said="Error parsing world: --num_gpus 2 and --num_workers 2 say the same thing: give one "
+        said="Error parsing world: --num_gpus 2 and --num_workers 2 are redundant: use one "
         "of them.",
     ),
     "two meeting places": Bad(
         words="--redis_host h --master h:1",
-        said="Error parsing world: --redis_host and --master are different meeting places: give "
-        "one.",
+        said="Error parsing world: --redis_host and --master select different rendezvous "
+        "methods: use one.",
     ),
     "a flag that needs another": Bad(
         words="--num_shards 2 --master node0:29500",
@@ -110,8 +109,8 @@ FLAGS = {
     ),
     "a run's name that is a path": Bad(
         words="--run_id ../r",
-        said=r"Error parsing world: --run_id '\.\./r': it names a file; use printable "
-        r"characters but / and \\, and not only blanks and dots\.",
+        said=r"Error parsing world: --run_id '\.\./r': the value is used as a file name; use "
+        r"printable characters but / and \\, and not only blanks and dots\.",
     ),
 }
 

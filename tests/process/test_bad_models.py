@@ -93,8 +93,8 @@ LATER = {
     "own:fails_itself": "Model own:fails_itself: the function failed with TypeError: 'int' object "
     r"is not subscriptable \(own.py, line \d+\): mend it; call it with num_labels=3 to look into "
     "it.",
-    "own:frozen": "The model has no parameter that requires a gradient, and nothing to train: let "
-    "--model name a function whose model has some that aren't frozen.",
+    "own:frozen": "The model has no parameter with requires_grad=True, so there is nothing to "
+    "train: unfreeze some parameters.",
     "own:returns_dict": "The model returned a dict of logits, aux: a model must return logits, a "
     r"Tensor of \(4, 3\) for 4 images; let --model name a function whose model returns its logits "
     "alone.",

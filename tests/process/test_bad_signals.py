@@ -54,11 +54,15 @@ def here(tmp_path: Path) -> Path:
 
 
 def stopped(
-    folder: Path, words: str, moment: Callable[[Command], object], *numbers: signal.Signals
+    folder: Path,
+    words: str,
+    moment: Callable[[Command], object],
+    *numbers: signal.Signals,
+    real: bool = False,
 ) -> Ended:
     """Run a command, send it signals at a moment, and see that nobody is left."""
     with nobody_left() as environment:
-        command = Command(*words.split(), folder=folder, environment=environment)
+        command = Command(*words.split(), folder=folder, environment=environment, real=real)
         moment(command)
         for number in numbers:
             command.send(number)
@@ -73,7 +77,7 @@ def test_ctrl_c_while_torch_is_loaded_is_quiet_and_leaves_nothing(here: Path) ->
         process = psutil.Process(command.pid)
         until(lambda: any("libtorch_cpu" in m.path for m in process.memory_maps()))
 
-    ended = stopped(here, ENDLESS, loads_torch, signal.SIGINT)
+    ended = stopped(here, ENDLESS, loads_torch, signal.SIGINT, real=True)
     assert ended.text in ("", "paceline: stopped by SIGINT.\n")
     assert not (here / "runs").exists()
 

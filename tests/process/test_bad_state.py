@@ -78,7 +78,7 @@ def test_a_checkpoint_of_another_run_is_named_and_the_one_before_it_used(
     torch.save({**state, "config": {**state["config"], "momentum": 0.5}}, here / NEWEST)
     assert main(WORDS.split()) == 0
     said = capfd.readouterr().out
-    assert f"{NEWEST}: the checkpoint of another run; it is left out." in said
+    assert f"{NEWEST}: this checkpoint belongs to another run and is skipped." in said
     assert "step-00000002.pt: epoch 1, 2 steps done." in said
 
 
@@ -90,8 +90,8 @@ def test_without_a_good_checkpoint_the_run_doesnt_begin_anew_by_itself(
         tear(file)
     events = (here / RUN / "events.rank0.jsonl").read_bytes()
     said = (
-        WHO + TORN + r" None of the 2 checkpoints of run r can be used: give another --run_id, or "
-        "remove them to start the run from the beginning."
+        WHO + TORN + r" No checkpoint of run r \(2 found\) can be used: use another --run_id, or "
+        "delete the checkpoints to restart the run."
     )
     require_answer(Bad(words=WORDS, said=said, status=1), here, capfd)
     assert (here / RUN / "events.rank0.jsonl").read_bytes() == events
@@ -99,8 +99,8 @@ def test_without_a_good_checkpoint_the_run_doesnt_begin_anew_by_itself(
 
 def made_with(checkpoint: str, now: str) -> str:
     return (
-        f"{checkpoint} was made with 16 images, 16 an epoch and 4 a step, and this run has {now}; "
-        "give the data and flags that it was made with, or its weights to a new run by "
+        f"{checkpoint} was written with 16 images, 16 per epoch and 4 per step, but this run has "
+        f"{now}. Use the same data and flags, or start a new run from its weights with "
         "--load_model_path."
     )
 
@@ -131,11 +131,11 @@ REFUSED = {
     ),
     "resume with other batches": Bad(
         words=WORDS + f" --run_id new --batch_size 8 --resume {NEWEST}",
-        said=made_with(NEWEST, "16 images, 16 an epoch and 8 a step"),
+        said=made_with(NEWEST, "16 images, 16 per epoch and 8 per step"),
     ),
     "resume with other epochs": Bad(
         words=WORDS + f" --run_id new --epoch_size 8 --resume {NEWEST}",
-        said=made_with(NEWEST, "8 images, 8 an epoch and 4 a step"),
+        said=made_with(NEWEST, "8 images, 8 per epoch and 4 per step"),
     ),
     "resume garbage": Bad(
         words=WORDS + " --run_id new --resume own.py",
@@ -162,22 +162,20 @@ def test_a_run_doesnt_go_on_with_other_data(here: Path, capfd: pytest.CaptureFix
     assert main(["db", "create", "images", "few"]) == 0
     tear(here / NEWEST)
     before = RUN + "checkpoints/step-00000002.pt"
-    said = made_with(before, "12 images, 12 an epoch and 4 a step")
+    said = made_with(before, "12 images, 12 per epoch and 4 per step")
     require_answer(Bad(words=WORDS + " --train_data few", said=said), here, capfd)
 
 
-def test_a_run_does_not_resume_with_labels_that_were_swapped(
+def test_a_run_does_not_resume_with_other_images_of_the_same_number(
     here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (here / "images/class0").rename(here / "images/other")
-    (here / "images/class1").rename(here / "images/class0")
-    (here / "images/other").rename(here / "images/class1")
-    assert main(["db", "create", "images", "swapped"]) == 0
+    some_images(here / "images", classes=2, each=8)
+    assert main(["db", "create", "images", "other"]) == 0
     said = (
-        f"{NEWEST} was made with other images or labels, of the same number; give the data that it "
-        "was made with, or its weights to a new run by --load_model_path."
+        f"{NEWEST} was written with other images or labels, of the same number. Use the same data, "
+        "or start a new run from its weights with --load_model_path."
     )
-    require_answer(Bad(words=WORDS + " --train_data swapped", said=said), here, capfd)
+    require_answer(Bad(words=WORDS + " --train_data other", said=said), here, capfd)
 
 
 def test_a_finished_run_is_left_as_it_is(here: Path) -> None:

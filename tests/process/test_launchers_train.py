@@ -159,4 +159,4 @@ def test_a_live_run_is_refused_a_second_start_by_another_launcher(
         programs[0].printed("epoch 1/")
         refused = run(*words[2:], "--num_workers", "2", folder=tmp_path)
     assert refused.status == 2
-    assert "this run is alive" in refused.text
+    assert "this run is active" in refused.text

@@ -147,7 +147,7 @@ def test_a_run_that_is_alive_is_not_joined_again(tmp_path: Path) -> None:
     script.wait()
     assert second.status == 2
     assert second.text == (
-        "paceline: run run: this run is alive on this machine; stop it, or give another run.\n"
+        "paceline: run run: this run is active on this machine; stop it, or give another run.\n"
     )
 
 

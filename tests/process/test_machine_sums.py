@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed import FileStore
 
-from paceline import wiring as build
+from paceline import wiring
 from paceline.comm.communicator import Communicator
 from paceline.config.world import SyncConfig
 from paceline.errors import PeerLost
@@ -23,7 +23,7 @@ LOST, STEP = 3, 2
 MACHINES = (2, 2)
 AS_ON_GPUS = """
 import runpy, sys
-from paceline.wiring import machine_group as machine
+from paceline.wiring import peers as machine
 from paceline.algorithms import notified
 
 
@@ -89,7 +89,7 @@ def bench_of(c: Communicator, model: nn.Module, meeting: Path) -> Bench:
     bench = Bench.of(c, model)
     bench.replica.close()
     config = SyncConfig(sync="notified", bucket_mb=0.002)
-    bench.replica = build.replicate(bench.model, bench.optimizer, peers, config)
+    bench.replica = wiring.replicate(bench.model, bench.optimizer, peers, config)
     return bench
 
 

@@ -43,7 +43,7 @@ def test_a_live_run_is_refused_and_a_killed_one_is_not(tmp_path: Path) -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
-        with pytest.raises(ConfigError, match="this run is alive on this machine"):
+        with pytest.raises(ConfigError, match="this run is active on this machine"):
             RunFolder(tmp_path / "r", shard_id=0).open({"batch_size": 4})
         holder.kill()
     RunFolder(tmp_path / "r", shard_id=0).open({"batch_size": 4})

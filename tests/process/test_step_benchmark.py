@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.communicator import Communicator
-from paceline.wiring.autotune import CANDIDATES, CONNECTIONS
+from paceline.wiring.candidates import CANDIDATES, CONNECTIONS
 from tests.harness.documents.benchmark_runs import (
     BENCHMARKS,
     INTERVAL,

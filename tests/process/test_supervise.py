@@ -146,6 +146,17 @@ def test_workers_that_dont_hear_sigterm_are_killed_within_five_seconds(stage: St
     assert actor.ended()
 
 
+def test_a_killed_supervisor_leaves_no_folder_behind(stage: Stage) -> None:
+    supervisor = stage.start(RunPlan(workers=1))
+    (actor,) = stage.actors(1)
+    error_file = Path(actor.place.error_file)
+    assert error_file.exists()
+    supervisor.send(signal.SIGKILL)
+    assert supervisor.status() == -signal.SIGKILL
+    assert actor.ended()
+    assert not error_file.parent.exists()
+
+
 def test_a_second_signal_leaves_what_saving_takes(stage: Stage) -> None:
     supervisor = stage.start(RunPlan(workers=1))
     (actor,) = stage.actors(1)

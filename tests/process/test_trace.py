@@ -35,7 +35,7 @@ def trained(folder: Path, *words: str, machines: int = 1) -> Path:
     for machine, command in enumerate(commands):
         ended = command.wait()
         assert ended.status == 0, ended.text
-        assert ended.text.count("paceline: the trace is ") == (machine == 0)
+        assert ended.text.count("paceline: the trace is in ") == (machine == 0)
     return folder / ("runs0" if machines > 1 else "runs") / "r"
 
 

@@ -9,6 +9,8 @@ import sys
 import pytest
 
 import paceline
+from paceline import World
+from paceline.cluster.membership.members import Members
 
 NAMES = [
     *("CheckpointError", "CommError", "CommTimeout", "ConfigError", "DataError", "Loader"),
@@ -78,3 +80,11 @@ def test_importing_the_package_does_not_wait_for_torch() -> None:
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'jion'"):
         _ = paceline.jion
+
+
+def test_a_world_names_its_rank_among_all_and_on_its_machine() -> None:
+    world = World.__new__(World)
+    addresses, hosts = ("10.0.0.1", "10.0.0.2"), ("a", "b")
+    world._members = Members.on(1, 2, machines=(2, 3), addresses=addresses, hosts=hosts)
+    assert (world.rank, world.world_size) == (4, 5)
+    assert (world.local_rank, world.local_world_size) == (2, 3)

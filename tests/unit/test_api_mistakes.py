@@ -144,9 +144,10 @@ def test_what_changes_nothing_on_one_machine_is_told(
     world: World, model: nn.Module, capsys: pytest.CaptureFixture[str]
 ) -> None:
     paceline.parallelize(model, sgd(model), world, sync="notified", wire="int8", connections=4)
-    what = "changes nothing on one machine, whose workers share memory: it is for what travels"
+    what = "has no effect on one machine, because its workers use shared memory; it applies to"
     assert capsys.readouterr().err.splitlines() == [
-        f"paceline: {flag} {what} between machines." for flag in ("wire int8", "connections 4")
+        f"paceline: {flag} {what} traffic between machines."
+        for flag in ("wire int8", "connections 4")
     ]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from paceline.run.bfloat16_support import capabilities_of, computes_bfloat16
+from paceline.run.precision import capabilities_of, computes_bfloat16
 
 
 @pytest.mark.parametrize(

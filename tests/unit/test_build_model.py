@@ -84,7 +84,7 @@ WITH = {"avx2": True, "avx512_bf16": True}
 def test_emulated_bfloat16_is_refused_with_both_ways_out(
     kind: str, capabilities: dict[str, object], device: str
 ) -> None:
-    words = f"--dtype bfloat16: this machine's {device} has no .*leave .*--force_bfloat16"
+    words = f"--dtype bfloat16: this {device} has no .*Remove .*--force_bfloat16"
     with pytest.raises(ConfigError, match=words):
         refuse_emulation(ModelConfig(dtype="bfloat16"), kind, capabilities)
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
+from paceline.cli import train as cli_train
 from paceline.cli.flags import parse
 from paceline.cli.notes import notes
 from paceline.cluster.rendezvous.preflight import configuration_facts
+from paceline.cluster.stores.store_spec import StoreSpec
+from paceline.codecs.codecs import CODECS
 from paceline.config.run import OutputConfig
 from paceline.config.train import TrainConfig
+from paceline.config.world import CHOICES, METHODS
 from paceline.errors import ConfigError
+from paceline.wiring.candidates import CANDIDATES
+from paceline.wiring.exchange import SYNCHRONIZERS
 
 
 def config_of(*words: str) -> TrainConfig:
@@ -89,16 +97,19 @@ def test_a_switch_that_is_on_can_be_switched_off() -> None:
         (["--num_channels", "2"], "must be 1 (grey) or 3 (RGB)"),
         (["--image_size", "500"], "--scale 256 is smaller than --image_size 500"),
         (["--shard_id", "1"], "--shard_id 1: must be 0 to 0"),
-        (["--num_shards", "2"], "needs a meeting place"),
+        (["--num_shards", "2"], "needs a rendezvous"),
         (["--num_shards", "2", "--redis_host", "h"], "needs --run_id"),
-        (["--redis_host", "h", "--master", "h:1"], "different meeting places"),
-        (["--num_gpus", "2", "--num_workers", "2"], "say the same thing"),
-        (["--gpus", "0,1", "--num_workers", "2"], "say the same thing"),
+        (["--redis_host", "h", "--master", "h:1"], "select different rendezvous methods"),
+        (["--num_gpus", "2", "--num_workers", "2"], "are redundant"),
+        (["--gpus", "0,1", "--num_workers", "2"], "are redundant"),
         (["--gpus", "0,zero"], "--gpus 0,zero"),
-        (["--run_id", "a/b"], "--run_id 'a/b': it names a file"),
-        (["--run_id", "a\nb"], "it names a file"),
+        (["--run_id", "a/b"], "--run_id 'a/b': the value is used as a file name"),
+        (["--run_id", "a\nb"], "the value is used as a file name"),
         (["--run_id", "a" * 300], "use at most 200 characters"),
-        (["--save_model_name", "../x"], "--save_model_name '../x': it names a file"),
+        (
+            ["--save_model_name", "../x"],
+            "--save_model_name '../x': the value is used as a file name",
+        ),
         (["--bucket_mb", "inf"], "must be at least 0 and finite"),
         (["--wire", "bf16", "--sync", "allreduce"], "--wire bf16 needs --sync notified"),
         (["--update", "sharded", "--sync", "allreduce"], "--update sharded needs --sync notified"),
@@ -109,7 +120,7 @@ def test_a_switch_that_is_on_can_be_switched_off() -> None:
         (["--timeout", "inf"], "must be greater than 0 and finite"),
         (["--base_learning_rate", "nan"], "must be greater than 0"),
         (["--image_mean_per_channel", "nan"], "--image_mean_per_channel nan"),
-        (["--gpus", "0, 00"], "give different numbers"),
+        (["--gpus", "0, 00"], "must be distinct"),
         (["--image_std_per_channel", "0"], "must be greater than 0"),
         (["--image_mean_per_channel", "1", "2"], "has 2 values"),
         (["--learning_rate", "1"], "--base_learning_rate"),
@@ -166,7 +177,7 @@ def test_what_was_chosen_for_the_person_is_said() -> None:
         notes(config_of("--train_data", "null", *fine), gpus=0), fine[::2], strict=True
     ):
         assert told.startswith(f"{flag} ")
-        assert "changes nothing on one machine" in told
+        assert "has no effect on one machine" in told
     by_nixl = ["--transport", "nixl", "--wire", "int8"]
     assert list(notes(config_of("--train_data", "null", *by_nixl), gpus=0)) == []
     apart = ["--num_shards", "2", "--run_id", "r", "--master", "node0:1"]
@@ -203,3 +214,68 @@ def test_a_configuration_is_checked_wherever_it_is_made() -> None:
 
     with pytest.raises(ConfigError, match=r"--momentum 1\.0: must be at least 0 and less than 1"):
         OptimConfig(momentum=1.0)
+
+
+CLUSTER = ("--train_data", "null", "--num_shards", "2", "--run_id", "r", "--file_store_path", "/x")
+
+
+@pytest.mark.parametrize("redis", [("--redis_host", "h"), ("--redis_url", "redis://h:1/0")])
+def test_beside_redis_the_folder_of_saved_models_is_no_rendezvous(redis: tuple[str, str]) -> None:
+    config = config_of(*CLUSTER, *redis)
+    (told,) = notes(config, gpus=2)
+    assert told.startswith("--file_store_path /x isn't used: the rendezvous is through Redis")
+    store = StoreSpec.of(config.world, "space")
+    assert store is not None
+    assert (store.kind, "h" in store.address) == ("redis", True)
+    assert not list(notes(config_of(*CLUSTER), gpus=2))
+
+
+def test_a_folder_beside_machine_0_is_two_rendezvous_methods(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        config_of(*CLUSTER, "--master", "h:1")
+    text = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert "--file_store_path and --master select different rendezvous methods" in text
+
+
+def test_caffe2s_name_for_its_resnet_is_a_resnet(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--train_data", "null", "--model", "resnext", "--resnext_width_per_group", "64")
+    config = config_of(*words, "--resnext_num_groups", "1", "--num_layers", "101")
+    assert config.model.name == "resnet101"
+    assert list(notes(config, gpus=0)) == []
+    with pytest.raises(SystemExit):
+        config_of(*words, "--resnext_num_groups", "32")
+    assert "--resnext_num_groups 32: only ResNets" in capsys.readouterr().err
+
+
+def test_caffe2s_choice_of_a_cpu_library_changes_nothing() -> None:
+    (told,) = notes(config_of("--train_data", "null", "--use_ideep"), gpus=0)
+    assert told.startswith("--use_ideep is deprecated and has no effect")
+
+
+def test_each_method_of_the_table_has_its_class_and_each_candidate_is_one() -> None:
+    assert SYNCHRONIZERS.keys() == METHODS.keys()
+    assert {sync for rows in CANDIDATES.values() for sync, _ in rows} <= METHODS.keys()
+    assert set(CHOICES["wire"]) >= CODECS.keys()
+
+
+@pytest.mark.parametrize(
+    ("prog", "at"), [("paceline train", "step"), ("resnet50_trainer", "epoch")]
+)
+def test_resnet50_trainer_compares_the_loss_at_an_epochs_end(
+    monkeypatch: pytest.MonkeyPatch, prog: str, at: str
+) -> None:
+    started: list[tuple[TrainConfig, Sequence[str]]] = []
+
+    def supervise(config: TrainConfig, argv: Sequence[str]) -> int:
+        started.append((config, argv))
+        return 0
+
+    monkeypatch.setattr(cli_train, "_supervise", supervise)
+    assert cli_train.main(["--train_data", "null"], prog=prog) == 0
+    assert cli_train.main(["--train_data", "null", "--max_loss_at", "step"], prog=prog) == 0
+    assert [config.optim.max_loss_at for config, _ in started] == [at, "step"]
+    config, argv = started[0]
+    assert config_of(*argv) == config  # what the workers are told
+    assert config.digests() == config_of("--train_data", "null").digests()

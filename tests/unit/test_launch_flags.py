@@ -162,7 +162,7 @@ def test_flags_that_cant_be_are_refused_before_anything_starts(
 ) -> None:
     for flags, told in (
         (["-n", "-1"], "--num_workers -1: must be at least 0"),
-        (["--num_shards", "2"], "--num_shards 2 needs a meeting place"),
+        (["--num_shards", "2"], "--num_shards 2 needs a rendezvous"),
     ):
         with pytest.raises(SystemExit) as caught:
             main([*flags, "--", "true"])

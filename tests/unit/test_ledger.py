@@ -121,7 +121,7 @@ def test_a_missing_line_is_lost_samples_with_their_place(tmp_path: Path) -> None
     assert [a.lost for a in proof.accounts] == [0, 2]
     (fault,) = proof.faults
     assert (fault.generation, fault.step, fault.steps) == (0, 4, 1)
-    assert fault.text == "Positions 6 to 7 were trained by nobody (rank 1 wrote no line)."
+    assert fault.text == "Positions 6 to 7 were trained by no rank (rank 1 wrote no line)."
 
 
 def test_a_missing_line_of_a_step_under_way_is_a_hole_if_later_ones_are_there(
@@ -154,7 +154,7 @@ def test_a_share_outside_of_its_batch_is_out_of_place(tmp_path: Path) -> None:
     edit(history, 1, shift)
     proof = proof_of(history, tmp_path)
     assert [(a.once, a.lost, a.twice) for a in proof.accounts] == [(9, 1, 1), (10, 0, 0)]
-    assert "Position 6 was trained by nobody." in words(proof)
+    assert "Position 6 was trained by no rank." in words(proof)
     assert "Position 8 was trained outside of the batch, 4 to 7, by rank 1" in words(proof)
 
 
@@ -204,7 +204,7 @@ def test_a_run_that_came_to_no_step_is_exact(tmp_path: Path) -> None:
         (lambda e: e.update(epoch=1) if e.get("step") == 1 else None, "wrote another epoch, 1"),
         (lambda e: e.update(skipped=3) if e.get("step") == 1 else None, "skipped 3 of 2 samples"),
         (lambda e: e.update(step=99) if e.get("step") == 5 else None, "could only step 0 to 5"),
-        (lambda e: e.update(last=0) if e.get("step") == 1 else None, "by nobody"),
+        (lambda e: e.update(last=0) if e.get("step") == 1 else None, "by no rank"),
     ],
 )
 def test_lines_that_contradict_each_other_are_faults(

@@ -47,7 +47,7 @@ def test_a_machine_that_is_left_out_is_missed(
     assert "  generation 0: There is no event file of ranks 2, 3 of its 4." in lines
     assert (
         '  epoch 1/3, step 2/16 and the 13 after it (generation 0, "step": 1): '
-        "Positions 96 to 127 were trained by nobody (ranks 2, 3 wrote no line)."
+        "Positions 96 to 127 were trained by no rank (ranks 2, 3 wrote no line)."
     ) in lines
 
 
@@ -85,7 +85,7 @@ def test_no_run_is_the_callers_mistake(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit) as raised:
         main([])
     assert raised.value.code == 2
-    assert "no run is given" in capsys.readouterr().err
+    assert "paceline ledger: a run folder or run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("events", [None, "", '{"event": "ru'])

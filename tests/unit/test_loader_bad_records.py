@@ -128,11 +128,11 @@ def test_who_is_skipped_is_told_once_each_and_then_counted_by_epoch() -> None:
         for epoch in (0, 0, 1):
             epoch_of(loader, epoch)
     assert [line.partition(" can't")[0] for line in told[:5]] == [
-        f"rank 0 leaves out a bad record: record {index}" for index in range(40, 45)
+        f"rank 0 skips a bad record: record {index}" for index in range(40, 45)
     ]
-    assert told[5] == "rank 0 leaves out more bad records; from now on they are counted."
+    assert told[5] == "rank 0 skips more bad records; they are counted and no longer named."
     assert [line.partition(", the first of them: record 40 ")[0] for line in told[6:]] == [
-        f"rank 0 left out 9 bad records of epoch {epoch}" for epoch in (0, 0, 1)
+        f"rank 0 skipped 9 bad records of epoch {epoch}" for epoch in (0, 0, 1)
     ]
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,9 @@ from paceline.data.batch_slice import BatchSlice
 from paceline.data.map_style_loader import MappedLoader
 from paceline.data.order import Order
 from paceline.errors import ConfigError, DataError
+from tests.harness.processes.command import Ended, Running
 
+ROOT = Path(__file__).parents[2]
 SIZE, BATCH = 23, 5
 
 
@@ -206,12 +210,20 @@ def test_an_error_of_the_data_set_comes_through(
     assert set(multiprocessing.active_children()) == before
 
 
-# torch raises in a signal's handler, wherever that finds Python: also in a callback of the
-# collector's, where an error is a warning. It asks again after a while.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_worker_that_dies_is_an_error_of_data() -> None:
+def load_from_a_worker_that_dies() -> None:
     with pytest.raises(DataError, match=r"a process that loads data died .* try num_workers=0"):
         real(loader_of(Failing("dies"), num_workers=1).epoch(0))
+    print("an error of data")
+
+
+# In a process of its own: torch raises in a signal's handler, wherever that finds Python, also in a
+# callback of another test's library, which swallows it.
+def test_a_worker_that_dies_is_an_error_of_data(tmp_path: Path) -> None:
+    code = "from tests.unit.test_loader_mapped import *; load_from_a_worker_that_dies()"
+    loading = Running(
+        [sys.executable, "-c", code], folder=tmp_path, variables={"PYTHONPATH": str(ROOT)}
+    )
+    assert loading.wait() == Ended(0, "an error of data\n")
 
 
 def test_a_worker_that_hangs_is_an_error_within_the_limit(tmp_path: Any) -> None:

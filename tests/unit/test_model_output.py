@@ -60,6 +60,6 @@ def test_an_error_of_ours_stays_what_it_is() -> None:
 
 
 def test_too_little_memory_is_a_sentence_and_not_the_models_fault() -> None:
-    words = r"too small for a step, which asked for \d+ bytes: .*smaller --batch_size"
+    words = r"Out of memory in a step, which asked for \d+ bytes: .*smaller --batch_size"
     with pytest.raises(PacelineError, match=words), explained_memory(), explained_errors(IMAGES):
         torch.empty(1 << 50)

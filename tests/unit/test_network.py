@@ -13,6 +13,7 @@ from paceline.cluster.rendezvous.reachability import (
     candidates,
     choose,
     interfaces,
+    listening_address,
     reach,
 )
 from paceline.errors import CommError, ConfigError
@@ -32,6 +33,23 @@ def test_the_loopback_is_among_the_interfaces() -> None:
 
 def test_all_interfaces_but_the_loopback_are_offered() -> None:
     assert candidates(LAN, ()) == ("10.0.0.5", "172.17.0.1")
+
+
+@pytest.mark.parametrize(
+    ("host", "wanted", "address"),
+    [
+        ("127.0.0.1", (), "127.0.0.1"),
+        ("localhost", ("eth0",), "127.0.0.1"),
+        ("10.0.0.5", ("docker0",), "10.0.0.5"),
+        ("192.0.2.1", (), ""),  # such as a router's, which leads here
+        ("192.0.2.1", ("eth0",), "10.0.0.5"),
+        ("no-such-host.invalid", ("eth0",), "10.0.0.5"),
+    ],
+)
+def test_a_store_listens_on_the_interface_of_its_address_alone(
+    host: str, wanted: tuple[str, ...], address: str
+) -> None:
+    assert listening_address(host, LAN, wanted) == address
 
 
 def test_named_interfaces_alone_are_offered_in_their_order() -> None:

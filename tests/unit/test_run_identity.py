@@ -94,14 +94,14 @@ def test_an_unfinished_run_under_its_older_id_is_found(tmp_path: Path) -> None:
 
     assert choose() == "new-1"
     (tmp_path / "old-1").mkdir()
-    (tmp_path / "old-1" / "finished").touch()
+    RunFolder(tmp_path / "old-1", shard_id=0).finish()
     assert choose() == "new-1"
     (tmp_path / "old-2").mkdir()
     assert choose() == "old-2"
     assert choose(anew=True) == "new-1"
     (tmp_path / "new-1").mkdir()
     assert choose() == "new-1"
-    (tmp_path / "new-1" / "finished").touch()
+    RunFolder(tmp_path / "new-1", shard_id=0).finish()
     assert choose() == "old-2"
 
 

@@ -124,7 +124,7 @@ def test_a_put_is_joined_with_its_arrival_across_clocks_hours_apart(
 
 
 def test_a_run_that_never_comes_to_the_traced_steps_leaves_no_trace(tmp_path: Path) -> None:
-    said: list[str] = []
+    said: list[object] = []
 
     def run(c: Communicator) -> None:
         trace = Trace(tmp_path / "trace.json", range(5, 6), c, CPU, 0, tell=said.append)
@@ -134,7 +134,8 @@ def test_a_run_that_never_comes_to_the_traced_steps_leaves_no_trace(tmp_path: Pa
 
     run_ranks(2, run)
     assert not list(tmp_path.iterdir())
-    assert said == ["--trace_steps 5:5: no such step was made, so there is no trace."]
+    (text,) = map(str, said)
+    assert text == "--trace_steps 5:5: none of these steps was run, so there is no trace."
 
 
 def test_a_scripts_steps_are_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,7 +146,7 @@ def test_a_scripts_steps_are_traced(tmp_path: Path, capsys: pytest.CaptureFixtur
             with world.step():
                 plain_step(model, x, y, optimizer, world)
     path = tmp_path / "trace.steps1-2.json"
-    assert capsys.readouterr().err == f"paceline: the trace is {path}.\n"
+    assert capsys.readouterr().err == f"paceline: the trace is in {path}.\n"
     told = json.loads(path.read_text())
     names = [e["name"] for e in told["traceEvents"] if e["ph"] == "X"]
     assert [name for name in names if name.startswith("step")] == ["step 1", "step 2"]

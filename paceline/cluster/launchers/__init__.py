@@ -1,1 +1,1 @@
-"""What other launchers tell their processes: torchrun, mpirun, Slurm's srun."""
+"""Readers of the variables that launchers set: torchrun, mpirun, Slurm's srun."""

@@ -1,4 +1,4 @@
-"""Where the processes that mpirun started meet: rank 0's address, told to all through MPI.
+"""Where the processes that mpirun started meet: rank 0's address, broadcast by MPI.
 
 Only bytes are exchanged, JSON, by `mpi_broadcast.py`; nothing is unpickled. See the extra `mpi`.
 """
@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from paceline.cluster.launchers.launched_process import LaunchedProcess
-from paceline.errors import CommError, ConfigError
+from paceline.errors import CommError, ConfigError, Message
 
 _PROGRAM = Path(__file__).with_name("mpi_broadcast.py")
 _OTHERS = "or give them a meeting place: --master, --file_store_path, --redis_host or --redis_url"
@@ -56,8 +56,12 @@ def _broadcast(text: bytes, launched: LaunchedProcess, timeout: float) -> bytes:
         )
     except subprocess.TimeoutExpired as error:
         raise CommError(
-            f"Some of the {launched.world_size} processes that mpirun started didn't come within "
-            f"{timeout:g} s: see what they say, or give a longer --first_iter_timeout."
+            Message(
+                "Some of the {} processes that mpirun started didn't come within {:g} s: see what "
+                "they say, or give a longer {--first_iter_timeout}.",
+                launched.world_size,
+                timeout,
+            )
         ) from error
     except subprocess.CalledProcessError as error:
         said = error.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"]

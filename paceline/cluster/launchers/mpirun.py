@@ -1,4 +1,4 @@
-"""What mpirun tells its processes: MPICH's and Intel's variables, and Open MPI's.
+"""Reader of the variables that mpirun sets: MPICH's and Intel's, and Open MPI's.
 
 Neither says where to meet, nor numbers the machines. MPICH's rank alone means nothing: Slurm sets
 the same `PMI_RANK` for programs that it starts itself.

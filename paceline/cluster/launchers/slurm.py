@@ -1,4 +1,4 @@
-"""What Slurm's srun tells its tasks.
+"""Reader of the variables that Slurm's srun sets.
 
 A shell inside an allocation (`salloc`, a batch script, `srun --pty bash`) has most of the same
 variables and is no task of several: what counts is a step of one's own with more than one task.

@@ -1,6 +1,6 @@
-"""What torchrun tells its processes.
+"""Reader of the variables that torchrun sets.
 
-Without torchrun's own TCP store (`TORCHELASTIC_USE_AGENT_STORE`), and for whoever sets `RANK` and
+Without torchrun's own TCP store (`TORCHELASTIC_USE_AGENT_STORE`), and where a user sets `RANK` and
 the rest by hand, rank 0 serves one at `MASTER_ADDR` and `MASTER_PORT`.
 See https://docs.pytorch.org/docs/stable/elastic/run.html, "Environment Variables".
 """
@@ -34,7 +34,7 @@ def by_torchrun(variables: Mapping[str, str]) -> bool:
 
 
 def by_hand(variables: Mapping[str, str]) -> bool:
-    """Tell whether somebody set torchrun's variables, or a part of them."""
+    """Tell whether a user set torchrun's variables, or some of them."""
     return "RANK" in variables or "WORLD_SIZE" in variables
 
 

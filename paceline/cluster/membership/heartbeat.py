@@ -14,24 +14,24 @@ _CLOSE_S = 2.0
 class Heartbeat:
     """Calls `beat(1)`, `beat(2)`, … each half a second until closed.
 
-    A beat that fails is tried again: losing the meeting place ends nobody's run. The first failure
-    of a row is told, once.
+    A beat that fails is tried again: losing the store ends no run. The first failure of a row is
+    reported, once.
 
     Args:
         beat: advances the lease to a number; its first call is made here, by the caller's thread.
-        tell: receives a failure, from the heartbeat's thread.
+        report: receives a failure, from the heartbeat's thread.
         every: seconds between beats.
     """
 
     def __init__(
         self,
         beat: Callable[[int], None],
-        tell: Callable[[Exception], None],
+        report: Callable[[Exception], None],
         *,
         every: float = BEAT_S,
     ) -> None:
         self._beat = beat
-        self._tell = tell
+        self._report = report
         self._every = every
         self._end = threading.Event()
         beat(1)
@@ -52,5 +52,5 @@ class Heartbeat:
                 failing = False
             except STORE_ERRORS as error:
                 if not failing:
-                    self._tell(error)
+                    self._report(error)
                 failing = True

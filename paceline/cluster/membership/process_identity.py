@@ -1,6 +1,6 @@
 """Which process on which machine, so that the same machine's processes can ask the kernel.
 
-A process number alone names nobody: numbers are used again, and each container has its own. So it
+A process number alone names no process: numbers are used again, and each container has its own. It
 goes with its start time, and with the kernel's boot id and the namespaces in which it has meaning.
 Linux only: the facts come from /proc.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from paceline.errors import CommError
+from paceline.errors import CommError, Message
 
 _PAUSE_S = 0.1
 
@@ -29,7 +29,7 @@ class Deadline:
         limit: float,
         report: Callable[[str], None],
         pause: Callable[[float], None],
-        remedy: str,
+        remedy: str | Message,
     ) -> None:
         self._limit = limit
         self._deadline = time.monotonic() + limit
@@ -45,7 +45,9 @@ class Deadline:
             DeadlinePassed: the limit is over.
         """
         if time.monotonic() > self._deadline:
-            raise DeadlinePassed(f"{awaited} didn't come within {self._limit:g} s: {self._remedy}.")
+            raise DeadlinePassed(
+                Message("{} didn't come within {:g} s: {}.", awaited, self._limit, self._remedy)
+            )
         if awaited != self._reported:
             self._report(f"waiting for {awaited}")
             self._reported = awaited
@@ -55,7 +57,7 @@ class Deadline:
         """Pause for a moment of a wait that has a limit of its own and isn't worth a line."""
         self._pause(_PAUSE_S)
 
-    def at_most(self, limit: float, remedy: str) -> Deadline:
+    def at_most(self, limit: float, remedy: str | Message) -> Deadline:
         """Return a deadline that ends sooner, if `limit` is sooner."""
         left = max(0.0, self._deadline - time.monotonic())
         return Deadline(min(limit, left), self._report, self._pause, remedy)

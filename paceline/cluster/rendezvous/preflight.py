@@ -72,8 +72,8 @@ def compare(
 
 def configuration_facts(config: TrainConfig) -> dict[str, str]:
     """Return the flags that make a run this run, and what all ranks do together besides."""
-    told = config.identity() | {"trace_steps": config.output.trace_steps}
-    return {f"--{name}": str(value) or "not given" for name, value in sorted(told.items())}
+    options = config.identity() | {"trace_steps": config.output.trace_steps}
+    return {f"--{name}": str(value) or "not given" for name, value in sorted(options.items())}
 
 
 def version_facts() -> dict[str, str]:

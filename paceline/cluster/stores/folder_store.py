@@ -10,8 +10,9 @@ that file systems keep, NFS among them: of several processes that rename the sam
 - A new key is prepared as a directory under another name and renamed to its own, which fails where
   the key is there already.
 - A change writes a value of a new unique name, then renames the head that it has *read* to one that
-  names the new value. If somebody came between, the old head is gone and the change starts again.
-  As unique names never return, a process that stood still for an hour can't overwrite anything.
+  names the new value. If another process came between, the old head is gone and the
+  change starts again. As unique names never return, a process that stood still for an hour can't
+  overwrite anything.
 - The winner removes the old value. A reader whose value vanishes reads again.
 
 An NFS client remembers listings and missing names for up to a minute. Setting a folder's time asks
@@ -60,8 +61,8 @@ class FolderStore(ChangedStore):
     Args:
         path: the folder.
         timeout: the limit of `get` and of a `wait` that gives none.
-        make: make the folder where it isn't there; otherwise it is empty until somebody else does,
-            and can't be written.
+        make: make the folder where it isn't there; otherwise it is empty until another process
+            does, and can't be written.
 
     Raises:
         ConfigError: the folder can't be made or written.
@@ -164,7 +165,7 @@ class FolderStore(ChangedStore):
             except OSError as error:
                 if error.errno not in _GONE:
                     raise
-        raise DistStoreError(f"{folder} names no value: remove it, somebody damaged it.")
+        raise DistStoreError(f"{folder} names no value: remove it, it is damaged.")
 
     def _create(self, key: str, value: bytes) -> bool:
         folder = self.path / _temporary_name()
@@ -194,7 +195,7 @@ class FolderStore(ChangedStore):
         except OSError as error:
             if error.errno not in _GONE:
                 raise
-            # An NFS client repeats a rename whose answer was lost, and is told "not there".
+            # An NFS client repeats a rename whose answer was lost, and gets "not there".
             if successor not in _fresh_names(folder):
                 (folder / unique).unlink(missing_ok=True)
                 return False

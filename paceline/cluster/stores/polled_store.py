@@ -3,8 +3,8 @@
 `torch.distributed` keeps its meeting point behind `torch.distributed.Store`. A store written in
 Python is called back by C++, which looks methods up by name; the names that it uses are these,
 `getNumKeys` and `deleteKey` among them, where its own Python binding says `num_keys` and
-`delete_key`. C++ keeps only its half of the object alive: whoever hands a store to a process group
-or a `PrefixStore` keeps the store itself, too.
+`delete_key`. C++ keeps only its half of the object alive: the caller that hands a store to a
+process group or a `PrefixStore` keeps the store itself, too.
 
 A missing key is waited for by asking again, at intervals that grow from 1 to 50 ms.
 """

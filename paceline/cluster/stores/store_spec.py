@@ -31,8 +31,8 @@ from paceline.config.world import WorldConfig
 from paceline.errors import CommError, ConfigError
 
 STORES: dict[str, type[PolledStore]] = {
+    "redis": RedisStore,  # before the folder: Caffe2's clusters give both, and meet through Redis
     "folder": FolderStore,
-    "redis": RedisStore,
     "tcp": TcpStore,
 }
 """The kinds of stores."""

@@ -99,7 +99,7 @@ class EventQueue:
             raise Interrupted(event)
 
     def close(self) -> None:
-        """Release the socket; nobody gets any more."""
+        """Release the socket; no event comes any more."""
         self._bell.close()
         self._ring.close()
 

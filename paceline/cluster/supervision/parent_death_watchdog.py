@@ -1,6 +1,6 @@
 """A program of its own: run a command, and end it with the supervisor that wants it.
 
-    python -I -S lifeline.py COMMAND …
+    python -I -S parent_death_watchdog.py COMMAND …
 
 The command knows nothing of its supervisor. This process stands between: its standard input is a
 pipe that only the supervisor holds open, and at its end it kills its process group, the command and

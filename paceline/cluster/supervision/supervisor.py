@@ -37,7 +37,7 @@ from paceline.cluster.supervision.event_queue import (
 from paceline.cluster.supervision.failure_report import FailureReport, cause
 from paceline.cluster.supervision.formed_run import FormedRun
 from paceline.cluster.supervision.worker_process import WorkerProcess
-from paceline.errors import ConfigError, PacelineError
+from paceline.errors import ConfigError, Message, PacelineError
 
 _CAUSE_S = 2.0
 _TERM_S = 4.0
@@ -48,7 +48,7 @@ _POST_S = 1.0
 _LEAVE_S = 1.0
 
 
-def say(text: str) -> None:
+def say(text: str | Message) -> None:
     """Print a line for the user, on standard error, if there is one."""
     with suppress(OSError):
         erase = "\r\x1b[2K" if sys.stderr.isatty() else ""  # of a worker's progress, or of ^C

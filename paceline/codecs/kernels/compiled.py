@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.codecs.codec import Piece, Source, cover
+from paceline.codecs.codec import Piece, Source, cover, first_code
 from paceline.codecs.kernels import plain
 from paceline.codecs.kernels.nontemporal import LINE, add_past_caches, fence, weigh_past_caches
 from paceline.codecs.kernels.plain import BLOCK, LARGE, TINY
@@ -105,13 +105,15 @@ class Int8(plain.Int8):
         self, sources: Sequence[Source], weight: float, before: Tensor, data: Tensor, after: Tensor
     ) -> None:
         """See `Codec`."""
-        numel, codes = after.numel(), self.codes(after.numel())
+        numel = after.numel()
+        codes = first_code(numel, BLOCK)
         assert data.numel() == codes + numel
         _encode_int8(*_addresses(sources, weight, before, data, after), numel, codes, BLOCK)
 
     def decode(self, data: Tensor, out: Tensor, *, add: bool = False) -> None:
         """See `Codec`."""
-        numel, codes, at = out.numel(), self.codes(out.numel()), data.data_ptr()
+        numel, at = out.numel(), data.data_ptr()
+        codes = first_code(numel, BLOCK)
         assert data.numel() == codes + numel
         _decode_int8(at, at + codes, out.data_ptr(), numel, BLOCK, add)
 
@@ -126,7 +128,8 @@ class Int8(plain.Int8):
         out: Tensor,
     ) -> None:
         """See `Codec`."""
-        numel, codes = out.numel(), self.codes(out.numel())
+        numel = out.numel()
+        codes = first_code(numel, BLOCK)
         assert data.numel() == codes + numel
         others = _contributions(parts, data, out, after)
         addresses = _addresses(sources, weight, before, data, after)

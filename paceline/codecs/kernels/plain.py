@@ -10,12 +10,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from paceline.codecs.codec import MultiPassCodec, Piece, Source, cover, cut
+from paceline.codecs.codec import MultiPassCodec, Piece, Source, cover, cut, first_code
 
 BLOCK = 256  # values of int8 that share a scale
 TINY, LARGE = 2.0**-119, 2.0**127  # beyond, a scale is denormal, and 127 of it may be infinite
 _CHUNK = 32_768  # values; whole blocks of int8's
-_ALIGN = 64  # bytes, a cache line
 _NAN = 0x7FC0  # bfloat16's; torch's own differs between its scalar and its vector instructions
 
 
@@ -87,17 +86,13 @@ class Int8(MultiPassCodec):
 
     def size(self, numel: int) -> int:
         """See `Codec`."""
-        return self.codes(numel) + numel
-
-    def codes(self, numel: int) -> int:
-        """Return the first byte of the codes, behind the scales."""
-        return -(-4 * -(-numel // BLOCK) // _ALIGN) * _ALIGN
+        return first_code(numel, BLOCK) + numel
 
     def encode(
         self, sources: Sequence[Source], weight: float, before: Tensor, data: Tensor, after: Tensor
     ) -> None:
         """See `Codec`."""
-        codes = self.codes(after.numel())
+        codes = first_code(after.numel(), BLOCK)
         for begin, values in _weighed(sources, weight, before):
             error = after[begin : begin + len(values)]
             for part, scales, coded in _blocks(data, begin, len(values), codes):
@@ -107,7 +102,7 @@ class Int8(MultiPassCodec):
 
     def decode(self, data: Tensor, out: Tensor, *, add: bool = False) -> None:
         """See `Codec`."""
-        codes = self.codes(out.numel())
+        codes = first_code(out.numel(), BLOCK)
         for begin in range(0, out.numel(), _CHUNK):
             values = out[begin : begin + _CHUNK]
             for part, scales, coded in _blocks(data, begin, len(values), codes):

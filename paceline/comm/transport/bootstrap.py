@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from torch._C._distributed_c10d import Store
 
-from paceline.errors import CommTimeout, PeerLost
+from paceline.errors import CommTimeout, Message, PeerLost
 
 _GREETING = struct.Struct("!8s32sI")
 _NAME = b"paceline"
@@ -185,6 +185,11 @@ def _received(end: socket.socket, limit: float) -> bytes:
 def _missing(bootstrap: Bootstrap, ranks: list[int]) -> CommTimeout:
     names = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
     return CommTimeout(
-        f"rank {bootstrap.rank} timed out after {bootstrap.limit:g} s waiting for a "
-        f"connection from {names}; check the output of that rank, or increase --first_iter_timeout."
+        Message(
+            "rank {} timed out after {:g} s waiting for a connection from {}; check the output of "
+            "that rank, or increase {--first_iter_timeout}.",
+            bootstrap.rank,
+            bootstrap.limit,
+            names,
+        )
     )

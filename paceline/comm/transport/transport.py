@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from paceline.comm.transport import event_loop as loop
 from paceline.comm.window import INVALID_PUT, PEER_CLOSED, THIS_PROCESS_CLOSED, PutEvent
-from paceline.errors import CommError
+from paceline.errors import CommError, Message
 
 CHUNK = 2**18  # bytes of a frame at most
 _SHARED = 2**17  # bytes of a put that several connections share, at least
@@ -318,8 +318,11 @@ class Transport:
             self._reap()
         if len(self._free) < count:
             raise CommError(
-                f"{_PUTS:,} chunks are in flight, which is the maximum: a peer does not receive, "
-                "or there are too many buckets; use a larger --bucket_mb."
+                Message(
+                    "{:,} chunks are in flight, which is the maximum: a peer does not receive, or "
+                    "there are too many buckets; use a larger {--bucket_mb}.",
+                    _PUTS,
+                )
             )
         slots = [heapq.heappop(self._free) for _ in range(count)]
         self._top = max(self._top, slots[-1] + 1)

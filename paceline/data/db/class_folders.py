@@ -28,7 +28,7 @@ PARTS = {  # the usual names of a data set's parts
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A file that may be an image; `name` is its path relative to the folder of all classes."""
+    """File that may be an image; `name` is its path relative to the folder of all classes."""
 
     name: str
     label: int
@@ -36,7 +36,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class ClassFolders:
-    """The classes in the order of their labels, and their files in sorted order.
+    """Class folders in label order, their files in sorted order, and the skipped entries.
 
     Attributes:
         skipped: files beside the class folders, hidden ones, and what is neither file nor folder.

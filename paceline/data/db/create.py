@@ -107,6 +107,6 @@ def _stored(config: DbCreateConfig, candidate: Candidate) -> tuple[bytes, bool] 
         image, was_transparent = stored_form(data, config.encoding, config.resize)
     except DamagedImage as error:
         return DataError(
-            f"{path} is a damaged image: {error}. Mend or remove it, or give --skip_damaged."
+            f"{path} is a damaged image: {error}. Repair or remove it, or give --skip_damaged."
         )
     return encode_record(image, candidate.label, config.format), was_transparent

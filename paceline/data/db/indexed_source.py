@@ -42,7 +42,7 @@ _SAMPLED = 16  # records that are read at open: a few milliseconds, also from a 
 
 
 class Database(Protocol):
-    """What a source needs of a database. `read` may be called by several threads at once."""
+    """Protocol of a key-value database that `IndexedSource` reads; `read` is thread-safe."""
 
     def read(self, key: bytes, offset: int | None) -> bytes | None:
         """Read a value; None where there is no such key.
@@ -67,7 +67,7 @@ class Database(Protocol):
 
 
 class IndexedSource:
-    """Records of a database by number: a `Source`, which owns the database and closes it.
+    """Source over a database with an index; owns the database and closes it.
 
     Args:
         database: an open database, closed if this fails.

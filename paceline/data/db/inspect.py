@@ -24,7 +24,7 @@ from paceline.errors import DataError
 
 
 class Sides(NamedTuple):
-    """Pixels of images' sides: the smallest, the middle and the largest."""
+    """Smallest, median and largest image width or height, in pixels."""
 
     smallest: int
     middle: int
@@ -33,7 +33,7 @@ class Sides(NamedTuple):
 
 @dataclass(kw_only=True)
 class Report:
-    """Contents of a database; counts leave damaged records out.
+    """Summary of a database's contents; counts exclude damaged records.
 
     Attributes:
         records: all of them, damaged ones too.

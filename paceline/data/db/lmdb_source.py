@@ -28,7 +28,7 @@ from paceline.errors import DataError
 
 
 class Lmdb:
-    """LMDB database: an environment that is shared in this process.
+    """LMDB database, read through an environment that this process shares.
 
     Raises:
         DataError: the database is damaged or incomplete.
@@ -72,7 +72,7 @@ class Lmdb:
 
 
 class _Environments:
-    """The open environments of this process and their numbers of users, by file."""
+    """Reference-counted LMDB environments of this process, by file."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -30,7 +30,7 @@ LENGTHS = struct.Struct("<ii")  # of a record's key and value
 
 
 class MiniDb:
-    """Minidb database: an open file, given by its folder or by itself."""
+    """Minidb database, read from its one open file."""
 
     def __init__(self, path: Path) -> None:
         self._path = minidb_file(path)

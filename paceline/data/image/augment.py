@@ -43,7 +43,7 @@ DRAWS = _SHAPES + 2 * _TRIES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """The plan for one image.
+    """Crop, resize and mirror parameters for one image.
 
     Attributes:
         box: left, top, right, bottom of the part to use, in whole source pixels.
@@ -63,7 +63,7 @@ class View:
 
 @dataclass(frozen=True, kw_only=True)
 class Transform:
-    """How images become samples, in training or in evaluation.
+    """Image transform: random for training, fixed for evaluation.
 
     Attributes:
         augment: `caffe2` and `inception` scale for evaluation the short side to `scale` and take

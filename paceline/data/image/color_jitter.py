@@ -25,7 +25,7 @@ _GREY = (0.299, 0.587, 0.114)  # ITU-R BT.601, as in JPEG's luminance and Pillow
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Jitter:
-    """Factors of brightness, contrast and saturation; 1 changes nothing."""
+    """Colour jitter factors of brightness, contrast and saturation; 1 is neutral."""
 
     brightness: float
     contrast: float

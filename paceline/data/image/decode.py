@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import simplejpeg
 from PIL import ImageOps
 
 from paceline.data.image.augment import Box, View
@@ -27,11 +26,10 @@ from paceline.data.image.formats import (
     DamagedImage,
     check_size,
     eight_bit,
-    is_jpeg,
     open_image,
     reason_of,
 )
-from paceline.data.image.jpeg import jpeg_orientation, jpeg_pixels
+from paceline.data.image.jpeg import jpeg_orientation, jpeg_pixels, jpeg_size
 from paceline.data.image.pixels import place, recolored, resized, upright
 from paceline.data.source import Pixels
 from paceline.errors import DataError
@@ -71,7 +69,7 @@ def _opened(
 ) -> tuple[Pixels, View, Box]:
     """Find an image's pixels, perhaps scaled down, the plan, and the plan's box in them."""
     if isinstance(image, bytes):
-        size = _turbojpeg_size(image)
+        size = jpeg_size(image)
         if size is not None:
             orientation = jpeg_orientation(image)
             view = plan(*(size if orientation < 5 else size[::-1]))
@@ -89,17 +87,6 @@ def _opened(
         )
     view = plan(pixels.shape[1], pixels.shape[0])
     return pixels, view, view.box
-
-
-def _turbojpeg_size(data: bytes) -> tuple[int, int] | None:
-    """Read (width, height); None for what Pillow decodes: other formats, inks, what is unusual."""
-    if not is_jpeg(data):
-        return None
-    try:
-        height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data, strict=False)
-    except (ValueError, KeyError):  # KeyError: a ratio of colour to light that it has no name for
-        return None
-    return None if colorspace in ("CMYK", "YCCK") else (width, height)
 
 
 def _factor(view: View) -> int:

@@ -15,11 +15,11 @@ MAX_PIXELS = 2**27  # of an image: 384 MiB in RGB
 
 
 class DamagedImage(Exception):
-    """An image can't be decoded; the text is the reason."""
+    """Error of an image that can't be decoded; the text is the reason."""
 
 
 class ImageFormat(NamedTuple):
-    """How files of a format are recognized.
+    """Image format, as its files are recognized.
 
     Attributes:
         magic: a file begins with one of these.

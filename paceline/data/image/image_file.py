@@ -71,7 +71,7 @@ def check_image(image: bytes | Pixels) -> ImageFacts:
         return ImageFacts("raw", image.shape[1], image.shape[0])
     try:
         if is_jpeg(image):
-            size = jpeg_size(image)
+            size = jpeg_size(image) or open_image(image).size
             check_size(*size)
             jpeg_pixels(image, colorspace="GRAY", min_height=1, min_width=1)
             return ImageFacts("jpeg", *size)

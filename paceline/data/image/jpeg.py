@@ -11,21 +11,22 @@ import numpy as np
 import simplejpeg
 from PIL import ExifTags
 
-from paceline.data.image.formats import open_image
+from paceline.data.image.formats import is_jpeg, open_image
 from paceline.data.source import Pixels
 
 _HEADERS = 1 << 16  # bytes, at a file's beginning, where EXIF data stand
 _HARMLESS = ("extraneous bytes", "SOS parameters", "Adobe color transform", "JFIF revision")
 
 
-def jpeg_size(data: bytes) -> tuple[int, int]:
-    """Read (width, height) in the header.
-
-    Raises:
-        ValueError: it is damaged.
-    """
-    height, width, *_ = simplejpeg.decode_jpeg_header(data, strict=False)
-    return width, height
+def jpeg_size(data: bytes) -> tuple[int, int] | None:
+    """Read (width, height) in the header; None for what Pillow decodes: other inks, and damage."""
+    if not is_jpeg(data):
+        return None
+    try:
+        height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data, strict=False)
+    except (ValueError, KeyError):  # KeyError: a ratio of colour to light that it has no name for
+        return None
+    return None if colorspace in ("CMYK", "YCCK") else (width, height)
 
 
 def jpeg_orientation(data: bytes) -> int:

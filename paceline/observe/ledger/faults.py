@@ -18,7 +18,7 @@ _NAMED = 8  # ranks
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """Something that isn't exact.
+    """Finding of the ledger: a deviation from exactly-once training.
 
     Attributes:
         text: what it is, without where; a sentence.
@@ -54,27 +54,27 @@ def judge(segment: Segment, tiling: Tiling, strays: Iterable[Stretch]) -> Iterat
 
 
 def _contradictions(history: History, period: Period) -> Iterator[str]:
-    told = period.generation
-    if len(told.world_sizes) > 1:
-        sizes = " and ".join(map(str, sorted(told.world_sizes)))
+    written = period.generation
+    if len(written.world_sizes) > 1:
+        sizes = " and ".join(map(str, sorted(written.world_sizes)))
         yield f"Its ranks don't agree how many they are: {sizes}."
-    if told.stretches and not told.world_sizes:
+    if written.stretches and not written.world_sizes:
         yield "No line tells how many ranks it has."
-    if len(told.restores) > 1:
-        steps = " and ".join(map(str, sorted(told.restores)))
+    if len(written.restores) > 1:
+        steps = " and ".join(map(str, sorted(written.restores)))
         yield f"Its ranks don't agree before which step they went on: {steps}."
-    if told.stretches and not told.restores:
+    if written.stretches and not written.restores:
         yield "No line tells before which step it went on."
-    if any(not 0 <= step <= history.extent.total for step in told.restores):
-        yield f"It went on before step {max(told.restores)} of a run of {history.extent.total}."
-    for stretch in told.stretches:
+    if any(not 0 <= step <= history.extent.total for step in written.restores):
+        yield f"It went on before step {max(written.restores)} of a run of {history.extent.total}."
+    for stretch in written.stretches:
         if stretch.start < period.start or stretch.end > history.extent.total:
             yield (
                 f"Rank {stretch.rank} trained step {_span(stretch.start, stretch.end)}, and could "
                 f"only step {_span(period.start, history.extent.total)}."
             )
     missing = sorted(set(period.ranks) - history.ranks)
-    if missing and told.stretches:
+    if missing and written.stretches:
         yield f"There is no event file of {_ranks(missing)} of its {len(period.ranks)}."
 
 
@@ -82,7 +82,7 @@ def _misplaced(segment: Segment, tiling: Tiling, strays: Iterable[Stretch]) -> I
     if segment.owed:
         for columns in tiling.lost:
             silent = f"{_ranks(segment.absent)} wrote no line" if segment.absent else ""
-            yield f"{_positions(segment, columns)} trained by nobody{_aside(silent)}."
+            yield f"{_positions(segment, columns)} trained by no rank{_aside(silent)}."
     elif segment.holes:
         yield f"{_ranks(segment.holes).capitalize()} wrote no line, but later ones."
     for columns in tiling.twice:

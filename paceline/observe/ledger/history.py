@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class Extent:
-    """What a run has to train.
+    """Expected size of a run: samples, steps, epochs and batch size.
 
     Attributes:
         samples: of an epoch.
@@ -53,7 +53,7 @@ class Extent:
 
 @dataclass(slots=True, kw_only=True)
 class Stretch:
-    """Consecutive steps in which a rank trained the same columns of each batch.
+    """Consecutive steps in which a rank trained the same slice of each batch.
 
     Attributes:
         rank: the rank.
@@ -78,7 +78,7 @@ class Stretch:
 
 @dataclass(kw_only=True)
 class Generation:
-    """What the ranks say of one start of the run.
+    """Records of one generation, as its ranks wrote them.
 
     Attributes:
         world_sizes: how many ranks there are; one number, if they agree.
@@ -99,7 +99,7 @@ class Generation:
 
 @dataclass(frozen=True, kw_only=True)
 class History:
-    """All that a run's event files say.
+    """Contents of all event files of a run.
 
     Attributes:
         extent: what it has to train.

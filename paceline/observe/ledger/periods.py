@@ -19,7 +19,7 @@ from paceline.observe.ledger.history import Generation, History
 
 @dataclass(frozen=True, kw_only=True)
 class Period:
-    """The steps `start` to `end` of a run, for which one generation answers.
+    """Range of steps whose result comes from one generation.
 
     Attributes:
         number: the generation's.
@@ -48,7 +48,7 @@ class Period:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """Who answers for what.
+    """Assignment of steps to the generations whose results count.
 
     Attributes:
         periods: gapless; the first begins where the run did.

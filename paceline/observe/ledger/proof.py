@@ -22,7 +22,7 @@ KEPT = 20  # faults in a proof; the others are counted
 
 @dataclass(kw_only=True)
 class EpochAccount:
-    """The samples of an epoch as far as the run went; owed are `once + skipped + lost + twice`.
+    """Sample counts of one epoch: `owed` is `once + skipped + lost + twice`.
 
     Attributes:
         epoch: the epoch, from 0.
@@ -30,7 +30,7 @@ class EpochAccount:
         committed: of them, those that a checkpoint or the run's end holds.
         once: trained once.
         skipped: visited once and left out, as their records can't be read.
-        lost: trained by nobody.
+        lost: trained by no rank.
         twice: trained more than once; besides, those that were trained out of place.
     """
 
@@ -45,7 +45,7 @@ class EpochAccount:
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """What the event files prove.
+    """Result of the ledger: what a run's event files prove.
 
     Attributes:
         extent: what the run has to train.
@@ -88,12 +88,12 @@ def prove(files: Iterable[tuple[int, Events]]) -> Proof:
     history = read_history(files)
     times = timeline(history)
     accounts = _accounts(history.extent, times)
-    kept: list[Fault] = []
+    first_faults: list[Fault] = []
     count = 0
     for fault in _faults(history, times, accounts):
         count += 1
-        if len(kept) < KEPT:
-            kept.append(fault)
+        if len(first_faults) < KEPT:
+            first_faults.append(fault)
     return Proof(
         extent=history.extent,
         starts=len(history.generations),
@@ -102,7 +102,7 @@ def prove(files: Iterable[tuple[int, Events]]) -> Proof:
         done=times.done,
         begun=times.begun,
         accounts=tuple(accounts.values()),
-        faults=tuple(kept),
+        faults=tuple(first_faults),
         fault_count=count,
     )
 

@@ -19,7 +19,7 @@ from paceline.observe.ledger.periods import Period, Timeline
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Steps of one epoch in which the same shares were trained.
+    """Consecutive steps of one epoch with unchanged batch slices of all ranks.
 
     Attributes:
         generation: that answers for them.

@@ -19,7 +19,7 @@ Columns = tuple[int, int]  # from the first one to the one after the last
 
 @dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """How often a batch's columns are covered.
+    """Coverage of a batch by the ranks' slices: once, not at all, or more than once.
 
     Attributes:
         once: columns that are covered once.

@@ -1,8 +1,9 @@
-"""The ranks' tapes as one trace in Chrome's format, as PyTorch's profiler writes it.
+"""The ranks' trace buffers as one trace in Chrome's format, as PyTorch's profiler writes it.
 
-A rank is a process, its threads are `main`, `owner` (who adds up) and `network`. A put is a slice
-in the thread that queues it, another where it has left and one on the peer where it has arrived;
-a flow (an arrow) joins the three. https://ui.perfetto.dev and chrome://tracing open the file.
+A rank is a process, its threads are `main`, `owner` (which reduces shards) and `network`. A put is
+a slice in the thread that queues it, another where it has left and one on the peer where it has
+arrived; a flow (an arrow) joins the three. https://ui.perfetto.dev and chrome://tracing open
+the file.
 
 Format: "Trace Event Format", Google; times are microseconds.
 """
@@ -14,14 +15,14 @@ from typing import Any
 
 from paceline.observe.trace.recorder_buffer import RecorderBuffer, Span, TracedPut
 
-_THREADS = {"MainThread": "main", "owner": "owner", "network": "network"}
+_THREADS = {"MainThread": "main", "shard reducer": "owner", "network": "network"}
 _INSTANT = 0.001  # µs; a flow begins and ends at slices
 _Event = dict[str, Any]
 _Put = tuple[int, int, int, int, int]  # window, from, to, notification, value
 
 
 def chrome_trace(buffers: Sequence[RecorderBuffer], offsets: Sequence[int]) -> dict[str, Any]:
-    """Join tapes, in rank order, on rank 0's clock.
+    """Join trace buffers, in rank order, on rank 0's clock.
 
     Args:
         buffers: of all ranks.
@@ -52,7 +53,7 @@ def chrome_trace(buffers: Sequence[RecorderBuffer], offsets: Sequence[int]) -> d
 
 
 class _Rank:
-    """Writes the events of one rank.
+    """Converter of one rank's trace to Chrome trace events.
 
     Args:
         buffer: its.
@@ -135,15 +136,16 @@ class _Rank:
         return {"ts": ts, "pid": self._buffer.rank, "tid": self._tids[thread]}
 
     def _title(self, span: Span) -> str:
-        told = span.fields
+        fields = span.fields
         if span.name == "put":
-            return f"put {self._what(told['window'], told['notification'])} to rank {told['peer']}"
+            what = self._what(fields["window"], fields["notification"])
+            return f"put {what} to rank {fields['peer']}"
         if span.name == "wait for rank":
-            what = self._what(told["window"], told["notification"])
-            return f"wait for {what} from rank {told['peer']}"
+            what = self._what(fields["window"], fields["notification"])
+            return f"wait for {what} from rank {fields['peer']}"
         if span.name == "step":
-            return f"step {told['step']}"
-        return f"{span.name}: bucket {told['bucket']}" if "bucket" in told else span.name
+            return f"step {fields['step']}"
+        return f"{span.name}: bucket {fields['bucket']}" if "bucket" in fields else span.name
 
     def _what(self, window: int, notification: int) -> str:
         names = self._buffer.names.get(window, ())
@@ -152,5 +154,5 @@ class _Rank:
 
 
 def _put(buffer: RecorderBuffer, span: Span) -> _Put:
-    told = span.fields
-    return (told["window"], buffer.rank, told["peer"], told["notification"], told["value"])
+    fields = span.fields
+    return (fields["window"], buffer.rank, fields["peer"], fields["notification"], fields["value"])

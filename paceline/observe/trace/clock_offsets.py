@@ -24,7 +24,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Round(NamedTuple):
-    """A round, in nanoseconds.
+    """Clock-comparison round trip, in nanoseconds.
 
     Attributes:
         sent, heard: when it began and ended for rank 0, by its clock.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class Span(NamedTuple):
-    """A stretch of a thread's time, by the rank's clock, in nanoseconds."""
+    """Traced interval of one thread, in nanoseconds of the rank's clock."""
 
     name: str
     thread: str
@@ -20,7 +20,7 @@ class Span(NamedTuple):
 
 
 class TracedPut(NamedTuple):
-    """A put has left, or its notification has come.
+    """Traced departure of a put, or arrival of its notification.
 
     Attributes:
         window: which of the ranks' windows.
@@ -40,14 +40,14 @@ class TracedPut(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RecorderBuffer:
-    """A rank's.
+    """Trace buffer of one rank.
 
     Attributes:
-        rank, machine: whose.
-        system: the running system, whose clock it is.
+        rank, machine: of the process that recorded it.
+        system: the running system, whose clock the times are of.
         spans: in the order of their ends, a thread.
         moments: in their order.
-        names: of each window, what its notifications tell of.
+        names: of each window, what its notifications announce.
         buckets: of each bucket, its parameters' names.
     """
 
@@ -66,8 +66,8 @@ class RecorderBuffer:
     @classmethod
     def from_bytes(cls, data: bytes) -> RecorderBuffer:
         """Read what `to_bytes` wrote."""
-        told = json.loads(zlib.decompress(data))
-        told["spans"] = [Span(*span) for span in told["spans"]]
-        told["moments"] = [TracedPut(*moment) for moment in told["moments"]]
-        told["names"] = {int(window): names for window, names in told["names"].items()}
-        return cls(**told)
+        fields = json.loads(zlib.decompress(data))
+        fields["spans"] = [Span(*span) for span in fields["spans"]]
+        fields["moments"] = [TracedPut(*moment) for moment in fields["moments"]]
+        fields["names"] = {int(window): names for window, names in fields["names"].items()}
+        return cls(**fields)

@@ -1,9 +1,9 @@
 """Traces a few steps of all ranks on one clock, into a file of the run's folder.
 
     step   first … last   last + 1        the spans of these steps; what they have put arrives
-                              └ all ranks: compare clocks, send the tapes to rank 0, which writes
+                              └ all ranks: compare clocks, send their buffers to rank 0
 
-A step's puts have all arrived before anybody ends the next one, which reads their sums.
+A step's puts have all arrived before any rank ends the next step, which reads their sums.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from paceline.atomic_write import explained_writes, write_atomically
 from paceline.comm.communicator import Communicator, gather_bytes
 from paceline.comm.window import PutEvent
+from paceline.errors import Message
 from paceline.observe.trace.chrome_trace import chrome_trace
 from paceline.observe.trace.clock_offsets import offsets, rounds, running_system
 from paceline.observe.trace.recorder_buffer import RecorderBuffer, Span, TracedPut
@@ -31,7 +32,7 @@ _NOTHING = nullcontext()
 
 
 class Trace(NullRecorder):
-    """Keeps the spans of some steps; with the step after them, or the run's end, they are written.
+    """Recorder that buffers the spans of some steps, and writes them after the last of them.
 
     Args:
         path: of the file.
@@ -40,10 +41,10 @@ class Trace(NullRecorder):
         device: where its tensors live.
         machine: this rank's.
         clock: nanoseconds of the system's monotonic clock.
-        tell: receives where the trace is, or why there is none; of rank 0.
+        tell: receives a sentence on rank 0: where the trace is, or why there is none.
 
     Attributes:
-        resources: let go of in `close`.
+        resources: released in `close`.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Trace(NullRecorder):
         device: torch.device,
         machine: int,
         clock: Callable[[], int] = time.monotonic_ns,
-        tell: Callable[[str], None] = lambda text: None,
+        tell: Callable[[str | Message], None] = lambda text: None,
     ) -> None:
         self.path = path
         self.resources = ExitStack()
@@ -76,10 +77,10 @@ class Trace(NullRecorder):
         """Keep the block, in a traced step."""
         if name == "step":
             self._on = fields["step"] in self._steps
-        return _Kept(self, name, fields) if self._on else _NOTHING
+        return _TracedSpan(self, name, fields) if self._on else _NOTHING
 
     def event(self, name: str, **fields: Any) -> None:
-        """Hear what buckets hold and notifications tell of, and that a step or the run has ended.
+        """Note what buckets hold and notifications announce, and the end of a step or the run.
 
         Raises:
             CommError: a peer was lost, or silent, when the trace was written.
@@ -97,7 +98,12 @@ class Trace(NullRecorder):
             self._write()
             if not self._written:
                 steps = f"{self._steps[0]}:{self._steps[-1]}"
-                self._tell(f"--trace_steps {steps}: no such step was made, so there is no trace.")
+                self._tell(
+                    Message(
+                        "{--trace_steps} {}: none of these steps was run, so there is no trace.",
+                        steps,
+                    )
+                )
 
     def keep(self, name: str, start: int, fields: dict[str, object]) -> None:
         """Keep a span that ends now, in this thread."""
@@ -106,7 +112,7 @@ class Trace(NullRecorder):
         )
 
     def close(self) -> None:
-        """Let go of what traces."""
+        """Release the resources."""
         self.resources.close()
 
     def _write(self) -> None:
@@ -123,7 +129,7 @@ class Trace(NullRecorder):
             apart = offsets(made, [buffer.system for buffer in buffers])
             with explained_writes(self.path):
                 write_atomically(self.path, json.dumps(chrome_trace(buffers, apart)))
-            self._tell(f"the trace is {self.path}.")
+            self._tell(f"the trace is in {self.path}.")
         self._spans.clear()
 
     def _buffer(self) -> RecorderBuffer:
@@ -143,7 +149,9 @@ class Trace(NullRecorder):
         )
 
 
-class _Kept:
+class _TracedSpan:
+    """Block whose span a trace records."""
+
     __slots__ = ("_fields", "_name", "_start", "_trace")
 
     def __init__(self, trace: Trace, name: str, fields: dict[str, object]) -> None:

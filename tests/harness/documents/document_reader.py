@@ -1,4 +1,4 @@
-"""Somebody who does what a document says: runs its blocks in a folder.
+"""Reader of a document: runs its blocks in a folder.
 
 Hosts and ports of the examples become those of servers on this machine.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,8 +17,10 @@ from urllib.parse import urlsplit
 
 from tests.harness.documents.documents import TRAIN, Block
 from tests.harness.network.ports import free_port
+from tests.harness.processes.fork_server import ServedPopen
 
 LIMIT = 100
+PROGRAMS = ("paceline ", "resnet50_trainer ", "python ", "torchrun ")
 _BOX = re.compile(r"[╭╮╰╯│─]")
 
 
@@ -48,7 +51,13 @@ class Reader:
         elif block.language == "python":
             self._ends([self._start([sys.executable, "-W", "error", "-c", block.text])], block)
         elif "two machines" in block.marks:
-            self._ends([self._script(self._short(c, block)) for c in block.commands], block)
+            self._ends([self._command(self._short(c, block)) for c in block.commands], block)
+        elif all(map(_is_plain, block.commands)) and "tried twice" not in block.marks:
+            *first, last = [self._short(command, block) for command in block.commands]
+            for command in first:
+                said, status = self._said(self._command(command))
+                assert status == 0, f"line {block.line}:\n{said}"
+            self._ends([self._command(last)], block)
         else:
             text = "\n".join(self._short(command, block) for command in block.commands)
             script = self._script(text)
@@ -70,12 +79,16 @@ class Reader:
             return f"{command} {block.marks['test adds']}"
         return command
 
+    def _command(self, command: str) -> subprocess.Popen[str]:
+        """Start a command, without a shell where it needs none."""
+        return self._start(shlex.split(command)) if _is_plain(command) else self._script(command)
+
     def _script(self, text: str) -> subprocess.Popen[str]:
         return self._start(["bash", "-euo", "pipefail", "-c", text])
 
     def _start(self, command: list[str]) -> subprocess.Popen[str]:
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        return subprocess.Popen(
+        return ServedPopen(
             command,
             cwd=self._folder,
             stdin=subprocess.DEVNULL,
@@ -91,13 +104,24 @@ class Reader:
             for process in processes:
                 if "interrupted after" in block.marks:
                     _interrupt(process, block.marks["interrupted after"])
-                said, _ = process.communicate(timeout=LIMIT)
-                assert process.returncode == block.status, f"line {block.line}:\n{said}"
+                said, status = self._said(process)
+                assert status == block.status, f"line {block.line}:\n{said}"
         finally:
             for process in processes:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGTERM)
                     process.communicate(timeout=10)
+
+    @staticmethod
+    def _said(process: subprocess.Popen[str]) -> tuple[str, int]:
+        """Wait for a process; return what it said, and its status."""
+        said, _ = process.communicate(timeout=LIMIT)
+        return said, process.returncode
+
+
+def _is_plain(command: str) -> bool:
+    """Tell whether a command is a program and its arguments, with nothing for a shell to do."""
+    return command.startswith(PROGRAMS) and not re.search(r"[$`*?&|;<>(){}\[\]~]", command)
 
 
 def _interrupt(process: subprocess.Popen[str], after: str) -> None:

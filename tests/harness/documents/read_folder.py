@@ -1,4 +1,4 @@
-"""The folder in which the documents are read: what `make demo` leaves, and what may be wrong."""
+"""Folder in which the documents' blocks run: the result of `make demo`, and damaged data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Changes of what is trained, between the steps of the equivalence grid.
+"""Changes of the trained parameters between the steps of the equivalence grid.
 
 They are done to model and optimizer before each step, with its number; new values differ by rank,
 which must not matter: rank 0's count.

@@ -1,4 +1,4 @@
-"""What a wire makes of values, in memory whose surroundings are watched."""
+"""Encodes and decodes by a codec, in memory whose surroundings are checked for writes."""
 
 from __future__ import annotations
 

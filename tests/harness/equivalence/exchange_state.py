@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from contextlib import suppress
-from threading import Barrier, BrokenBarrierError
 from typing import Any
 
 import torch
@@ -76,6 +74,11 @@ class Rank:
         parts = {"model": self.model.state_dict(), "optimizer": optimizer}
         return copy_state({**parts, "exchange": rest})  # type: ignore[no-any-return]
 
+    def close(self) -> None:
+        """Close the replica once all ranks are here: the first to end would be lost to the rest."""
+        self.communicator.all_reduce(torch.zeros(1)).wait("the end of all ranks")
+        self.replica.close()
+
 
 def train(
     machines: Sequence[int],
@@ -96,7 +99,7 @@ def train(
         for number in steps:
             rank.train(number)
         state = rank.state()
-        rank.replica.close()
+        rank.close()
         return state
 
     first, *others = run_ranks(sum(machines), work)
@@ -132,18 +135,12 @@ def same(one: Any, other: Any) -> bool:
 
 
 def with_ranks(work: Any, wire: str = "int8", kind: Any = make_notified) -> None:
+    """Call `work` on each of two ranks that are threads and exchange by `notified`."""
     make = notified(False, (1, 1), wire, kind)
-    over = Barrier(2)
 
     def run(c: Communicator) -> None:
         rank = Rank(c, make, None)
-        try:
-            work(rank)
-        except BaseException:
-            over.abort()
-            raise
-        with suppress(BrokenBarrierError):
-            over.wait(30)  # who ends first would be lost to the other
-        rank.replica.close()
+        work(rank)
+        rank.close()
 
     run_ranks(2, run)

@@ -27,14 +27,14 @@ from paceline.reduce.buckets import Bucket
 from paceline.reduce.put_engine.layout import Topology
 from paceline.update.shard_optimizer import ShardOptimizer
 from paceline.update.updater import Updater
-from paceline.wiring.exchange import Peers
-from paceline.wiring.machine_group import connect_group
+from paceline.wiring.peers import Peers, connect_group
 
+LIMIT = 90.0  # generous: the machine may be busy, and a fresh clone compiles the kernels
 Inside = Callable[[int], Communicator]  # connects a rank with those of its machine
 MakeNear = Callable[[Sequence[int]], Inside]  # of machines with so many ranks
 
 
-def in_threads(machines: Sequence[int], limit: float = 30.0) -> Inside:
+def in_threads(machines: Sequence[int], limit: float = LIMIT) -> Inside:
     """Connect the ranks of each machine, which are threads, with each other."""
     intra_machine: dict[int, Communicator] = {}
     for ranks in Topology.of(machines).groups:
@@ -48,7 +48,7 @@ def notified(
     machines: Sequence[int] = (),
     codec: str = "fp32",
     kind: Any = make_notified,
-    limit: float = 30.0,
+    limit: float = LIMIT,
     staged: bool = False,
     intra_machine: MakeNear | None = None,
 ) -> Callable[..., Any]:
@@ -100,7 +100,7 @@ def notified(
     return make
 
 
-def notified_on_machines(machines: Sequence[int], limit: float = 30.0) -> Callable[..., Any]:
+def notified_on_machines(machines: Sequence[int], limit: float = LIMIT) -> Callable[..., Any]:
     """Return what makes it on real windows: shared memory inside a machine, TCP between them."""
     made: Counter[int] = Counter()
     topology, store = Topology.of(machines), HashStore()
@@ -114,7 +114,7 @@ def notified_on_machines(machines: Sequence[int], limit: float = 30.0) -> Callab
             world_size=communicator.world_size,
             token="token",
             purpose=f"window/{made[rank]}",
-            limit=30.0,
+            limit=LIMIT,
         )
         intra_machine = topology.groups[topology.group_of(rank)]
         open_window = partial(connect_window, bootstrap, intra_machine, "127.0.0.1")
@@ -125,7 +125,7 @@ def notified_on_machines(machines: Sequence[int], limit: float = 30.0) -> Callab
     return make
 
 
-def notified_by_gloo(machines: Sequence[int], limit: float = 30.0) -> Callable[..., Any]:
+def notified_by_gloo(machines: Sequence[int], limit: float = LIMIT) -> Callable[..., Any]:
     """Return what makes it as workers with GPUs do: Gloo in NCCL's place, TCP between machines."""
     store, peers = HashStore(), {}
 

@@ -1,4 +1,4 @@
-"""A wire between two ranks' TCP connection that is cut at a byte."""
+"""Relay between the two ends of a TCP connection, which cuts it after a given byte."""
 
 from __future__ import annotations
 

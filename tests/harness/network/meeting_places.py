@@ -1,4 +1,4 @@
-"""A meeting place of each kind, as supervisors are told of it, and what a run leaves there."""
+"""Stores of each kind for a rendezvous, and the keys that a run leaves there."""
 
 from __future__ import annotations
 

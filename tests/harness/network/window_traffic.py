@@ -1,4 +1,4 @@
-"""Random traffic between windows, and an account of what must come of it.
+"""Random puts between windows, and what the memory must hold after them.
 
 Each rank puts to each other one in several lanes at once. A lane is a stretch of the peer's memory
 in which one put is under way; the next one goes when the peer has answered. Which bytes the n-th

@@ -1,4 +1,4 @@
-"""Runs the real commands as a person would: in a folder, as processes, with signals."""
+"""Runs `paceline` commands as processes: in a folder, with signals and exit statuses."""
 
 from __future__ import annotations
 

@@ -37,6 +37,7 @@ import traceback
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -223,9 +224,10 @@ def server() -> Server:
 
 def environment_of(process: psutil.Process) -> dict[str, str]:
     """Return the environment of a process, which may be a fork."""
-    for link in Path(f"/proc/{process.pid}/fd").iterdir():
-        if os.readlink(link).startswith(f"/memfd:{ENVIRONMENT} "):
-            return dict(json.loads(link.read_text()))
+    with suppress(OSError):  # it may end meanwhile
+        for link in Path(f"/proc/{process.pid}/fd").iterdir():
+            if os.readlink(link).startswith(f"/memfd:{ENVIRONMENT} "):
+                return dict(json.loads(link.read_text()))
     return dict(process.environ())
 
 
@@ -240,6 +242,7 @@ def _same_interpreter(environment: Mapping[str, str]) -> bool:
 
 _server_path: list[str] = []
 _server_modules: set[str] = set()
+_parents: list[Any] = []  # streams that a fork doesn't use and mustn't close
 _torch_state: Any = None
 
 
@@ -339,6 +342,12 @@ def _take_streams(streams: Sequence[int]) -> None:
         if fd != -1:
             os.dup2(fd, number)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    _parents.extend([sys.stdin, sys.stdout, sys.stderr])
+    sys.stdin = sys.__stdin__ = os.fdopen(0, closefd=False)
+    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.__stderr__ = os.fdopen(
+        2, "w", buffering=1, errors="backslashreplace", closefd=False
+    )
 
 
 def _forget() -> None:

@@ -1,4 +1,4 @@
-"""A worker as the commands run it, that does what the test tells it."""
+"""Worker as the commands run it, which obeys the test's orders."""
 
 from __future__ import annotations
 

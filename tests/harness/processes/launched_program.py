@@ -1,4 +1,4 @@
-"""A process of a launcher: it joins the world, and does what its order says.
+"""Process of a launcher: joins the world, and obeys an order.
 
     sum             add up the ranks by Gloo, and write down what it knows of the world
     damage=1        rank 1 finds a damaged record, the others wait for its word
@@ -38,10 +38,10 @@ def main(environment: Environment, limit: float, order: str, folder: str = "") -
     try:
         _obey(order, joined, limit)
     except Exception as error:
-        status = joined.fail(error)
+        status = joined.ending.fail(error)
         sys.stderr.flush()
         os._exit(status)
-    joined.close()
+    joined.ending.close()
     return 0
 
 

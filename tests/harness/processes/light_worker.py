@@ -1,4 +1,4 @@
-"""A worker without torch, up at once: says who it is and does what it is told.
+"""Worker without torch: starts at once, reports its place and obeys the test's orders.
 
 It ends with its supervisor as the real ones do, by its standard input.
 """

@@ -1,4 +1,4 @@
-"""Follows a run by its event files while it goes, and reads what it left."""
+"""Reads a run's event files, while the run is active and after its end."""
 
 from __future__ import annotations
 

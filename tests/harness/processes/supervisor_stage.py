@@ -1,4 +1,4 @@
-"""Supervisors and their workers as a play: the test tells each worker what to do, and sees it end.
+"""Supervisors whose workers obey the test: it sends each an order, and waits for its end.
 
 A worker connects to the stage when it is up. Its connection ends when its process does, and not
 before all of its children have ended, which inherit it: so nobody sleeps and looks again.

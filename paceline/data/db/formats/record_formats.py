@@ -45,7 +45,7 @@ _NAMES: dict[RecordFormat, str] = {"tensorprotos": "TensorProtos", "datum": "Dat
 
 
 class UnfitRecord(ValueError):
-    """A record's message has no usable image or label; the text says why."""
+    """Error of a record without a usable image or label; the text is the reason."""
 
 
 def decode_record(

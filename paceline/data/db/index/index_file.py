@@ -28,7 +28,7 @@ from paceline.data.db.index.key_list import KeyList
 
 @dataclass(frozen=True, kw_only=True)
 class Index:
-    """What is known about a database without reading its records.
+    """Index of a database: what is known of its records without reading them.
 
     Attributes:
         keys: every record's key, in the order of their bytes.

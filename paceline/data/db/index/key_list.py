@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 
 class KeyList(Sequence[bytes]):
-    """An immutable sequence of keys, laid out as two arrays.
+    """Immutable sequence of keys, laid out as two arrays.
 
     Attributes:
         blob: all keys, one after another.

@@ -30,7 +30,7 @@ _ATTEMPTS = 100  # each fails only if a cleaner met a lock file in the instant o
 
 
 class LevelDbView:
-    """A folder with all of a LevelDB's data and none of its locks.
+    """Private working folder with the files of a LevelDB, without its lock file.
 
     Attributes:
         path: the folder to open; gone after `close()`.

@@ -24,7 +24,7 @@ _WRITE_BUFFER = 4 << 20  # bytes, LevelDB's default
 
 
 class LevelDb:
-    """LevelDB database: a view of this process, open.
+    """LevelDB database, read through a private view.
 
     Args:
         folder: the database.

@@ -23,7 +23,7 @@ from paceline.errors import DataError
 
 @dataclass(kw_only=True)
 class Written:
-    """Report on a new database: what was written, and what was left out.
+    """Result of writing a database: what was written, and what was left out.
 
     Attributes:
         records: in the database.
@@ -45,7 +45,7 @@ class Written:
 
 
 class NewDatabase:
-    """A database that is being written.
+    """Database under construction, renamed to its destination when complete.
 
     Attributes:
         keys: of the records so far.

@@ -32,7 +32,7 @@ _MIB = 1 << 20
 
 
 class LmdbWriter:
-    """An LMDB whose map grows as records come, so that nobody guesses its size."""
+    """LMDB writer; the map grows as records come."""
 
     offsets = None
 
@@ -76,7 +76,7 @@ class LmdbWriter:
 
 
 class LevelDbWriter:
-    """A LevelDB, uncompressed (images are compressed already) and compacted at the end."""
+    """LevelDB writer: uncompressed (images already are), compacted at the end."""
 
     offsets = None
 
@@ -100,7 +100,7 @@ class LevelDbWriter:
 
 
 class MiniDbWriter:
-    """A minidb: `data.minidb` in the folder, its records one after another."""
+    """Minidb writer: `data.minidb` in the folder, its records one after another."""
 
     def __init__(self, folder: Path) -> None:
         self.offsets: list[int] = []

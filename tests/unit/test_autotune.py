@@ -16,9 +16,9 @@ from paceline.cluster.membership.members import Members
 from paceline.comm.communicator import Communicator
 from paceline.config.world import SyncConfig
 from paceline.replica.trained_parameters import TrainedParameters
-from paceline.run.autotune_trials import steps_of_trials
+from paceline.run.autotune import WARMUP, Autotuner, TrialSetting, steps_of_trials
 from paceline.state.exchange_choice import CHOICE_NAME, read_choice
-from paceline.wiring.autotune import A_WHILE, Chooser, TrialSetting, candidates_of
+from paceline.wiring.candidates import candidates_of
 from tests.harness.equivalence.rank_threads import run_ranks
 
 CPU = torch.device("cpu")
@@ -122,7 +122,7 @@ class Run:
         members = Members.on(0, 0, machines=self.machines, addresses=hosts, hosts=hosts)
 
         def on_rank(communicator: Communicator) -> list[SyncConfig]:
-            chooser = Chooser(TWO, members, communicator, CPU, setting)
+            chooser = Autotuner(TWO, members, communicator, CPU, setting)
             now, bound = chooser.first, []
             for _ in range(steps):
                 now = chooser.next() or now
@@ -145,8 +145,9 @@ def test_a_choice_is_told_with_its_figures_and_kept_for_the_next_start(tmp_path:
     assert one[-2:] == other[-2:] == [chosen, chosen]
     (note,) = run.notes
     assert re.fullmatch(
-        rf"exchange: {chosen.sync}, {chosen.bucket_mb:g} MB buckets: \S+ ms a step; "
-        rf"(notified 16|allreduce 8) MB \S+( \(all within [\d.]+% are equal\))?; "
+        rf"exchange: {chosen.sync}, {chosen.bucket_mb:g} MB buckets: \S+ ms per step; "
+        r"(notified 16|allreduce 8) MB [\d.e+]+"
+        r"( \(differences below [\d.]+% are treated as noise\))?\. "
         rf"Pin this choice with --sync {chosen.sync} --bucket_mb {chosen.bucket_mb:g}\.",
         note,
     )
@@ -158,7 +159,7 @@ def test_a_choice_is_told_with_its_figures_and_kept_for_the_next_start(tmp_path:
 
     again = run.start(1)
     assert again == [[chosen], [chosen]]
-    assert re.search(r"as this run has measured before \(exchange\.toml\)\.$", run.notes[1])
+    assert re.search(r"reused from this run's earlier trials \(exchange\.toml\)\.$", run.notes[1])
 
 
 @pytest.mark.parametrize("change", ["other machines", "damaged", "not there"])
@@ -174,24 +175,30 @@ def test_what_does_not_go_any_more_is_measured_again(tmp_path: Path, change: str
         (tmp_path / CHOICE_NAME).write_text(text.replace('"fp32"', '"bf16"'))
     bound, _ = run.start(NEEDED + 1)
     assert {config.sync for config in bound} == {"notified", "allreduce"}
-    assert [" ms a step; " in note for note in run.notes] == [True, True]
+    assert [" ms per step; " in note for note in run.notes] == [True, True]
 
 
 def test_a_short_run_is_not_measured() -> None:
     run = Run(steps=10 * NEEDED - 1)
     assert run.start(NEEDED) == [[TWO[1]] * NEEDED] * 2
     assert run.notes == [
-        f"exchange: allreduce, 8 MB buckets: {run.steps} steps are too few to measure what is "
-        "best; choose by --sync and --bucket_mb."
+        f"exchange: allreduce, 8 MB buckets: {run.steps} steps are too few for autotuning; "
+        "set --sync and --bucket_mb to override."
     ]
+    run.steps, run.notes = 1, []
+    run.start(1)
+    assert ": 1 step is too few for autotuning;" in run.notes[0]
+    run.steps, run.notes = 0, []  # a run that has come to its end
+    run.start(0)
+    assert run.notes == []
     run.steps = 10 * NEEDED
     assert len(set(run.start(NEEDED)[0])) == 2
 
 
 def test_where_nobody_knows_how_long_a_run_is_it_goes_on_for_a_while_first() -> None:
-    bound, _ = Run(steps=None).start(A_WHILE + NEEDED)
-    assert bound[:A_WHILE] == [TWO[1]] * A_WHILE
-    assert set(bound[A_WHILE:]) == set(TWO)
+    bound, _ = Run(steps=None).start(WARMUP + NEEDED)
+    assert bound[:WARMUP] == [TWO[1]] * WARMUP
+    assert set(bound[WARMUP:]) == set(TWO)
 
 
 def test_who_has_no_folder_measures_at_each_start() -> None:

@@ -36,8 +36,18 @@ def test_the_loss_of_each_step_is_told() -> None:
 @pytest.mark.parametrize("loss", [math.nan, math.inf, 41.0])
 def test_a_loss_that_is_no_number_or_exploded_ends_the_run(loss: float) -> None:
     judge, _ = watch()
-    with pytest.raises(Diverged, match=r"The loss is .* in step 7.* Try less\."):
+    with pytest.raises(Diverged, match=r"The loss became .* in step 7.* Try less\."):
         judge.hear(7, [loss * 8, 0, 0, 8.0, 0])
+
+
+def test_a_large_loss_within_an_epoch_is_accepted_where_its_end_counts() -> None:
+    judge = LossWatch(Told(), generation=3, max_loss=40.0, remedy="Try less.", every=4)
+    for step in (0, 1, 2, 4):
+        judge.hear(step, [41.0, 0, 0, 1.0, 0])
+    with pytest.raises(Diverged, match="in step 7"):
+        judge.hear(7, [41.0, 0, 0, 1.0, 0])
+    with pytest.raises(Diverged):
+        judge.hear(0, [math.nan, 0, 0, 1.0, 0])
 
 
 def test_zero_accepts_any_number() -> None:
@@ -59,5 +69,5 @@ def test_overflows_without_an_end_are() -> None:
     judge, _ = watch()
     for step in range(40):
         judge.hear(step, [1.0, 0, 0, 8.0, 2.0])
-    with pytest.raises(Diverged, match="overflowed float16 in 41 steps up to 40"):
+    with pytest.raises(Diverged, match="overflowed float16 in 41 consecutive steps, up to step 40"):
         judge.hear(40, [1.0, 0, 0, 8.0, 2.0])

@@ -18,7 +18,7 @@ from paceline.errors import ConfigError
 from paceline.recorder import NullRecorder
 from paceline.state.weights import save_weights
 from paceline.trainer import Trainer
-from paceline.wiring.machine_group import adds_up_on_gpus
+from paceline.wiring.peers import adds_up_on_gpus
 
 BASE = (
     *("--train_data", "null", "--test_data", "null", "--epoch_size", "64"),
@@ -180,8 +180,8 @@ def test_an_epoch_trains_evaluates_steps_the_schedule_and_saves(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("words", "gpus", "told"),
     [
-        (["--num_gpus", "2"], 1, "GPU 1 isn't there: this machine has 1"),
-        (["--gpus", "0,3"], 2, "GPU 3 isn't there"),
+        (["--num_gpus", "2"], 1, "GPU 1 does not exist: this machine has 1"),
+        (["--gpus", "0,3"], 2, "GPU 3 does not exist"),
     ],
 )
 def test_gpus_that_are_not_there_are_refused(words: list[str], gpus: int, told: str) -> None:
@@ -191,9 +191,12 @@ def test_gpus_that_are_not_there_are_refused(words: list[str], gpus: int, told: 
 
 def test_what_gpus_cannot_do_is_refused_to_them_alone() -> None:
     for words, told in {
-        ("--update", "sharded"): "--update sharded .*CPU's memory only.*--update replicated",
-        ("--wire", "bf16"): "--wire bf16 needs --sync notified, .*give --sync notified",
-        ("--connections", "2"): "--connections 2 needs --sync notified, .*or no --connections",
+        ("--update", "sharded"): "--update sharded supports CPUs only.*--update replicated",
+        ("--wire", "bf16"): "--wire bf16 needs --sync notified, .*set --sync notified",
+        (
+            "--connections",
+            "2",
+        ): "--connections 2 needs --sync notified, .*or leave out --connections",
     }.items():
         with pytest.raises(ConfigError, match=told):
             build.check(config_of(*words, "--num_gpus", "1"), gpus=1)

@@ -1,0 +1,302 @@
+"""Autotuning, `--sync auto`: which exchange a run uses, measured in its own first steps.
+
+    a world of one rank     nothing is exchanged: allreduce
+    measured before         what `exchange.toml` says, as long as the world is the same
+    a short run             allreduce: it starts at once, and trials would take too long
+    any other               trials in the first steps; where the run's length is unknown, after
+                            `WARMUP` steps
+
+Trials take turns, and no step is trained twice: a trial's steps are the training's.
+
+    round 1    A A A A A A │ B B B B B B │ C …   a block each: `SKIPPED` steps, then `COUNTED`
+    round 2    the `FINALISTS` fastest, in the opposite order, so that a drift counts on both sides
+
+A step's time goes from its begin to the next one's; a block's figure is the median, in which one
+evaluation or checkpoint in between doesn't count, and the mean over the ranks, which decide alike.
+A first step isn't counted, because it binds, nor the second, which is the first to wait for what
+the new exchange sends. All candidates that send float32 are equal up to the order of summation, so
+a run may change from one to another; a lossy one is used only where the user asks for it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from paceline.cluster.membership.members import Members
+from paceline.comm.communicator import Communicator, broadcast_bytes, total
+from paceline.config.world import SyncConfig
+from paceline.errors import Message
+from paceline.state.exchange_choice import CHOICE_NAME, Choice, read_choice, write_choice
+
+SKIPPED, COUNTED, FINALISTS = 2, 4, 3
+LEAST_NOISE, MOST_NOISE = 0.005, 0.03  # of a step's time
+SHARE = 10  # a run measures if its steps are as many times those of the trials
+WARMUP = 100  # steps before the trials, where the run's length is unknown
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialSetting:
+    """Context of autotuning: the run's folder, the remaining steps, and where to report.
+
+    Attributes:
+        folder: the run's folder, where rank 0 saves the choice; None: nowhere.
+        steps: number of remaining steps; None: unknown.
+        tell: reports a sentence to the user; called on rank 0.
+    """
+
+    folder: Path | None = None
+    steps: int | None = None
+    tell: Callable[[Message], None] = lambda note: None
+
+
+class Autotuner:
+    """Autotuner: selects the exchange of each step.
+
+    Args:
+        candidates: exchanges to choose from, one at least.
+        members: the world.
+        communicator: connects its ranks.
+        device: device of the parameters.
+        setting: what is known of the run.
+
+    Attributes:
+        first: the exchange to begin with.
+    """
+
+    def __init__(
+        self,
+        candidates: Sequence[SyncConfig],
+        members: Members,
+        communicator: Communicator,
+        device: torch.device,
+        setting: TrialSetting,
+    ) -> None:
+        self._candidates, self._members, self._setting = candidates, members, setting
+        self._communicator, self._device = communicator, device
+        self._trials: Trials | None = None
+        self._before_trials = 0 if setting.steps is not None else WARMUP
+        self.first = self._current = self._begin()
+
+    @property
+    def done(self) -> bool:
+        """Whether the choice is made."""
+        return self._trials is None
+
+    def next(self) -> SyncConfig | None:
+        """Return the exchange that continues from this step, if it is another; collective.
+
+        Raises:
+            CommError: a peer was lost, or silent.
+            PacelineError: the choice can't be saved.
+        """
+        if self._trials is None:
+            return None
+        if self._before_trials:
+            self._before_trials -= 1
+            return None
+        config = self._candidates[self._trials.begin()]
+        if self._trials.outcome is not None:
+            self._save(self._trials.outcome)
+            self._trials = None
+        before, self._current = self._current, config
+        return None if config == before else config
+
+    def _begin(self) -> SyncConfig:
+        """Choose what needs no trials, or begin them; collective."""
+        candidates, setting = self._candidates, self._setting
+        if len(candidates) == 1:
+            return candidates[0]
+        if (known := self._known()) is not None:
+            self._tell(f"{_long(known)}, reused from this run's earlier trials ({CHOICE_NAME})")
+            return known
+        left, needed = setting.steps, steps_of_trials(len(candidates))
+        plain = next((c for c in candidates if c.sync == "allreduce"), candidates[0])
+        if left is not None and left < SHARE * needed:
+            if left:
+                steps = "1 step is" if left == 1 else f"{left} steps are"
+                override = "set {--sync} and {--bucket_mb} to override"
+                few = f"{_long(plain)}: {steps} too few for autotuning"
+                self._tell(Message(f"{{}}; {override}", few))
+            return plain
+        self._trials = Trials(len(candidates), time.perf_counter, self._mean)
+        return candidates[0] if left is not None else plain
+
+    def _known(self) -> SyncConfig | None:
+        """Return the choice that rank 0 has read, if it is still among the candidates."""
+        saved = b""
+        if self._communicator.rank == 0 and self._setting.folder is not None:
+            choice = read_choice(self._setting.folder)
+            if choice is not None and choice.machines == self._members.machines:
+                saved = json.dumps(_terms(choice)).encode()
+        what = "the broadcast of rank 0's exchange"
+        saved = broadcast_bytes(self._communicator, saved, self._device, what)
+        known = json.loads(saved) if saved else None
+        return next((c for c in self._candidates if _terms(c) == known), None)
+
+    def _mean(self, values: Sequence[float]) -> Sequence[float]:
+        own = torch.tensor(values, dtype=torch.float64, device=self._device)
+        sums: Tensor = total(self._communicator, own, "the mean of measured steps")
+        return [value / self._communicator.world_size for value in sums.tolist()]
+
+    def _save(self, outcome: Outcome) -> None:
+        if self._communicator.rank > 0:
+            return
+        chosen = self._candidates[outcome.chosen]
+        figures = {_short(self._candidates[c]): 1000 * s for c, s in outcome.seconds.items()}
+        if self._setting.folder is not None:
+            choice = Choice(
+                sync=chosen.sync,
+                bucket_mb=chosen.bucket_mb,
+                wire=chosen.wire,
+                connections=chosen.connections,
+                machines=self._members.machines,
+                milliseconds={name: round(value, 3) for name, value in figures.items()},
+            )
+            write_choice(self._setting.folder, choice)
+        own = figures.pop(_short(chosen))
+        others = ", ".join(f"{name} {_number(value)}" for name, value in figures.items())
+        noise = f"{100 * outcome.noise:.2g}%"
+        fastest = own <= min(figures.values())
+        equal = "" if fastest else f" (differences below {noise} are treated as noise)"
+        flags = {"sync": chosen.sync, "bucket_mb": f"{chosen.bucket_mb:g}"}
+        if chosen.connections > 1:
+            flags["connections"] = str(chosen.connections)
+        self._tell(
+            Message(
+                "{} ms per step; {}{}. Pin this choice with "
+                + " ".join(f"{{--{flag}}} {value}" for flag, value in flags.items()),
+                f"{_long(chosen)}: {_number(own)}",
+                others,
+                equal,
+            )
+        )
+
+    def _tell(self, text: str | Message) -> None:
+        if self._communicator.rank == 0:
+            self._setting.tell(Message("exchange: {}.", text))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Outcome of the trials.
+
+    Attributes:
+        chosen: index of the chosen candidate.
+        seconds: seconds per step, by the candidate's index.
+        noise: fraction of a step's time by which two candidates have to differ.
+    """
+
+    chosen: int
+    seconds: Mapping[int, float]
+    noise: float
+
+
+class Trials:
+    """Trials: the candidate that each step tries, and at last the chosen one.
+
+    Args:
+        count: the number of candidates, two or more; of those that are equally fast the first is
+            chosen.
+        clock: seconds since any moment.
+        mean: returns the mean over the ranks of some values, the same on all ranks; collective.
+
+    Attributes:
+        outcome: None until the trials are over.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        clock: Callable[[], float],
+        mean: Callable[[Sequence[float]], Sequence[float]],
+    ) -> None:
+        self._clock, self._mean = clock, mean
+        self._turns = list(range(count))
+        self._rounds: list[dict[int, float]] = [{}]
+        self._begun: list[float] = []  # when the steps of this block began
+        self.outcome: Outcome | None = None
+
+    def begin(self) -> int:
+        """Return the candidate of the step that begins; collective where a round has ended.
+
+        Raises:
+            CommError: a peer was lost, or silent.
+        """
+        if self.outcome is None:
+            self._begun.append(self._clock())
+            if len(self._begun) > SKIPPED + COUNTED:
+                self._end_block()
+        return self._turns[0] if self.outcome is None else self.outcome.chosen
+
+    def _end_block(self) -> None:
+        times = [end - begin for begin, end in pairwise(self._begun)]
+        self._rounds[-1][self._turns.pop(0)] = median(times[SKIPPED:])
+        del self._begun[:-1]
+        if not self._turns:
+            self._end_round()
+
+    def _end_round(self) -> None:
+        candidates, times = zip(*self._rounds[-1].items(), strict=True)
+        self._rounds[-1] = dict(zip(candidates, self._mean(times), strict=True))
+        if len(self._rounds) == 1:
+            self._turns = finalists(self._rounds[0])
+            self._rounds.append({})
+        else:
+            self.outcome = decide(*self._rounds)
+
+
+def steps_of_trials(count: int) -> int:
+    """Return how many steps the trials of so many candidates take."""
+    return (count + min(count, FINALISTS)) * (SKIPPED + COUNTED)
+
+
+def finalists(seconds: Mapping[int, float]) -> list[int]:
+    """Return the candidates of the second round, in its order."""
+    return sorted(sorted(seconds, key=lambda c: seconds[c])[:FINALISTS], reverse=True)
+
+
+def decide(first: Mapping[int, float], second: Mapping[int, float]) -> Outcome:
+    """Choose the first candidate that none other beats by more than the noise.
+
+    The noise is by how much one and the same candidate differs between the rounds, beyond what all
+    differ, within limits: a smaller difference doesn't matter, and above the upper limit the
+    smallest time is the best guess.
+
+    Args:
+        first: seconds a step of all candidates.
+        second: those of the finalists.
+    """
+    ratios = [second[c] / first[c] for c in second]
+    noise = max(abs(ratio / median(ratios) - 1) for ratio in ratios) / 2
+    noise = min(max(noise, LEAST_NOISE), MOST_NOISE)
+    both = {c: (first[c] + second[c]) / 2 for c in second}
+    limit = min(both.values()) * (1 + noise)
+    chosen = min(c for c in both if both[c] <= limit)
+    return Outcome(chosen=chosen, seconds={**first, **both}, noise=noise)
+
+
+def _terms(exchange: SyncConfig | Choice) -> list[object]:
+    return [exchange.sync, exchange.bucket_mb, exchange.wire, exchange.connections]
+
+
+def _long(config: SyncConfig) -> str:
+    by = f", {config.connections} connections" if config.connections > 1 else ""
+    return f"{config.sync}, {config.bucket_mb:g} MB buckets{by}"
+
+
+def _short(config: SyncConfig) -> str:
+    by = f" x {config.connections}" if config.connections > 1 else ""
+    return f"{config.sync} {config.bucket_mb:g} MB{by}"
+
+
+def _number(milliseconds: float) -> str:
+    return f"{milliseconds:.0f}" if milliseconds >= 100 else f"{milliseconds:.3g}"

@@ -1,0 +1,61 @@
+"""Candidates of `--sync auto`: the table of exchanges that it tries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from paceline.config.world import SyncConfig
+from paceline.reduce.buckets import partition
+from paceline.replica.trained_parameters import TrainedParameters
+
+# (method, bucket size in MiB); of those that are equally fast the first is taken.
+CANDIDATES = {
+    "cpu": (
+        *(("notified", 16.0), ("allreduce", 8.0), ("notified", 8.0), ("notified", 4.0)),
+        ("allreduce", 25.0),
+    ),
+    "cuda": (("allreduce", 8.0), ("allreduce", 25.0)),
+}
+CONNECTIONS = 4  # to each peer, tried with the first of them where there are several machines
+
+
+def candidates_of(
+    config: SyncConfig, trained: TrainedParameters, machines: Sequence[int], device: torch.device
+) -> list[SyncConfig]:
+    """List the exchanges to choose from: those that fit the options, and differ.
+
+    Args:
+        config: the options.
+        trained: the trained parameters; bucket sizes that divide them alike are one.
+        machines: the number of ranks of each machine.
+        device: device of the parameters.
+    """
+    if config.sync != "auto":
+        return [config]
+    if sum(machines) == 1:
+        return [SyncConfig(sync="allreduce", bucket_mb=config.bucket_mb)]
+    found = [(sync, size, config.connections) for sync, size in CANDIDATES[device.type]]
+    if len(machines) > 1 and found[0][0] == "notified" and not _connections_given(config):
+        found.append((*found[0][:2], CONNECTIONS))
+    different: dict[object, SyncConfig] = {}
+    for sync, size, connections in found:
+        if sync == "allreduce" and config.asks_for_puts:
+            continue
+        fixed = replace(
+            config,
+            sync=sync,
+            bucket_mb=config.bucket_mb or size,
+            connections=connections,
+        )
+        buckets = partition(trained.names, trained.groups, fixed.bucket_bytes)
+        names = tuple(bucket.names for bucket in buckets)
+        different.setdefault((sync, names, connections), fixed)
+    return list(different.values())
+
+
+def _connections_given(config: SyncConfig) -> bool:
+    """Tell whether the number of connections isn't auto's to choose."""
+    return config.connections > 0 or config.transport == "nixl"

@@ -1,0 +1,197 @@
+"""A worker's connections with the others: communicators, windows, and their device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from paceline.cluster.membership.members import Members
+from paceline.comm.communicator import Communicator, gather_bytes
+from paceline.comm.connection_window import connect_window
+from paceline.comm.nixl.window import nixl_window
+from paceline.comm.process_group import ProcessGroupCommunicator
+from paceline.comm.single_rank import SingleRankCommunicator
+from paceline.comm.traced_window import TracedWindow
+from paceline.comm.transport.bootstrap import Bootstrap
+from paceline.comm.window import Window
+from paceline.config.train import TrainConfig
+from paceline.observe.trace.step_trace import MARKS, Trace
+from paceline.recorder import NullRecorder, Recorder
+from paceline.reduce.put_engine.layout import Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peers:
+    """Communication context of a worker: members, token, timeouts, communicators.
+
+    Attributes:
+        members: the world.
+        token: the job token.
+        limits: seconds to wait for them, at the start and later.
+        communicator: connects all ranks.
+        device: device of the communicator's tensors.
+        recorder: measures the exchange.
+        trace: traces the exchange, if the run is traced.
+        intra_machine: connects the workers of this machine, where their GPUs sum first.
+    """
+
+    members: Members
+    token: str
+    limits: tuple[float, float]
+    communicator: Communicator
+    device: torch.device = field(default_factory=partial(torch.device, "cpu"))
+    recorder: Recorder = field(default_factory=NullRecorder)
+    trace: Trace | None = None
+    intra_machine: Communicator | None = None
+    _windows: Iterator[int] = field(default_factory=count)
+
+    def open_window(
+        self, size: int, notifications: int, *, transport: str = "tcp", connections: int = 1
+    ) -> Window:
+        """Open a window, over memory shared inside a machine unless by NIXL; collective.
+
+        Where GPUs sum first, only the first worker of each machine has peers there.
+
+        Raises:
+            ConfigError: NIXL isn't installed.
+            CommError: a rank didn't come in time, or can't be reached.
+        """
+        members, number = self.members, next(self._windows)
+        exchanging = self.topology if self.intra_machine is None else self.topology.leaders
+        alone = members.rank not in exchanging.ranks
+        bootstrap = Bootstrap(
+            share=self._share,
+            rank=members.rank,
+            world_size=members.world_size,
+            token=self.token,
+            purpose=f"generation/{members.generation}/window/{number}",
+            limit=self.limits[1 if number else 0],  # a later one opens in mid-run
+            only=(members.rank,) if alone else exchanging.ranks,
+        )
+        where = (members.address, size, notifications)
+        if transport == "nixl":  # which doesn't report when puts leave and arrive
+            window: Window = nixl_window(bootstrap, *where)
+        else:
+            group_peers = (members.rank,) if alone else exchanging.groups[members.machine]
+            marks = MARKS if self.trace else 0
+            window = linked = connect_window(bootstrap, group_peers, *where, marks, connections)
+            if self.trace is not None:
+                self.trace.follow(number, lambda: linked.moments)
+        return window if self.trace is None else TracedWindow(window, number, self.trace)
+
+    def _share(self, text: str) -> list[str]:
+        """Gather a text from all ranks, by the communicator: the store may be gone by now."""
+        what = "the addresses of windows"
+        told = gather_bytes(self.communicator, text.encode(), self.device, what)
+        return [data.decode() for data in told]
+
+    @property
+    def topology(self) -> Topology:
+        """The ranks of each machine are a group."""
+        return Topology.of(self.members.machines)
+
+
+def device_of(config: TrainConfig, local_rank: int) -> torch.device:
+    """Return the device of a machine's worker."""
+    if config.world.use_cpu or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if config.world.gpu_numbers:
+        return torch.device("cuda", config.world.gpu_numbers[local_rank])
+    if torch.cuda.device_count() == 1:  # a scheduler may show each worker its own only
+        return torch.device("cuda", 0)
+    return torch.device("cuda", local_rank)
+
+
+def connect(
+    config: TrainConfig, members: Members, store: Store, device: torch.device
+) -> Communicator:
+    """Connect this worker with all others of its generation; collective.
+
+    Raises:
+        CommError: a rank didn't come in time.
+    """
+    return _connect("steps", config, members, store, device)
+
+
+def connect_layers(
+    config: TrainConfig, members: Members, store: Store, device: torch.device
+) -> Communicator | None:
+    """Connect layers that exchange within forward and backward, if there are any; collective.
+
+    Raises:
+        CommError: a rank didn't come in time.
+    """
+    if not config.model.sync_bn:
+        return None
+    return _connect("layers", config, members, store, device)
+
+
+def adds_up_on_gpus(members: Members, device: torch.device, sync: str) -> bool:
+    """Tell whether a machine's GPUs sum before one of its workers exchanges; equal on all ranks.
+
+    On one machine alone, `--sync allreduce` is such a sum, and windows share memory.
+    """
+    several = len(members.machines) > 1 and max(members.machines) > 1
+    return sync == "notified" and device.type == "cuda" and several
+
+
+def connect_machine(
+    members: Members, store: Store, device: torch.device, limits: tuple[float, float], sync: str
+) -> Communicator | None:
+    """Connect the workers of this machine, if their GPUs sum first; as `connect_group`."""
+    if not adds_up_on_gpus(members, device, sync):
+        return None
+    return connect_group(members, store, device, limits)
+
+
+def connect_group(
+    members: Members, store: Store, device: torch.device, limits: tuple[float, float]
+) -> Communicator:
+    """Connect the workers of this machine; collective.
+
+    A first sum makes what later ones need on GPUs while nothing else runs there.
+
+    Args:
+        members: the world.
+        store: where workers find each other; fresh in this generation.
+        device: this worker's.
+        limits: seconds to wait for the others, at the start and later.
+
+    Raises:
+        CommError: a worker didn't come in time.
+    """
+    if members.local_world_size == 1:
+        return SingleRankCommunicator()
+    intra_machine = ProcessGroupCommunicator(
+        PrefixStore(f"generation/{members.generation}/machine/{members.machine}", store),
+        rank=members.local_rank,
+        world_size=members.local_world_size,
+        device=device,
+        address=members.address,
+        first_timeout=limits[0],
+        timeout=limits[1],
+    )
+    first, what = torch.ones(1, device=device), "the first sum of this machine's workers"
+    intra_machine.reduce(first).wait(what)
+    intra_machine.broadcast(first).wait(what)
+    assert first.tolist() == [members.local_world_size]
+    return intra_machine
+
+
+def _connect(
+    purpose: str, config: TrainConfig, members: Members, store: Store, device: torch.device
+) -> Communicator:
+    return ProcessGroupCommunicator(
+        PrefixStore(f"generation/{members.generation}/{purpose}", store),
+        rank=members.rank,
+        world_size=members.world_size,
+        device=device,
+        address=members.address,
+        first_timeout=config.world.first_iter_timeout,
+        timeout=config.world.timeout,
+    )

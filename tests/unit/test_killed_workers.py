@@ -1,0 +1,61 @@
+"""What a supervisor reports of workers that don't end at once when it kills them."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from paceline.cluster.rendezvous.registration import GenerationInfo
+from paceline.cluster.rendezvous.run_plan import RunPlan
+from paceline.cluster.supervision import supervisor
+from paceline.cluster.supervision.event_queue import EventQueue, Exited
+from paceline.cluster.supervision.supervisor import _Workers
+
+INFO = GenerationInfo(token="t", machines=(1,), addresses=("127.0.0.1",), hosts=("a",))
+
+
+class SlowToEnd:
+    """A worker whose end is an event some time after SIGKILL."""
+
+    def __init__(self, events: EventQueue, seconds: float, *, in_kernel: bool) -> None:
+        event = Exited(local_rank=0, returncode=-signal.SIGKILL)
+        self._end = threading.Timer(seconds, events.put, [event])
+        self._in_kernel = in_kernel
+
+    def send(self, number: signal.Signals) -> None:
+        if number == signal.SIGKILL:
+            self._end.start()
+
+    def hangs(self) -> bool:
+        return self._in_kernel
+
+    def close(self) -> None:
+        self._end.cancel()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "in_kernel", "reported"),
+    [
+        (0.3, False, []),  # a zombie that a busy machine reaps late
+        (60, True, ["rank 0 on machine 0 (a) can't be killed: a call in the kernel hangs."]),
+        (60, False, ["rank 0 on machine 0 (a) did not end within 0.5 s after SIGKILL."]),
+    ],
+)
+def test_only_a_worker_in_the_kernel_cant_be_killed(
+    seconds: float, in_kernel: bool, reported: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, limit in {"_TERM_S": 0.05, "_KILL_S": 0.1, "_REAP_S": 0.5}.items():
+        monkeypatch.setattr(supervisor, name, limit)
+    events, lines = EventQueue(), list[str]()
+    run = cast(Any, SimpleNamespace(generation_info=INFO))
+    workers = _Workers(RunPlan(), run, events, lines.append)
+    worker = SlowToEnd(events, seconds, in_kernel=in_kernel)
+    workers._workers = {0: cast(Any, worker)}
+    workers._end()
+    worker.close()
+    events.close()
+    assert lines == reported
