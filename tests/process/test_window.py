@@ -115,7 +115,8 @@ def test_nixl_that_is_missing_is_told_before_anything_is_written(tmp_path: Path)
     write_net(tmp_path)
     ended = run(*f"{TRAIN} --transport nixl".split(), folder=tmp_path)
     assert (ended.status, (tmp_path / "runs").exists()) == (2, False), ended.text
-    assert re.search(r"NIXL need.* isn't installed; run pip install 'paceline\[nixl\]'", ended.text)
+    said = r"--transport nixl needs .* is not installed; run pip install 'paceline\[nixl\]'"
+    assert re.search(said, ended.text)
 
 
 @pytest.mark.alone
