@@ -144,7 +144,7 @@ REFUSED = {
     ),
     "ledger of nothing": Bad(
         words="ledger nowhere",
-        said="nowhere is neither a run folder (with files events.rank<r>.jsonl) nor the id of a "
+        said=r"nowhere is neither a run folder \(with files events.rank<r>.jsonl\) nor the id of a "
         "run in --output_dir runs, which has r; check the path.",
     ),
 }
@@ -240,5 +240,6 @@ def test_a_checkpoint_of_another_model_is_no_start(
         f"{WHO}--resume {NEWEST}: the checkpoint's model doesn't fit: .* size mismatch for "
         r"2.weight: .*\]\); give the model that it was trained with\."
     )
-    words = WORDS + f" --run_id new --num_labels 4 --resume {NEWEST}"
+    (here / "other.py").write_text(NET.replace("AvgPool2d(8)", "AvgPool2d(16)").replace("48", "12"))
+    words = WORDS.replace("own:net", "other:net") + f" --run_id new --resume {NEWEST}"
     require_answer(Bad(words=words, said=said, writes=True), here, capfd)
