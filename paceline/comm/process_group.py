@@ -11,6 +11,7 @@ import re
 import secrets
 import select
 import socket
+import threading
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
@@ -26,6 +27,7 @@ from paceline.comm.communicator import Ticket
 from paceline.errors import CommError, CommTimeout, Message, PeerLost
 
 # Words by which the transports report a lost peer; their other errors are about the call.
+_OPENING = threading.Lock()  # guards the process's table of descriptors while one is read
 _PLACE = re.compile(r"\[[^\]]*\.\w+:\d+\] ?|[^\s\[]+\.(?:cc|cpp|hpp|h|cu):\d+,? ?")
 _ADDRESS = re.compile(r"\[([^\]\s]+)\]:\d+")
 _OF_CONNECTIONS = ("connect", "peer", "socket", "pipe", "closed", "abort", "remote process")
@@ -141,9 +143,10 @@ def _gloo(store: Store, rank: int, world_size: int, address: str, limit: timedel
     gloo: Any = dist.ProcessGroupGloo  # its options are in no type stub
     options = gloo._Options()
     options._timeout = limit
-    before = _descriptors()
-    device = gloo.create_device(hostname=address, lazy_init=False)
-    opened = dict(_descriptors().items() - before.items())
+    with _OPENING:  # or another thread's device would be found among the new descriptors
+        before = _descriptors()
+        device = gloo.create_device(hostname=address, lazy_init=False)
+        opened = dict(_descriptors().items() - before.items())
     options._devices = [device]
     group = gloo(store, rank, world_size, options)
     _stop_listening(opened, address)
@@ -183,7 +186,11 @@ def _stop_listening(opened: dict[int, str], address: str) -> None:
 
 
 def _listens(number: int, address: str) -> bool:
-    with socket.socket(fileno=os.dup(number)) as port:
+    try:
+        copy = os.dup(number)
+    except OSError:  # another thread's, closed since
+        return False
+    with socket.socket(fileno=copy) as port:
         listens = port.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
         return bool(listens) and port.getsockname()[0] == address
 
