@@ -35,7 +35,7 @@ class SyntheticSource:
         self._num_labels = num_labels
         self._seed = seed
         shape = "x".join(map(str, self._shape))
-        self.fingerprint = f"synthetic-{records}-{shape}-{num_labels}-{seed}"
+        self.fingerprint = f"synthetic-{records}-{shape}-{seed}"
 
     def __len__(self) -> int:
         return self._records

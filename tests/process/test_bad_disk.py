@@ -117,7 +117,7 @@ def test_a_database_for_which_the_disk_is_too_small_leaves_nothing(
 def test_an_output_folder_that_cant_be_written_is_refused(
     folder: str, reason: str, here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    said = rf"--output_dir: {folder}/r can't be written \({reason}\): give a folder where you may "
+    said = rf"--output_dir: {folder}/r can't be written \({reason}\); give a folder where you may "
     words = f"{NULL} --model own:net --run_id r --output_dir {folder}"
     require_answer(Bad(words=words, said=said + "write."), here, capfd)
 
@@ -127,7 +127,7 @@ def test_an_output_folder_of_somebody_else_is_refused(
 ) -> None:
     (here / "theirs").mkdir()
     said = (
-        r"--output_dir: theirs/r can't be written \(Permission denied\): give a folder where you "
+        r"--output_dir: theirs/r can't be written \(Permission denied\); give a folder where you "
         "may write."
     )
     with read_only(here / "theirs"):

@@ -91,8 +91,8 @@ LATER = {
     "own:no_module": "Model own:no_module returned int: the function must return a "
     "torch.nn.Module.",
     "own:fails_itself": "Model own:fails_itself: the function failed with TypeError: 'int' object "
-    r"is not subscriptable \(own.py, line \d+\): mend it; call it with num_labels=3 to look into "
-    "it.",
+    r"is not subscriptable \(own.py, line \d+\): correct it; call it with num_labels=3 to look "
+    "into it.",
     "own:frozen": "The model has no parameter with requires_grad=True, so there is nothing to "
     "train: unfreeze some parameters.",
     "own:returns_dict": "The model returned a dict of logits, aux: a model must return logits, a "
@@ -101,7 +101,7 @@ LATER = {
     "own:too_few": "The model returned 2 outputs an image and --num_labels is 3: they must be "
     "equal; build the last layer with num_labels, or give --num_labels 2.",
     "own:fails_in_forward": r"The model failed with RuntimeError: shape '\[7, 7\]' is invalid for "
-    r"input of size 12 \(own.py, line \d+\): mend it; call it on torch.zeros\(4, 3, 32, 32\) to "
+    r"input of size 12 \(own.py, line \d+\): correct it; call it on torch.zeros\(4, 3, 32, 32\) to "
     "look into it.",
 }
 
@@ -137,7 +137,7 @@ def test_a_step_that_needs_more_memory_than_there_is_says_what_to_make_smaller(
     here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     said = (
-        WHO + r"The memory is too small for a step, which asked for \d+ bytes: give a smaller "
+        WHO + r"Out of memory in a step, which asked for \d+ bytes: give a smaller "
         "--batch_size or --image_size, or spread the batch over more GPUs or machines."
     )
     for words in ("--model own:too_large", "--model own:net --image_size 9999999"):
@@ -179,8 +179,8 @@ WEIGHTS = {
 LATER_WEIGHTS = {
     "malicious.pt": (
         1,
-        "malicious.pt: not a file of weights: it wants to call print, which could be any code; "
-        r"give one that holds a model's state_dict\(\) alone.",
+        "malicious.pt: not a file of weights: loading it would call print, which could be any "
+        r"code; give one that holds a model's state_dict\(\) alone.",
     ),
     "other.pt": (
         2,

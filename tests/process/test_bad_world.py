@@ -132,7 +132,7 @@ def test_another_version_on_the_other_machine_is_told_by_both(here: Path) -> Non
     (here.parent / "old").mkdir()
     (here.parent / "old/sitecustomize.py").write_text(OLD)
     with nobody_left() as environment:
-        old = {"PYTHONPATH": str(here.parent / "old")}
+        old = {"PYTHONPATH": str(here.parent / "old"), "PYTHONNODEBUGRANGES": "1"}  # no fork
         ends = Machines(here, environment).run(SHARED, SHARED, also=old)
     said = (
         rf"{WHO}paceline is 0.1.0 on rank 0 \({HOST}\) and 0.0.9 on rank 1 \({HOST}\): install the "

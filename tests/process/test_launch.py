@@ -128,4 +128,7 @@ def test_train_under_launch_is_a_run_as_any_other(tmp_path: Path) -> None:
     wrong = train(database, "--run_id", "r", "--num_workers", "3")
     ended = launch(tmp_path, "-n", "2", "--", sys.executable, *wrong)
     assert ended.status == 2
-    assert ended.text.count("--num_workers 3, but paceline launch started 2") == 1
+    assert (
+        ended.text.count("--num_workers 3: contradicts the launcher: paceline launch started 2")
+        == 1
+    )

@@ -88,7 +88,10 @@ def test_two_nodes_are_two_machines_with_folders_of_their_own(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--num_workers", "3"], "--num_workers 3, but srun started 2 on this machine"),
+        (
+            ["--num_workers", "3"],
+            "--num_workers 3: contradicts the launcher: srun started 2 on this machine",
+        ),
         (["--output_dir", "/proc/none"], "--output_dir: /proc/none"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

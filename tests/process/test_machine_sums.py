@@ -27,14 +27,14 @@ from paceline.wiring import peers as machine
 from paceline.algorithms import notified
 
 
-class Told(notified.MachineSums):
-    def leave(self):
-        super().leave()
-        print(f"rank {self._rank} of ranks {sorted([self._rank, *self._others])} leaves")
+class Drained(notified.MachineSums):
+    def drain(self):
+        super().drain()
+        print(f"rank {self._rank} of ranks {sorted([self._rank, *self._others])} drains")
 
 
 machine.adds_up_on_gpus = lambda members, device, sync: sync == "notified"
-notified.MachineSums = Told
+notified.MachineSums = Drained
 sys.argv = sys.argv[1:]
 runpy.run_module(sys.argv[0], run_name="__main__")
 """
@@ -80,7 +80,7 @@ def test_workers_connect_with_their_machines_and_end_well(tmp_path: Path, progra
         ends = [worker.wait() for worker in workers]
     for rank, (end, ranks) in enumerate(zip(ends, ("[0, 1]", "[0, 1]", "[2]"), strict=True)):
         assert end.status == 0, end.text
-        assert f"rank {rank} of ranks {ranks} leaves" in end.text
+        assert f"rank {rank} of ranks {ranks} drains" in end.text
 
 
 def bench_of(c: Communicator, model: nn.Module, meeting: Path) -> Bench:

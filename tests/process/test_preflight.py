@@ -95,6 +95,7 @@ def test_another_version_is_named_with_both(data: Path, tmp_path: Path) -> None:
     words = train(str(data / "train-lmdb"), "--run_id", "r")
     first, second = variables_by_hand()
     second["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{ROOT}"
+    second["PYTHONNODEBUGRANGES"] = "1"  # a process of its own, not a fork
     with by_variables(words, [tmp_path, tmp_path], [first, second]) as programs:
         ends = [program.wait() for program in programs]
     refused(ends, f"and 2.0.1 on rank 1 ({HOST}): install the same on all machines.")

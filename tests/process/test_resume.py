@@ -17,6 +17,7 @@ from paceline.cluster.environment import WORKER_VARIABLE
 from paceline.state.checkpoint_files import read_checkpoint
 from tests.harness.network.ports import free_port
 from tests.harness.processes.command import Command, gone, rows_of, run
+from tests.harness.processes.fork_server import environment_of
 from tests.harness.processes.run_folders import events, losses, until, until_step, write_net
 
 SMALL = (
@@ -234,7 +235,7 @@ def test_one_workers_signal_stops_all_at_the_same_step(here: Path) -> None:
     command = Command(*train("plain", "--sync", "notified", epochs=100_000), folder=here)
     until_step(here / "runs" / "r", 5, 0)
     worker = command.family()[1]
-    rank = json.loads(worker.environ()[WORKER_VARIABLE])["local_rank"]
+    rank = json.loads(environment_of(worker)[WORKER_VARIABLE])["local_rank"]
     worker.send_signal(signal.SIGTERM)
     ended = command.wait()
     assert ended.status == 143, ended.text
@@ -309,7 +310,7 @@ def test_a_loss_that_explodes_ends_the_run_with_a_good_checkpoint(here: Path) ->
     ended = run(*words, folder=here)
     assert ended.status == 1
     assert "The loss is" in ended.text
-    assert "Give a smaller --base_learning_rate" in ended.text
+    assert "Use a smaller --base_learning_rate" in ended.text
     assert "Traceback" not in ended.text
     for file in (here / "runs" / "r" / "checkpoints").glob("*.pt"):
         state = torch.load(file, weights_only=True)
