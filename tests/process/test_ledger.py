@@ -48,7 +48,7 @@ def test_a_run_that_was_killed_and_went_on_with_another_number_of_workers_is_exa
     last = max(n for n, line in enumerate(lines) if '"event": "step"' in line)
     path.write_text("".join(lines[:last] + lines[last + 1 :]))
     assert ledger(["r"]) == 1
-    assert "Not exact: 4 samples lost" in capsys.readouterr().out
+    assert "Not exact: 4 samples were lost" in capsys.readouterr().out
 
 
 def test_weights_for_other_labels_are_fine_tuned_and_the_last_layer_is_told(tmp_path: Path) -> None:
