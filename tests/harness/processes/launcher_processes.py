@@ -70,9 +70,10 @@ class Program:
 
     def kill(self) -> None:
         """Kill the program and what it started."""
-        top = psutil.Process(self.process.pid)
-        for process in [*top.children(recursive=True), top]:
-            process.kill()
+        with suppress(psutil.NoSuchProcess):  # it ended by itself, and its server knows already
+            top = psutil.Process(self.process.pid)
+            for process in [*top.children(recursive=True), top]:
+                process.kill()
         self.process.wait()
 
     @property
