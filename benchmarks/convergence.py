@@ -3,7 +3,7 @@
     python benchmarks/convergence.py TRAIN_DB TEST_DB --runs FOLDER [--epochs 8] [--seeds 1 2 3]
 
 The two machines are this one twice, so that gradients travel over its loopback interface, coded as
-they are between machines. What FOLDER has already isn't run again: the same command goes on.
+they are between machines. What FOLDER has already isn't run again: the same command resumes it.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Message(str):
 
     Args:
         template: text with an option's place as `{--name}` and a value's as `{}` or `{0}`.
-        values: what stands in the values' places.
+        values: values of the template's `{}` fields, in order.
     """
 
     _template: str
@@ -65,7 +65,7 @@ def _rendered(template: str, values: tuple[object, ...], name_of: Callable[[str]
 
 
 class PacelineError(Exception):
-    """Whatever Paceline reports to a person; its text is a sentence that they can act on.
+    """Base class of errors that a command reports in one sentence, without a traceback.
 
     Args:
         message: the sentence.

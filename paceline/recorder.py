@@ -1,6 +1,6 @@
 """What measures: spans of time, counts and events.
 
-The steps of a run tell a recorder what happens; where that goes (a log, a file, a terminal) is
+The steps of a run report to a recorder what happens; where that goes (a log, a file, a terminal) is
 `paceline.observe`'s matter. The null recorder is the default, and measuring changes no code path.
 """
 
@@ -13,7 +13,7 @@ _NOTHING = nullcontext()
 
 
 class Recorder(Protocol):
-    """Receives what a run has to tell."""
+    """Receiver of a run's spans, counts and events."""
 
     def span(self, name: str, **fields: object) -> AbstractContextManager[None]:
         """Measure the time spent inside a `with` block under `name`, with what it was spent on."""

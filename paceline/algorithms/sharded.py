@@ -54,7 +54,7 @@ class ShardedUpdate:
 
     Args:
         buckets: all of them.
-        owner: the exchange whose sums this rank's shards are updated by.
+        owner: the exchange that sums the gradients of this rank's shards.
         shards: updates them.
     """
 

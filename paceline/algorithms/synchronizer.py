@@ -52,7 +52,7 @@ class Synchronizer(Protocol):
     def reduce(self) -> None:
         """Wait, and make every parameter's `.grad` the mean over the global batch.
 
-        The caller may look at it, clip or unscale it; the update then uses it as it stands.
+        The caller may look at it, clip or unscale it; the update then uses it as it is.
         """
 
     def end(self, step: int) -> None:

@@ -10,7 +10,7 @@ The handler replaces `sys.excepthook` while the world is active. Where there are
 ends at once: threads that wait for lost peers would delay the interpreter's shutdown, and with it
 the peers. Before that the newest state in memory is written to the disk.
 
-The interpreter tells no exit hook the status of `sys.exit`, so the handler wraps `sys.exit` too.
+The interpreter gives no exit hook the status of `sys.exit`, so the handler wraps `sys.exit` too.
 """
 
 from __future__ import annotations

@@ -111,11 +111,11 @@ def parallelize(
             intra_machine=intra_machine,
         )
 
-        def tell(note: str | Message) -> None:
+        def report(note: str | Message) -> None:
             world._recorder.event("note", text=as_arguments(note))
             say_in_python(note)
 
-        setting = TrialSetting(folder=session.run, tell=tell)
+        setting = TrialSetting(folder=session.run, report=report)
         replica = replicate(model, optimizer, peers, config, share, setting)
         notes: list[str | Message] = list(world._start.restore_exchange(replica))
         if len(joined.members.machines) == 1:

@@ -78,7 +78,7 @@ class World:
         self._closed = False
         session.exit_handler.rescue = self._rescue
         if session.run is not None and threading.current_thread() is threading.main_thread():
-            session.resources.enter_context(session.signals.heard(self._rescue))
+            session.resources.enter_context(session.signals.received(self._rescue))
         atexit.register(self._close_at_exit)
 
     @property
@@ -325,7 +325,7 @@ class World:
             position=self._position.position,
             policy=SavePolicy(steps=output.checkpoint_steps, minutes=output.checkpoint_minutes),
             stopping=lambda: session.signals.status != 0,
-            listen=lambda number, sums: None,
+            check_sums=lambda number, sums: None,
             values=0,
             device=session.device,
         )

@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
-        return _guarded(lambda: _tell(_usage(), 0 if words else 2))
+        return _guarded(lambda: _print(_usage(), 0 if words else 2))
     if words[0] in ("-V", "--version", "version"):
         return _guarded(_version)
     return _guarded(lambda: _command(words[0])(words[1:]))
@@ -102,10 +102,10 @@ def _ended_by_ctrl_c() -> Iterator[None]:
 def _version() -> int:
     from importlib import metadata
 
-    return _tell(f"paceline {metadata.version('paceline')}", 0)
+    return _print(f"paceline {metadata.version('paceline')}", 0)
 
 
-def _tell(text: str, status: int) -> int:
+def _print(text: str, status: int) -> int:
     print(text)
     return status
 

@@ -91,7 +91,7 @@ def train(config: TrainConfig, members: Members, store: Store, token: str) -> No
 
 def _run(trainer: Trainer, signals: StopSignals) -> bool:
     """Train, and leave when the peers need nothing more; return False if a signal stopped it."""
-    with signals.heard(trainer.steps.rescue):
+    with signals.received(trainer.steps.rescue):
         try:
             trainer.run()
         except Stop:

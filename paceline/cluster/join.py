@@ -106,7 +106,7 @@ def join_world_of(
         wanted: the network interfaces to use; none: all.
 
     Raises:
-        ConfigError: the launcher's numbers contradict each other, or the meeting place is wrong.
+        ConfigError: the launcher's numbers contradict each other, or the rendezvous is wrong.
         CommError: processes didn't come in time (names them), or can't reach each other.
     """
     keep_freed_memory()
@@ -154,7 +154,7 @@ def _launched(
         token=world.token,
         launcher=launched.launcher,
         meeting=space.address if space.served_by_run else "",
-        ending=LaunchedEnd(world, space, server, keeps=launched.rank == 0, timeout=timeout),
+        ending=LaunchedEnd(world, space, server, stays=launched.rank == 0, timeout=timeout),
     )
 
 

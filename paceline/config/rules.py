@@ -42,7 +42,7 @@ def positive(flag: str, value: float, remedy: str = "") -> None:
 
 
 def file_name(flag: str, value: str) -> None:
-    """Require a name that a file or folder can have, and a person can read.
+    """Require a name that a file or folder can have, and a user can read.
 
     Raises:
         ConfigError: it has slashes, line breaks or the like, only blanks or dots, or is too long.

@@ -84,8 +84,8 @@ class TrainConfig:
         return self._digest(given), *older
 
     def _digest(self, flags: Mapping[str, object]) -> str:
-        told = {**flags, "data": [self.data.train_data, self.data.test_data]}
-        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
+        identity = {**flags, "data": [self.data.train_data, self.data.test_data]}
+        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
 
     def without_weights(self) -> TrainConfig:
         """Return the same configuration without weights to start from: a checkpoint has them."""

@@ -1,4 +1,4 @@
-"""Where a rank's share of a global batch stands in the data order."""
+"""Batch slice: the position of a rank's share of a global batch in the data order."""
 
 from __future__ import annotations
 

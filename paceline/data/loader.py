@@ -224,7 +224,7 @@ class DatabaseLoader:
         return replace(place, skipped=len(bad))
 
     def _good(self, work: _Work, bad: Sequence[BadRecord]) -> _Work:
-        """Leave bad records out of a batch; where none is left, one blank stands for all."""
+        """Leave bad records out of a batch; where none is left, one blank record replaces them."""
         good = torch.from_numpy(~np.isin(work.records, [record.index for record in bad]))
         if good.any():
             return replace(work, images=work.images[good], labels=work.labels[good])

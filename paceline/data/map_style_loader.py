@@ -1,4 +1,4 @@
-"""Batches of anybody's map-style data set, in the order that `Order` says.
+"""Batches of a user's map-style data set, in the order that `Order` gives.
 
     Order --> this rank's share of each global batch --> torch's DataLoader, its workers and
                                                          collation --> (BatchSlice, batch)
@@ -115,14 +115,14 @@ class MappedLoader:
         batches = self._started(epoch, places)
         try:
             for place in places:
-                with _told_as_data_errors(workers):
+                with _as_data_errors(workers):
                     batch = next(batches)
                 yield place, batch
         finally:
             if workers:
                 # What torch itself calls, but only once nothing refers to `batches` any more, and
                 # an error's traceback does.
-                with _told_as_data_errors(workers):
+                with _as_data_errors(workers):
                     batches._shutdown_workers()
 
     def _started(self, epoch: int, places: Sequence[BatchSlice]) -> Any:
@@ -170,10 +170,10 @@ def _check(dataset: MapStyle, order: Order, num_workers: int) -> None:
 
 
 @contextmanager
-def _told_as_data_errors(workers: int) -> Iterator[None]:
+def _as_data_errors(workers: int) -> Iterator[None]:
     """Turn what torch itself says of its processes into an error of data.
 
-    A process that dies is told by torch, or by a connection to it that ends. Errors of the data set
+    Torch reports a process that dies, or a connection to it ends. Errors of the data set
     name the process that they come from, and stay what they are.
     """
     try:

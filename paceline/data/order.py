@@ -1,8 +1,8 @@
-"""The data order: which record stands where in which epoch, for whom.
+"""The data order: the position of each record in each epoch, and each rank's share of it.
 
 A pure function of (seed, epoch, position). It doesn't know the number of threads, the interruptions
 of a run or, until a global batch is shared out, the number of ranks: batch t holds the same records
-for 1, 2 or 7 of them, and a run goes on in the middle of an epoch by naming a step.
+for 1, 2 or 7 of them, and a run resumes in the middle of an epoch at a given step.
 
     epoch    |<------------------- samples ------------------->|     a permutation of the records
     batches  |    step 0    |    step 1    |    step 2    | 3  |     the short last one is trained
@@ -104,7 +104,7 @@ class Order:
         return start, start + each + (rank < larger)
 
     def place(self, epoch: int, step: int, rank: int, world_size: int) -> BatchSlice:
-        """Say where a rank's share of a global batch stands.
+        """Return a rank's share of a global batch.
 
         Raises:
             IndexError: the epoch has no such step, or the world no such rank.

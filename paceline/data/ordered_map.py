@@ -20,7 +20,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 Meter = Callable[[int, int], None]
-"""Is told how far a long job is: (done, total)."""
+"""Receives the progress of a long job: (done, total)."""
 
 _IN_FLIGHT = 4  # items a thread: enough that a slow item doesn't make the others idle
 

@@ -1,7 +1,7 @@
 """A data set whose random transforms depend on (seed, epoch, sample), not on who loads it.
 
 Transforms draw from the streams of Python, numpy and torch, which belong to the process: what they
-give depends on all that was drawn before, by whom. So each sample is made with streams of its own,
+give depends on all earlier draws of the process. So each sample is made with streams of its own,
 and the caller's are put back behind it:
 
     dataset[epoch, 7]     caller's streams aside │ seeded by (seed, epoch, 7): dataset[7] │ back

@@ -35,8 +35,8 @@ class Source(Protocol):
     Attributes:
         labels: the label of every record, int64 of shape (records,), where the index knows them.
         label_names: the classes' names in the order of their labels, where they are known.
-        index_note: what a person should know of opening it, if anything (an index that can't be
-            kept makes every opening slow).
+        index_note: a sentence for the user about opening it, or "" (an index that can't be
+            saved makes every opening slow).
         fingerprint: equal for equal data sets: a digest of their size and of a sample of records.
     """
 
@@ -63,7 +63,7 @@ class Source(Protocol):
         """
 
     def name(self, index: int) -> str:
-        """Name a record for a person: "record KEY"."""
+        """Name a record for messages: "record KEY"."""
 
     def close(self) -> None:
         """Release the database."""

@@ -1,7 +1,7 @@
 """Random words that are a function of counters: SplitMix64.
 
 Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014. Word i of the stream
-with base b is mix(b + (i + 1) · GAMMA), so that any part of any stream is made at once, by anybody.
+with base b is mix(b + (i + 1) · GAMMA), so that any process makes any range of any stream at once.
 numpy's own generators are not used: their streams may change between versions, and a checkpoint
 must mean the same order for ever.
 """

@@ -1,9 +1,9 @@
 """Which parts of a model are compiled on their own: its repeated blocks.
 
-A block is a module with children that stands in a sequence (`nn.Sequential`, `nn.ModuleList`,
+A block is a module with children inside a sequence (`nn.Sequential`, `nn.ModuleList`,
 `nn.ModuleDict`): a ResNet's residual blocks, a transformer's layers. Of blocks within blocks it is
 the outermost that is repeated in its sequence, or the innermost. Blocks of one shape share what is
-compiled, and each is one reader of its parameters. What stands between them (a stem, a classifier)
+compiled, and each is one reader of its parameters. What lies between them (a stem, a classifier)
 are single operations that compiling wouldn't make faster. A model without blocks is compiled by its
 direct children that have children, or as a whole.
 """

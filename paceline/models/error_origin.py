@@ -1,4 +1,4 @@
-"""What to say of an error in somebody's own model: what it is, and where in their code.
+"""Description of an error in a user's model: what it is, and where in the user's code.
 
     RuntimeError: shape '[4, 10]' is invalid (model.py, line 11)
 

@@ -1,6 +1,6 @@
 """What a model must give, and what it fails with in training, as sentences.
 
-A model of somebody's own may return anything; the loss and the accuracy need logits, a Tensor of
+A user's model may return anything; the loss and the accuracy need logits, a Tensor of
 (n, num_labels) for n images.
 """
 
@@ -66,7 +66,7 @@ def explained_errors(images: Tensor) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:  # somebody's code may raise anything
+    except Exception as error:  # the user's code may raise anything
         if isinstance(error, PacelineError) or lacks_memory(error) or is_ours(error):
             raise
         raise ConfigError(_of_forward(error, images)) from error

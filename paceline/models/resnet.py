@@ -106,7 +106,7 @@ class ResNet(nn.Module):
 
 
 def convolution(in_channels: int, channels: int, size: int, stride: int = 1) -> nn.Conv2d:
-    """Make a convolution that keeps height and width at stride 1; BatchNorm brings the bias."""
+    """Make a convolution that keeps height and width at stride 1; BatchNorm has the bias."""
     return nn.Conv2d(in_channels, channels, size, stride, padding=size // 2, bias=False)
 
 

@@ -1,4 +1,4 @@
-"""Models by name: the zoo's, and anybody's own as `package.module:function`.
+"""Models by name: the zoo's, and a user's own as `package.module:function`.
 
 Somebody's own function gets `num_labels=` and `num_channels=`, each only if it takes an argument of
 that name, and returns an `nn.Module`.
@@ -47,7 +47,7 @@ def build_model(name: str, *, num_labels: int, num_channels: int) -> nn.Module:
     make = model_factory(name, num_labels=num_labels, num_channels=num_channels)
     try:
         model = make()
-    except Exception as error:  # somebody's code may raise anything
+    except Exception as error:  # the user's code may raise anything
         if is_ours(error):
             raise
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What a person sees of a run: rank 0's progress on a terminal, or lines in a pipe.
+"""Console output of a run: rank 0's progress on a terminal, or lines in a pipe.
 
     Training resnet20: 2 workers on 1 machine (cpu), 50,000 images, 391 steps an epoch, 30 epochs.
     epoch 2/30  ━━━━━━───────  180/391  21:07 left  1,204 images/s  loss 1.219  accuracy 56.1%  …
@@ -34,7 +34,7 @@ class Console(NullRecorder):
         run: model, world_size, machines, device, samples and steps (of an epoch), epochs, log,
             labels (their number).
         step: epoch, step (of the run), epoch_step, steps (of an epoch), samples (of all ranks),
-            learning_rate, sums (of the epoch so far, as a tally's), exposed_ms (what the rank
+            learning_rate, sums (of the epoch so far, as a counter's), exposed_ms (what the rank
             waited for the exchange; where it was measured).
         evaluate: step, steps.
         epoch: epoch, seconds, samples, loss, accuracy, learning_rate, test_accuracy and top5 (None

@@ -6,7 +6,7 @@ killed process loses none. A machine that loses power can tear the last line, an
 ignore a torn last line and the next writer removes it.
 
     run         a start of the run, generation g, by each of its ranks
-    restore     generation g goes on before step s: lines of earlier generations from s on are void
+    restore     generation g resumes before step s: lines of earlier generations from s on are void
     step        this rank trained positions [first, last) of the epoch's order; what it took
     buckets     the parameters of each bucket, as they are exchanged from here on
     loss        the global batch's mean loss, by rank 0
@@ -52,7 +52,7 @@ class EventFile(NullRecorder):
 
     Args:
         folder: the run's folder, which exists.
-        rank: whose events they are.
+        rank: the rank whose events are written.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -61,7 +61,7 @@ class EventFile(NullRecorder):
         self._file = LineFile(self.path)
 
     def event(self, name: str, **fields: Any) -> None:
-        """Write a line, if events of that name are kept.
+        """Write a line, if events of that name are recorded.
 
         Raises:
             KeyError: a field to be written is missing.

@@ -1,4 +1,4 @@
-"""Watches the losses of a run: tells them, and stops it where it doesn't learn any more."""
+"""Check of each step's loss: records it, and ends a run that diverges."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LossWatch:
         recorder: receives a `loss` event a step.
         generation: of the world.
         max_loss: largest loss; 0 accepts any number.
-        remedy: what the person can do, a sentence.
+        remedy: what the user can do, a sentence.
         every: steps from one comparison with `max_loss` to the next.
     """
 
@@ -36,8 +36,8 @@ class LossWatch:
         self._max_loss, self._remedy, self._every = max_loss, remedy, every
         self._skipped = 0
 
-    def hear(self, step: int, sums: Sequence[float]) -> None:
-        """Look at a step.
+    def check(self, step: int, sums: Sequence[float]) -> None:
+        """Check the loss of a step.
 
         Args:
             step: its number.
@@ -53,15 +53,16 @@ class LossWatch:
         self._skipped = self._skipped + 1 if skipped else 0
         if self._skipped > _SKIPPED:
             raise Diverged(
-                f"The gradients overflowed float16 in {self._skipped} steps up to {step}. "
-                f"{self._remedy}"
+                f"The gradients overflowed float16 in {self._skipped} consecutive steps, up to "
+                f"step {step}. {self._remedy}"
             )
         if skipped:
             return
         if not math.isfinite(loss):
-            raise Diverged(f"The loss is {loss} in step {step}. {self._remedy}")
+            value = "NaN" if math.isnan(loss) else "infinite"
+            raise Diverged(f"The loss became {value} in step {step}. {self._remedy}")
         if 0 < self._max_loss < loss and (step + 1) % self._every == 0:
             raise Diverged(
-                f"The loss is {loss:.4g} in step {step}, and --max_loss is {self._max_loss:g}. "
+                f"The loss became {loss:.4g} in step {step}; --max_loss is {self._max_loss:g}. "
                 f"{self._remedy}"
             )

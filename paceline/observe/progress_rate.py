@@ -42,7 +42,7 @@ class ProgressRate:
         return (self._samples - samples) / (now - then) if now > then else 0.0
 
     def seconds_left(self, steps: int, now: float) -> float | None:
-        """Estimate how long `steps` more take, evaluations included; None where nobody can know.
+        """Estimate how long `steps` more take, evaluations included; None if it is unknown.
 
         The first step doesn't count: it starts up what is slow to start.
         """

@@ -23,12 +23,12 @@ class Scores:
 
     @property
     def of_training(self) -> dict[str, float]:
-        """The fields of an epoch's event that tell how training went."""
+        """The fields of an epoch's event of training."""
         return {"samples": self.samples, "loss": self.loss, "accuracy": self.accuracy}
 
     @property
     def of_test(self) -> dict[str, float]:
-        """The fields of an epoch's event that tell how the evaluation went."""
+        """The fields of an epoch's event of the evaluation."""
         return {"test_accuracy": self.accuracy, "top5": self.top5}
 
 

@@ -38,7 +38,7 @@ class Terminal:
     ) -> None:
         self._file = file
         self._console = _Console(file=file, force_terminal=terminal, width=width)
-        self._drawn = False  # a status stands in the terminal's current line
+        self._drawn = False  # the terminal's current line shows a status
         # Not rich's is_terminal: FORCE_COLOR in a pipe asks for colours, not for drawing over.
         is_terminal = file.isatty() if terminal is None else terminal
         self.live = is_terminal and not self._console.is_dumb_terminal

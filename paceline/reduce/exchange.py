@@ -31,7 +31,7 @@ class Timeout:
 
 
 def timed_out(
-    rank: int, timeout: Timeout, whom: str, operation: str, cause: str = "it hangs"
+    rank: int, timeout: Timeout, peer: str, operation: str, cause: str = "it hangs"
 ) -> CommTimeout:
     """Return the error of a rank's wait that has ended without what it waited for."""
     return CommTimeout(
@@ -40,7 +40,7 @@ def timed_out(
             "({--first_iter_timeout} in the start).",
             rank,
             timeout.seconds,
-            whom,
+            peer,
             operation,
             cause,
         )

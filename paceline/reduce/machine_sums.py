@@ -184,8 +184,8 @@ class MachineSums:
                 progress = partial(self._has_progress, self._progress)
                 limit = self._timeout.seconds + _GRACE_S
                 if not self._changed.wait_for(progress, limit):
-                    whom, cause = "the sum of its machine", "its device hangs"
-                    raise timed_out(self._rank, self._timeout, whom, bucket.operation, cause)
+                    peer, cause = "the sum of its machine", "its device hangs"
+                    raise timed_out(self._rank, self._timeout, peer, bucket.operation, cause)
             if bucket.summed == bucket.sent:
                 return
         assert self._error is not None
@@ -250,15 +250,15 @@ class MachineSums:
 
     def _collective(self, start: Callable[[Tensor], Ticket], bucket: _BucketState) -> None:
         """Start a collective and wait for it: on a GPU, let the stream wait."""
-        whom = f"rank {', '.join(map(str, self._others))}"
+        peer = f"rank {', '.join(map(str, self._others))}"
         if len(self._others) > 1:  # a collective names none of them
-            whom = f"one of ranks {whom.removeprefix('rank ')}"
+            peer = f"one of ranks {peer.removeprefix('rank ')}"
         try:
             start(bucket.memory.flat).wait(bucket.operation)
         except CommTimeout as error:
-            raise timed_out(self._rank, self._timeout, whom, bucket.operation) from error
+            raise timed_out(self._rank, self._timeout, peer, bucket.operation) from error
         except PeerLost as error:
             raise PeerLost(
-                f"rank {self._rank} lost {whom} in {bucket.operation}: the connection inside "
+                f"rank {self._rank} lost {peer} in {bucket.operation}: the connection inside "
                 "their machine ended."
             ) from error

@@ -274,7 +274,7 @@ def patch(target: object, name: str, function: Callable[..., Any]) -> Callable[[
         if before is not None:
             attributes[name] = before
 
-    method._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # the replica tells schedulers
+    method._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers see the replica's
     attributes[name] = MethodType(method, target)
     return undo
 

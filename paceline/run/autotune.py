@@ -50,12 +50,12 @@ class TrialSetting:
     Attributes:
         folder: the run's folder, where rank 0 saves the choice; None: nowhere.
         steps: number of remaining steps; None: unknown.
-        tell: reports a sentence to the user; called on rank 0.
+        report: reports a sentence to the user; called on rank 0.
     """
 
     folder: Path | None = None
     steps: int | None = None
-    tell: Callable[[Message], None] = lambda note: None
+    report: Callable[[Message], None] = lambda note: None
 
 
 class Autotuner:
@@ -116,7 +116,7 @@ class Autotuner:
         if len(candidates) == 1:
             return candidates[0]
         if (known := self._known()) is not None:
-            self._tell(f"{_long(known)}, reused from this run's earlier trials ({CHOICE_NAME})")
+            self._report(f"{_long(known)}, reused from this run's earlier trials ({CHOICE_NAME})")
             return known
         left, needed = setting.steps, steps_of_trials(len(candidates))
         plain = next((c for c in candidates if c.sync == "allreduce"), candidates[0])
@@ -125,7 +125,7 @@ class Autotuner:
                 steps = "1 step is" if left == 1 else f"{left} steps are"
                 override = "set {--sync} and {--bucket_mb} to override"
                 few = f"{_long(plain)}: {steps} too few for autotuning"
-                self._tell(Message(f"{{}}; {override}", few))
+                self._report(Message(f"{{}}; {override}", few))
             return plain
         self._trials = Trials(len(candidates), time.perf_counter, self._mean)
         return candidates[0] if left is not None else plain
@@ -170,7 +170,7 @@ class Autotuner:
         flags = {"sync": chosen.sync, "bucket_mb": f"{chosen.bucket_mb:g}"}
         if chosen.connections > 1:
             flags["connections"] = str(chosen.connections)
-        self._tell(
+        self._report(
             Message(
                 "{} ms per step; {}{}. Pin this choice with "
                 + " ".join(f"{{--{flag}}} {value}" for flag, value in flags.items()),
@@ -180,9 +180,9 @@ class Autotuner:
             )
         )
 
-    def _tell(self, text: str | Message) -> None:
+    def _report(self, text: str | Message) -> None:
         if self._communicator.rank == 0:
-            self._setting.tell(Message("exchange: {}.", text))
+            self._setting.report(Message("exchange: {}.", text))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ class LearningRate:
         policy: "step", a tenth every 30 epochs, or "cosine", half a cosine down to 0 at the end.
         steps_per_epoch: optimizer steps in an epoch.
         epochs: epochs of the run.
-        warmup_epochs: epochs of a linear rise, before which the policy's own course is hidden.
+        warmup_epochs: epochs of a linear rise, which hides the policy's own values.
     """
 
     policy: Literal["step", "cosine"]
@@ -31,9 +31,9 @@ class LearningRate:
         """Return the factor for a step, counted from 0."""
         warmup = self.warmup_epochs * self.steps_per_epoch
         rise = min(1.0, (step + 1) / warmup) if warmup > 0 else 1.0
-        return rise * self._course(step, warmup)
+        return rise * self._policy_rate(step, warmup)
 
-    def _course(self, step: int, warmup: float) -> float:
+    def _policy_rate(self, step: int, warmup: float) -> float:
         if self.policy == "step":
             return float(STEP_FACTOR ** (step // self.steps_per_epoch // STEP_EPOCHS))
         left = self.epochs * self.steps_per_epoch - warmup

@@ -3,8 +3,8 @@
 Each rank reports a few numbers after its slice of a step. An all-reduce sums them while the next
 step computes, and is received one step later, so that no rank waits for it:
 
-    step n      … end, tell(n)
-    step n + 1  hear(before=n): summary of n - 1 ── begin …
+    step n      … end, send(n)
+    step n + 1  receive(before=n): summary of n - 1 ── begin …
 
 All ranks report the same steps in the same order, after all buckets of the step, so the collectives
 match. A summary is bit for bit the same on all ranks: decisions that follow from it need no
@@ -49,7 +49,7 @@ class StepSummaries:
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self._told: deque[tuple[int, Tensor, Ticket]] = deque()
+        self._pending: deque[tuple[int, Tensor, Ticket]] = deque()
 
     @property
     def alone(self) -> bool:
@@ -62,30 +62,30 @@ class StepSummaries:
         Raises:
             CommError: a peer was lost, or silent.
         """
-        told = torch.tensor(values, dtype=torch.int64, device=device)
-        self._communicator.broadcast(told).wait("what rank 0 decides")
-        return [int(value) for value in told.tolist()]
+        values_of_0 = torch.tensor(values, dtype=torch.int64, device=device)
+        self._communicator.broadcast(values_of_0).wait("what rank 0 decides")
+        return [int(value) for value in values_of_0.tolist()]
 
-    def tell(self, step: int, sums: Tensor, *, stop: bool, request: int = 0) -> None:
+    def send(self, step: int, sums: Tensor, *, stop: bool, request: int = 0) -> None:
         """Send this rank's values of a step, and its request; never blocks.
 
         Args:
-            step: the step's number; larger than the one told before.
+            step: the step's number; larger than in the call before.
             sums: (values,) float64, on the communicator's device.
             stop: this rank asks to stop.
             request: rank 0's request; 0 on other ranks.
         """
         flat = torch.cat([sums, sums.new_tensor([stop, request])])
-        self._told.append((step, flat, self._communicator.all_reduce(flat)))
+        self._pending.append((step, flat, self._communicator.all_reduce(flat)))
 
-    def hear(self, *, before: int) -> Iterator[StepSummary]:
-        """Yield the summaries of steps below `before` that weren't yielded yet; waits for them.
+    def receive(self, *, before: int) -> Iterator[StepSummary]:
+        """Yield the summaries of steps below `before` that are not yielded yet; waits for them.
 
         Raises:
             CommError: a peer was lost, or silent.
         """
-        while self._told and self._told[0][0] < before:
-            step, flat, ticket = self._told.popleft()
+        while self._pending and self._pending[0][0] < before:
+            step, flat, ticket = self._pending.popleft()
             ticket.wait(f"the sums of step {step}")
             *values, stops, request = flat.tolist()
             yield StepSummary(step=step, sums=tuple(values), stop=stops > 0, request=int(request))

@@ -91,14 +91,14 @@ class Steps:
         replica: the model's copy.
         summaries: with the other ranks.
         recorder: receives an event a step, and measures it.
-        checkpointer: keeps the state; rank 0's, None elsewhere.
+        checkpointer: saves the state; rank 0's, None elsewhere.
         rank: this rank.
         generation: of the world, in the ledger.
         seed: of the random streams.
-        position: where the run goes on; changed here.
+        position: where the run stands in the data; changed here.
         policy: when to save.
-        stopping: tells whether this rank was asked to stop.
-        listen: receives the number and the sums over all ranks of each step; may raise.
+        stopping: returns whether this rank was asked to stop.
+        check_sums: receives the number and the sums over all ranks of each step; may raise.
         values: number of values that a step sums.
         device: where they are.
     """
@@ -116,7 +116,7 @@ class Steps:
         position: Position,
         policy: SavePolicy,
         stopping: Callable[[], bool],
-        listen: Callable[[int, Sequence[float]], None],
+        check_sums: Callable[[int, Sequence[float]], None],
         values: int,
         device: torch.device,
     ) -> None:
@@ -126,23 +126,23 @@ class Steps:
         self.generation = generation
         self.position = position
         self.position.sums = self.position.sums or [0.0] * values
-        self._stopping, self._listen = stopping, listen
+        self._stopping, self._check_sums = stopping, check_sums
         self._values, self._device = values, device
         self._stop_asked: int | None = None  # the step in which a rank asked to stop
-        kept, steps = summaries.of_rank_0([checkpointer is not None, policy.steps], device)
-        self._kept, self._policy = bool(kept), replace(policy, steps=steps)
+        saves, steps = summaries.of_rank_0([checkpointer is not None, policy.steps], device)
+        self._saves, self._policy = bool(saves), replace(policy, steps=steps)
         # Rank 0's requests, by the steps that reported them; carried out two boundaries later.
         self._requests = deque([(self.position.number - 2, Request.SNAPSHOT)])
         self._saved_at = time.monotonic()
         self._saved_number = self.position.number
 
     @contextmanager
-    def step(self, place: BatchSlice, **told: object) -> Iterator[Tensor]:
+    def step(self, batch: BatchSlice, **fields: object) -> Iterator[Tensor]:
         """Run a step.
 
         Args:
-            place: this rank's share.
-            told: what else its event says.
+            batch: this rank's share.
+            fields: more fields of its event.
 
         Yields:
             (values,) float64 zeros for the block to fill in: this rank's part of the step's sums.
@@ -152,31 +152,31 @@ class Steps:
             CommError: a peer was lost, or silent.
             CheckpointError: a checkpoint couldn't be written.
         """
-        number, span = place.number, self._recorder.span
+        number, span = batch.number, self._recorder.span
         with span("step", step=number):
             with span("boundary"):
                 self._boundary(number)
             torch.manual_seed(self._random_word(_RANDOM, number))
             sums = torch.zeros(self._values, dtype=torch.float64, device=self._device)
-            with span("train"), self._replica.step(number, place.weight):
+            with span("train"), self._replica.step(number, batch.weight):
                 yield sums
         self._recorder.event(
             "step",
             generation=self.generation,
             step=number,
-            epoch=place.epoch,
-            first=place.first,
-            last=place.last,
-            skipped=place.skipped,
-            epoch_step=place.step,
-            steps=place.steps,
-            samples=place.global_count,
+            epoch=batch.epoch,
+            first=batch.first,
+            last=batch.last,
+            skipped=batch.skipped,
+            epoch_step=batch.step,
+            steps=batch.steps,
+            samples=batch.global_count,
             sums=self.position.sums,
-            **told,
+            **fields,
         )
-        self.position.step, self.position.number = place.step + 1, number + 1
+        self.position.step, self.position.number = batch.step + 1, number + 1
         request = Request.NOTHING if self._summaries.alone else self._request()
-        self._summaries.tell(number, sums, stop=self._stopping(), request=request)
+        self._summaries.send(number, sums, stop=self._stopping(), request=request)
 
     def seed(self, number: int) -> None:
         """Start the random streams of what a script computes before a step begins."""
@@ -188,14 +188,14 @@ class Steps:
         Raises:
             Stop, CommError, CheckpointError: as `step`.
         """
-        self._hear(before=self.position.number)
+        self._receive_summaries(before=self.position.number)
         if self._stop_asked is not None:
             self._stop()
         self._snapshot()
         return list(self.position.sums)
 
     def end_epoch(self, accuracy: float | None = None) -> None:
-        """Go on to the next epoch, and save. All ranks call it.
+        """Start the next epoch, and save. All ranks call it.
 
         Args:
             accuracy: on the test data; the best one's checkpoint is kept.
@@ -208,7 +208,7 @@ class Steps:
         self.save(best=best)
 
     def save(self, *, best: bool = False) -> None:
-        """Save a checkpoint in the background; on ranks other than 0, settle and give what is kept.
+        """Save a checkpoint in the background; ranks other than 0 settle and send their state.
 
         Rank 0 alone may call it where the ranks have no state besides model and optimizer.
 
@@ -227,7 +227,7 @@ class Steps:
             self._checkpointer.rescue()
 
     def finish(self) -> None:
-        """Return once everything is on the disk, and say that no step follows. All ranks call it.
+        """Return once everything is on the disk, and record the end. All ranks call it.
 
         Raises:
             CommError: a peer was lost, or silent.
@@ -239,9 +239,9 @@ class Steps:
         self._recorder.event("finish")
 
     def _boundary(self, number: int) -> None:
-        self._hear(before=number - 1)
-        told = self._stop_asked is not None and self._stop_asked < number - 1
-        if told or (self._summaries.alone and self._stopping()):
+        self._receive_summaries(before=number - 1)
+        agreed = self._stop_asked is not None and self._stop_asked < number - 1
+        if agreed or (self._summaries.alone and self._stopping()):
             self._stop()
         if self._checkpointer is not None:
             self._record_published(self._checkpointer.published)
@@ -255,19 +255,19 @@ class Steps:
 
     def _request_of_all(self, number: int) -> Request:
         """Return what all ranks do before step `number`, by rank 0's requests and the policy."""
-        heard = [Request.NOTHING]
+        requests = [Request.NOTHING]
         while self._requests and self._requests[0][0] <= number - 2:
             step, request = self._requests.popleft()
             if request is Request.SNAPSHOT or step >= self._saved_number:  # else it was saved since
-                heard.append(request)
-        if not self._kept:
+                requests.append(request)
+        if not self._saves:
             return Request.NOTHING
         if self._summaries.alone:
-            heard.append(self._request())
+            requests.append(self._request())
         done = self.position.number
         if done > self._saved_number and self._policy.due_by_steps(done):
-            heard.append(Request.SAVE)
-        return max(heard)
+            requests.append(Request.SAVE)
+        return max(requests)
 
     def _request(self) -> Request:
         """Return this rank's request; each is made once."""
@@ -279,22 +279,22 @@ class Steps:
             return Request.SAVE
         return Request.SNAPSHOT if self._checkpointer.ask() else Request.NOTHING
 
-    def _hear(self, *, before: int) -> None:
-        for heard in self._summaries.hear(before=before):
-            sums = zip(self.position.sums, heard.sums, strict=True)
-            self.position.sums = [total + told for total, told in sums]
-            if heard.stop and self._stop_asked is None:
-                self._stop_asked = heard.step
-            if heard.request:
-                self._requests.append((heard.step, Request(heard.request)))
-            self._listen(heard.step, heard.sums)
+    def _receive_summaries(self, *, before: int) -> None:
+        for summary in self._summaries.receive(before=before):
+            sums = zip(self.position.sums, summary.sums, strict=True)
+            self.position.sums = [total + added for total, added in sums]
+            if summary.stop and self._stop_asked is None:
+                self._stop_asked = summary.step
+            if summary.request:
+                self._requests.append((summary.step, Request(summary.request)))
+            self._check_sums(summary.step, summary.sums)
 
     def _snapshot(self, *, best: bool = False) -> None:
         with self._recorder.span("settle"):
             self._replica.settle()
-        self._hear(before=self.position.number)
+        self._receive_summaries(before=self.position.number)
         started = time.monotonic()
-        state = self._replica.state() if self._kept else None
+        state = self._replica.state() if self._saves else None
         if self._checkpointer is not None:
             spent = time.monotonic() - started
             position = {**asdict(self.position), "generation": self.generation}

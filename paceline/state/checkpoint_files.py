@@ -1,6 +1,6 @@
-"""Checkpoints on disk: plain PyTorch files, written at once or not at all, the last few kept.
+"""Checkpoints on disk: plain PyTorch files, written at once or not at all, the last few retained.
 
-    <run>/checkpoints/step-00000128.pt     what a run that has done 128 steps goes on from
+    <run>/checkpoints/step-00000128.pt     what a run resumes from after 128 steps
     <run>/checkpoints/best.pt              the one with the best test accuracy at an epoch's end
 
 A file is a dict that `torch.load(path, weights_only=True)` reads; its "model" and "optimizer" are

@@ -40,7 +40,7 @@ class _Snapshot:
     Attributes:
         step: the step.
         state: copies of the parts' state dicts and the position.
-        best: it is the best so far; publishing it says so.
+        best: it is the best so far; it is published as such.
         written: it is on the disk.
         wanted: it is to be written, whatever is captured after it.
     """
@@ -89,7 +89,7 @@ class Checkpointer:
         self._parts[name] = part
 
     def ask(self) -> bool:
-        """Ask for a snapshot; tell whether it will cost under one per cent of the time.
+        """Ask for a snapshot; return whether it will cost under one per cent of the time.
 
         The time is that since the last one was taken, or was to be.
         """

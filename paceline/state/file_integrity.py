@@ -1,8 +1,8 @@
 """Integrity of files of weights or of a run's state: checked before they are unpickled.
 
-    torch.save       a zip archive: its directory stands at the end, a checksum with each member
-    safetensors      [8 bytes: n][n bytes of JSON][tensors]: the JSON tells how long the file is
-    torch.save, old  a pickle and bytes behind it; only reading it tells
+    torch.save       a zip archive: its directory is at the end, a checksum with each member
+    safetensors      [8 bytes: n][n bytes of JSON][tensors]: the JSON gives the file's length
+    torch.save, old  a pickle and bytes behind it; only reading it shows damage
 
 torch itself passes over the checksums of its archives, so that a flipped bit on a disk would become
 a weight. https://docs.pytorch.org/docs/stable/notes/serialization.html,
@@ -54,7 +54,7 @@ def check_integrity(path: Path) -> None:
 
 
 def check_header(path: Path) -> Kind:
-    """Look at the ends of a file, which tells a torn one from a whole one; return its format.
+    """Return the format of a file, by its first and last bytes, which also show a torn one.
 
     Raises:
         CheckpointError: it can't be read, is torn, or is of no format that holds weights.
@@ -152,7 +152,7 @@ def _check_lengths(path: Path, file: BinaryIO) -> None:
 
 
 def _has_checksums(archive: zipfile.ZipFile) -> bool:
-    """Tell whether the writer computed any: torch can be told not to, and leaves zeros."""
+    """Return whether the writer computed any: torch can leave them out, as zeros."""
     return any(member.CRC for member in archive.infolist())
 
 

@@ -1,6 +1,6 @@
 """A run's folder: `<output_dir>/<run_id>`, what it is for, and who may write there.
 
-    config.toml            what the run was told
+    config.toml            the run's configuration
     exchange.toml          how its gradients are exchanged, where that was measured
     <log>.log              the CSV log
     events.rank<r>.jsonl   a line a step
@@ -9,7 +9,7 @@
     generation             how often it was started again
     finished               there once the run came to its end
 
-A lock, which the system takes back from a dead process, tells whether the run is alive on this
+A lock, which the system takes back from a dead process, shows whether the run is alive on this
 machine. Nothing is written before the folder is known to be free and of the same configuration.
 """
 
@@ -41,7 +41,7 @@ Difference = Callable[[Mapping[str, object], Mapping[str, object]], str]
 
 
 def first_difference(known: Mapping[str, object], wanted: Mapping[str, object]) -> str:
-    """Return the first name whose values differ, "" where all are equal."""
+    """Return the first name with different values, "" if all are equal."""
     return next((n for n in {**wanted, **known} if known.get(n) != wanted.get(n)), "")
 
 
@@ -173,7 +173,7 @@ class RunFolder:
 
 
 def is_finished(run: Path) -> bool:
-    """Tell whether a run came to its end: its file says so, not the file's name alone.
+    """Return whether a run is finished: by the contents of its file, not the name alone.
 
     Earlier versions left an empty file; there the last line of an event file must confirm it.
     """
@@ -189,7 +189,7 @@ def next_generation(run: Path, at_least: int = 0) -> int:
 
     Args:
         run: the run's folder, which exists.
-        at_least: what the checkpoint says that the run goes on from.
+        at_least: the generation in the checkpoint that the run resumes from.
 
     Raises:
         PacelineError: the folder can't be written.

@@ -31,7 +31,7 @@ def make_model(
     device: torch.device,
     layers: Communicator | None = None,
     share: BatchShare | None = None,
-    tell: Callable[[str], object] = lambda note: None,
+    report: Callable[[str], object] = lambda note: None,
 ) -> nn.Module:
     """Make the model on its device, from torch's random seed or from given weights.
 
@@ -40,7 +40,7 @@ def make_model(
         device: where it computes.
         layers: connects the layers' ranks, where there is --sync_bn.
         share: this rank's share of each step; the replica's.
-        tell: receives sentences about weights that are skipped.
+        report: receives sentences about weights that are skipped.
 
     Raises:
         ConfigError: model or weights can't be had as asked for, or the device emulates --dtype.
@@ -52,7 +52,7 @@ def make_model(
     )
     if config.model.load_model_path:
         for note in load_weights(Path(config.model.load_model_path), model):
-            tell(note)
+            report(note)
     layout = torch.channels_last if config.model.channels_last else torch.contiguous_format
     model.to(device=device, memory_format=layout)  # type: ignore[call-overload]
     if layers is not None and share is not None:

@@ -87,8 +87,8 @@ class Peers:
     def _share(self, text: str) -> list[str]:
         """Gather a text from all ranks, by the communicator: the store may be gone by now."""
         what = "the addresses of windows"
-        told = gather_bytes(self.communicator, text.encode(), self.device, what)
-        return [data.decode() for data in told]
+        received = gather_bytes(self.communicator, text.encode(), self.device, what)
+        return [data.decode() for data in received]
 
     @property
     def topology(self) -> Topology:

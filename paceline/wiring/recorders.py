@@ -30,27 +30,27 @@ def build_trace(
     folder: Path,
     communicator: Communicator,
     device: torch.device,
-    tell: Callable[[str | Message], None] = say,
+    report: Callable[[str | Message], None] = say,
 ) -> Trace | None:
     """Make what traces the steps that are to be traced; its file goes into `folder`."""
     steps = output.traced
     if steps is None:
         return None
     path = folder / f"trace.steps{steps[0]}-{steps[-1]}.json"
-    return Trace(path, steps, communicator, device, members.machine, tell=tell)
+    return Trace(path, steps, communicator, device, members.machine, report=report)
 
 
 def build_recorder(
     config: TrainConfig, members: Members, folder: Path, start: Start, trace: Trace | None = None
 ) -> tuple[Recorder, Path | None]:
-    """Make a rank's recorders, and tell where the CSV log is: rank 0 writes it.
+    """Make a rank's recorders, and report where rank 0 writes the CSV log.
 
     Args:
-        config: what the run is told.
+        config: the run's configuration.
         members: the world.
         folder: the run's; made.
-        start: where the run goes on.
-        trace: is told everything, too.
+        start: where the run starts.
+        trace: receives all spans and events, too.
     """
     folder.mkdir(parents=True, exist_ok=True)
     events = EventFile(folder, members.rank)

@@ -50,14 +50,14 @@ def build_trainer(
     """Make the model and everything around it; collective, as rank 0's weights are sent to all.
 
     Args:
-        config: what the run is told.
+        config: the run's configuration.
         peers: the world.
         sources: the records.
         device: this rank's.
         recorder: receives what happens.
         folder: the run's.
-        start: where the run goes on; by default the beginning.
-        stopping: tells whether this process was asked to stop.
+        start: where the run starts; by default at its beginning.
+        stopping: returns whether this process was asked to stop.
         agree: compares the model with the other ranks', before anything of it is exchanged.
         layers: connects layers that exchange within forward and backward, where there are any.
 
@@ -99,7 +99,7 @@ def build_trainer(
     setting = TrialSetting(
         folder=folder,
         steps=optim.num_epochs * train.steps - start.position.number,
-        tell=lambda note: recorder.event("note", text=str(note)),
+        report=lambda note: recorder.event("note", text=str(note)),
     )
     replica = replicate(model, optimizer, peers, config.sync, share, setting)
     replica.follow(precision.scale)
@@ -119,7 +119,7 @@ def build_trainer(
         position=start.position,
         policy=SavePolicy(steps=output.checkpoint_steps, minutes=output.checkpoint_minutes),
         stopping=stopping,
-        listen=watch_of(config, of_losses, folder, start.generation, train.steps).hear,
+        check_sums=watch_of(config, of_losses, folder, start.generation, train.steps).check,
         values=TOLD + 1,
         device=device,
     )

@@ -171,7 +171,7 @@ def test_a_start_gives_it_to_a_lossy_wire_and_says_that_others_drop_it() -> None
     for kind in (plain, make_allreduce):
         notes, exchange = run_ranks(2, lambda c, kind=kind: work(c, kind))[0]
         assert exchange is None
-        assert "is dropped" in notes[0]
+        assert "are dropped" in notes[0]
     assert Start(state={"model": {}}).restore_exchange(None) == ()  # type: ignore[arg-type]
 
 

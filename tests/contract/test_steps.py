@@ -64,7 +64,7 @@ class Rank:
             position=options.get("position", Position()),
             policy=options.get("policy", SavePolicy()),
             stopping=lambda: self.number in self.requests,
-            listen=lambda step, sums: self.heard.append((step, tuple(sums))),
+            check_sums=lambda step, sums: self.heard.append((step, tuple(sums))),
             values=2,
             device=torch.device("cpu"),
         )

@@ -90,7 +90,7 @@ FLAGS = {
         said="Error parsing world: --num_gpus 2 and --num_workers 2 are redundant: use one "
         "of them.",
     ),
-    "two meeting places": Bad(
+    "two rendezvous": Bad(
         words="--redis_host h --master h:1",
         said="Error parsing world: --redis_host and --master select different rendezvous "
         "methods: use one.",

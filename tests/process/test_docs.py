@@ -149,8 +149,8 @@ def test_a_run_without_its_meeting_place_and_a_worker_says_what_is_quoted(
         command.line_with("epoch 1/")
         assert main([*ENDLESS, "--redis_url", url]) == 2
         assert says(capfd.readouterr().err, quoted("the same command again"))
-    lost = command.line_with("meeting place")
-    assert says(lost, quoted("the meeting place is lost"))
+    lost = command.line_with("rendezvous is lost")
+    assert says(lost, quoted("the rendezvous is lost"))
     stop(command, 1, signal.SIGKILL)
     ended = command.wait()
     assert ended.status == 1

@@ -11,7 +11,7 @@ import pytest
 
 from paceline.cluster.rendezvous.machine_rendezvous import answer_finished
 from paceline.cluster.stores.store_spec import StoreSpec
-from tests.harness.network.meeting_places import KINDS, left_behind, meeting_of, plan
+from tests.harness.network.rendezvous import KINDS, left_behind, meeting_of, plan
 from tests.harness.processes.supervisor_stage import Actor, Stage, Supervisor
 
 HOST = os.uname().nodename

@@ -108,7 +108,7 @@ def test_a_stopped_run_saves_and_goes_on(
     assert "Traceback" not in ended.text
     assert gone(family)
     assert ended.text.count(f"paceline: stopped by {number.name}") == 1
-    assert ended.text.count(": the state is saved in run, and the same command goes on.\n") == 1
+    assert ended.text.count(": the state is saved in run, and the same command resumes it.\n") == 1
     newest = max((tmp_path / "run/checkpoints").glob("step-*.pt"))
     saved = torch.load(newest, weights_only=True)["position"]["number"]
     stopped_after = max([7, *losses(ended.text)])

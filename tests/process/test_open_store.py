@@ -18,7 +18,7 @@ from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.stores.store_spec import StoreSpec, open_store
 from paceline.cluster.stores.tcp_store import split_address
 from paceline.cluster.supervision.failure_report import FAILURE, FailureReport
-from tests.harness.network.meeting_places import SPACE, meeting_of, plan
+from tests.harness.network.rendezvous import SPACE, meeting_of, plan
 from tests.harness.processes.supervisor_stage import Actor, Stage, Supervisor, at_most
 
 LIMIT = timedelta(seconds=5)

@@ -19,8 +19,8 @@ from paceline.cluster.membership.process_identity import ProcessIdentity
 from paceline.cluster.rendezvous.registration import Registration, RunRecord
 from paceline.cluster.stores.store_spec import StoreSpec, open_store
 from paceline.cluster.supervision.worker import join_world
-from tests.harness.network.meeting_places import KINDS, SPACE, left_behind, meeting_of, plan
 from tests.harness.network.redis_server import redis_server
+from tests.harness.network.rendezvous import KINDS, SPACE, left_behind, meeting_of, plan
 from tests.harness.processes.supervisor_stage import Actor, Stage, Supervisor, at_most
 
 

@@ -15,7 +15,7 @@ import os, signal, sys, threading
 from paceline.cluster.supervision.stop_signals import StopSignals
 
 signals = StopSignals()
-with signals.heard(lambda: print("rescued", flush=True)):
+with signals.received(lambda: print("rescued", flush=True)):
     print("ready", flush=True)
     if sys.argv[1] == "parent":
         child = os.fork()

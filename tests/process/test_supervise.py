@@ -250,8 +250,8 @@ def test_a_lost_meeting_place_ends_nobodys_run(stage: Stage, meeting: StoreSpec)
     supervisor = stage.start(machine(0, meeting, machines=1))
     (actor,) = stage.actors(1)
     os.rename(meeting.address, f"{meeting.address}.gone")
-    while "the meeting place is lost" not in supervisor.text:
+    while "the rendezvous is lost" not in supervisor.text:
         assert supervisor.status(within=0.1) is None
     actor.tell("exit 0")
     assert supervisor.status() == 0
-    assert supervisor.text.count("the meeting place is lost") == 1
+    assert supervisor.text.count("the rendezvous is lost") == 1

@@ -1,4 +1,4 @@
-"""The train command as a whole: real processes, real databases, real meeting places."""
+"""The train command as a whole: real processes, real databases, real rendezvous."""
 
 from __future__ import annotations
 

@@ -76,4 +76,7 @@ def test_an_epoch_that_is_broken_off_is_over_and_its_rest_counts_as_lost(
     whole = [(0, 12), (12, 24), (24, 36), (36, 48), (48, 50)]
     assert taken == [(0, *share) for share in whole[:3]] + [(1, *share) for share in whole]
     assert ledger([str(tmp_path / "run")]) == 1
-    assert "Not exact: 14 samples lost, 0 twice" in capsys.readouterr().out
+    assert (
+        "Not exact: 14 samples were lost, 0 were duplicated or misplaced."
+        in capsys.readouterr().out
+    )

@@ -117,7 +117,7 @@ class Run:
 
     def start(self, steps: int) -> list[list[SyncConfig]]:
         """Make so many steps; return with which exchange, by rank."""
-        setting = TrialSetting(folder=self.folder, steps=self.steps, tell=self.notes.append)
+        setting = TrialSetting(folder=self.folder, steps=self.steps, report=self.notes.append)
         hosts = ("127.0.0.1",) * len(self.machines)
         members = Members.on(0, 0, machines=self.machines, addresses=hosts, hosts=hosts)
 

@@ -82,5 +82,5 @@ def test_a_pause_ends_early_for_what_ends_a_run(events: EventQueue) -> None:
         with pytest.raises(Interrupted) as caught:
             events.pause(30)
         assert caught.value.event == event
-    events.put(Warned(text="the meeting place is lost"))
+    events.put(Warned(text="the rendezvous is lost"))
     events.pause(30)

@@ -41,7 +41,7 @@ def test_the_help_of_an_option_is_one_paragraph(
     columns: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = " ".join(help_of("launch", capsys).replace("│", " ").split())
-    assert "On a machine without GPUs it is the number of CPU workers." in text
+    assert "On a machine without GPUs, this is the number of CPU workers." in text
 
 
 @pytest.mark.parametrize(

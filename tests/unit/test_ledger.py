@@ -223,7 +223,7 @@ def test_a_generation_that_never_says_what_it_is_is_a_fault(tmp_path: Path, kind
     history.start(world=1, at=0, reach=[3], saved=[3])
     history.start(world=1, at=3, reach=[6], ended=True)
     edit(history, 0, lambda event: (event["event"], event.get("generation")) != (kind, 1))
-    assert "No line tells " in words(proof_of(history, tmp_path))
+    assert "No line says " in words(proof_of(history, tmp_path))
 
 
 @pytest.mark.parametrize("value", [None, "7", 1.5, [1]])

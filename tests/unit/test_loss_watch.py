@@ -1,4 +1,4 @@
-"""Who stops a run that doesn't learn any more, and who doesn't."""
+"""Which losses end a run, and which do not."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from paceline.observe.loss_watch import LossWatch
 from paceline.recorder import NullRecorder
 
 
-class Told(NullRecorder):
-    """Keeps what it is told."""
+class Events(NullRecorder):
+    """Recorder that keeps the events of losses."""
 
     def __init__(self) -> None:
         self.losses: list[Any] = []
@@ -22,52 +22,52 @@ class Told(NullRecorder):
         self.losses.append((name, fields["step"], fields["loss"]))
 
 
-def watch(max_loss: float = 40.0) -> tuple[LossWatch, Told]:
-    told = Told()
-    return LossWatch(told, generation=3, max_loss=max_loss, remedy="Try less."), told
+def watch(max_loss: float = 40.0) -> tuple[LossWatch, Events]:
+    events = Events()
+    return LossWatch(events, generation=3, max_loss=max_loss, remedy="Try less."), events
 
 
-def test_the_loss_of_each_step_is_told() -> None:
-    judge, told = watch()
-    judge.hear(7, [12.0, 0, 0, 8.0, 0])
-    assert told.losses == [("loss", 7, 1.5)]
+def test_the_loss_of_each_step_is_recorded() -> None:
+    judge, events = watch()
+    judge.check(7, [12.0, 0, 0, 8.0, 0])
+    assert events.losses == [("loss", 7, 1.5)]
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, 41.0])
 def test_a_loss_that_is_no_number_or_exploded_ends_the_run(loss: float) -> None:
     judge, _ = watch()
     with pytest.raises(Diverged, match=r"The loss became .* in step 7.* Try less\."):
-        judge.hear(7, [loss * 8, 0, 0, 8.0, 0])
+        judge.check(7, [loss * 8, 0, 0, 8.0, 0])
 
 
 def test_a_large_loss_within_an_epoch_is_accepted_where_its_end_counts() -> None:
-    judge = LossWatch(Told(), generation=3, max_loss=40.0, remedy="Try less.", every=4)
+    judge = LossWatch(Events(), generation=3, max_loss=40.0, remedy="Try less.", every=4)
     for step in (0, 1, 2, 4):
-        judge.hear(step, [41.0, 0, 0, 1.0, 0])
+        judge.check(step, [41.0, 0, 0, 1.0, 0])
     with pytest.raises(Diverged, match="in step 7"):
-        judge.hear(7, [41.0, 0, 0, 1.0, 0])
+        judge.check(7, [41.0, 0, 0, 1.0, 0])
     with pytest.raises(Diverged):
-        judge.hear(0, [math.nan, 0, 0, 1.0, 0])
+        judge.check(0, [math.nan, 0, 0, 1.0, 0])
 
 
 def test_zero_accepts_any_number() -> None:
     judge, _ = watch(max_loss=0.0)
-    judge.hear(7, [1e30, 0, 0, 1.0, 0])
+    judge.check(7, [1e30, 0, 0, 1.0, 0])
     with pytest.raises(Diverged):
-        judge.hear(8, [math.nan, 0, 0, 1.0, 0])
+        judge.check(8, [math.nan, 0, 0, 1.0, 0])
 
 
 def test_an_overflow_of_float16_is_no_divergence() -> None:
     judge, _ = watch()
     for step in range(40):
-        judge.hear(step, [math.inf, 0, 0, 8.0, 2.0])
-    judge.hear(40, [8.0, 0, 0, 8.0, 0])
-    judge.hear(41, [math.inf, 0, 0, 8.0, 2.0])
+        judge.check(step, [math.inf, 0, 0, 8.0, 2.0])
+    judge.check(40, [8.0, 0, 0, 8.0, 0])
+    judge.check(41, [math.inf, 0, 0, 8.0, 2.0])
 
 
 def test_overflows_without_an_end_are() -> None:
     judge, _ = watch()
     for step in range(40):
-        judge.hear(step, [1.0, 0, 0, 8.0, 2.0])
+        judge.check(step, [1.0, 0, 0, 8.0, 2.0])
     with pytest.raises(Diverged, match="overflowed float16 in 41 consecutive steps, up to step 40"):
-        judge.hear(40, [1.0, 0, 0, 8.0, 2.0])
+        judge.check(40, [1.0, 0, 0, 8.0, 2.0])

@@ -17,9 +17,7 @@ def test_without_mpi4py_both_remedies_are_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("sys.meta_path", [BuiltinImporter])
     with pytest.raises(ConfigError) as caught:
         share_address(FIRST, ["127.0.0.1"], 1, 5)
-    assert "pip install 'paceline[mpi]', or give them a meeting place: --master" in str(
-        caught.value
-    )
+    assert "pip install 'paceline[mpi]', or give them a rendezvous: --master" in str(caught.value)
 
 
 def test_an_mpi_that_cant_be_loaded_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,7 +127,7 @@ def test_a_run_that_never_comes_to_the_traced_steps_leaves_no_trace(tmp_path: Pa
     said: list[object] = []
 
     def run(c: Communicator) -> None:
-        trace = Trace(tmp_path / "trace.json", range(5, 6), c, CPU, 0, tell=said.append)
+        trace = Trace(tmp_path / "trace.json", range(5, 6), c, CPU, 0, report=said.append)
         for number in (0, 1, 7, 8):
             step(trace, number)
         trace.event("finish")

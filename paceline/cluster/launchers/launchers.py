@@ -25,7 +25,7 @@ class Launcher:
     Attributes:
         name: its name in a run's records.
         command: its command, for messages.
-        started: tells from environment variables whether it started this process.
+        started: returns whether it started this process, by environment variables.
         read: reads the variables.
     """
 

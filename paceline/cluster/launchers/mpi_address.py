@@ -16,7 +16,7 @@ from paceline.cluster.launchers.launched_process import LaunchedProcess
 from paceline.errors import CommError, ConfigError, Message
 
 _PROGRAM = Path(__file__).with_name("mpi_broadcast.py")
-_OTHERS = "or give them a meeting place: --master, --file_store_path, --redis_host or --redis_url"
+_OTHERS = "or give them a rendezvous: --master, --file_store_path, --redis_host or --redis_url"
 
 
 def share_address(

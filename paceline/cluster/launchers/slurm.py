@@ -3,7 +3,7 @@
 A shell inside an allocation (`salloc`, a batch script, `srun --pty bash`) has most of the same
 variables and is no task of several: what counts is a step of one's own with more than one task.
 
-Slurm names no meeting place. The tasks derive it, all the same one: the first node of the step,
+Slurm names no rendezvous. The tasks derive it, all the same one: the first node of the step,
 where rank 0 runs, and a port that follows from the job's and the step's numbers. `MASTER_ADDR` and
 `MASTER_PORT` overrule either. See the section "OUTPUT ENVIRONMENT VARIABLES" of srun(1).
 """
@@ -122,7 +122,7 @@ def _size_name(variables: Mapping[str, str]) -> str:
 
 
 def _names(node: str, text: str) -> Iterator[str]:
-    """Write out one entry of a list: each bracket stands for any of its numbers."""
+    """Write out one entry of a list: each bracket means any of its numbers."""
     parts = _BRACKET.split(node)  # literal, bracket, literal, …
     choices = [list(_numbers(part, text)) if i % 2 else [part] for i, part in enumerate(parts)]
     yield from map("".join, product(*choices))

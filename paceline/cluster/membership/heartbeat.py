@@ -1,4 +1,4 @@
-"""The thread that keeps a lease alive while the supervisor waits for other things."""
+"""Thread that renews a lease while the supervisor waits for other things."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Who is alive: a lease is a counter in the store that its owner advances.
 
 Clocks of different machines are never compared. A reader watches the counter on its own clock:
-who advances it is alive, whose counter stands still for longer than the limit is dead, and before
-either was seen nothing is known. On the same machine the kernel knows at once.
+a process that advances it is alive, one that does not within the limit is dead, and before either
+was seen nothing is known. On the same machine the kernel knows at once.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ class LeaseWatch:
 
     Args:
         store: the start's.
-        registration: whose lease.
+        registration: the registration whose lease is watched.
         here: this process.
         options: when a lease counts as dead.
     """

@@ -86,6 +86,6 @@ class Members:
         return machine
 
     def describe(self, rank: int) -> str:
-        """Name a rank for a person: "rank 3 on machine 1 (host)"."""
+        """Name a rank for messages: "rank 3 on machine 1 (host)"."""
         machine = self.machine_of(rank)
         return f"rank {rank} on machine {machine} ({self.hosts[machine]})"

@@ -4,7 +4,7 @@
     one that gives an address   in rank 0's TCP store there: srun, torchrun without a store
     any other                   in rank 0's TCP store, at a free port that MPI broadcasts: mpirun
 
-A meeting place that options give comes before all but a launcher's own store.
+A rendezvous that options give comes before all but a launcher's own store.
 """
 
 from __future__ import annotations

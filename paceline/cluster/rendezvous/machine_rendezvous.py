@@ -77,12 +77,12 @@ def open_run(
 
     Raises:
         ConfigError: the run is alive already, the machine's number is taken, the numbers of
-            machines differ, or the meeting place is wrong.
+            machines differ, or the rendezvous is wrong.
         CommError: a machine didn't come in time, or can't be reached.
         Finished: the run came to its end before.
     """
     remedy = f"start {'them' if plan.machines > 2 else 'it'} with --run_id {plan.run_id} and the "
-    remedy += "same meeting place, or give a longer --first_iter_timeout"
+    remedy += "same rendezvous, or give a longer --first_iter_timeout"
     deadline = Deadline(plan.first_iter_timeout, report, pause, remedy)
     with ExitStack() as undo:
         listener = undo.enter_context(ProbeListener())
@@ -103,7 +103,7 @@ def open_run(
             generation_info = _form(registered, world, listener, deadline)
         except DistError as error:
             reason = str(error).splitlines()[0]
-            raise CommError(f"The meeting place was lost during the start: {reason}") from error
+            raise CommError(f"The rendezvous was lost during the start: {reason}") from error
         undo.pop_all()
         listener.close()
     return FormedRun(
@@ -114,9 +114,9 @@ def open_run(
 def answer_finished(plan: RunPlan, limit: float = 5.0) -> None:
     """Tell the machines that come within the limit that the run is over; for machine 0.
 
-    The machines wait for machine 0, whose store may have ended with it. Started again it finds its
+    The machines wait for machine 0, as its store may have ended with it. Started again it finds its
     run folder marked, and opens a start of the run that never trains. Nothing is lost if the
-    meeting place fails: the machines wait, as for any other.
+    rendezvous fails: the machines wait, as for any other.
 
     Args:
         plan: machine 0's part in the run.

@@ -4,8 +4,8 @@
     every rank waits for all digests
     the lowest rank that differs from rank 0 is the one that all speak of
 
-All read the same entries and so come to the same verdict: none goes on alone. What only one of the
-two ranks has is named before what both have with different values.
+All read the same entries and so come to the same verdict: none continues alone. What only one of
+the two ranks has is named before what both have with different values.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def version_facts() -> dict[str, str]:
 
 
 def data_facts(flag: str, records: int, fingerprint: str) -> dict[str, str]:
-    """Return what tells one data set from another.
+    """Return what identifies a data set.
 
     Args:
         flag: the flag that names the data set.
@@ -108,7 +108,7 @@ def model_facts(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
 
 
 def token_facts(token: str) -> dict[str, str]:
-    """Return what tells one job token from another, not the token."""
+    """Return what identifies a job token, not the token."""
     digest = hashlib.sha256(f"paceline preflight {token}".encode()).hexdigest()
     return {"the job token's digest": digest[:16]}
 

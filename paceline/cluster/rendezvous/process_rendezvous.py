@@ -86,7 +86,7 @@ def gather(
             members = _members(world, own, store, listener, wanted, deadline)
         except DistError as error:
             reason = str(error).splitlines()[0]
-            raise CommError(f"The meeting place was lost during the start: {reason}") from error
+            raise CommError(f"The rendezvous was lost during the start: {reason}") from error
     return FormedWorld(members=members, token=world.token, space=space, store=store)
 
 

@@ -12,7 +12,7 @@ A connection carries one message each way, of fixed size:
 The proof is a digest of the run's job token, so that neither an unauthenticated process nor another
 run's machine counts as a peer; nor does this machine, at an address that each has (172.17.0.1).
 
-IPv4 only, and of each interface its first address, as Linux's SIOCGIFADDR tells it.
+IPv4 only, and of each interface its first address, as Linux's SIOCGIFADDR returns it.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ class RegisteredMachine:
 
 def _lost(error: Exception) -> str:
     reason = str(error).splitlines()[0].rstrip(".")
-    return f"the meeting place is lost ({reason}); the run goes on, but nobody new finds it."
+    return f"the rendezvous is lost ({reason}); the run continues, but no other machine finds it."
 
 
 def read_registrations(store: Store, machines: int) -> dict[int, Registration]:

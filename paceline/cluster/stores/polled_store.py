@@ -1,6 +1,6 @@
 """Base classes of the stores: waiting for a key by reading it again.
 
-`torch.distributed` keeps its meeting point behind `torch.distributed.Store`. A store written in
+`torch.distributed` hides its stores behind `torch.distributed.Store`. A store written in
 Python is called back by C++, which looks methods up by name; the names that it uses are these,
 `getNumKeys` and `deleteKey` among them, where its own Python binding says `num_keys` and
 `delete_key`. C++ keeps only its half of the object alive: the caller that hands a store to a

@@ -44,7 +44,7 @@ def await_keys(
 
 
 def check_failure(store: Store) -> None:
-    """Look whether the run goes on.
+    """Check whether the run continues.
 
     Raises:
         PeerLost: another process gave a reason for its end.

@@ -42,7 +42,7 @@ class Noticed:
 
 @dataclass(frozen=True, kw_only=True)
 class Warned:
-    """Something that the person should know, and that ends nothing."""
+    """Note for the user, which ends nothing."""
 
     text: str
 

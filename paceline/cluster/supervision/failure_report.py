@@ -1,7 +1,7 @@
 """Failure reports: why a run ended, and which of several reasons is the cause.
 
 When a worker fails, its peers lose their connections to it and fail too. Theirs are consequences;
-the user is told the cause, once. A report is never of a good end: status 0 that is read from the
+the user sees the cause once. A report is never of a good end: status 0 that is read from the
 store or from a worker becomes 1.
 """
 
@@ -69,7 +69,7 @@ class FailureReport(JsonRecord):
             return cls(text=text, status=returncode, consequence=stopped)
         hint = ""
         if -returncode == signal.SIGKILL:
-            hint = " If nobody did that, the machine ran out of memory: try a smaller batch."
+            hint = " If no user did that, the machine ran out of memory: try a smaller batch."
         names = {number.value: number.name for number in signal.Signals}
         name = names.get(-returncode, f"signal {-returncode}")  # real-time signals have no names
         return cls(text=f"{process} was killed by {name}.{hint}", status=1)

@@ -2,7 +2,7 @@
 
     python -I -S parent_death_watchdog.py COMMAND …
 
-The command knows nothing of its supervisor. This process stands between: its standard input is a
+The command knows nothing of its supervisor. This process is between them: its standard input is a
 pipe that only the supervisor holds open, and at its end it kills its process group, the command and
 whatever that started among it. Signals reach the command directly, as one of the group, and are
 ignored here. The end is the command's: its status, or the signal that killed it.

@@ -55,7 +55,7 @@ class ProcessEnd(Protocol):
 
 
 class SupervisedEnd:
-    """End of a supervised worker: its supervisor prints the reason, and keeps the store."""
+    """End of a supervised worker: its supervisor prints the reason and holds the store."""
 
     def __init__(self, environment: WorkerEnvironment) -> None:
         self._environment = environment
@@ -92,7 +92,7 @@ class LaunchedEnd:
         world: the world that it leaves.
         meeting: the job's space in the store, which the world's is inside of.
         server: the store's server, where this process serves it.
-        keeps: whether this process stays until the others have left, and tidies up.
+        stays: whether this process stays until the others have left, and cleans up.
         timeout: seconds that it stays for them after a good end.
     """
 
@@ -102,11 +102,11 @@ class LaunchedEnd:
         meeting: StoreSpec,
         server: TCPStore | None,
         *,
-        keeps: bool,
+        stays: bool,
         timeout: float,
     ) -> None:
         self._world, self._meeting, self._server = world, meeting, server
-        self._keeps, self._timeout = keeps, timeout
+        self._stays, self._timeout = stays, timeout
         members = world.members
         self._name = members.describe(members.rank)
 
@@ -161,7 +161,7 @@ class LaunchedEnd:
     def _leave(self, limit: float) -> None:
         members, store = self._world.members, self._world.store
         store.set(f"left/{members.rank}", "")
-        if not self._keeps:
+        if not self._stays:
             return
         others = [f"left/{rank}" for rank in range(members.world_size)]
         deadline = time.monotonic() + limit

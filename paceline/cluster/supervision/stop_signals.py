@@ -24,7 +24,7 @@ _END_S = 3.5
 
 
 class StopSignals:
-    """Receiver of SIGTERM and SIGINT; `with signals.heard(rescue):` in the main thread.
+    """Receiver of SIGTERM and SIGINT; `with signals.received(rescue):` in the main thread.
 
     Args:
         report: called with the signal that comes, from another thread.
@@ -47,7 +47,7 @@ class StopSignals:
         return 128 + self._number if self._number else 0
 
     @contextmanager
-    def heard(self, rescue: Callable[[], object]) -> Iterator[None]:
+    def received(self, rescue: Callable[[], object]) -> Iterator[None]:
         """Listen inside the block.
 
         Args:

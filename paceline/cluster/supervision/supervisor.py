@@ -62,7 +62,7 @@ def finished_sentence(run_id: str) -> str:
 
 def saved_sentence(run: Path) -> str:
     """Return the line that names the folder from which a stopped run resumes."""
-    return f"the state is saved in {run}, and the same command goes on."
+    return f"the state is saved in {run}, and the same command resumes it."
 
 
 def supervise(
@@ -264,7 +264,7 @@ class _Workers:
             try:
                 self._run.leave(self._events.pause, self._plan.timeout)
             except STORE_ERRORS as error:
-                self._report(f"the meeting place couldn't be cleaned up: {error}")
+                self._report(f"the rendezvous couldn't be cleaned up: {error}")
 
     def _signal(self, number: signal.Signals) -> None:
         for worker in self._workers.values():

@@ -77,7 +77,7 @@ def wake(peer, events, waits, one):  # type: ignore[no-untyped-def]
 
 @jit
 def mark(what, peer, note, value, state, marks):  # type: ignore[no-untyped-def]
-    """Record a put event, if any are kept; it replaces the oldest."""
+    """Record a put event, if any are recorded; it replaces the oldest."""
     if marks.shape[0] == 0:
         return
     row = marks[state[MARKED] % marks.shape[0]]
@@ -306,14 +306,14 @@ def run(  # type: ignore[no-untyped-def]
             polled[i, 1] = _IN | _OUT if links[i, FULL] else _IN
         polled[count, 0], polled[count, 1] = state[CONTROL], _IN
         poll(address(polled), count + 1, _WAIT_SLICE_MS)
-        told = (polled[count, 1] >> 16) & _IN
-        if told and not take(state, puts, inbox):
+        ready = (polled[count, 1] >> 16) & _IN
+        if ready and not take(state, puts, inbox):
             return
         for i in range(count):
             events, error = polled[i, 1] >> 16, 0
             if links[i, ALIVE] and events & (_IN | _BAD):
                 error = receive(i, state, links, heads[0], word, landed, values, waits, one, marks)
-            if links[i, ALIVE] and error == 0 and (events & _OUT or (told and not links[i, FULL])):
+            if links[i, ALIVE] and error == 0 and (events & _OUT or (ready and not links[i, FULL])):
                 error = send(i, state, links, puts, heads[1], message, waits, one, marks)
                 shared |= links[i, BEHIND] - links[i, FIRST] > 1
             if error != 0:

@@ -9,9 +9,9 @@ A *stamp* is equal for copies and different after any change:
     LMDB      the first 128 KiB of data.mdb: both of its meta pages (of whatever page size), of
               which every committed transaction writes one with a new number
     LevelDB   CURRENT and the MANIFEST that it names, and names and sizes of all tables and logs;
-              whoever opens a LevelDB directly makes a new MANIFEST, a write makes a log grow
+              a process that opens a LevelDB directly makes a new MANIFEST, a write makes a log grow
     minidb    the size, and the first and last 64 KiB; it has no version numbers, so a change in the
-              middle that keeps the size is seen only by who reads the record: its key is in both
+              middle that keeps the size is seen only when the record is read: its key is in both
 
 No times and no inode numbers: `cp` and `rsync` change those.
 """

@@ -7,7 +7,7 @@ An index is believed only as far as it was checked: at open its stamp and some s
 every record when it is read, for its label. So the worst that an index of another database can do
 is an error that names it.
 
-One damaged record, even the first, is no reason not to open: who reads it is told. A database opens
+A damaged record, even the first, does not prevent opening: reading it is an error. A database opens
 unless all of the sampled records are damaged, and most of them decide the format of all.
 """
 
@@ -143,7 +143,7 @@ class IndexedSource:
                 return False
             record, found = decode_record(value)
         except (DataError, UnfitRecord):
-            return True  # damage says nothing about the index; who reads the record is told
+            return True  # damage says nothing about the index; reading the record raises an error
         known_label = record.label if index.labels is None else index.labels[i]
         return index.format in (None, found) and record.label == known_label
 

@@ -7,7 +7,7 @@ LMDB refuses a second open of one file in one process, so its environments are s
     open b ─┘  closed with the last user
 
 Nothing is written, not even a lock file: read-only media and network folders work, any number of
-processes may read, and no lock of a killed one is left behind. The price: nobody may write to the
+processes may read, and no lock of a killed one is left behind. No process may write to the
 database meanwhile. Kernel readahead is off, for records are read in random order. An environment
 without locks survives a fork, but open after it where you can: LevelDB's doesn't.
 """

@@ -3,7 +3,7 @@
     [int32 key length][int32 value length][key][value] [int32 key length] …      little-endian
 
 It has no header, no order and no way to a key but from the beginning. So the file is walked once,
-from length to length, and the index keeps where each record begins. Reads are `pread`s, from any
+from length to length, and the index holds where each record begins. Reads are `pread`s, from any
 number of threads and processes: nothing is written, and a file that shrinks meanwhile is an error
 and not the end of the process, as it would be with mapped memory.
 

@@ -51,7 +51,7 @@ def decode(image: bytes | Pixels, plan: Plan, out: Pixels, *, fill: Pixels, name
         plan: says what of it is wanted, once its size is known.
         out: receives the sample, uint8 of shape (size, size, channels), channels 1 or 3.
         fill: the colour of what the image leaves empty, uint8 of shape (channels,).
-        name: tells what errors call the record.
+        name: returns the record's name for errors.
 
     Raises:
         DataError: the image is damaged or of an unknown format.

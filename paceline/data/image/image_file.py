@@ -3,7 +3,7 @@
 A file is what its content shows. JPEG is checked by simplejpeg, at an eighth of its size, which
 reads all bytes at half the cost of decoding; Pillow does everything else. A JPEG or PNG that is
 stored as it is keeps its EXIF orientation, which decoding applies; an image that is encoded anew is
-turned upright. Transparency is dropped, as Caffe's tools do, and the caller is told of it.
+turned upright. Transparency is dropped, as Caffe's tools do, and a flag reports it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What isn't exact, in words: lines that contradict each other, and batches that aren't tiled.
 
-A person reads of positions in an epoch's order and of ranks; epochs and steps are told beside it.
+A fault names positions in an epoch's order, and ranks; its epoch and step are fields beside it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Fault:
 
 
 def contradictions(history: History, times: Timeline) -> Iterator[Fault]:
-    """Yield what the lines of a generation that stands say of it and can't be."""
+    """Yield the contradictions in the lines of a generation that counts."""
     for period in times.periods:
         for text in _contradictions(history, period):
             yield Fault(text=text, generation=period.number)
@@ -59,12 +59,12 @@ def _contradictions(history: History, period: Period) -> Iterator[str]:
         sizes = " and ".join(map(str, sorted(written.world_sizes)))
         yield f"Its ranks don't agree how many they are: {sizes}."
     if written.stretches and not written.world_sizes:
-        yield "No line tells how many ranks it has."
+        yield "No line says how many ranks it has."
     if len(written.restores) > 1:
         steps = " and ".join(map(str, sorted(written.restores)))
         yield f"Its ranks don't agree before which step they went on: {steps}."
     if written.stretches and not written.restores:
-        yield "No line tells before which step it went on."
+        yield "No line says before which step it resumed."
     if any(not 0 <= step <= history.extent.total for step in written.restores):
         yield f"It went on before step {max(written.restores)} of a run of {history.extent.total}."
     for stretch in written.stretches:

@@ -6,7 +6,7 @@ In step after step of an epoch a rank trains the same part of each batch, here c
     rank 0    0-16    0-16    0-16
     rank 1    16-32   16-32   16-32    >  one stretch: rank 1, steps 40 to 43, columns 16 to 32
 
-It is what stands in the lines, right or wrong; `proof` judges it.
+It holds what the lines say, right or wrong; `proof` checks it.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class Generation:
 
     Attributes:
         world_sizes: how many ranks there are; one number, if they agree.
-        restores: before which step it goes on; one number, if they agree, none if it didn't begin.
-        foreign: it goes on from another run's checkpoint.
+        restores: before which step it resumes; one number, if they agree, none if it didn't begin.
+        foreign: it resumes from another run's checkpoint.
         saved: steps that its newest checkpoint holds.
         ended: it came to the run's end.
         stretches: what its ranks trained.

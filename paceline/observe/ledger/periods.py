@@ -82,7 +82,7 @@ def began(generation: Generation) -> int | None:
 
 
 def _backwards(history: History) -> Iterator[Period]:
-    """Yield the periods from the last to the first, which is a gap where nobody answers for it."""
+    """Yield the periods from the last to the first, which is a gap if no generation covers it."""
     end, number, generation = history.extent.total, 0, Generation()
     nothing = True
     for number, generation in sorted(history.generations.items(), reverse=True):

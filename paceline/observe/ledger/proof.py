@@ -79,7 +79,7 @@ def prove(files: Iterable[tuple[int, Events]]) -> Proof:
     """Account for every sample of a run.
 
     Args:
-        files: a rank and its events, in the order in which they were written. Of a run that goes on
+        files: a rank and its events, in the order in which they were written. Of a run that resumes
             meanwhile rank 0 comes first: it says what is committed, which the others wrote before.
 
     Raises:

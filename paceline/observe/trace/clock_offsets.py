@@ -1,7 +1,7 @@
 """What the ranks' clocks are apart, from a few rounds of messages.
 
-    rank 0   sent ─┐              ┌─ heard          all_reduce, and all_reduce of the times
-    rank r         └──── time ────┘                 sent ≤ time ≤ heard, on one clock
+    rank 0   sent ─┐              ┌─ received          all_reduce, and all_reduce of the times
+    rank r         └──── time ────┘                 sent ≤ time ≤ received, on one clock
 
 Nobody gets through the first all_reduce before rank 0 has begun it, and rank 0 not through the
 second before everybody has read the clock. Of all rounds the shortest says most; what is known is
@@ -27,12 +27,12 @@ class Round(NamedTuple):
     """Clock-comparison round trip, in nanoseconds.
 
     Attributes:
-        sent, heard: when it began and ended for rank 0, by its clock.
+        sent, received: when it began and ended for rank 0, by its clock.
         times: what each rank's clock said in between.
     """
 
     sent: int
-    heard: int
+    received: int
     times: Sequence[int]
 
 
@@ -59,8 +59,8 @@ def offsets(made: Sequence[Round], systems: Sequence[str]) -> list[int]:
         made: rounds.
         systems: of each rank, the running system.
     """
-    best = min(made, key=lambda round: round.heard - round.sent)
-    middle = (best.sent + best.heard) // 2
+    best = min(made, key=lambda round: round.received - round.sent)
+    middle = (best.sent + best.received) // 2
     return [
         0 if system == systems[0] else middle - best.times[systems.index(system)]
         for system in systems

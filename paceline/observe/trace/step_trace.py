@@ -41,7 +41,7 @@ class Trace(NullRecorder):
         device: where its tensors live.
         machine: this rank's.
         clock: nanoseconds of the system's monotonic clock.
-        tell: receives a sentence on rank 0: where the trace is, or why there is none.
+        report: receives a sentence on rank 0: where the trace is, or why there is none.
 
     Attributes:
         resources: released in `close`.
@@ -55,14 +55,14 @@ class Trace(NullRecorder):
         device: torch.device,
         machine: int,
         clock: Callable[[], int] = time.monotonic_ns,
-        tell: Callable[[str | Message], None] = lambda text: None,
+        report: Callable[[str | Message], None] = lambda text: None,
     ) -> None:
         self.path = path
         self.resources = ExitStack()
         self._steps, self._machine = steps, machine
         self._communicator, self._device = communicator, device
         self._clock = clock
-        self._tell = tell if communicator.rank == 0 else lambda text: None
+        self._report = report if communicator.rank == 0 else lambda text: None
         self._on = self._written = False
         self._spans: list[Span] = []
         self._windows: dict[int, Callable[[], Iterable[PutEvent]]] = {}
@@ -98,7 +98,7 @@ class Trace(NullRecorder):
             self._write()
             if not self._written:
                 steps = f"{self._steps[0]}:{self._steps[-1]}"
-                self._tell(
+                self._report(
                     Message(
                         "{--trace_steps} {}: none of these steps was run, so there is no trace.",
                         steps,
@@ -129,7 +129,7 @@ class Trace(NullRecorder):
             apart = offsets(made, [buffer.system for buffer in buffers])
             with explained_writes(self.path):
                 write_atomically(self.path, json.dumps(chrome_trace(buffers, apart)))
-            self._tell(f"the trace is in {self.path}.")
+            self._report(f"the trace is in {self.path}.")
         self._spans.clear()
 
     def _buffer(self) -> RecorderBuffer:

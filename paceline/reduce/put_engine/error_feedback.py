@@ -19,7 +19,7 @@ from paceline.reduce.put_engine.layout import BucketLayout
 
 
 class ErrorFeedback:
-    """Error feedback of one bucket: encodes this rank's local shard, and keeps the residual.
+    """Error feedback of one bucket: encodes this rank's local shard, and holds the residual.
 
     Args:
         layout: of the bucket.

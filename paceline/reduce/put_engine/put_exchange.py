@@ -262,11 +262,11 @@ class PutExchange:
         if not silent:
             silent = missing([*peer_owners], SUM) if owner is None else [owner]
         names = ", ".join(map(str, sorted(silent)))
-        whom = f"rank{'s' if len(silent) > 1 else ''} {names}" if silent else "itself"
+        peer = f"rank{'s' if len(silent) > 1 else ''} {names}" if silent else "itself"
         return timed_out(
             ranks.rank,
             self._timeout,
-            whom,
+            peer,
             bucket.operation,
             "it hangs, can't be reached",
         )

@@ -114,7 +114,7 @@ class ShardReducer:
         """Put the group's contributions to the other groups' shards to their owners.
 
         Args:
-            bucket: whose shards.
+            bucket: the bucket of the shards.
             pieces: of this rank's local shard.
             weight: what these are still to be multiplied by.
             flags: of their parameters.

@@ -218,7 +218,7 @@ def srun_variables(nodes: Sequence[int], job: str = "4711") -> list[dict[str, st
 
 
 def place() -> dict[str, str]:
-    """Return the variables that name a meeting place on this machine."""
+    """Return the variables that name a rendezvous on this machine."""
     return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
 

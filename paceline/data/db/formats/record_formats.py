@@ -1,6 +1,6 @@
 """The two record formats, TensorProtos (Caffe2) and Datum (Caffe): detected, decoded, encoded.
 
-A protobuf parser doesn't tell the formats apart: it takes a Datum for a TensorProtos with unknown
+A protobuf parser doesn't distinguish the formats: it takes a Datum for a TensorProtos with unknown
 fields, and vice versa. But they differ in the wire type of field 1 (a message there, a number
 here), so the *required field* decides: `protos` of a TensorProtos, `data` or `float_data` of a
 Datum. A value with both or neither is an error.
@@ -186,7 +186,7 @@ def _tensor_values(tensor: Any) -> Values:
 
 
 def _bytes_of(numbers: Any) -> Values:
-    """Turn pixels kept as wider numbers into bytes."""
+    """Turn pixels stored as wider numbers into bytes."""
     values = np.asarray(numbers, dtype=np.float64)
     if values.size and not (values.min() >= 0 and values.max() <= 255):
         raise UnfitRecord("its pixels are not all within 0 to 255; write them in that range.")

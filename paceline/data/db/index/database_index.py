@@ -1,6 +1,6 @@
-"""The index of a database: what makes opening it quick, kept in one file beside the data.
+"""The index of a database: what makes opening it quick, in one file beside the data.
 
-Listing a million keys costs a walk over the whole database; the index keeps the list, and what is
+Listing a million keys costs a walk over the whole database; the index holds the list, and what is
 known about labels and format. It is written whole or not at all (a temporary file, then a rename)
 and carries a *stamp* of the database's files, which survives a copy but no change. A stamp that
 doesn't fit means that there is no index. Whoever reads records checks them against the index's

@@ -72,7 +72,7 @@ def _records(log: bytes) -> Iterator[bytes]:
 
 
 def _fields(edit: bytes) -> Iterator[tuple[int, list[int]]]:
-    """Yield each field's tag and numbers; of a string, its length stands for it."""
+    """Yield each field's tag and numbers; a string is represented by its length."""
     at = 0
     while at < len(edit):
         tag, at = _varint(edit, at)

@@ -8,7 +8,7 @@ process opens a folder of its own instead, and the database stays as it is, bit 
     VIEW/000017.ldb/ and so on                fences, see `fence`
     VIEW.lock                                 locked while the process lives; the kernel sees to it
 
-Whoever makes a view first removes those whose lock nobody holds: their processes were killed.
+Before a view is made, those whose lock no process holds are removed: their processes were killed.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class LevelDbView:
 
         LevelDB merges tables in the background after opening and after many reads, up to a whole
         copy of the data in each view, and has no option against it. But a merge that can't make its
-        next table gives up for good, and reading goes on. So folders take the next tables' names.
+        next table gives up for good, and reading continues. So folders take the next tables' names.
         """
         highest = max(int(re.sub(r"\D", "", p.name) or 0) for p in self.path.iterdir())
         for number in range(highest + 1, highest + 1 + _FENCES):
@@ -86,7 +86,7 @@ def remove_stale_views(base: Path) -> None:
     for lock_file in base.glob("*.lock"):
         try:
             lock = os.open(lock_file, os.O_RDWR)
-        except FileNotFoundError:  # closed by its owner or removed by somebody else just now
+        except FileNotFoundError:  # closed by its owner or removed by another process just now
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -104,7 +104,7 @@ def _base(cache_dir: Path | None) -> Path:
 
 
 def _require_own(base: Path) -> None:
-    """Refuse a folder that somebody else prepared: in /tmp names are anybody's."""
+    """Refuse a folder that another user prepared: in /tmp any user can take a name."""
     if base.stat().st_uid != os.geteuid():
         raise ConfigError(
             f"{base} belongs to another user; give a --cache_dir of your own for LevelDB's "

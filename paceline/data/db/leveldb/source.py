@@ -65,7 +65,7 @@ class LevelDb:
             self._db.iterator, include_value=False, verify_checksums=True, fill_cache=False
         )
         try:
-            # A walk passes over damaged blocks and tells of them at the next key. Behind the last
+            # A walk passes over damaged blocks and reports them at the next key. Behind the last
             # key there is none; but the first step of a walk backward begins at the end.
             with walk(reverse=True) as backward:
                 next(backward, None)

@@ -65,7 +65,7 @@ def _locked(workshop: Path, dest: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        path.unlink()  # still locked: whoever has opened it finds that it isn't the lock any more
+        path.unlink()  # still locked: a process that has opened it finds a new one
         os.close(lock)
         with suppress(OSError):  # not empty: the next writer has come in
             workshop.rmdir()

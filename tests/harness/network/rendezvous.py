@@ -20,7 +20,7 @@ KINDS = ("folder", "redis", "tcp")
 
 @contextmanager
 def meeting_of(kind: str, parent: Path) -> Iterator[StoreSpec]:
-    """Make the meeting place of run r; machine 0 serves a TCP store itself."""
+    """Make the rendezvous of run r; machine 0 serves a TCP store itself."""
     if kind == "folder":
         path = parent / "meet"
         path.mkdir()
@@ -39,7 +39,7 @@ def plan(meeting: StoreSpec, machine: int, machines: int = 2, **changes: object)
 
 
 def left_behind(meeting: StoreSpec) -> list[object]:
-    """List what is in the meeting place; a TCP store goes with its server."""
+    """List what is in the rendezvous; a TCP store goes with its server."""
     if meeting.kind == "folder":
         return list(os.listdir(meeting.address))
     if meeting.kind == "redis":
