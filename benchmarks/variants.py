@@ -200,7 +200,7 @@ def auto(setting: Setting, store: Store, bucket_mb: float) -> Variant:
 def bind(training: Training, setting: Setting, store: Store, config: SyncConfig) -> Replica:
     """Bind the model to the other ranks as `paceline train` does; collective."""
     peers = peers_of(setting, store)
-    trial = TrialSetting(steps=sys.maxsize, tell=partial(print, file=sys.stderr, flush=True))
+    trial = TrialSetting(steps=sys.maxsize, report=partial(print, file=sys.stderr, flush=True))
     return replicate(training.model, training.optimizer, peers, config, setting=trial)
 
 

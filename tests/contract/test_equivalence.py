@@ -7,7 +7,7 @@ synchronizers. All of them have uneven shares, an empty share, and a short last 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -48,9 +48,19 @@ def alone(case: str) -> State:
     return CASES[case]().alone()
 
 
-@pytest.mark.parametrize("bucket_bytes", BUCKET_BYTES.values(), ids=BUCKET_BYTES.keys())
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("case", CASES)
+def chosen() -> Iterator[Any]:
+    """Yield pairs of a case, a world size, and a bucket size: half of all pairs a case.
+
+    Two cases that follow each other have all.
+    """
+    for number, case in enumerate(CASES):
+        for world_size in (1, 2, 3, 4):
+            for place, (name, size) in enumerate(BUCKET_BYTES.items()):
+                if (number + world_size + place) % 2 == 0:
+                    yield pytest.param(case, world_size, size, id=f"{case}-{world_size}-{name}")
+
+
+@pytest.mark.parametrize(("case", "world_size", "bucket_bytes"), [*chosen()])
 @pytest.mark.parametrize("name", GRID)
 def test_ranks_train_as_one_process_does(
     name: str, case: str, world_size: int, bucket_bytes: int

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from paceline.algorithms.sharded import make_sharded
 from paceline.reduce.put_engine import gradient_views as gradients
 from paceline.reduce.put_engine import shard_reducer as reducer
 from tests.harness.equivalence.equivalence_cases import CASES, training
-from tests.harness.equivalence.large_batch import convnet, largest_difference
+from tests.harness.equivalence.large_batch import Kind, State, convnet, largest_difference
 from tests.harness.equivalence.put_synchronizers import (
     in_threads,
     notified,
@@ -26,146 +28,108 @@ from tests.harness.equivalence.put_synchronizers import (
 
 
 @pytest.fixture(autouse=True)
-def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let an owner that isn't told go on sleeping, rather than look by itself now and then."""
+def long_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the shard reducer sleep until it is woken, rather than look by itself now and then."""
     monkeypatch.setattr(reducer, "_WAIT_SLICE_S", 1000.0)
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 10**9])
-@pytest.mark.parametrize("name", CASES)
-def test_every_case_on_five_machines(name: str, bucket_bytes: int) -> None:
-    """Fewer machines are in the table of `test_equivalence.py`."""
-    training = CASES[name]()
-    alone = training.alone()
-    first, *others = training.on_threads(5, bucket_bytes, notified(False))
-    assert largest_difference(first, alone) < 1e-10
-    for other in others:
-        assert largest_difference(first, other) == 0
-
-
 @pytest.fixture
-def all_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+def all_borrowed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read the small gradients of these models where they lie, as large ones are."""
     monkeypatch.setattr(gradients, "_SMALL", 16)
 
 
-@pytest.mark.usefixtures("all_lent")
-@pytest.mark.parametrize("machines", [(2,), (5,), (2, 2), (1, 2), (3, 2), (1, 1, 2)], ids=str)
-@pytest.mark.parametrize("name", CASES)
-def test_every_case_on_machines_that_add_up_first(name: str, machines: tuple[int, ...]) -> None:
-    training = CASES[name]()
-    alone = training.alone()
-    first, *others = training.on_threads(sum(machines), 2_000, notified(False, machines))
-    assert largest_difference(first, alone) < 1e-10
-    for other in others:
-        assert largest_difference(first, other) == 0
+@dataclass(frozen=True)
+class Setting:
+    """How the contributions travel: ranks of each machine, bucket size, and a synchronizer."""
+
+    machines: tuple[int, ...]
+    kind: Callable[[], Kind]
+    bucket_bytes: int = 2_000
+
+    def __str__(self) -> str:
+        return f"{'+'.join(map(str, self.machines))} ranks, buckets of {self.bucket_bytes:,} bytes"
 
 
-@pytest.mark.usefixtures("all_lent")
-@pytest.mark.parametrize("machines", [(), (2, 1)], ids=str)
-@pytest.mark.parametrize("name", CASES)
-def test_every_case_with_puts_that_come_late_and_in_any_order(
-    name: str, machines: tuple[int, ...]
-) -> None:
-    training = CASES[name]()
-    alone = training.alone()
-    first, *others = training.on_threads(3, 2_000, notified(True, machines))
-    assert largest_difference(first, alone) < 1e-10
-    for other in others:
-        assert largest_difference(first, other) == 0
+def by_puts(machines: tuple[int, ...], bucket_bytes: int = 2_000, **options: Any) -> Setting:
+    """Return a setting on windows that are threads' own; `late` puts land late, in any order."""
+    late, grouped = options.pop("late", False), machines if max(machines) > 1 else ()
+    return Setting(machines, lambda: notified(late, grouped, **options), bucket_bytes)
 
 
-@pytest.mark.usefixtures("all_lent")
-@pytest.mark.parametrize("name", CASES)
-def test_every_case_by_copies_as_of_a_gpus_memory(name: str) -> None:
-    training = CASES[name]()
-    alone = training.alone()
-    first, *others = training.on_threads(3, 2_000, notified(False, (2, 1), staged=True))
-    assert largest_difference(first, alone) < 1e-10
-    for other in others:
-        assert largest_difference(first, other) == 0
-
-
-@pytest.mark.usefixtures("all_lent")
-@pytest.mark.parametrize("machines", [(2, 1), (3, 2), (1, 2, 1)], ids=str)
-@pytest.mark.parametrize("name", CASES)
-def test_every_case_by_sums_as_of_a_machines_gpus(name: str, machines: tuple[int, ...]) -> None:
-    training = CASES[name]()
-    alone = training.alone()
-    kind = notified(False, machines, intra_machine=in_threads)
-    first, *others = training.on_threads(sum(machines), 2_000, kind)
-    assert largest_difference(first, alone) < 1e-10
-    for other in others:
-        assert largest_difference(first, other) == 0
-
-
+SETTINGS = {
+    "one rank a machine": [
+        by_puts((1,) * 5, 1),
+        by_puts((1,) * 5, 10**9),
+    ],
+    "machines that sum first": [
+        *(by_puts(machines) for machines in ((2,), (5,), (2, 2), (1, 2), (3, 2), (1, 1, 2))),
+    ],
+    "late puts": [by_puts((1,) * 3, late=True), by_puts((2, 1), late=True)],
+    "copies, as of a GPU's memory": [by_puts((2, 1), staged=True)],
+    "sums of a machine's GPUs": [
+        by_puts(machines, intra_machine=in_threads) for machines in ((2, 1), (3, 2), (1, 2, 1))
+    ],
+    "sharded": [
+        by_puts((1,), 10**9, kind=make_sharded),
+        by_puts((1, 1), 1, kind=make_sharded),
+        by_puts((1, 1, 1), late=True, kind=make_sharded),
+        by_puts((1,) * 5, 10**9, kind=make_sharded),
+        by_puts((2,), kind=make_sharded),
+        by_puts((2, 1), late=True, kind=make_sharded),
+        by_puts((2, 2), 1, kind=make_sharded),
+    ],
+    "shared memory and TCP": [
+        Setting(machines, partial(notified_on_machines, machines)) for machines in ((2, 1), (2, 2))
+    ],
+    "sums of a machine's GPUs, over Gloo and TCP": [
+        Setting(machines, partial(notified_by_gloo, machines))
+        for machines in ((2, 1), (1, 3), (2, 2))
+    ],
+}
 TELLING = (
     *("usual", "unused parameters", "a path that depends on the step", "frozen and unfrozen"),
     *("gradients kept in all ways", "loss scaling, one step skipped"),
 )
+REAL = ("shared memory and TCP", "sums of a machine's GPUs, over Gloo and TCP")
 
 
-@pytest.mark.usefixtures("all_lent")
-@pytest.mark.parametrize("machines", [(2, 1), (2, 2)], ids=str)
-@pytest.mark.parametrize("name", TELLING)
-def test_telling_cases_over_shared_memory_and_tcp_at_once(
-    name: str, machines: tuple[int, ...]
-) -> None:
-    training = CASES[name]()
-    alone = training.alone()
-    kind = notified_on_machines(machines)
-    first, *others = training.on_threads(sum(machines), 2_000, kind)
-    assert largest_difference(first, alone) < 1e-10
+def chosen() -> Iterator[Any]:
+    """Yield pairs of a case and a setting.
+
+    Each case meets every third setting, and each setting every third case; the telling cases meet
+    all settings. Real windows get the telling cases alone.
+    """
+    settings = [(group, setting) for group, several in SETTINGS.items() for setting in several]
+    for number, case in enumerate(CASES):
+        for place, (group, setting) in enumerate(settings):
+            turn = group not in REAL and (number + place) % 3 == 0
+            if case in TELLING or turn:
+                yield pytest.param(case, setting, id=f"{case}-{group}, {setting}")
+
+
+@cache
+def alone(case: str) -> State:
+    return CASES[case]().alone()
+
+
+@pytest.mark.usefixtures("all_borrowed")
+@pytest.mark.parametrize(("case", "setting"), [*chosen()])
+def test_ranks_train_as_one_process_does(case: str, setting: Setting) -> None:
+    """The table of `test_equivalence.py` has up to four machines with a rank each."""
+    training, world_size = CASES[case](), sum(setting.machines)
+    first, *others = training.on_threads(world_size, setting.bucket_bytes, setting.kind())
+    assert largest_difference(first, alone(case)) < 1e-10
     for other in others:
         assert largest_difference(first, other) == 0
 
 
-@pytest.mark.parametrize("machines", [(2, 1), (1, 3), (2, 2)], ids=str)
-@pytest.mark.parametrize("name", TELLING)
-def test_telling_cases_by_sums_as_of_a_machines_gpus_over_gloo_and_tcp(
-    name: str, machines: tuple[int, ...]
-) -> None:
-    training = CASES[name]()
-    alone = training.alone()
-    first, *others = training.on_threads(sum(machines), 2_000, notified_by_gloo(machines))
-    assert largest_difference(first, alone) < 1e-10
-    for other in others:
-        assert largest_difference(first, other) == 0
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_every_case_whose_method_and_buckets_change_in_mid_run(name: str) -> None:
-    training, puts = CASES[name](), notified(False)
-    alone = training.alone()
+@pytest.mark.parametrize("case", CASES)
+def test_every_case_whose_method_and_buckets_change_in_mid_run(case: str) -> None:
+    training, puts = CASES[case](), notified(False)
     later = (None, (puts, 1), None, (puts, 10**9), (make_allreduce, 1), None, (puts, 2_000))
     first, *others = training.on_threads(3, 2_000, make_allreduce, later)
-    assert largest_difference(first, alone) < 1e-10
-    for other in others:
-        assert largest_difference(first, other) == 0
-
-
-@pytest.mark.parametrize(
-    ("machines", "bucket_bytes", "faults"),
-    [
-        ((1,), 10**9, False),
-        ((1, 1), 1, False),
-        ((1, 1, 1), 2_000, True),
-        ((1,) * 5, 10**9, False),
-        ((2,), 2_000, False),
-        ((2, 1), 2_000, True),
-        ((2, 2), 1, False),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("name", CASES)
-def test_every_case_updated_by_the_owners_of_shards(
-    name: str, machines: tuple[int, ...], bucket_bytes: int, faults: bool
-) -> None:
-    training = CASES[name]()
-    alone = training.alone()
-    kind = notified(faults, machines, kind=make_sharded)
-    first, *others = training.on_threads(sum(machines), bucket_bytes, kind)
-    assert largest_difference(first, alone) < 1e-10
+    assert largest_difference(first, alone(case)) < 1e-10
     for other in others:
         assert largest_difference(first, other) == 0
 

@@ -1,7 +1,7 @@
 """A notification never precedes its data; none is lost, none doubled; nothing else is written.
 
-What comes of random puts (sizes from nothing to several frames, any offset, any urgency, many
-under way at once) is held, byte by byte, to an account that the receiver makes by itself.
+Random puts have sizes from nothing to several frames, any offset, any urgency, and many are under
+way at once. The receiver derives from the same seed what must arrive, and compares every byte.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def traffic(kind: str, world_size: int, lanes: list[int], operations: int) -> in
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5])
-def test_a_million_random_operations(world_size: int) -> None:
-    assert traffic("inprocess", world_size, SMALL, 250_000) >= 250_000
+def test_many_random_operations_between_threads(world_size: int) -> None:
+    assert traffic("inprocess", world_size, SMALL, 50_000) >= 50_000
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5])

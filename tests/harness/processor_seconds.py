@@ -64,7 +64,14 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     _tests[report.nodeid] += seconds
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let the caller ask for a longer table."""
+    parser.addoption("--most-expensive", type=int, default=12, help="files and tests to list")
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     """Print the seconds of each folder, and of its most expensive files."""
     folders: Counter[str] = Counter()
     for file, seconds in _files.items():
@@ -75,5 +82,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.line(f"{sum(folders.values()):8.1f}  in all")
     for name, table in (("files", _files), ("tests", _tests)):
         terminalreporter.line(f"the most expensive {name}:")
-        for item, seconds in table.most_common(12):
+        for item, seconds in table.most_common(config.getoption("--most-expensive")):
             terminalreporter.line(f"{seconds:8.1f}  {item}")

@@ -30,8 +30,8 @@ WORDS = f"{NULL} --model own:net --num_shards 2 --run_id r --first_iter_timeout 
 SECOND = WORDS + "--shard_id 1 "
 CHECK = "check that it runs there and that this machine may connect."
 NOT_COME = (
-    r"machine {} of 2{} didn't come within 1 s: start it with --run_id r and the same meeting "
-    "place, or give a longer --first_iter_timeout."
+    r"machine {} of 2{} didn't come within 1 s: start it with --run_id r and the same "
+    "rendezvous, or give a longer --first_iter_timeout."
 )
 
 

@@ -208,7 +208,7 @@ def test_a_rank_that_dies_in_the_first_step_is_named(
     here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     said = (
-        rf"rank 1 on machine 0 \({HOST}\) was killed by SIGKILL. If nobody did that, the machine "
+        rf"rank 1 on machine 0 \({HOST}\) was killed by SIGKILL. If no user did that, the machine "
         "ran out of memory: try a smaller batch."
     )
     words = f"{NULL} --model own:dies_in_the_first_step --num_workers 2"

@@ -30,11 +30,11 @@ from paceline.update.updater import Updater
 from paceline.wiring.peers import Peers, connect_group
 
 LIMIT = 90.0  # generous: the machine may be busy, and a fresh clone compiles the kernels
-Inside = Callable[[int], Communicator]  # connects a rank with those of its machine
-MakeNear = Callable[[Sequence[int]], Inside]  # of machines with so many ranks
+IntraMachine = Callable[[int], Communicator]  # connects a rank with those of its machine
+MakeIntraMachine = Callable[[Sequence[int]], IntraMachine]  # of machines with so many ranks
 
 
-def in_threads(machines: Sequence[int], limit: float = LIMIT) -> Inside:
+def in_threads(machines: Sequence[int], limit: float = LIMIT) -> IntraMachine:
     """Connect the ranks of each machine, which are threads, with each other."""
     intra_machine: dict[int, Communicator] = {}
     for ranks in Topology.of(machines).groups:
@@ -50,18 +50,18 @@ def notified(
     kind: Any = make_notified,
     limit: float = LIMIT,
     staged: bool = False,
-    intra_machine: MakeNear | None = None,
+    intra_machine: MakeIntraMachine | None = None,
 ) -> Callable[..., Any]:
     """Return what makes the synchronizer of each rank, with windows of one group a binding.
 
     Args:
         faults: puts are late and overtake each other.
-        machines: how many ranks share memory on each; by default nobody does.
+        machines: how many ranks share memory on each; by default each machine has one rank.
         codec: between them.
         kind: `make_notified` or `make_sharded`.
         limit: seconds that waits may take.
         staged: gradients go as those of a GPU do.
-        intra_machine: connects the ranks of a machine, which add up as its GPUs do.
+        intra_machine: connects the ranks of a machine, which sum as its GPUs do.
     """
     groups: dict[int, WindowGroup] = {}
     made: Counter[int] = Counter()
@@ -83,7 +83,7 @@ def notified(
             window = groups[number].window(rank)
             if not faults:
                 return window
-            flags = 2 * (notifications - 1) // 3  # who used all parameters waits for none of them
+            flags = 2 * (notifications - 1) // 3  # a rank that used all parameters waits for none
             return FaultyWindow(window, Faults(seed=rank, ordered=flags))
 
         options = PutOptions(
@@ -101,7 +101,7 @@ def notified(
 
 
 def notified_on_machines(machines: Sequence[int], limit: float = LIMIT) -> Callable[..., Any]:
-    """Return what makes it on real windows: shared memory inside a machine, TCP between them."""
+    """Return what makes a rank's synchronizer on shared memory inside a machine, TCP outside."""
     made: Counter[int] = Counter()
     topology, store = Topology.of(machines), HashStore()
 
@@ -126,7 +126,7 @@ def notified_on_machines(machines: Sequence[int], limit: float = LIMIT) -> Calla
 
 
 def notified_by_gloo(machines: Sequence[int], limit: float = LIMIT) -> Callable[..., Any]:
-    """Return what makes it as workers with GPUs do: Gloo in NCCL's place, TCP between machines."""
+    """Return what makes a rank's synchronizer as for GPUs: Gloo for NCCL, TCP between machines."""
     store, peers = HashStore(), {}
 
     def make(buckets: Sequence[Bucket], communicator: Communicator, *parts: Any) -> DataParallel:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.harness.processes.fork_server import ServedPopen
+from tests.harness.processes.fork_server import RealPopen, ServedPopen
 
 LIMIT = 90.0
 
@@ -44,7 +44,7 @@ class Running:
         variables: Mapping[str, str],
         real: bool = False,
     ) -> None:
-        self._process = (subprocess.Popen if real else ServedPopen)(
+        self._process = (RealPopen if real else ServedPopen)(
             list(command),
             cwd=folder,
             stdin=subprocess.DEVNULL,

@@ -82,6 +82,15 @@ class Program:
             return cls({"-m": "module", "-c": "code"}[words[0]], words[1], words[2:])
         return cls("file", words[0], words[1:]) if words and words[0][:1] != "-" else None
 
+    def has_other_paceline(self, folder: Path | str | None, environment: Mapping[str, str]) -> bool:
+        """Return whether it imports Paceline from another checkout than this one."""
+        here = Path(folder or ".").absolute()
+        first = here / Path(self.name).parent if self.kind == "file" else here
+        own = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+        path = [first, *(here / name for name in own)]
+        found = [each for each in path if (each / "paceline/__init__.py").exists()]
+        return bool(found) and found[0].resolve() != ROOT
+
     def run(self) -> None:
         """Run it as the interpreter would."""
         start = {"module": os.getcwd(), "code": "", "file": str(Path(self.name).absolute().parent)}
@@ -103,6 +112,9 @@ class Program:
             exec(compile(self.name, "<string>", "exec"), main.__dict__)
 
 
+RealPopen = subprocess.Popen  # where a test replaces it
+
+
 class _Popen(subprocess.Popen[Any]):
     """A `Popen` that starts Python programs of this environment in its own way."""
 
@@ -114,7 +126,7 @@ class _Popen(subprocess.Popen[Any]):
         program = None
         if plain and not isinstance(argv, str) and _same_interpreter(environment):
             program = Program.of(argv, environment)
-        if program is None:
+        if program is None or program.has_other_paceline(arguments["cwd"], environment):
             super()._execute_child(*given)  # type: ignore[misc]
             return
         self.pid = self._start(program, {**arguments, "env": dict(environment)})
@@ -199,7 +211,7 @@ class Server:
         threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
         quiet = {"OMP_WAIT_POLICY": "PASSIVE", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-        self._process = subprocess.Popen(
+        self._process = RealPopen(
             [sys.executable, "-m", __name__, str(theirs.fileno())],
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
