@@ -31,8 +31,8 @@ HEAD = """\
 Made by `python docs/make_commands.py` from `paceline/config`; don't edit it here.
 
 `paceline COMMAND --help` shows a command's flags with examples, `paceline --version` the version.
-Flags may have `-` in place of `_`, and switches a value, as in `--use_cpu True`. What isn't given
-has the value in parentheses. The status is 0, or 2 for a mistake on the command line, 1 if
+In the name of a flag, `-` may replace `_`. A switch may have a value, as in `--use_cpu True`. The
+default value of each flag is in parentheses. The status is 0, or 2 for a mistake on the command line, 1 if
 something else failed, 130 after Ctrl-C and 143 after SIGTERM.
 """
 
@@ -41,10 +41,11 @@ LAUNCH = """\
 
 `paceline launch [FLAGS] [--] COMMAND`
 
-The flags are those of `paceline train` under "World", and one more; they end at `--`, or at the
-first word that is none.
+The flags are those of `paceline train` under "World", and `-n`. COMMAND begins after `--`, or at
+the first word that is not a flag.
 
-- **`-n N`**: `--num_workers N`. Without a number of workers there is one for each GPU, or one.
+- **`-n N`**: `--num_workers N`. By default, there is one worker per GPU, or a single worker on
+  a machine without GPUs.
 """
 
 

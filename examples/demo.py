@@ -66,7 +66,7 @@ def train(run_id: str) -> int:
         "model": "resnet20",
         "num_workers": 2,
         "batch_size": 64,
-        "num_epochs": 10,
+        "num_epochs": 6,
         "lr_policy": "cosine",
         "output_dir": RUNS,
         "run_id": run_id,

@@ -14,7 +14,8 @@ class ModelConfig:
 
     model: str = ""
     """Name of a built-in model (resnet18, …, resnet152; resnet20, resnet56 for CIFAR), or
-    package.module:function. Default, and Caffe2's resnext: resnet<num_layers>."""
+    package.module:function. The default is resnet<num_layers>; Caffe2's value resnext
+    selects the same model."""
 
     num_layers: int = 50
     """Number of layers of the ResNet, if --model is not given."""

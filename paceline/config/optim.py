@@ -54,8 +54,8 @@ class OptimConfig:
     and infinity."""
 
     max_loss_at: Literal["step", "epoch"] = "step"
-    """When --max_loss is compared: after each step, or after the last step of each epoch, as
-    Caffe2 does; resnet50_trainer has epoch."""
+    """When --max_loss is checked: after each step, or only after the last step of each epoch, as in
+    Caffe2. The command resnet50_trainer has the default epoch."""
 
     seed: int = 0
     """Random seed for initial weights, sample order and augmentation."""

@@ -80,10 +80,10 @@ class LegacyConfig:
     """Ignored: CPUs always use oneDNN."""
 
     resnext_num_groups: int = 1
-    """Groups of Caffe2's ResNeXt; only 1, its ResNet, is supported."""
+    """Number of groups of Caffe2's ResNeXt. Only 1 is supported: a ResNet."""
 
     resnext_width_per_group: int = 64
-    """Width of a group of Caffe2's ResNeXt; only 64, its ResNet's, is supported."""
+    """Width of a group of Caffe2's ResNeXt. Only 64 is supported: a ResNet."""
 
     cudnn_workspace_limit_mb: int = 64
     """Ignored: cuDNN selects its algorithms itself."""

@@ -22,8 +22,8 @@ class WorldConfig:
     the number of CPU workers."""
 
     num_workers: int = 0
-    """Number of workers on this machine if neither --gpus nor --num_gpus is given; 0 means one.
-    `paceline launch` also takes it as -n."""
+    """Number of workers on this machine if neither --gpus nor --num_gpus is given. 0 means one
+    worker; in `paceline launch`, which also takes -n, one worker per GPU."""
 
     use_cpu: bool = False
     """Use CPUs even if GPUs are available."""

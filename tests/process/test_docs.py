@@ -23,7 +23,8 @@ from tests.harness.documents.document_reader import Reader, says
 from tests.harness.documents.documents import LANGUAGES, Block, blocks, headings, links
 from tests.harness.documents.read_folder import break_things, make_clone
 from tests.harness.network.redis_server import redis_server
-from tests.harness.processes.command import Command
+from tests.harness.processes.bad_inputs import answer as in_process
+from tests.harness.processes.command import Command, run
 from tests.harness.processes.fork_server import environment_of
 
 ROOT = Path(__file__).parents[2]
@@ -102,24 +103,27 @@ def test_a_section_can_be_followed(
     reader = Reader(folder, redis)
     for block in here:
         if block.language == "console":
-            hear(block, reader.here, capfd)
+            answer(block, reader.here, folder, capfd)
         else:
             reader.follow(block)
 
 
-def hear(block: Block, here: Callable[[str], str], capfd: pytest.CaptureFixture[str]) -> None:
-    """Run a console's commands in this process, which has torch already, and check the answers."""
-    for command, answer in block.dialogue:
+def answer(
+    block: Block, here: Callable[[str], str], folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Run a console's commands, and check the answers.
+
+    This process has torch already; a command that starts workers runs as a fork, which has it, too.
+    """
+    for command, expected in block.dialogue:
         words = shlex.split(here(command))
         assert words[0] == "paceline"
-        capfd.readouterr()
-        try:
-            status: object = main(words[1:])
-        except SystemExit as end:
-            status = end.code
-        said = "".join(capfd.readouterr())
-        assert status == block.status, f"{command}\n{said}"
-        assert says(said, answer), f"{command}\nsays\n{said}\nand not\n{answer}"
+        if words[1] == "train":
+            ended = run(*words[1:], folder=folder)
+        else:
+            ended = in_process(words[1:], capfd)
+        assert ended.status == block.status, f"{command}\n{ended.text}"
+        assert says(ended.text, expected), f"{command}\nsays\n{ended.text}\nand not\n{expected}"
 
 
 def quoted(event: str) -> str:

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.harness.processes.fork_server import ServedPopen
+
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 INTERVAL = re.compile(r"\d+\.\d\d \(\d+\.\d\d to \d+\.\d\d\)")
 RATIO = re.compile(r"\d+\.\d{3} \(\d+\.\d{3} to \d+\.\d{3}\)")
@@ -23,7 +25,7 @@ LIMIT = 100
 def benchmark(name: str, *arguments: str) -> subprocess.Popen[str]:
     """Start a benchmark."""
     command = [sys.executable, str(BENCHMARKS / name), *arguments]
-    return subprocess.Popen(
+    return ServedPopen(
         command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
     )
 

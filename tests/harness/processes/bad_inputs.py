@@ -86,11 +86,11 @@ def require_answer(bad: Bad, folder: Path, capfd: pytest.CaptureFixture[str]) ->
     assert contents(folder) == before
 
 
-def answer(words: str, capfd: pytest.CaptureFixture[str]) -> Ended:
+def answer(words: str | list[str], capfd: pytest.CaptureFixture[str]) -> Ended:
     """Run a command in this process."""
     capfd.readouterr()
     try:
-        status = main(shlex.split(words))
+        status = main(shlex.split(words) if isinstance(words, str) else words)
     except SystemExit as end:
         status = int(end.code or 0)
     said = capfd.readouterr()
