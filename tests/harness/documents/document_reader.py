@@ -11,7 +11,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -21,6 +21,8 @@ from tests.harness.processes.fork_server import ServedPopen
 
 LIMIT = 100
 PROGRAMS = ("paceline ", "resnet50_trainer ", "python ", "torchrun ")
+_VARIABLES = re.compile(r"(?:[A-Z_]+=\S+ )*")  # before a program
+_SHELL_STATE = re.compile(r"(cd|export|source|for|while|if|\w+=\S*$|.*&$)")  # of later commands
 _BOX = re.compile(r"[╭╮╰╯│─]")
 
 
@@ -52,7 +54,7 @@ class Reader:
             self._ends([self._start([sys.executable, "-W", "error", "-c", block.text])], block)
         elif "two machines" in block.marks:
             self._ends([self._command(self._short(c, block)) for c in block.commands], block)
-        elif all(map(_is_plain, block.commands)) and "tried twice" not in block.marks:
+        elif not any(map(_SHELL_STATE.match, block.commands)) and "tried twice" not in block.marks:
             *first, last = [self._short(command, block) for command in block.commands]
             for command in first:
                 said, status = self._said(self._command(command))
@@ -81,12 +83,20 @@ class Reader:
 
     def _command(self, command: str) -> subprocess.Popen[str]:
         """Start a command, without a shell where it needs none."""
-        return self._start(shlex.split(command)) if _is_plain(command) else self._script(command)
+        given = _VARIABLES.match(command)
+        before = given[0] if given else ""
+        program = command.removeprefix(before)
+        if not _is_plain(program):
+            return self._script(command)
+        variables = dict(word.split("=", 1) for word in before.split())
+        return self._start(shlex.split(program), variables)
 
     def _script(self, text: str) -> subprocess.Popen[str]:
         return self._start(["bash", "-euo", "pipefail", "-c", text])
 
-    def _start(self, command: list[str]) -> subprocess.Popen[str]:
+    def _start(
+        self, command: list[str], variables: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[str]:
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         return ServedPopen(
             command,
@@ -95,7 +105,7 @@ class Reader:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "PATH": path},
+            env={**os.environ, "PATH": path, **(variables or {})},
             start_new_session=True,
         )
 

@@ -49,6 +49,7 @@ ROOT = Path(__file__).parents[3]
 ENVIRONMENT = "environment"  # the memory file of a fork that holds it
 PREPARED = (
     *("torch", "torch.distributed", "torch._dynamo", "torch.utils.data", "numpy", "numba"),
+    *("sklearn.datasets", "PIL.Image", "safetensors.torch"),
     *("paceline", "paceline.cli.main", "paceline.cli.train", "paceline.cli.launch"),
     *("paceline.codecs.kernels.compiled", "paceline.cli.worker", "paceline.cli.train_launched"),
 )
