@@ -5,9 +5,9 @@
     Batch on the device  <--  Upload  <--  uint8 (n, height, width, channels)
 
 Nothing here iterates: a step asks for a batch by its number, and the loader has begun it ahead,
-with the next few steps, into the next epoch too. A jump (a rollback to a snapshot, another world)
-drops what was begun. A batch depends on its number, the rank and
-the world's size; neither threads nor prefetching change a bit of it.
+with the next few steps, into the next epoch too. A jump (a rollback to a snapshot) drops what was
+begun. A batch depends on its number, the rank and the world's size; neither threads nor prefetching
+change a bit of it.
 
 A bad record ends the run, or is skipped: the batch is smaller by it, and the other samples count as
 before. So the trained samples don't depend on the rank that read it.
@@ -157,15 +157,14 @@ class DatabaseLoader:
         work = self._begun.pop((epoch, step))
         bad = self._finish(work, f"epoch {epoch}, step {step}")
         if place.count:
-            place = self._judged(place, bad)
+            if self._skipped is not None:
+                self._skipped.take(self._rank, place, bad)
+            elif bad:
+                raise DataError(f"{bad[0].error} {_REMEDY}") from bad[0].error
+            place = replace(place, skipped=len(bad))
         good = self._good(work, bad) if bad else work
         images, labels = self._upload(good.images, good.labels)
         return Batch(images=images, labels=labels, place=place)
-
-    def reconfigure(self, rank: int, world_size: int) -> None:
-        """Take another rank of another world from the next batch on."""
-        self._drop(keep=[])
-        self._rank, self._world_size = rank, world_size
 
     def close(self) -> None:
         """Stop decoding and end the threads; a read that hangs is abandoned after two seconds."""
@@ -181,19 +180,19 @@ class DatabaseLoader:
 
     def _begin(self, wanted: list[tuple[int, int]]) -> None:
         """Begin what is wanted and not begun yet, and drop what is no longer wanted."""
-        self._drop(keep=wanted)
+        for key in self._begun.keys() - set(wanted):
+            self._begun.pop(key).cancel()
+        for epoch in self._indices.keys() - {epoch for epoch, _ in wanted}:
+            del self._indices[epoch]
         for epoch, step in wanted:
             if (epoch, step) not in self._begun:
                 self._begun[epoch, step] = self._submit(epoch, step)
 
-    def _drop(self, keep: list[tuple[int, int]]) -> None:
-        for key in self._begun.keys() - set(keep):
-            self._begun.pop(key).cancel()
-        for epoch in self._indices.keys() - {epoch for epoch, _ in keep}:
-            del self._indices[epoch]
-
     def _submit(self, epoch: int, step: int) -> _Work:
-        records = self._records(epoch, step)
+        if epoch not in self._indices:
+            self._indices[epoch] = self._order.epoch_indices(epoch)
+        place = self._order.place(epoch, step, self._rank, self._world_size)
+        records = self._indices[epoch][place.computed]
         transform = self._maker.transform
         shape = len(records), transform.image_size, transform.image_size, transform.channels
         images = self._upload.host_buffer(*shape, dtype=torch.uint8)
@@ -207,21 +206,6 @@ class DatabaseLoader:
             task.add_done_callback(self._running.discard)
             tasks.append(task)
         return _Work(records, images, labels, tasks)
-
-    def _records(self, epoch: int, step: int) -> Indices:
-        """List the records of this rank's share, or one borrowed record where it is empty."""
-        if epoch not in self._indices:
-            self._indices[epoch] = self._order.epoch_indices(epoch)
-        place = self._order.place(epoch, step, self._rank, self._world_size)
-        return self._indices[epoch][place.computed]
-
-    def _judged(self, place: BatchSlice, bad: Sequence[BadRecord]) -> BatchSlice:
-        """Count the slice's bad records as skipped, or raise the first one's error."""
-        if self._skipped is not None:
-            self._skipped.take(self._rank, place, bad)
-        elif bad:
-            raise DataError(f"{bad[0].error} {_REMEDY}") from bad[0].error
-        return replace(place, skipped=len(bad))
 
     def _good(self, work: _Work, bad: Sequence[BadRecord]) -> _Work:
         """Leave bad records out of a batch; where none is left, one blank record replaces them."""

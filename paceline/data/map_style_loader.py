@@ -93,10 +93,6 @@ class MappedLoader:
         """Count the samples of an epoch, over all ranks."""
         return self._order.samples
 
-    def reconfigure(self, rank: int, world_size: int) -> None:
-        """Take another place in another world from the next `epoch` on."""
-        self._rank, self._world_size = rank, world_size
-
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[tuple[BatchSlice, Any]]:
         """Yield this rank's batch of each step of an epoch from a step on, and its place.
 

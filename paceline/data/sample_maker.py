@@ -13,7 +13,7 @@ from functools import partial
 from paceline.data.image.augment import Transform
 from paceline.data.image.decode import decode
 from paceline.data.order import Indices, uniforms
-from paceline.data.source import Pixels, Record, Source
+from paceline.data.source import Pixels, Source
 from paceline.errors import DataError
 
 
@@ -73,16 +73,12 @@ class SampleMaker:
     def _write_one(self, index: int, numbers: list[float], out: Pixels) -> int:
         """Make the sample of a record with its random numbers; return its label."""
         record = self.source[index]
-        label = self._checked_label(record, index)
-        plan = partial(self.transform.view, numbers=numbers)
-        decode(record.image, plan, out, fill=self.fill, name=partial(self.source.name, index))
-        return label
-
-    def _checked_label(self, record: Record, index: int) -> int:
         if self.num_labels is not None and not 0 <= record.label < self.num_labels:
             raise DataError(
                 f"{self.source.name(index)} has the label {record.label}; with --num_labels "
                 f"{self.num_labels} labels are 0 to {self.num_labels - 1}: change --num_labels, or "
                 "write the database anew."
             )
+        plan = partial(self.transform.view, numbers=numbers)
+        decode(record.image, plan, out, fill=self.fill, name=partial(self.source.name, index))
         return record.label

@@ -40,25 +40,18 @@ class SkippedRecords:
         self._read += place.count
         self._bad += len(bad)
         for record in bad:
-            self._name(rank, record)
+            if record.index not in self._named and len(self._named) <= _NAMED:
+                self._named.add(record.index)
+                text = f"a bad record: {record.error}"
+                if len(self._named) > _NAMED:
+                    text = "more bad records; they are counted and no longer named."
+                self._warn(f"rank {rank} skips {text}")
             self._last = record
         if self._last and self._read >= _ENOUGH and 2 * self._bad > self._read:
             raise DataError(
                 f"{self._bad} of the {self._read} records that rank {rank} has read so far can't "
                 f"be used, which is too many to skip; the last of them: {self._last.error}"
             )
-        self._count(rank, place, bad)
-
-    def _name(self, rank: int, record: BadRecord) -> None:
-        if record.index in self._named or len(self._named) > _NAMED:
-            return
-        self._named.add(record.index)
-        if len(self._named) <= _NAMED:
-            self._warn(f"rank {rank} skips a bad record: {record.error}")
-        else:
-            self._warn(f"rank {rank} skips more bad records; they are counted and no longer named.")
-
-    def _count(self, rank: int, place: BatchSlice, bad: Sequence[BadRecord]) -> None:
         if place.epoch != self._epoch:
             self._epoch, self._in_epoch = place.epoch, {}
         self._in_epoch |= {record.index: record for record in bad}
