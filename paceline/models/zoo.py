@@ -11,7 +11,6 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -92,22 +91,17 @@ def _import(name: str) -> Callable[..., Any]:
             "installed or in a folder of PYTHONPATH, and free of errors."
         ) from error
     if not callable(getattr(module, function_name, None)):
+        own = [
+            name
+            for name, value in vars(module).items()
+            if callable(value) and getattr(value, "__module__", "") == module.__name__
+        ]
+        has = f"it has {', '.join(own[:5])}" if own else "it defines none"
         raise ConfigError(
-            f"Model {name}: module {module_name} has no function {function_name}; "
-            f"{_those_of(module)}."
+            f"Model {name}: module {module_name} has no function {function_name}; {has}."
         )
     function: Callable[..., Any] = getattr(module, function_name)
     return function
-
-
-def _those_of(module: ModuleType) -> str:
-    """Name the functions and classes that a module defines itself."""
-    own = [
-        name
-        for name, value in vars(module).items()
-        if callable(value) and getattr(value, "__module__", "") == module.__name__
-    ]
-    return f"it has {', '.join(own[:5])}" if own else "it defines none"
 
 
 def _accepted(name: str, factory: Callable[..., Any], offered: dict[str, int]) -> dict[str, int]:

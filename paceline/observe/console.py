@@ -18,7 +18,7 @@ from typing import Any, TextIO
 from rich.text import Text
 
 from paceline.observe.progress_rate import ProgressRate, duration
-from paceline.observe.score_counter import so_far
+from paceline.observe.score_counter import TOLD
 from paceline.observe.terminal import Terminal
 from paceline.recorder import NullRecorder
 
@@ -88,8 +88,13 @@ class Console(NullRecorder):
         self._rate = ProgressRate(self._started)
         self._epochs, self._world_size = fields["epochs"], fields["world_size"]
         self._labels = fields.get("labels", sys.maxsize)
-        for line in run_lines(fields):
-            self._terminal.line(line)
+        self._terminal.line(
+            f"Training {fields['model']}: {_many(fields['world_size'], 'worker')} on "
+            f"{_many(fields['machines'], 'machine')} ({fields['device']}), "
+            f"{_many(fields['samples'], 'image')} and {_many(fields['steps'], 'step')} an epoch, "
+            f"{_many(fields['epochs'], 'epoch')}."
+        )
+        self._terminal.line(f"Log: {fields['log']}")
 
     def _step(self, fields: Mapping[str, Any]) -> None:
         now = self._clock()
@@ -134,19 +139,11 @@ class Console(NullRecorder):
             return
         rest = "  ".join([f"{done}/{steps}", *parts])
         room = self._terminal.columns - len(f"{what}    {rest}")
-        progress = bar(done, steps, max(0, min(room, BAR_WIDTH)), self._terminal.ascii_only)
+        width = max(0, min(room, BAR_WIDTH))
+        full, empty = "#-" if self._terminal.ascii_only else "━─"
+        filled = width * done // steps
+        progress = Text.assemble((full * filled, "green"), (empty * (width - filled), "dim"))
         self._terminal.status(Text.assemble((what, "bold"), "  ", progress, "  ", rest))
-
-
-def run_lines(fields: Mapping[str, Any]) -> list[str]:
-    """Say what is trained on what, and where its log is."""
-    return [
-        f"Training {fields['model']}: {_many(fields['world_size'], 'worker')} on "
-        f"{_many(fields['machines'], 'machine')} ({fields['device']}), "
-        f"{_many(fields['samples'], 'image')} and {_many(fields['steps'], 'step')} an epoch, "
-        f"{_many(fields['epochs'], 'epoch')}.",
-        f"Log: {fields['log']}",
-    ]
 
 
 def step_parts(fields: Mapping[str, Any], speed: float, left: float | None) -> list[str]:
@@ -157,11 +154,11 @@ def step_parts(fields: Mapping[str, Any], speed: float, left: float | None) -> l
         speed: images a second, over all machines.
         left: seconds until the run ends, where they are known.
     """
-    known = so_far(fields["sums"])
+    loss, right, _, samples = fields["sums"][:TOLD]
     return [
         *([] if left is None else [f"{duration(left)} left"]),
         f"{speed:,.0f} images/s",
-        *([] if known is None else [f"loss {known[0]:.3f}", f"accuracy {known[1]:.1%}"]),
+        *([f"loss {loss / samples:.3f}", f"accuracy {right / samples:.1%}"] if samples else []),
         f"lr {fields['learning_rate']:.4g}",
     ]
 
@@ -180,13 +177,6 @@ def epoch_line(fields: Mapping[str, Any], epochs: int, seen: int) -> str:
     parts.append(f"lr {fields['learning_rate']:.4g}")
     parts.append(duration(fields["seconds"]))
     return f"epoch {fields['epoch'] + 1}/{epochs}: {', '.join(parts)}"
-
-
-def bar(done: int, steps: int, width: int, ascii_only: bool) -> Text:
-    """Draw how much is done, `width` characters wide."""
-    full, empty = "#-" if ascii_only else "━─"
-    filled = width * done // steps
-    return Text.assemble((full * filled, "green"), (empty * (width - filled), "dim"))
 
 
 def _many(count: int, noun: str) -> str:

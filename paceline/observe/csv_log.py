@@ -19,7 +19,6 @@ from typing import Any
 
 from paceline.atomic_write import explained_writes, write_atomically
 from paceline.observe.line_file import LineFile
-from paceline.recorder import NullRecorder
 
 NO_TEST = -1  # test_accuracy of a run without test data
 
@@ -52,7 +51,7 @@ _NAMES = tuple(COLUMNS)
 _COUNTS = ("cumulative_input_count", "cumulative_batch_count", "epoch")
 
 
-class CsvLog(NullRecorder):
+class CsvLog(LineFile):
     """Recorder that writes a CSV row at each `epoch` event.
 
     The event's fields are epoch, samples (of all machines, in this epoch), batches (in this epoch),
@@ -83,11 +82,11 @@ class CsvLog(NullRecorder):
         settings = ", ".join(f"{key}={value!r}" for key, value in parameters.items())
         start = f"# Namespace({settings})\n{','.join(_NAMES)}\n"
         earlier = sorted(folder.glob("*_v2_*.log"), key=lambda path: path.name[-19:])
-        self.path = earlier[-1] if earlier else folder / f"{name}_{now:%Y%m%d_%H%M%S}.log"
-        self._totals = _begin(self.path, start, epoch)
+        path = earlier[-1] if earlier else folder / f"{name}_{now:%Y%m%d_%H%M%S}.log"
+        self._totals = _begin(path, start, epoch)
+        super().__init__(path)
         self._clock = clock
         self._last_row = clock()
-        self._file = LineFile(self.path)
 
     def event(self, name: str, **fields: Any) -> None:
         """Write a row if an epoch ended."""
@@ -109,11 +108,7 @@ class CsvLog(NullRecorder):
                 "samples_per_second": samples / seconds if seconds > 0 else 0.0,
                 "test_accuracy": NO_TEST if accuracy is None else accuracy,
             }
-            self._file.write(",".join(_text(values[key]) for key in COLUMNS.values()))
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+            self.write(",".join(_text(values[key]) for key in COLUMNS.values()))
 
 
 def _begin(path: Path, start: str, epoch: int) -> Totals:

@@ -39,7 +39,7 @@ def test_clocks_that_are_apart_are_brought_together() -> None:
         return rounds(c, CPU, lambda: clock_of(c.rank)), 0.0
 
     made, _ = run_ranks(3, measured)[0]
-    shortest = min(one.heard - one.sent for one in made)
+    shortest = min(one.received - one.sent for one in made)
     found = offsets(made, ["a", "b", "c"])
     assert found[0] == 0
     for rank in (1, 2):
@@ -48,9 +48,9 @@ def test_clocks_that_are_apart_are_brought_together() -> None:
 
 def test_the_shortest_round_counts_and_ranks_of_one_system_have_one_clock() -> None:
     made = [
-        Round(sent=0, heard=1000, times=(400, 99_900, 99_901, 7)),
-        Round(sent=2000, heard=2010, times=(2003, 52_006, 52_009, 2004)),
-        Round(sent=3000, heard=3500, times=(3400, 0, 0, 0)),
+        Round(sent=0, received=1000, times=(400, 99_900, 99_901, 7)),
+        Round(sent=2000, received=2010, times=(2003, 52_006, 52_009, 2004)),
+        Round(sent=3000, received=3500, times=(3400, 0, 0, 0)),
     ]
     assert offsets(made, ["x", "y", "y", "x"]) == [0, 2005 - 52_006, 2005 - 52_006, 0]
 
