@@ -26,7 +26,7 @@ from paceline.cluster.rendezvous.machine_rendezvous import answer_finished
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.supervision.supervisor import finished_sentence, say, supervise
 from paceline.cluster.supervision.worker import run_worker
-from paceline.config.train import TrainConfig, difference
+from paceline.config.train import TrainConfig
 from paceline.state.run_folder import RunFolder, choose_run_id
 
 DESCRIPTION = """Train a model on the GPUs or CPUs of one machine, or of several.
@@ -75,7 +75,7 @@ def _supervise(config: TrainConfig, argv: Sequence[str]) -> int:
     anew = config.output.resume == "no"
     run_id = config.world.run_id or choose_run_id(output, *config.digests(), anew=anew)
     config = config.with_run_id(run_id)
-    folder = RunFolder(output / run_id, shard_id=config.world.shard_id, difference=difference)
+    folder = RunFolder(output / run_id, shard_id=config.world.shard_id)
     folder.check(config.identity(), anew=anew)
     plan = replace(RunPlan.of(config.world, workers=config.world.workers), begun=folder.begun)
     if folder.finished_as(config.identity()):

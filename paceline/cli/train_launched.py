@@ -31,7 +31,7 @@ from paceline.cluster.launchers.launched_process import LaunchedProcess
 from paceline.cluster.launchers.launchers import command_of
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.supervision.supervisor import finished_sentence, say
-from paceline.config.train import TrainConfig, difference
+from paceline.config.train import TrainConfig
 from paceline.config.world import WorldConfig
 from paceline.errors import ConfigError, Message, PacelineError
 from paceline.state.run_folder import RunFolder, choose_run_id
@@ -110,7 +110,7 @@ def _work(config: TrainConfig, joined: Joined) -> None:
         run_id = choose_run_id(output, *config.digests(), anew=anew)
     config = config.with_run_id(joined.from_rank_0("run id", run_id, limit))
     run = output / config.world.run_id
-    folder = RunFolder(run, shard_id=members.machine, difference=difference)
+    folder = RunFolder(run, shard_id=members.machine)
     done = folder.finished_as(config.identity())
     finished = joined.from_rank_0("end of the run", str(done), limit)
     if finished == str(True):

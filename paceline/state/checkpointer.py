@@ -84,10 +84,6 @@ class Checkpointer:
         self._writer: threading.Thread | None = None
         self._failure: PacelineError | None = None
 
-    def add(self, name: str, part: Stateful) -> None:
-        """Save one more part from now on."""
-        self._parts[name] = part
-
     def ask(self) -> bool:
         """Ask for a snapshot; return whether it will cost under one per cent of the time.
 

@@ -128,7 +128,7 @@ def check_origin(output: OutputConfig, run: Path) -> None:
     Raises:
         ConfigError: `--resume` names a file that isn't there.
     """
-    if output.resume in ("auto", "no") or any(Checkpoints(run, 1).newest_first()):
+    if output.resume in ("auto", "no") or Checkpoints(run, 1).newest_first():
         return
     if not Path(output.resume).is_file():
         raise ConfigError(
@@ -172,7 +172,7 @@ def _look(output: OutputConfig, run: Path, identity: Mapping[str, object]) -> St
     run.mkdir(parents=True, exist_ok=True)
     checkpoints = Checkpoints(run, output.keep_checkpoints)
     checkpoints.clean()
-    found = list(checkpoints.newest_first())
+    found = checkpoints.newest_first()
     notes: list[str] = []
     for path, state in _readable(found, identity, notes):
         return _start(run, state, f"Resuming from {path}", None, notes)
@@ -225,7 +225,7 @@ def _start(
 
 def _peek(output: OutputConfig, run: Path) -> tuple[Path, Mapping[str, Any]]:
     """Read the header of the newest checkpoint that isn't torn; rank 0 names the torn ones."""
-    own = list(Checkpoints(run, 1).newest_first())
+    own = Checkpoints(run, 1).newest_first()
     for path in own:
         with suppress(CheckpointError):
             return path, read_checkpoint(path, peek=True)
