@@ -14,7 +14,7 @@ from paceline.config.db import DbConvertConfig, DbCreateConfig, DbInfoConfig
 from paceline.data.db.convert import convert_database
 from paceline.data.db.create import create_database
 from paceline.data.db.inspect import inspect_database
-from paceline.data.db.write.new_database import Written
+from paceline.data.db.write.new_database import NewDatabase
 
 _USAGE = """\
 usage: paceline db COMMAND [OPTIONS]
@@ -74,15 +74,18 @@ def _create(argv: Sequence[str]) -> int:
     config = parse(DbCreateConfig, argv, prog="paceline db create", description=_CREATE)
     with meter("Writing", "files", Console(stderr=True)) as show:
         written = create_database(config, show)
-    records, classes = _many(written.records, "record"), _many(len(written.classes), "class")
-    return _print([f"{config.dest}: {records} in {classes}.", *_skipped(written, "image")])
+    records, classes = _many(len(written.keys), "record"), _many(len(written.classes), "class")
+    lines = [f"{config.dest}: {records} in {classes}.", *_skipped(written, "image")]
+    used = set(written.labels)
+    empty = [name for label, name in enumerate(written.classes) if label not in used]
+    return _print([*lines, f"No images in: {', '.join(empty)}."] if empty else lines)
 
 
 def _convert(argv: Sequence[str]) -> int:
     config = parse(DbConvertConfig, argv, prog="paceline db convert", description=_CONVERT)
     with meter("Converting", "records", Console(stderr=True)) as show:
         written = convert_database(config, show)
-    what = _many(written.records, f"{written.format} record")
+    what = _many(len(written.keys), f"{written.format} record")
     return _print([f"{config.dest}: {what}.", *_skipped(written, "record")])
 
 
@@ -94,7 +97,7 @@ def _info(argv: Sequence[str]) -> int:
     return 1 if report.damaged else 0
 
 
-def _skipped(written: Written, unit: str) -> Iterator[str]:
+def _skipped(written: NewDatabase, unit: str) -> Iterator[str]:
     if written.skipped == 1:
         yield "1 file that isn't an image: skipped."
     elif written.skipped:
@@ -108,8 +111,6 @@ def _skipped(written: Written, unit: str) -> Iterator[str]:
     if written.damaged:
         yield f"{_many(len(written.damaged), f'damaged {unit}')} skipped:"
         yield from (f"  {name}" for name in written.damaged)
-    if written.empty_classes:
-        yield f"No images in: {', '.join(written.empty_classes)}."
 
 
 def _many(count: int, noun: str) -> str:
