@@ -87,6 +87,10 @@ class DatabaseLoader:
         warn: receives sentences about skipped records, in the caller's thread.
         channels_last: keep the channels of a pixel together in memory.
         timeout: seconds that `batch` waits at most.
+
+    Attributes:
+        samples: of an epoch, over all ranks.
+        steps: of an epoch.
     """
 
     def __init__(
@@ -109,7 +113,7 @@ class DatabaseLoader:
         channels_last: bool = True,
         timeout: float = 600.0,
     ) -> None:
-        self._order = order
+        self._order, self.samples, self.steps = order, order.samples, order.steps
         self._rank, self._world_size = rank, world_size
         self._prefetch, self._epochs, self._timeout = prefetch, epochs, timeout
         self._skipped = SkippedRecords(warn) if skip_bad else None
@@ -133,16 +137,6 @@ class DatabaseLoader:
         self._indices: dict[int, Indices] = {}  # by epoch
         # Tasks that haven't ended, dropped ones among them: they still read the source.
         self._running: set[Future[list[BadRecord]]] = set()
-
-    @property
-    def samples(self) -> int:
-        """Count the samples of an epoch, over all ranks."""
-        return self._order.samples
-
-    @property
-    def steps(self) -> int:
-        """Count the steps of an epoch."""
-        return self._order.steps
 
     def batch(self, epoch: int, step: int) -> Batch:
         """Take this rank's share of a global batch, and begin the ones after it.

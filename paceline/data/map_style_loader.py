@@ -83,16 +83,6 @@ class MappedLoader:
                 "timeout": timeout,
             }
 
-    @property
-    def steps(self) -> int:
-        """Count the steps of an epoch."""
-        return self._order.steps
-
-    @property
-    def samples(self) -> int:
-        """Count the samples of an epoch, over all ranks."""
-        return self._order.samples
-
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[tuple[BatchSlice, Any]]:
         """Yield this rank's batch of each step of an epoch from a step on, and its place.
 
@@ -105,7 +95,7 @@ class MappedLoader:
         """
         places = [
             self._order.place(epoch, step, self._rank, self._world_size)
-            for step in range(first_step, self.steps)
+            for step in range(first_step, self._order.steps)
         ]
         workers = self._options["num_workers"]
         batches = self._started(epoch, places)
