@@ -15,6 +15,7 @@ from paceline.data.db.convert import convert_database
 from paceline.data.db.create import create_database
 from paceline.data.db.inspect import inspect_database
 from paceline.data.db.write.new_database import NewDatabase
+from paceline.observe.progress_rate import many
 
 _USAGE = """\
 usage: paceline db COMMAND [OPTIONS]
@@ -74,7 +75,7 @@ def _create(argv: Sequence[str]) -> int:
     config = parse(DbCreateConfig, argv, prog="paceline db create", description=_CREATE)
     with meter("Writing", "files", Console(stderr=True)) as show:
         written = create_database(config, show)
-    records, classes = _many(len(written.keys), "record"), _many(len(written.classes), "class")
+    records, classes = many(len(written.keys), "record"), many(len(written.classes), "class")
     lines = [f"{config.dest}: {records} in {classes}.", *_skipped(written, "image")]
     used = set(written.labels)
     empty = [name for label, name in enumerate(written.classes) if label not in used]
@@ -85,7 +86,7 @@ def _convert(argv: Sequence[str]) -> int:
     config = parse(DbConvertConfig, argv, prog="paceline db convert", description=_CONVERT)
     with meter("Converting", "records", Console(stderr=True)) as show:
         written = convert_database(config, show)
-    what = _many(len(written.keys), f"{written.format} record")
+    what = many(len(written.keys), f"{written.format} record")
     return _print([f"{config.dest}: {what}.", *_skipped(written, "record")])
 
 
@@ -103,18 +104,14 @@ def _skipped(written: NewDatabase, unit: str) -> Iterator[str]:
     elif written.skipped:
         yield f"{written.skipped:,} files that aren't images: skipped."
     if written.transparent:
-        images = _many(written.transparent, "image")
+        images = many(written.transparent, "image")
         have = "has" if written.transparent == 1 else "have"
         yield (
             f"{images} {have} transparent pixels: transparency was dropped, colours are as stored."
         )
     if written.damaged:
-        yield f"{_many(len(written.damaged), f'damaged {unit}')} skipped:"
+        yield f"{many(len(written.damaged), f'damaged {unit}')} skipped:"
         yield from (f"  {name}" for name in written.damaged)
-
-
-def _many(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"
 
 
 def _print(lines: Iterable[str]) -> int:
