@@ -139,8 +139,7 @@ class Checkpointer:
 
     def rescue(self) -> None:
         """Write the last snapshot, unless it is written or broken; from any thread."""
-        if self._snapshot is not None:
-            self._write(None)
+        self._write(None)
 
     def wait(self) -> None:
         """Return once the file is written.
@@ -157,8 +156,7 @@ class Checkpointer:
         """Write a snapshot, by default the newest, which isn't overwritten under the lock."""
         with self._writing:
             snapshot = wanted or self._snapshot
-            assert snapshot is not None
-            if snapshot.written or not self._sound(snapshot):
+            if snapshot is None or snapshot.written or not self._sound(snapshot):
                 return
             try:
                 path = self._checkpoints.write(snapshot.step, snapshot.state, best=snapshot.best)

@@ -166,7 +166,10 @@ def is_finished(run: Path) -> bool:
     if not path.is_file():
         return False
     content = path.read_bytes()
-    return content == _FINISHED or (not content and any(map(_ended, run.glob("events.*.jsonl"))))
+    if content:
+        return content == _FINISHED
+    files = (events.read_bytes().rstrip() for events in run.glob("events.*.jsonl"))
+    return any(b'"event": "end"' in lines.rpartition(b"\n")[2] for lines in files)
 
 
 def next_generation(run: Path, at_least: int = 0) -> int:
@@ -219,12 +222,6 @@ def _runs(output_dir: Path, digest: str) -> int:
     while (output_dir / f"{digest}-{number + 1}").exists():
         number += 1
     return number
-
-
-def _ended(events: Path) -> bool:
-    """Tell whether the last event is the run's end."""
-    last = events.read_bytes().rstrip().rpartition(b"\n")[2]
-    return b'"event": "end"' in last
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -107,18 +107,14 @@ def _remove(view: Path) -> None:
     """Remove a view whose lock is held by the caller, the lock's file last."""
     if view.exists():
         shutil.rmtree(view)
-    _lock_file(view).unlink(missing_ok=True)
-
-
-def _lock_file(view: Path) -> Path:
-    return view.with_name(f"{view.name}.lock")
+    view.with_suffix(".lock").unlink(missing_ok=True)
 
 
 def _locked_path(base: Path) -> tuple[Path, int]:
     """Choose a new view's name and hold its lock, before the view itself is there."""
     for _ in range(_ATTEMPTS):
         path = base / f"{os.getpid()}-{os.urandom(4).hex()}"
-        lock = os.open(_lock_file(path), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:  # a cleaner took the unlocked file for a killed process's
