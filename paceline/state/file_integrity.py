@@ -63,11 +63,24 @@ def check_header(path: Path) -> Kind:
     """
     try:
         with path.open("rb") as file:
-            return _kind(path, file)
+            start = file.read(len(_OLD))
+            if not start:
+                raise _torn(path, "it is empty")
+            if start.startswith(_ZIP):
+                _check_archive(path, file)
+                return "torch"
+            if start == _OLD:
+                return "old torch"
+            if start[8:9] == b"{":
+                _check_lengths(path, file)
+                return "safetensors"
     except OSError as error:
         raise CheckpointError(
             f"{path}: can't be read ({error.strerror or error}); give a file that you may read."
         ) from error
+    raise CheckpointError(
+        f"{path}: not a file of weights; give one that a run, torch.save or safetensors wrote."
+    )
 
 
 def load_file(path: Path, *, mmap: bool = False) -> Any:
@@ -103,23 +116,6 @@ def reason_of(error: Exception) -> str:
     text = str(getattr(error, "strerror", None) or error).strip() or type(error).__name__
     first = text.splitlines()[0]
     return first if len(first) <= _LONGEST_REASON else f"{first[:_LONGEST_REASON]}…"
-
-
-def _kind(path: Path, file: BinaryIO) -> Kind:
-    start = file.read(len(_OLD))
-    if not start:
-        raise _torn(path, "it is empty")
-    if start.startswith(_ZIP):
-        _check_archive(path, file)
-        return "torch"
-    if start == _OLD:
-        return "old torch"
-    if start[8:9] == b"{":
-        _check_lengths(path, file)
-        return "safetensors"
-    raise CheckpointError(
-        f"{path}: not a file of weights; give one that a run, torch.save or safetensors wrote."
-    )
 
 
 def _check_archive(path: Path, file: BinaryIO) -> None:

@@ -105,12 +105,6 @@ class Trace(NullRecorder):
                     )
                 )
 
-    def keep(self, name: str, start: int, fields: dict[str, object]) -> None:
-        """Keep a span that ends now, in this thread."""
-        self._spans.append(
-            Span(name, threading.current_thread().name, start, self._clock(), fields)
-        )
-
     def close(self) -> None:
         """Release the resources."""
         self.resources.close()
@@ -156,4 +150,5 @@ class _TracedSpan:
         self._start = self._trace._clock()
 
     def __exit__(self, *_: object) -> None:
-        self._trace.keep(self._name, self._start, self._fields)
+        thread, now = threading.current_thread().name, self._trace._clock()
+        self._trace._spans.append(Span(self._name, thread, self._start, now, self._fields))
