@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 
@@ -79,7 +79,10 @@ def _create(argv: Sequence[str]) -> int:
     lines = [f"{config.dest}: {records} in {classes}.", *_skipped(written, "image")]
     used = set(written.labels)
     empty = [name for label, name in enumerate(written.classes) if label not in used]
-    return _print([*lines, f"No images in: {', '.join(empty)}."] if empty else lines)
+    if empty:
+        lines.append(f"No images in: {', '.join(empty)}.")
+    print(*lines, sep="\n")
+    return 0
 
 
 def _convert(argv: Sequence[str]) -> int:
@@ -87,7 +90,8 @@ def _convert(argv: Sequence[str]) -> int:
     with meter("Converting", "records", Console(stderr=True)) as show:
         written = convert_database(config, show)
     what = many(len(written.keys), f"{written.format} record")
-    return _print([f"{config.dest}: {what}.", *_skipped(written, "record")])
+    print(f"{config.dest}: {what}.", *_skipped(written, "record"), sep="\n")
+    return 0
 
 
 def _info(argv: Sequence[str]) -> int:
@@ -112,10 +116,3 @@ def _skipped(written: NewDatabase, unit: str) -> Iterator[str]:
     if written.damaged:
         yield f"{many(len(written.damaged), f'damaged {unit}')} skipped:"
         yield from (f"  {name}" for name in written.damaged)
-
-
-def _print(lines: Iterable[str]) -> int:
-    console = Console()
-    for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-    return 0

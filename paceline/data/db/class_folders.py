@@ -60,9 +60,33 @@ def scan(folder: Path) -> ClassFolders:
         DataError: a folder can't be listed.
     """
     try:
-        return _scan(folder)
+        with os.scandir(folder) as entries:
+            names = sorted(entry.name for entry in entries)
+        classes = [n for n in names if (folder / n).is_dir() and not n.startswith(".")]
+        if not classes:
+            raise ConfigError(
+                f"{folder} has no subfolders: put the images of each class in {folder}/<class>."
+            )
+        candidates: list[Candidate] = []
+        skipped = len(names) - len(classes)
+        for label, name in enumerate(classes):
+            if len(name.splitlines()) > 1 or any("\ud800" <= c <= "\udfff" for c in name):
+                raise ConfigError(
+                    f"{str(folder / name)!r}: a class's name is written as a line of UTF-8; rename "
+                    "the folder without line breaks and other bytes."
+                )
+            for path in _walk(folder / name, name):
+                if path is None:
+                    skipped += 1
+                else:
+                    candidates.append(Candidate(path, label))
+        found = ClassFolders(
+            folder=folder, classes=tuple(classes), candidates=tuple(candidates), skipped=skipped
+        )
     except OSError as error:
         raise DataError(f"{error.filename} can't be listed: {error.strerror}.") from error
+    _refuse_parts(found)
+    return found
 
 
 def shuffled(candidates: Sequence[Candidate], seed: int) -> list[Candidate]:
@@ -74,34 +98,6 @@ def shuffled(candidates: Sequence[Candidate], seed: int) -> list[Candidate]:
     return sorted(
         candidates, key=lambda c: hashlib.sha256(os.fsencode(f"{seed}/{c.name}")).digest()
     )
-
-
-def _scan(folder: Path) -> ClassFolders:
-    with os.scandir(folder) as entries:
-        names = sorted(entry.name for entry in entries)
-    classes = [n for n in names if (folder / n).is_dir() and not n.startswith(".")]
-    if not classes:
-        raise ConfigError(
-            f"{folder} has no subfolders: put the images of each class in {folder}/<class>."
-        )
-    candidates: list[Candidate] = []
-    skipped = len(names) - len(classes)
-    for label, name in enumerate(classes):
-        if len(name.splitlines()) > 1 or any("\ud800" <= c <= "\udfff" for c in name):
-            raise ConfigError(
-                f"{str(folder / name)!r}: a class's name is written as a line of UTF-8; rename the "
-                "folder without line breaks and other bytes."
-            )
-        for path in _walk(folder / name, name):
-            if path is None:
-                skipped += 1
-            else:
-                candidates.append(Candidate(path, label))
-    found = ClassFolders(
-        folder=folder, classes=tuple(classes), candidates=tuple(candidates), skipped=skipped
-    )
-    _refuse_parts(found)
-    return found
 
 
 def _walk(folder: Path, name: str) -> Iterator[str | None]:

@@ -18,6 +18,8 @@ import os
 import struct
 from pathlib import Path
 
+import lmdb
+
 from paceline.errors import DataError
 
 _HEADER = struct.Struct("=QHHHH")
@@ -28,18 +30,19 @@ _BRANCH, _LEAF = 1, 2
 _NONE = 2**64 - 1  # the root of an empty tree
 
 
-def check_pages(path: Path, page_size: int, depth: int, *, leaves: bool) -> None:
+def check_pages(path: Path, environment: lmdb.Environment, *, leaves: bool) -> None:
     """Check the pages of the newest tree.
 
     Args:
         path: data.mdb.
-        page_size: in bytes.
-        depth: levels of the tree, the leaves among them.
+        environment: of it, which knows the page size and the tree's depth.
         leaves: check the leaf pages, too.
 
     Raises:
         DataError: a page is damaged, or the file can't be read.
     """
+    facts = environment.stat()
+    page_size = facts["psize"]
     try:
         with path.open("rb") as file:
             metas = (
@@ -48,7 +51,7 @@ def check_pages(path: Path, page_size: int, depth: int, *, leaves: bool) -> None
             )
             root, last, _ = max(map(_ROOT_AND_LAST.unpack, metas), key=lambda meta: meta[2])
             level = [] if root == _NONE else [root]
-            for height in range(depth - 1, -1 if leaves else 0, -1):
+            for height in range(facts["depth"] - 1, -1 if leaves else 0, -1):
                 children = []
                 for number in level:
                     if number > last:

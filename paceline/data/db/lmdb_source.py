@@ -38,7 +38,7 @@ class Lmdb:
         self._folder = folder
         self._environment = _ENVIRONMENTS.acquire(folder)
         try:
-            self._check_pages(leaves=False)
+            check_pages(folder / LMDB_DATA, self._environment, leaves=False)
         except DataError:
             self.close()
             raise
@@ -54,7 +54,7 @@ class Lmdb:
             ) from error
 
     def listing(self) -> Index:
-        self._check_pages(leaves=True)
+        check_pages(self._folder / LMDB_DATA, self._environment, leaves=True)
         try:
             with self._environment.begin() as transaction:
                 return Index(keys=KeyList.of(transaction.cursor().iternext(values=False)))
@@ -62,10 +62,6 @@ class Lmdb:
             raise DataError(
                 f"{self._folder}: its keys can't be listed ({error}); it is damaged, copy it again."
             ) from error
-
-    def _check_pages(self, *, leaves: bool) -> None:
-        facts = self._environment.stat()
-        check_pages(self._folder / LMDB_DATA, facts["psize"], facts["depth"], leaves=leaves)
 
     def close(self) -> None:
         _ENVIRONMENTS.release(self._environment)
