@@ -15,7 +15,7 @@ before. So the trained samples don't depend on the rank that read it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 
@@ -26,7 +26,7 @@ from torch import Tensor
 from paceline.data.batch_slice import BatchSlice
 from paceline.data.image.augment import Transform
 from paceline.data.order import Indices, Order
-from paceline.data.sample_maker import BadRecord, SampleMaker
+from paceline.data.sample_maker import SampleMaker
 from paceline.data.skipped_records import SkippedRecords
 from paceline.data.source import Source
 from paceline.data.upload import Upload
@@ -60,7 +60,7 @@ class _Work:
     records: Indices
     images: Tensor
     labels: Tensor
-    tasks: list[Future[list[BadRecord]]]
+    tasks: list[Future[dict[int, DataError]]]
 
     def cancel(self) -> None:
         for task in self.tasks:
@@ -136,7 +136,7 @@ class DatabaseLoader:
         self._begun: dict[tuple[int, int], _Work] = {}  # by (epoch, step)
         self._indices: dict[int, Indices] = {}  # by epoch
         # Tasks that haven't ended, dropped ones among them: they still read the source.
-        self._running: set[Future[list[BadRecord]]] = set()
+        self._running: set[Future[dict[int, DataError]]] = set()
 
     def batch(self, epoch: int, step: int) -> Batch:
         """Take this rank's share of a global batch, and begin the ones after it.
@@ -154,7 +154,8 @@ class DatabaseLoader:
             if self._skipped is not None:
                 self._skipped.take(self._rank, place, bad)
             elif bad:
-                raise DataError(f"{bad[0].error} {_REMEDY}") from bad[0].error
+                first = next(iter(bad.values()))
+                raise DataError(f"{first} {_REMEDY}") from first
             place = replace(place, skipped=len(bad))
         good = self._good(work, bad) if bad else work
         images, labels = self._upload(good.images, good.labels)
@@ -201,18 +202,19 @@ class DatabaseLoader:
             tasks.append(task)
         return _Work(records, images, labels, tasks)
 
-    def _good(self, work: _Work, bad: Sequence[BadRecord]) -> _Work:
+    def _good(self, work: _Work, bad: Mapping[int, DataError]) -> _Work:
         """Leave bad records out of a batch; where none is left, one blank record replaces them."""
-        good = torch.from_numpy(~np.isin(work.records, [record.index for record in bad]))
+        good = torch.from_numpy(~np.isin(work.records, list(bad)))
         if good.any():
             return replace(work, images=work.images[good], labels=work.labels[good])
         blank = torch.from_numpy(self._maker.fill.copy()).expand_as(work.images[:1])
         return replace(work, images=blank, labels=torch.zeros(1, dtype=torch.int64))
 
-    def _finish(self, work: _Work, name: str) -> list[BadRecord]:
-        """Wait until a batch is written, and list what couldn't be."""
+    def _finish(self, work: _Work, name: str) -> dict[int, DataError]:
+        """Wait until a batch is written, and return what is wrong with its bad records."""
         done, waiting = wait(work.tasks, timeout=self._timeout, return_when=FIRST_EXCEPTION)
-        bad = [record for task in work.tasks if task in done for record in task.result()]
+        results = (task.result() for task in work.tasks if task in done)
+        bad = {index: error for result in results for index, error in result.items()}
         if waiting:
             work.cancel()
             raise DataError(

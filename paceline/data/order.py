@@ -23,7 +23,6 @@ from paceline.data.batch_slice import BatchSlice
 from paceline.errors import ConfigError
 
 Indices = npt.NDArray[np.int64]
-Uniforms = npt.NDArray[np.float64]
 
 _ORDER, _AUGMENT = 1, 2  # purposes: their streams know nothing of each other
 
@@ -103,7 +102,7 @@ class Order:
         )
 
 
-def uniforms(seed: int, epoch: int, samples: Indices, count: int) -> Uniforms:
+def uniforms(seed: int, epoch: int, samples: Indices, count: int) -> npt.NDArray[np.float64]:
     """Draw `count` numbers in [0, 1) for each sample, shape (len(samples), count).
 
     A row depends on the seed, the epoch and its sample's number only, never on who draws it or

@@ -18,19 +18,6 @@ from paceline.errors import DataError
 
 
 @dataclass(frozen=True, kw_only=True)
-class BadRecord:
-    """Record that could not be made into a sample, and the error.
-
-    Attributes:
-        index: its number.
-        error: what is wrong with it.
-    """
-
-    index: int
-    error: DataError
-
-
-@dataclass(frozen=True, kw_only=True)
 class SampleMaker:
     """Sample maker: reads records, checks labels, augments and decodes.
 
@@ -48,7 +35,7 @@ class SampleMaker:
 
     def write(
         self, epoch: int, records: Indices, images: Pixels, labels: Indices
-    ) -> list[BadRecord]:
+    ) -> dict[int, DataError]:
         """Make samples of records.
 
         Args:
@@ -58,16 +45,17 @@ class SampleMaker:
             labels: receives the labels, shape (n,).
 
         Returns:
-            The records that are damaged, or whose label is out of range, in their order.
+            What is wrong with the records that are damaged, or whose label is out of range, by
+            their numbers, in their order.
         """
         transform = self.transform
         numbers = uniforms(transform.seed, epoch, records, transform.draws).tolist()
-        bad = []
+        bad = {}
         for at, index in enumerate(records.tolist()):
             try:
                 labels[at] = self._write_one(index, numbers[at], images[at])
             except DataError as error:
-                bad.append(BadRecord(index=index, error=error))
+                bad[index] = error
         return bad
 
     def _write_one(self, index: int, numbers: list[float], out: Pixels) -> int:

@@ -69,7 +69,18 @@ def _write_records(
         for made in results:
             if isinstance(made, tuple):
                 key, value, label, was_transparent = made
-                _check_key(config, key, database.keys)
+                if database.keys and key == database.keys[-1]:
+                    raise ConfigError(
+                        f"{config.source} has two records with the key {printable(key)}, and an "
+                        "index names each record by its key: write it again with keys that are all "
+                        "different."
+                    )
+                longest = _LONGEST[config.db_type]
+                if not 1 <= len(key) <= longest:
+                    raise ConfigError(
+                        f"{config.source} has the key {printable(key)} of {len(key)} bytes, and "
+                        f"keys of {config.db_type} have 1 to {longest}: choose another --db_type."
+                    )
                 database.put(key, value, label)
                 database.transparent += was_transparent
             elif config.skip_damaged:
@@ -104,17 +115,3 @@ def _made(
     if image is not record.image or record_format != source.format:
         value = encode_record(image, record.label, record_format)
     return key, value, record.label, was_transparent
-
-
-def _check_key(config: DbConvertConfig, key: bytes, before: list[bytes]) -> None:
-    if before and key == before[-1]:
-        raise ConfigError(
-            f"{config.source} has two records with the key {printable(key)}, and an index names "
-            "each record by its key: write it again with keys that are all different."
-        )
-    longest = _LONGEST[config.db_type]
-    if not 1 <= len(key) <= longest:
-        raise ConfigError(
-            f"{config.source} has the key {printable(key)} of {len(key)} bytes, and keys of "
-            f"{config.db_type} have 1 to {longest}: choose another --db_type."
-        )

@@ -97,7 +97,10 @@ def stored_form(
         if resize is not None:
             opened.draft(None, (2 * resize, 2 * resize))  # big JPEGs decode at 1/2, 1/4, 1/8
         ImageOps.exif_transpose(opened, in_place=True)
-        transparent = _is_transparent(opened)
+        transparent = False  # in any pixel, even in part
+        if opened.has_transparency_data:
+            least, _ = opened.convert("RGBA").getchannel("A").getextrema()
+            transparent = least != 255
         return _encoded(_resized(eight_bit(opened), resize), encoding), transparent
     except DamagedImage:
         raise
@@ -108,14 +111,6 @@ def stored_form(
 def _opened(data: bytes) -> Image.Image:
     open_image(data).verify()  # PNG's checksums, which decoding ignores; nothing else can follow
     return open_image(data)
-
-
-def _is_transparent(image: Image.Image) -> bool:
-    """Tell whether a pixel is transparent, even in part."""
-    if not image.has_transparency_data:
-        return False
-    least, _ = image.convert("RGBA").getchannel("A").getextrema()
-    return least != 255
 
 
 def _is_stored_form(image: Image.Image, encoding: Encoding, resize: int | None) -> bool:
