@@ -27,10 +27,17 @@ _COST = 0.01  # of the time, for snapshots
 
 
 class Stateful(Protocol):
-    """Protocol of an object with a state dict of tensors and plain values."""
+    """Protocol of objects with a state to save."""
 
-    def state_dict(self) -> Mapping[str, Any]:
-        """Return the state."""
+    def state_dict(self) -> Any:
+        """Return the state: tensors and plain values by name."""
+
+
+class Restorable(Stateful, Protocol):
+    """Protocol of objects whose state is saved and restored: optimizers, schedulers, scalers."""
+
+    def load_state_dict(self, state: Any) -> Any:
+        """Restore a state."""
 
 
 @dataclass(kw_only=True)

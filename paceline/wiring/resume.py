@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -24,14 +24,8 @@ from paceline.errors import CheckpointError, ConfigError, Message
 from paceline.replica.replica import Replica
 from paceline.run.steps import Position
 from paceline.state.checkpoint_files import EXCHANGE, Checkpoints, read_checkpoint
+from paceline.state.checkpointer import Restorable
 from paceline.state.run_folder import next_generation
-
-
-class Restorable(Protocol):
-    """Protocol of objects with `load_state_dict()`."""
-
-    def load_state_dict(self, state: Any) -> Any:
-        """Take the state."""
 
 
 @dataclass(frozen=True, kw_only=True)
