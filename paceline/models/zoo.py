@@ -63,20 +63,16 @@ def build_model(name: str, *, num_labels: int, num_channels: int) -> nn.Module:
 
 def model_factory(name: str, *, num_labels: int, num_channels: int) -> Callable[[], object]:
     """Find what makes a model, without making it; arguments and errors as in `build_model`."""
-    factory = _import(name) if ":" in name else _look_up(name)
+    factory = _import(name) if ":" in name else MODELS.get(name)
+    if factory is None:
+        near = get_close_matches(name, MODELS, n=2)
+        guess = f"did you mean {' or '.join(near)}? " if near else ""
+        raise ConfigError(
+            f"There is no model {name}: {guess}The zoo has {', '.join(MODELS)}; give your own as "
+            "package.module:function."
+        )
     offered = {"num_labels": num_labels, "num_channels": num_channels}
     return partial(factory, **_accepted(name, factory, offered))
-
-
-def _look_up(name: str) -> Callable[..., nn.Module]:
-    if name in MODELS:
-        return MODELS[name]
-    near = get_close_matches(name, MODELS, n=2)
-    guess = f"did you mean {' or '.join(near)}? " if near else ""
-    raise ConfigError(
-        f"There is no model {name}: {guess}The zoo has {', '.join(MODELS)}; give your own as "
-        "package.module:function."
-    )
 
 
 def _import(name: str) -> Callable[..., Any]:

@@ -113,10 +113,12 @@ class CsvLog(LineFile):
 
 def _begin(path: Path, start: str, epoch: int) -> Totals:
     """Write the log's start, or cut an earlier part's rows; return the totals of its rows."""
-    rows = [line.split(",") for line in _lines(path)[2:]]
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    lines = text.splitlines()
+    rows = [line.split(",") for line in lines[2:]]
     column = _NAMES.index("epoch")
     earlier = [row for row in rows if _whole(row) and int(row[column]) < epoch]
-    head = "".join(f"{line}\n" for line in _lines(path)[:2]) or start
+    head = "".join(f"{line}\n" for line in lines[:2]) or start
     with explained_writes(path):
         write_atomically(path, head + "".join(",".join(row) + "\n" for row in earlier))
     if not earlier:
@@ -127,10 +129,6 @@ def _begin(path: Path, start: str, epoch: int) -> Totals:
         samples=int(last["cumulative_input_count"]),
         batches=int(last["cumulative_batch_count"]),
     )
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
 
 
 def _whole(row: list[str]) -> bool:
