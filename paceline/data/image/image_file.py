@@ -60,8 +60,6 @@ def check_image(image: bytes | Pixels) -> tuple[str, tuple[int, int]]:
         opened = _opened(image)
         opened.load()
         return str(opened.format).lower(), opened.size
-    except DamagedImage:
-        raise
     except Exception as error:  # Pillow's and simplejpeg's decoders raise a dozen kinds
         raise DamagedImage(reason_of(error)) from error
 
@@ -102,8 +100,6 @@ def stored_form(
             least, _ = opened.convert("RGBA").getchannel("A").getextrema()
             transparent = least != 255
         return _encoded(_resized(eight_bit(opened), resize), encoding), transparent
-    except DamagedImage:
-        raise
     except Exception as error:  # Pillow's decoders raise a dozen kinds
         raise DamagedImage(reason_of(error)) from error
 
