@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from rich.console import Console
 
@@ -65,14 +66,19 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(_USAGE)
         return 0 if argv else 2
-    commands = {"create": _create, "convert": _convert, "info": _info}
-    if argv[0] not in commands:
-        raise unknown_command(f"db {argv[0]}", commands)
-    return commands[argv[0]](argv[1:])
+    commands: dict[str, tuple[type[Any], str, Callable[[Any], int]]] = {
+        "create": (DbCreateConfig, _CREATE, _create),
+        "convert": (DbConvertConfig, _CONVERT, _convert),
+        "info": (DbInfoConfig, _INFO, _info),
+    }
+    name, *arguments = argv
+    if name not in commands:
+        raise unknown_command(f"db {name}", commands)
+    kind, description, run = commands[name]
+    return run(parse(kind, arguments, prog=f"paceline db {name}", description=description))
 
 
-def _create(argv: Sequence[str]) -> int:
-    config = parse(DbCreateConfig, argv, prog="paceline db create", description=_CREATE)
+def _create(config: DbCreateConfig) -> int:
     with meter("Writing", "files", Console(stderr=True)) as show:
         written = create_database(config, show)
     records, classes = many(len(written.keys), "record"), many(len(written.classes), "class")
@@ -85,8 +91,7 @@ def _create(argv: Sequence[str]) -> int:
     return 0
 
 
-def _convert(argv: Sequence[str]) -> int:
-    config = parse(DbConvertConfig, argv, prog="paceline db convert", description=_CONVERT)
+def _convert(config: DbConvertConfig) -> int:
     with meter("Converting", "records", Console(stderr=True)) as show:
         written = convert_database(config, show)
     what = many(len(written.keys), f"{written.format} record")
@@ -94,8 +99,7 @@ def _convert(argv: Sequence[str]) -> int:
     return 0
 
 
-def _info(argv: Sequence[str]) -> int:
-    config = parse(DbInfoConfig, argv, prog="paceline db info", description=_INFO)
+def _info(config: DbInfoConfig) -> int:
     with meter("Reading", "records", Console(stderr=True)) as show:
         report = inspect_database(config, show)
     print_report(report, Console())
