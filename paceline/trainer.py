@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from paceline.comm.communicator import Communicator, total
 from paceline.data.loader import Batch, DatabaseLoader
 from paceline.models.output_check import check_output, explained_errors, explained_memory
-from paceline.observe.score_counter import NO_TEST, TOLD, ScoreCounter, Scores, scores
+from paceline.observe.score_counter import TOLD, Scores, add_scores, scores
 from paceline.recorder import Recorder
 from paceline.replica.replica import Replica
 from paceline.run.precision import Precision
@@ -59,8 +59,11 @@ class Trainer:
             seconds=time.perf_counter() - started,
             batches=self.train.steps,
             learning_rate=rate,
-            **trained.of_training,
-            **(tested.of_test if tested else NO_TEST),
+            samples=trained.samples,
+            loss=trained.loss,
+            accuracy=trained.accuracy,
+            test_accuracy=tested.accuracy if tested else None,
+            top5=tested.top5 if tested else None,
         )
         self.save()
         self.steps.end_epoch(tested.accuracy if tested else None)
@@ -76,9 +79,7 @@ class Trainer:
         with self.steps.step(batch.place, learning_rate=rate) as sums:
             logits, loss = self._predict(batch)
             updated = self.precision.backward_and_update(loss, self.replica, self.optimizer)
-            ScoreCounter(sums[:TOLD]).add(
-                loss.detach(), logits.detach(), batch.labels, batch.place.count
-            )
+            add_scores(sums[:TOLD], loss.detach(), logits.detach(), batch.labels, batch.place.count)
             sums[TOLD] = not updated
         self.schedule.step()
 
@@ -92,10 +93,10 @@ class Trainer:
     def _evaluate(self, epoch: int) -> Scores:
         assert self.test is not None
         self.model.eval()
-        counter = ScoreCounter(torch.zeros(TOLD, dtype=torch.float64, device=self.device))
+        sums = torch.zeros(TOLD, dtype=torch.float64, device=self.device)
         for step in range(self.test.steps):
             batch = self.test.batch(epoch, step)
             logits, loss = self._predict(batch)
-            counter.add(loss, logits, batch.labels, batch.place.count)
+            add_scores(sums, loss, logits, batch.labels, batch.place.count)
             self.recorder.event("evaluate", step=step, steps=self.test.steps)
-        return scores(total(self.communicator, counter.sums, "the sums of an evaluation").tolist())
+        return scores(total(self.communicator, sums, "the sums of an evaluation").tolist())

@@ -9,26 +9,17 @@ must pass the objects in the same order.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
 from paceline.errors import ConfigError
+from paceline.state.checkpointer import Restorable
 
 _PLAIN = (Tensor, bool, int, float, complex, str, bytes, type(None))
 _TORCH = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
-
-
-class Trackable(Protocol):
-    """Protocol of objects with a state to save, such as schedulers, scalers and averages."""
-
-    def state_dict(self) -> Any:
-        """Return the state."""
-
-    def load_state_dict(self, state: Any) -> Any:
-        """Restore a state."""
 
 
 class Tracked:
@@ -40,9 +31,9 @@ class Tracked:
 
     def __init__(self, saved: Mapping[str, Any] | None) -> None:
         self._saved = saved
-        self._objects: dict[str, Trackable] = {}
+        self._objects: dict[str, Restorable] = {}
 
-    def add(self, named: Mapping[str, Trackable]) -> None:
+    def add(self, named: Mapping[str, Restorable]) -> None:
         """Track objects, and restore each one's state from the checkpoint.
 
         Raises:
@@ -74,9 +65,9 @@ class Tracked:
         """The loss scalers among the objects."""
         return [part for part in self._objects.values() if isinstance(part, GradScaler)]
 
-    def unnamed(self, parts: tuple[Trackable, ...]) -> dict[str, Trackable]:
+    def unnamed(self, parts: tuple[Restorable, ...]) -> dict[str, Restorable]:
         """Name objects by their classes."""
-        named: dict[str, Trackable] = {}
+        named: dict[str, Restorable] = {}
         for part in parts:
             kind, number = type(part).__name__, 1
             name = kind
@@ -90,7 +81,7 @@ class Tracked:
         """Return the states by name."""
         return {name: part.state_dict() for name, part in self._objects.items()}
 
-    def _check(self, name: str, part: Trackable) -> None:
+    def _check(self, name: str, part: Restorable) -> None:
         if name in self._objects:
             raise ConfigError(f"world.track(): {name} is already tracked; names must be unique.")
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
@@ -126,7 +117,7 @@ def _leaves(where: str, state: Any) -> Iterator[tuple[str, Any]]:
         yield where, state
 
 
-def _restore(name: str, part: Trackable, saved: Mapping[str, Any]) -> None:
+def _restore(name: str, part: Restorable, saved: Mapping[str, Any]) -> None:
     if name not in saved:
         has = ", ".join(saved) or "nothing"
         raise ConfigError(

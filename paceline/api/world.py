@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from paceline.api.argument_names import as_argument, in_python
 from paceline.api.sample_position import SamplePosition
 from paceline.api.session import Session
-from paceline.api.tracked import Trackable, Tracked
+from paceline.api.tracked import Tracked
 from paceline.cluster.supervision.supervisor import saved_sentence, say
 from paceline.comm.communicator import Communicator, total
 from paceline.data.batch_slice import BatchSlice
@@ -40,7 +40,7 @@ from paceline.replica.replica import Replica
 from paceline.run.step_summary import StepSummaries
 from paceline.run.steps import SavePolicy, Steps, Stop
 from paceline.state.checkpoint_files import Checkpoints
-from paceline.state.checkpointer import Checkpointer, Stateful
+from paceline.state.checkpointer import Checkpointer, Restorable, Stateful
 from paceline.wiring import Start
 
 _TERMINATED = 143  # the status where another process received the signal
@@ -215,7 +215,7 @@ class World:
         with self._explained("world.total()"):
             return total(self._communicator, values, "world.total()").to(tensor.device)
 
-    def track(self, *objects: Trackable, **named: Trackable) -> None:
+    def track(self, *objects: Restorable, **named: Restorable) -> None:
         """Save the state of more objects in checkpoints; a resumed run restores it at once.
 
         Args:

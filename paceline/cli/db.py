@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from rich.console import Console
 
@@ -14,7 +15,8 @@ from paceline.config.db import DbConvertConfig, DbCreateConfig, DbInfoConfig
 from paceline.data.db.convert import convert_database
 from paceline.data.db.create import create_database
 from paceline.data.db.inspect import inspect_database
-from paceline.data.db.write.new_database import Written
+from paceline.data.db.write.new_database import NewDatabase
+from paceline.observe.progress_rate import many
 
 _USAGE = """\
 usage: paceline db COMMAND [OPTIONS]
@@ -64,60 +66,57 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(_USAGE)
         return 0 if argv else 2
-    commands = {"create": _create, "convert": _convert, "info": _info}
-    if argv[0] not in commands:
-        raise unknown_command(f"db {argv[0]}", commands)
-    return commands[argv[0]](argv[1:])
+    commands: dict[str, tuple[type[Any], str, Callable[[Any], int]]] = {
+        "create": (DbCreateConfig, _CREATE, _create),
+        "convert": (DbConvertConfig, _CONVERT, _convert),
+        "info": (DbInfoConfig, _INFO, _info),
+    }
+    name, *arguments = argv
+    if name not in commands:
+        raise unknown_command(f"db {name}", commands)
+    kind, description, run = commands[name]
+    return run(parse(kind, arguments, prog=f"paceline db {name}", description=description))
 
 
-def _create(argv: Sequence[str]) -> int:
-    config = parse(DbCreateConfig, argv, prog="paceline db create", description=_CREATE)
+def _create(config: DbCreateConfig) -> int:
     with meter("Writing", "files", Console(stderr=True)) as show:
         written = create_database(config, show)
-    records, classes = _many(written.records, "record"), _many(len(written.classes), "class")
-    return _print([f"{config.dest}: {records} in {classes}.", *_skipped(written, "image")])
+    records, classes = many(len(written.keys), "record"), many(len(written.classes), "class")
+    lines = [f"{config.dest}: {records} in {classes}.", *_skipped(written, "image")]
+    used = set(written.labels)
+    empty = [name for label, name in enumerate(written.classes) if label not in used]
+    if empty:
+        lines.append(f"No images in: {', '.join(empty)}.")
+    print(*lines, sep="\n")
+    return 0
 
 
-def _convert(argv: Sequence[str]) -> int:
-    config = parse(DbConvertConfig, argv, prog="paceline db convert", description=_CONVERT)
+def _convert(config: DbConvertConfig) -> int:
     with meter("Converting", "records", Console(stderr=True)) as show:
         written = convert_database(config, show)
-    what = _many(written.records, f"{written.format} record")
-    return _print([f"{config.dest}: {what}.", *_skipped(written, "record")])
+    what = many(len(written.keys), f"{written.format} record")
+    print(f"{config.dest}: {what}.", *_skipped(written, "record"), sep="\n")
+    return 0
 
 
-def _info(argv: Sequence[str]) -> int:
-    config = parse(DbInfoConfig, argv, prog="paceline db info", description=_INFO)
+def _info(config: DbInfoConfig) -> int:
     with meter("Reading", "records", Console(stderr=True)) as show:
         report = inspect_database(config, show)
     print_report(report, Console())
     return 1 if report.damaged else 0
 
 
-def _skipped(written: Written, unit: str) -> Iterator[str]:
+def _skipped(written: NewDatabase, unit: str) -> Iterator[str]:
     if written.skipped == 1:
         yield "1 file that isn't an image: skipped."
     elif written.skipped:
         yield f"{written.skipped:,} files that aren't images: skipped."
     if written.transparent:
-        images = _many(written.transparent, "image")
+        images = many(written.transparent, "image")
         have = "has" if written.transparent == 1 else "have"
         yield (
             f"{images} {have} transparent pixels: transparency was dropped, colours are as stored."
         )
     if written.damaged:
-        yield f"{_many(len(written.damaged), f'damaged {unit}')} skipped:"
+        yield f"{many(len(written.damaged), f'damaged {unit}')} skipped:"
         yield from (f"  {name}" for name in written.damaged)
-    if written.empty_classes:
-        yield f"No images in: {', '.join(written.empty_classes)}."
-
-
-def _many(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"
-
-
-def _print(lines: Iterable[str]) -> int:
-    console = Console()
-    for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-    return 0

@@ -16,20 +16,16 @@ _ROWS = 40  # labels shown: all of CIFAR's, not all of ImageNet's
 
 def print_report(report: Report, console: Console) -> None:
     """Print what a database holds."""
-    console.print(_summary(report))
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for name, value in _facts(report):
+        table.add_row(name, Text(value, overflow="fold"))
+    console.print(table)
     if report.labels:
         console.print(_histogram(report))
     if report.first_damaged is not None:
         damaged = f"{report.damaged:,} of {report.records:,} records are damaged"
         console.print(Text(f"{damaged}; the first one:"))
         console.print(Text(f"  {report.first_damaged}"), soft_wrap=True)
-
-
-def _summary(report: Report) -> ConsoleRenderable:
-    table = Table(box=None, show_header=False, pad_edge=False)
-    for name, value in _facts(report):
-        table.add_row(name, Text(value, overflow="fold"))
-    return table
 
 
 def _facts(report: Report) -> Iterator[tuple[str, str]]:
@@ -41,8 +37,9 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
         ((width, height),) = report.sizes
         yield "size", f"{width} × {height}, all"
     elif report.sizes:
-        for name, sides in (("width", report.sides(0)), ("height", report.sides(1))):
-            yield name, f"{sides.smallest} to {sides.largest}, median {sides.middle}"
+        for axis, name in enumerate(("width", "height")):
+            smallest, median, largest = report.sides(axis)
+            yield name, f"{smallest} to {largest}, median {median}"
         (width, height), count = max(report.sizes.items(), key=lambda item: item[1])
         yield "most common", f"{width} × {height}, {count:,} of {sum(report.sizes.values()):,}"
     if report.labels:
@@ -58,17 +55,12 @@ def _histogram(report: Report) -> ConsoleRenderable:
     table.add_column("records", justify="right")
     table.add_column("")
     most = max(report.labels.values())
-    known = range(len(report.label_names or ()))
-    labels = sorted(report.labels.keys() | set(known))
+    names = dict(enumerate(report.label_names or ()))
+    labels = sorted(report.labels.keys() | names.keys())
     for label in labels[:_ROWS]:
         count = report.labels.get(label, 0)
         bar = "█" * round(_BAR * count / most)
-        table.add_row(str(label), Text(_name(report, label)), f"{count:,}", bar)
+        table.add_row(str(label), Text(names.get(label, "")), f"{count:,}", bar)
     if len(labels) > _ROWS:
         table.add_row("…", f"and {len(labels) - _ROWS:,} more", "", "")
     return table
-
-
-def _name(report: Report, label: int) -> str:
-    names = report.label_names or ()
-    return names[label] if label < len(names) else ""

@@ -52,13 +52,21 @@ def parse(config: type[Config], argv: Sequence[str], *, prog: str, description: 
         if name not in options and ours in options:
             remedy = Message(f"use {{--{ours}}}")
             raise ConfigError(flag=name, rule="there is no such option", remedy=remedy)
+    registry = ConstructorRegistry()
+    active: list[type] = []  # the dataclass that tyro's own rule describes
+    registry.struct_rule(partial(_described, active))
+    for kind, metavar, rule in (
+        (int, "INT", "a whole number, such as 32"),
+        (float, "FLOAT", "a number, such as 0.1"),
+    ):
+        registry.primitive_rule(partial(_number, kind, metavar, rule))
     parsed: Config = tyro.cli(
         config,
         args=list(_plain_switches(argv, switches(config))),
         prog=prog,
         description=description,
         use_underscores=True,
-        registry=_rules(),
+        registry=registry,
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
     )
     return parsed
@@ -88,22 +96,11 @@ def _options(config: type) -> Iterator[tuple[str, Any]]:
             yield field.name, field.default
 
 
-def _rules() -> ConstructorRegistry:
-    """Return tyro's rules for the help of fields, and for numbers with errors in plain words."""
-    registry = ConstructorRegistry()
-    active: list[type] = []  # the dataclass that tyro's own rule describes
-    registry.struct_rule(partial(_described, active))
-    for kind, metavar, rule in (
-        (int, "INT", "a whole number, such as 32"),
-        (float, "FLOAT", "a number, such as 0.1"),
-    ):
-        registry.primitive_rule(partial(_number, kind, metavar, rule))
-    return registry
-
-
 def _number(
     kind: type[int] | type[float], metavar: str, rule: str, info: PrimitiveTypeInfo
 ) -> PrimitiveConstructorSpec[float] | None:
+    """Return tyro's rule for numbers of a kind, whose errors are in plain words."""
+
     def read(words: list[str]) -> float:
         try:
             return kind(words[0])

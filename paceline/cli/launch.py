@@ -20,7 +20,6 @@ from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.supervision import parent_death_watchdog as parent_death_watchdog
 from paceline.cluster.supervision.supervisor import supervise
 from paceline.config.launch import LaunchConfig
-from paceline.config.world import WorldConfig
 from paceline.errors import ConfigError
 
 DESCRIPTION = """\
@@ -49,8 +48,15 @@ def main(argv: Sequence[str]) -> int:
     """
     flags, command = split(argv)
     config = parse(LaunchConfig, flags, prog="paceline launch", description=DESCRIPTION)
-    _check(command)
-    plan = RunPlan.of(config.world, workers=_workers(config.world))
+    if not command:
+        raise ConfigError(f"there is no command: give one, as in {_EXAMPLE}.")
+    if shutil.which(command[0]) is None:
+        what = "isn't executable" if Path(command[0]).exists() else "isn't found"
+        raise ConfigError(f"the command {command[0]} {what}: give a program, as in {_EXAMPLE}.")
+    world = config.world
+    counted = world.gpus or world.num_gpus or world.num_workers or world.use_cpu
+    workers = world.workers if counted else max(1, torch.cuda.device_count())
+    plan = RunPlan.of(world, workers=workers)
     guarded = [sys.executable, "-I", "-S", parent_death_watchdog.__file__, *command]
     return supervise(replace(plan, command=True), guarded)
 
@@ -66,16 +72,3 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     if words and words[0] == "--":
         words.popleft()
     return flags, list(words)
-
-
-def _check(command: Sequence[str]) -> None:
-    if not command:
-        raise ConfigError(f"there is no command: give one, as in {_EXAMPLE}.")
-    if shutil.which(command[0]) is None:
-        what = "isn't executable" if Path(command[0]).exists() else "isn't found"
-        raise ConfigError(f"the command {command[0]} {what}: give a program, as in {_EXAMPLE}.")
-
-
-def _workers(world: WorldConfig) -> int:
-    given = world.gpus or world.num_gpus or world.num_workers
-    return world.workers if given or world.use_cpu else max(1, torch.cuda.device_count())

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from paceline.cli.flags import parse
 from paceline.cli.ledger_table import print_proof
 from paceline.config.ledger import LedgerConfig
-from paceline.errors import ConfigError, DataError, Message
+from paceline.errors import ConfigError, Message
 from paceline.observe.event_file import read_events
 from paceline.observe.ledger import prove
 from paceline.state.run_folder import CONFIG_NAME
@@ -48,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     config = parse(LedgerConfig, argv, prog="paceline ledger", description=_DESCRIPTION)
     folders = [_folder(run, Path(config.output_dir)) for run in config.runs]
     files = sorted(file for folder in dict.fromkeys(folders) for file in _event_files(folder))
-    proof = prove((rank, _events(path)) for rank, path in files)
+    proof = prove((rank, read_events(path)) for rank, path in files)
     if config.json:
         print(json.dumps({"exact": proof.exact, **asdict(proof)}))
     else:
@@ -76,12 +75,3 @@ def _folder(run: str, output_dir: Path) -> Path:
 def _event_files(folder: Path) -> list[tuple[int, Path]]:
     named = ((path, _NAME.fullmatch(path.name)) for path in folder.glob("events.rank*.jsonl"))
     return [(int(match.group(1)), path) for path, match in named if match]
-
-
-def _events(path: Path) -> Iterator[Mapping[str, Any]]:
-    try:
-        yield from read_events(path)
-    except OSError as error:
-        raise DataError(
-            f"{path} can't be read ({error.strerror}); run this as the user that ran the training."
-        ) from error

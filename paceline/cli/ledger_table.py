@@ -5,7 +5,7 @@ Epochs and steps are shown from 1; positions in an epoch are from 0, as in the e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import astuple
 from itertools import groupby
 
@@ -13,7 +13,7 @@ from rich.console import Console, ConsoleRenderable
 from rich.table import Table
 from rich.text import Text
 
-from paceline.observe.ledger import EpochAccount, Fault, Proof
+from paceline.observe.ledger import Fault, Proof
 
 _ROWS = 12  # up to so many epochs have a row each; beyond, equal ones share a row
 _FAULTS = 5  # shown at most
@@ -53,7 +53,9 @@ def _table(proof: Proof) -> ConsoleRenderable:
     names = ("epoch", "samples", "once", *(["skipped"] if skipped else []), "lost", "twice")
     for name in (*names, "committed"):
         table.add_column(name, justify="right")
-    for accounts in _rows(proof.accounts):
+    few = len(proof.accounts) <= _ROWS  # otherwise consecutive equal epochs share a row
+    for _, group in groupby(proof.accounts, lambda a: (a.epoch if few else -1, *astuple(a)[1:])):
+        accounts = list(group)
         first, last = accounts[0], accounts[-1]
         numbers = [first.owed, first.once, *([first.skipped] if skipped else [])]
         numbers += [first.lost, first.twice, first.committed]
@@ -65,13 +67,6 @@ def _table(proof: Proof) -> ConsoleRenderable:
             style="red" if wrong else None,
         )
     return table
-
-
-def _rows(accounts: Sequence[EpochAccount]) -> Iterator[list[EpochAccount]]:
-    """Yield the epochs of each row: one, or consecutive equal ones where there are many."""
-    few = len(accounts) <= _ROWS
-    for _, group in groupby(accounts, lambda a: (a.epoch if few else -1, *astuple(a)[1:])):
-        yield list(group)
 
 
 def _faults(proof: Proof) -> Iterator[str]:

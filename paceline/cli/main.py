@@ -21,21 +21,35 @@ COMMANDS = {
     "db": ("paceline.cli.db", "create, convert and inspect image databases"),
     "ledger": ("paceline.cli.ledger", "verify that a run trained each sample exactly once"),
 }
+_USAGE = """\
+usage: paceline COMMAND [OPTIONS]
+
+{}
+
+Run 'paceline COMMAND --help' for the options and examples of a command."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return its exit status."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help", "help"):
-        return _guarded(lambda: _print(_usage(), 0 if words else 2))
-    if words[0] in ("-V", "--version", "version"):
-        return _guarded(_version)
-    return _guarded(lambda: _command(words[0])(words[1:]))
+    return _guarded(lambda: _run(list(sys.argv[1:] if argv is None else argv)))
 
 
 def resnet50_trainer() -> int:
     """Run Caffe2's command."""
     return _guarded(lambda: _command("train")(sys.argv[1:], prog="resnet50_trainer"))
+
+
+def _run(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        commands = "\n".join(f"  {name:<8}{what}" for name, (_, what) in COMMANDS.items())
+        print(_USAGE.format(commands))
+        return 0 if words else 2
+    if words[0] in ("-V", "--version", "version"):
+        from importlib import metadata
+
+        print(f"paceline {metadata.version('paceline')}")
+        return 0
+    return _command(words[0])(words[1:])
 
 
 def _guarded(run: Callable[[], int]) -> int:
@@ -97,30 +111,6 @@ def _ended_by_ctrl_c() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _version() -> int:
-    from importlib import metadata
-
-    return _print(f"paceline {metadata.version('paceline')}", 0)
-
-
-def _print(text: str, status: int) -> int:
-    print(text)
-    return status
-
-
-def _usage() -> str:
-    lines = [f"  {name:<8}{what}" for name, (_, what) in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: paceline COMMAND [OPTIONS]",
-            "",
-            *lines,
-            "",
-            "Run 'paceline COMMAND --help' for the options and examples of a command.",
-        ]
-    )
 
 
 if __name__ == "__main__":

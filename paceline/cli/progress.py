@@ -72,15 +72,12 @@ def _lines(title: str, unit: str, console: Console, clock: Callable[[], float]) 
             return
         line = f"{title}: {done:,} of {total:,} {unit}"
         if printed is not None:  # the first record gives no rate
-            line += f", {_rate(done, now - start)}/s, {_left(done, total, now - start)} left"
+            left = timedelta(seconds=round((now - start) / done * (total - done)))
+            line += f", {_rate(done, now - start)}/s, {left} left"
         printed = now
         console.print(line, highlight=False, soft_wrap=True)
 
     return show
-
-
-def _left(done: int, total: int, seconds: float) -> timedelta:
-    return timedelta(seconds=round(seconds / done * (total - done)))
 
 
 def _rate(done: int, seconds: float) -> str:

@@ -10,23 +10,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch._C._distributed_c10d import Store
 
 from paceline import wiring
 from paceline.cli.flags import parse
 from paceline.cli.notes import notes
 from paceline.cli.train_launched import train_launched
 from paceline.cli.worker import train
-from paceline.cluster.environment import WorkerEnvironment, read_environment
-from paceline.cluster.membership.members import Members
+from paceline.cluster.environment import read_environment
 from paceline.cluster.rendezvous.machine_rendezvous import answer_finished
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.supervision.supervisor import finished_sentence, say, supervise
 from paceline.cluster.supervision.worker import run_worker
-from paceline.config.train import TrainConfig, difference
+from paceline.config.train import TrainConfig
 from paceline.state.run_folder import RunFolder, choose_run_id
 
 DESCRIPTION = """Train a model on the GPUs or CPUs of one machine, or of several.
@@ -62,7 +61,8 @@ def main(argv: Sequence[str], prog: str = "paceline train") -> int:
     environment = read_environment()
     worker = environment.worker
     if worker is not None and not worker.command:
-        return _work(config, worker)
+        run_worker(worker, partial(train, config.with_run_id(worker.run_id)))
+        return 0
     if worker is not None or environment.launched is not None:
         return train_launched(config, environment)
     return _supervise(config, argv)
@@ -75,7 +75,7 @@ def _supervise(config: TrainConfig, argv: Sequence[str]) -> int:
     anew = config.output.resume == "no"
     run_id = config.world.run_id or choose_run_id(output, *config.digests(), anew=anew)
     config = config.with_run_id(run_id)
-    folder = RunFolder(output / run_id, shard_id=config.world.shard_id, difference=difference)
+    folder = RunFolder(output / run_id, shard_id=config.world.shard_id)
     folder.check(config.identity(), anew=anew)
     plan = replace(RunPlan.of(config.world, workers=config.world.workers), begun=folder.begun)
     if folder.finished_as(config.identity()):
@@ -94,13 +94,3 @@ def _supervise(config: TrainConfig, argv: Sequence[str]) -> int:
         )
     finally:
         folder.close()
-
-
-def _work(config: TrainConfig, environment: WorkerEnvironment) -> int:
-    config = config.with_run_id(environment.run_id)
-
-    def work(members: Members, store: Store, token: str) -> None:
-        train(config, members, store, token)
-
-    run_worker(environment, work)
-    return 0

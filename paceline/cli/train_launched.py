@@ -27,11 +27,10 @@ from paceline.cli.notes import notes
 from paceline.cli.worker import train
 from paceline.cluster.environment import Environment
 from paceline.cluster.join import Joined, join_world_of
-from paceline.cluster.launchers.launched_process import LaunchedProcess
 from paceline.cluster.launchers.launchers import command_of
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.supervision.supervisor import finished_sentence, say
-from paceline.config.train import TrainConfig, difference
+from paceline.config.train import TrainConfig
 from paceline.config.world import WorldConfig
 from paceline.errors import ConfigError, Message, PacelineError
 from paceline.state.run_folder import RunFolder, choose_run_id
@@ -47,9 +46,17 @@ def train_launched(config: TrainConfig, environment: Environment) -> int:
     the interpreter's shutdown, which takes torch a second of the few that a signal leaves.
     """
     sys.path.insert(0, "")  # for a user's own model, as with `python -m`
-    plan = RunPlan.of(config.world, workers=1)
+    plan, launched, world = RunPlan.of(config.world, workers=1), environment.launched, config.world
+    lasting = world.file_store_path or world.redis_host or world.redis_url
     try:
-        _require_run_id(config.world, environment.launched)
+        if launched is not None and not launched.start and lasting and not world.run_id:
+            raise ConfigError(
+                Message(
+                    "{} with {--file_store_path} or Redis needs {--run_id}, the same for all "
+                    "processes.",
+                    command_of(launched.launcher),
+                )
+            )
         joined = join_world_of(
             environment,
             first_iter_timeout=plan.first_iter_timeout,
@@ -58,7 +65,11 @@ def train_launched(config: TrainConfig, environment: Environment) -> int:
             wanted=plan.interfaces,
         )
     except PacelineError as error:
-        say(f"{_here(environment.launched)}{error}")
+        here = ""  # this process, as far as the launcher names it before the world is formed
+        if launched is not None:
+            host = socket.gethostname()
+            here = f"rank {launched.rank} of {launched.world_size} on {host}: "
+        say(f"{here}{error}")
         return error.status
     try:
         _work(config, joined)
@@ -82,20 +93,27 @@ def fitted(world: WorldConfig, joined: Joined) -> WorldConfig:
     Raises:
         ConfigError: a flag contradicts the launcher; names both values.
     """
-    members, counted = joined.members, _flag_of_workers(world)
+    members, machine = joined.members, joined.members.machine
     workers, machines = members.local_world_size, len(members.machines)
-    started = command_of(joined.launcher) + " started"
-    if counted and world.workers != workers:
-        raise _contradiction(world, counted, f"{started} {workers} on this machine")
-    if _given(world, "num_shards") and world.num_shards != machines:
-        raise _contradiction(world, "num_shards", f"{started} processes on {machines}")
-    if _given(world, "shard_id") and world.shard_id != members.machine:
-        raise _contradiction(world, "shard_id", f"{started} this on machine {members.machine}")
+    flags = ("gpus", "num_gpus", "num_workers")
+    counted = next((flag for flag in flags if _given(world, flag)), "num_workers")
+    for flag, given, there, started in (
+        (counted, world.workers, workers, f"{workers} on this machine"),
+        ("num_shards", world.num_shards, machines, f"processes on {machines}"),
+        ("shard_id", world.shard_id, machine, f"this on machine {machine}"),
+    ):
+        if _given(world, flag) and given != there:
+            raise ConfigError(
+                flag=flag,
+                value=getattr(world, flag),
+                rule=f"contradicts the launcher: {command_of(joined.launcher)} started {started}",
+                remedy=Message(f"remove {{--{flag}}}, or start a matching number of processes"),
+            )
     placed = machines == 1 or any(_given(world, flag) for flag in _MEETING)
     return replace(
         world,
         num_shards=machines,
-        shard_id=members.machine,
+        shard_id=machine,
         num_workers=0 if counted in ("gpus", "num_gpus") else workers,
         master=world.master if placed else joined.meeting,
     )
@@ -110,7 +128,7 @@ def _work(config: TrainConfig, joined: Joined) -> None:
         run_id = choose_run_id(output, *config.digests(), anew=anew)
     config = config.with_run_id(joined.from_rank_0("run id", run_id, limit))
     run = output / config.world.run_id
-    folder = RunFolder(run, shard_id=members.machine, difference=difference)
+    folder = RunFolder(run, shard_id=members.machine)
     done = folder.finished_as(config.identity())
     finished = joined.from_rank_0("end of the run", str(done), limit)
     if finished == str(True):
@@ -145,40 +163,5 @@ def _prepare(config: TrainConfig, joined: Joined, folder: RunFolder, *, anew: bo
     joined.store.set(opened, "")
 
 
-def _require_run_id(world: WorldConfig, launched: LaunchedProcess | None) -> None:
-    """Require a run id in a lasting store, unless the launcher names the start."""
-    lasting = world.file_store_path or world.redis_host or world.redis_url
-    if launched is not None and not launched.start and lasting and not world.run_id:
-        raise ConfigError(
-            Message(
-                "{} with {--file_store_path} or Redis needs {--run_id}, the same for all "
-                "processes.",
-                command_of(launched.launcher),
-            )
-        )
-
-
-def _flag_of_workers(world: WorldConfig) -> str:
-    """Return the flag that gives the number of workers, or ""."""
-    flags = ("gpus", "num_gpus", "num_workers")
-    return next((flag for flag in flags if _given(world, flag)), "")
-
-
 def _given(world: WorldConfig, flag: str) -> bool:
     return bool(getattr(world, flag) != getattr(WorldConfig, flag))
-
-
-def _contradiction(world: WorldConfig, flag: str, started: str) -> ConfigError:
-    return ConfigError(
-        flag=flag,
-        value=getattr(world, flag),
-        rule=f"contradicts the launcher: {started}",
-        remedy=Message(f"remove {{--{flag}}}, or start a matching number of processes"),
-    )
-
-
-def _here(launched: LaunchedProcess | None) -> str:
-    """Name this process, as far as the launcher does before the world is formed."""
-    if launched is None:
-        return ""
-    return f"rank {launched.rank} of {launched.world_size} on {socket.gethostname()}: "

@@ -94,11 +94,11 @@ def _run(trainer: Trainer, signals: StopSignals) -> bool:
     with signals.received(trainer.steps.rescue):
         try:
             trainer.run()
+            ended = True
         except Stop:
-            trainer.replica.drain()
-            return False
+            ended = False
         trainer.replica.drain()
-        return True
+        return ended
 
 
 def _announce(

@@ -5,9 +5,9 @@
     Batch on the device  <--  Upload  <--  uint8 (n, height, width, channels)
 
 Nothing here iterates: a step asks for a batch by its number, and the loader has begun it ahead,
-with the next few steps, into the next epoch too. A jump (a rollback to a snapshot, another world)
-drops what was begun. A batch depends on its number, the rank and
-the world's size; neither threads nor prefetching change a bit of it.
+with the next few steps, into the next epoch too. A jump (a rollback to a snapshot) drops what was
+begun. A batch depends on its number, the rank and the world's size; neither threads nor prefetching
+change a bit of it.
 
 A bad record ends the run, or is skipped: the batch is smaller by it, and the other samples count as
 before. So the trained samples don't depend on the rank that read it.
@@ -15,7 +15,7 @@ before. So the trained samples don't depend on the rank that read it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 
@@ -26,7 +26,7 @@ from torch import Tensor
 from paceline.data.batch_slice import BatchSlice
 from paceline.data.image.augment import Transform
 from paceline.data.order import Indices, Order
-from paceline.data.sample_maker import BadRecord, SampleMaker
+from paceline.data.sample_maker import SampleMaker
 from paceline.data.skipped_records import SkippedRecords
 from paceline.data.source import Source
 from paceline.data.upload import Upload
@@ -60,7 +60,7 @@ class _Work:
     records: Indices
     images: Tensor
     labels: Tensor
-    tasks: list[Future[list[BadRecord]]]
+    tasks: list[Future[dict[int, DataError]]]
 
     def cancel(self) -> None:
         for task in self.tasks:
@@ -87,6 +87,10 @@ class DatabaseLoader:
         warn: receives sentences about skipped records, in the caller's thread.
         channels_last: keep the channels of a pixel together in memory.
         timeout: seconds that `batch` waits at most.
+
+    Attributes:
+        samples: of an epoch, over all ranks.
+        steps: of an epoch.
     """
 
     def __init__(
@@ -109,7 +113,7 @@ class DatabaseLoader:
         channels_last: bool = True,
         timeout: float = 600.0,
     ) -> None:
-        self._order = order
+        self._order, self.samples, self.steps = order, order.samples, order.steps
         self._rank, self._world_size = rank, world_size
         self._prefetch, self._epochs, self._timeout = prefetch, epochs, timeout
         self._skipped = SkippedRecords(warn) if skip_bad else None
@@ -132,17 +136,7 @@ class DatabaseLoader:
         self._begun: dict[tuple[int, int], _Work] = {}  # by (epoch, step)
         self._indices: dict[int, Indices] = {}  # by epoch
         # Tasks that haven't ended, dropped ones among them: they still read the source.
-        self._running: set[Future[list[BadRecord]]] = set()
-
-    @property
-    def samples(self) -> int:
-        """Count the samples of an epoch, over all ranks."""
-        return self._order.samples
-
-    @property
-    def steps(self) -> int:
-        """Count the steps of an epoch."""
-        return self._order.steps
+        self._running: set[Future[dict[int, DataError]]] = set()
 
     def batch(self, epoch: int, step: int) -> Batch:
         """Take this rank's share of a global batch, and begin the ones after it.
@@ -157,15 +151,15 @@ class DatabaseLoader:
         work = self._begun.pop((epoch, step))
         bad = self._finish(work, f"epoch {epoch}, step {step}")
         if place.count:
-            place = self._judged(place, bad)
+            if self._skipped is not None:
+                self._skipped.take(self._rank, place, bad)
+            elif bad:
+                first = next(iter(bad.values()))
+                raise DataError(f"{first} {_REMEDY}") from first
+            place = replace(place, skipped=len(bad))
         good = self._good(work, bad) if bad else work
         images, labels = self._upload(good.images, good.labels)
         return Batch(images=images, labels=labels, place=place)
-
-    def reconfigure(self, rank: int, world_size: int) -> None:
-        """Take another rank of another world from the next batch on."""
-        self._drop(keep=[])
-        self._rank, self._world_size = rank, world_size
 
     def close(self) -> None:
         """Stop decoding and end the threads; a read that hangs is abandoned after two seconds."""
@@ -181,19 +175,19 @@ class DatabaseLoader:
 
     def _begin(self, wanted: list[tuple[int, int]]) -> None:
         """Begin what is wanted and not begun yet, and drop what is no longer wanted."""
-        self._drop(keep=wanted)
+        for key in self._begun.keys() - set(wanted):
+            self._begun.pop(key).cancel()
+        for epoch in self._indices.keys() - {epoch for epoch, _ in wanted}:
+            del self._indices[epoch]
         for epoch, step in wanted:
             if (epoch, step) not in self._begun:
                 self._begun[epoch, step] = self._submit(epoch, step)
 
-    def _drop(self, keep: list[tuple[int, int]]) -> None:
-        for key in self._begun.keys() - set(keep):
-            self._begun.pop(key).cancel()
-        for epoch in self._indices.keys() - {epoch for epoch, _ in keep}:
-            del self._indices[epoch]
-
     def _submit(self, epoch: int, step: int) -> _Work:
-        records = self._records(epoch, step)
+        if epoch not in self._indices:
+            self._indices[epoch] = self._order.epoch_indices(epoch)
+        place = self._order.place(epoch, step, self._rank, self._world_size)
+        records = self._indices[epoch][place.computed]
         transform = self._maker.transform
         shape = len(records), transform.image_size, transform.image_size, transform.channels
         images = self._upload.host_buffer(*shape, dtype=torch.uint8)
@@ -208,33 +202,19 @@ class DatabaseLoader:
             tasks.append(task)
         return _Work(records, images, labels, tasks)
 
-    def _records(self, epoch: int, step: int) -> Indices:
-        """List the records of this rank's share, or one borrowed record where it is empty."""
-        if epoch not in self._indices:
-            self._indices[epoch] = self._order.epoch_indices(epoch)
-        place = self._order.place(epoch, step, self._rank, self._world_size)
-        return self._indices[epoch][place.computed]
-
-    def _judged(self, place: BatchSlice, bad: Sequence[BadRecord]) -> BatchSlice:
-        """Count the slice's bad records as skipped, or raise the first one's error."""
-        if self._skipped is not None:
-            self._skipped.take(self._rank, place, bad)
-        elif bad:
-            raise DataError(f"{bad[0].error} {_REMEDY}") from bad[0].error
-        return replace(place, skipped=len(bad))
-
-    def _good(self, work: _Work, bad: Sequence[BadRecord]) -> _Work:
+    def _good(self, work: _Work, bad: Mapping[int, DataError]) -> _Work:
         """Leave bad records out of a batch; where none is left, one blank record replaces them."""
-        good = torch.from_numpy(~np.isin(work.records, [record.index for record in bad]))
+        good = torch.from_numpy(~np.isin(work.records, list(bad)))
         if good.any():
             return replace(work, images=work.images[good], labels=work.labels[good])
         blank = torch.from_numpy(self._maker.fill.copy()).expand_as(work.images[:1])
         return replace(work, images=blank, labels=torch.zeros(1, dtype=torch.int64))
 
-    def _finish(self, work: _Work, name: str) -> list[BadRecord]:
-        """Wait until a batch is written, and list what couldn't be."""
+    def _finish(self, work: _Work, name: str) -> dict[int, DataError]:
+        """Wait until a batch is written, and return what is wrong with its bad records."""
         done, waiting = wait(work.tasks, timeout=self._timeout, return_when=FIRST_EXCEPTION)
-        bad = [record for task in work.tasks if task in done for record in task.result()]
+        results = (task.result() for task in work.tasks if task in done)
+        bad = {index: error for result in results for index, error in result.items()}
         if waiting:
             work.cancel()
             raise DataError(

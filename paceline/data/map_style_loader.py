@@ -16,7 +16,7 @@ process instead, for a data set that can be pickled.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -83,20 +83,6 @@ class MappedLoader:
                 "timeout": timeout,
             }
 
-    @property
-    def steps(self) -> int:
-        """Count the steps of an epoch."""
-        return self._order.steps
-
-    @property
-    def samples(self) -> int:
-        """Count the samples of an epoch, over all ranks."""
-        return self._order.samples
-
-    def reconfigure(self, rank: int, world_size: int) -> None:
-        """Take another place in another world from the next `epoch` on."""
-        self._rank, self._world_size = rank, world_size
-
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[tuple[BatchSlice, Any]]:
         """Yield this rank's batch of each step of an epoch from a step on, and its place.
 
@@ -109,10 +95,26 @@ class MappedLoader:
         """
         places = [
             self._order.place(epoch, step, self._rank, self._world_size)
-            for step in range(first_step, self.steps)
+            for step in range(first_step, self._order.steps)
         ]
         workers = self._options["num_workers"]
-        batches = self._started(epoch, places)
+        indices = self._order.epoch_indices(epoch)
+        loader = DataLoader(
+            self._dataset,
+            batch_sampler=[
+                [(epoch, index) for index in indices[place.computed].tolist()] for place in places
+            ],
+            # Torch draws the workers' seeds from this, and not from the caller's own stream.
+            generator=torch.Generator().manual_seed(
+                splitmix.base(self._order.seed, _WORKERS, epoch)
+            ),
+            **self._options,
+        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", "This process .* is multi-threaded", DeprecationWarning
+            )
+            batches: Any = iter(loader)
         try:
             for place in places:
                 with _as_data_errors(workers):
@@ -124,25 +126,6 @@ class MappedLoader:
                 # an error's traceback does.
                 with _as_data_errors(workers):
                     batches._shutdown_workers()
-
-    def _started(self, epoch: int, places: Sequence[BatchSlice]) -> Any:
-        """Start loading the batches of places."""
-        indices = self._order.epoch_indices(epoch)
-        # The caller's own random stream isn't touched: torch draws the workers' seeds from this.
-        seeds = torch.Generator().manual_seed(splitmix.base(self._order.seed, _WORKERS, epoch))
-        loader = DataLoader(
-            self._dataset,
-            batch_sampler=[
-                [(epoch, index) for index in indices[place.computed].tolist()] for place in places
-            ],
-            generator=seeds,
-            **self._options,
-        )
-        with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", "This process .* is multi-threaded", DeprecationWarning
-            )
-            return iter(loader)
 
 
 def _check(dataset: MapStyle, order: Order, num_workers: int) -> None:

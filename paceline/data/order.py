@@ -23,7 +23,6 @@ from paceline.data.batch_slice import BatchSlice
 from paceline.errors import ConfigError
 
 Indices = npt.NDArray[np.int64]
-Uniforms = npt.NDArray[np.float64]
 
 _ORDER, _AUGMENT = 1, 2  # purposes: their streams know nothing of each other
 
@@ -76,52 +75,34 @@ class Order:
         keys = splitmix.stream(splitmix.base(self.seed, _ORDER, epoch), self.size)
         return np.argsort(keys)[: self.samples].astype(np.int64, copy=False)
 
-    def batch_range(self, step: int) -> tuple[int, int]:
-        """Name the global batch of a step: its first position in the epoch, and the one after it.
-
-        Raises:
-            IndexError: the epoch has no such step.
-        """
-        if not 0 <= step < self.steps:
-            raise IndexError(f"step {step} of an epoch of {self.steps} steps")
-        first = step * self.batch_size
-        return first, min(first + self.batch_size, self.samples)
-
-    def share(self, step: int, rank: int, world_size: int) -> tuple[int, int]:
-        """Name a rank's part of a global batch, as `batch_range` does.
-
-        Parts are contiguous, in rank order, and differ by one sample at most: the first ranks take
-        the larger ones. Where a batch has fewer samples than ranks, the last parts are empty.
-
-        Raises:
-            IndexError: the epoch has no such step, or the world no such rank.
-        """
-        if not 0 <= rank < world_size:
-            raise IndexError(f"rank {rank} of a world of {world_size} ranks")
-        first, last = self.batch_range(step)
-        each, larger = divmod(last - first, world_size)
-        start = first + rank * each + min(rank, larger)
-        return start, start + each + (rank < larger)
-
     def place(self, epoch: int, step: int, rank: int, world_size: int) -> BatchSlice:
         """Return a rank's share of a global batch.
 
+        Shares are contiguous, in rank order, and differ by one sample at most: the first ranks take
+        the larger ones. Where a batch has fewer samples than ranks, the last shares are empty.
+
         Raises:
             IndexError: the epoch has no such step, or the world no such rank.
         """
-        first, last = self.share(step, rank, world_size)
-        begin, end = self.batch_range(step)
+        if not 0 <= step < self.steps:
+            raise IndexError(f"step {step} of an epoch of {self.steps} steps")
+        if not 0 <= rank < world_size:
+            raise IndexError(f"rank {rank} of a world of {world_size} ranks")
+        begin = step * self.batch_size
+        count = min(self.batch_size, self.samples - begin)
+        each, larger = divmod(count, world_size)
+        first = begin + rank * each + min(rank, larger)
         return BatchSlice(
             epoch=epoch,
             step=step,
             steps=self.steps,
             first=first,
-            last=last,
-            global_count=end - begin,
+            last=first + each + (rank < larger),
+            global_count=count,
         )
 
 
-def uniforms(seed: int, epoch: int, samples: Indices, count: int) -> Uniforms:
+def uniforms(seed: int, epoch: int, samples: Indices, count: int) -> npt.NDArray[np.float64]:
     """Draw `count` numbers in [0, 1) for each sample, shape (len(samples), count).
 
     A row depends on the seed, the epoch and its sample's number only, never on who draws it or

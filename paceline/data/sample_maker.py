@@ -13,21 +13,8 @@ from functools import partial
 from paceline.data.image.augment import Transform
 from paceline.data.image.decode import decode
 from paceline.data.order import Indices, uniforms
-from paceline.data.source import Pixels, Record, Source
+from paceline.data.source import Pixels, Source
 from paceline.errors import DataError
-
-
-@dataclass(frozen=True, kw_only=True)
-class BadRecord:
-    """Record that could not be made into a sample, and the error.
-
-    Attributes:
-        index: its number.
-        error: what is wrong with it.
-    """
-
-    index: int
-    error: DataError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +35,7 @@ class SampleMaker:
 
     def write(
         self, epoch: int, records: Indices, images: Pixels, labels: Indices
-    ) -> list[BadRecord]:
+    ) -> dict[int, DataError]:
         """Make samples of records.
 
         Args:
@@ -58,31 +45,28 @@ class SampleMaker:
             labels: receives the labels, shape (n,).
 
         Returns:
-            The records that are damaged, or whose label is out of range, in their order.
+            What is wrong with the records that are damaged, or whose label is out of range, by
+            their numbers, in their order.
         """
         transform = self.transform
         numbers = uniforms(transform.seed, epoch, records, transform.draws).tolist()
-        bad = []
+        bad = {}
         for at, index in enumerate(records.tolist()):
             try:
                 labels[at] = self._write_one(index, numbers[at], images[at])
             except DataError as error:
-                bad.append(BadRecord(index=index, error=error))
+                bad[index] = error
         return bad
 
     def _write_one(self, index: int, numbers: list[float], out: Pixels) -> int:
         """Make the sample of a record with its random numbers; return its label."""
         record = self.source[index]
-        label = self._checked_label(record, index)
-        plan = partial(self.transform.view, numbers=numbers)
-        decode(record.image, plan, out, fill=self.fill, name=partial(self.source.name, index))
-        return label
-
-    def _checked_label(self, record: Record, index: int) -> int:
         if self.num_labels is not None and not 0 <= record.label < self.num_labels:
             raise DataError(
                 f"{self.source.name(index)} has the label {record.label}; with --num_labels "
                 f"{self.num_labels} labels are 0 to {self.num_labels - 1}: change --num_labels, or "
                 "write the database anew."
             )
+        plan = partial(self.transform.view, numbers=numbers)
+        decode(record.image, plan, out, fill=self.fill, name=partial(self.source.name, index))
         return record.label

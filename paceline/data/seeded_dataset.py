@@ -10,8 +10,6 @@ and the caller's are put back behind it:
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -44,21 +42,16 @@ class SeededDataset(Dataset[Any]):
         self._seed = seed
 
     def __getitem__(self, place: tuple[int, int]) -> Any:
+        """Make a sample with its own streams of the CPU; a device's aren't touched."""
         epoch, index = place
-        with _seeded(splitmix.base(self._seed, _TRANSFORM, epoch, index)):
+        seed = splitmix.base(self._seed, _TRANSFORM, epoch, index)
+        ours, numpys, torchs = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.default_generator.manual_seed(seed)
+        try:
             return self._dataset[index]
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Seed the three streams of the CPU; a device's aren't touched."""
-    ours, numpys, torchs = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        random.setstate(ours)
-        np.random.set_state(numpys)
-        torch.set_rng_state(torchs)
+        finally:
+            random.setstate(ours)
+            np.random.set_state(numpys)
+            torch.set_rng_state(torchs)

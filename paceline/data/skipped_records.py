@@ -6,10 +6,9 @@ and ends with an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 
 from paceline.data.batch_slice import BatchSlice
-from paceline.data.sample_maker import BadRecord
 from paceline.errors import DataError
 
 _NAMED = 5  # records that are reported each by a line of its own
@@ -27,11 +26,11 @@ class SkippedRecords:
         self._warn = warn
         self._named: set[int] = set()
         self._epoch = -1
-        self._in_epoch: dict[int, BadRecord] = {}  # by number: a batch may be taken twice
+        self._in_epoch: dict[int, DataError] = {}  # by number: a batch may be taken twice
         self._read = self._bad = 0
-        self._last: BadRecord | None = None
+        self._last: DataError | None = None
 
-    def take(self, rank: int, place: BatchSlice, bad: Sequence[BadRecord]) -> None:
+    def take(self, rank: int, place: BatchSlice, bad: Mapping[int, DataError]) -> None:
         """Report what is skipped of a batch slice, and the number with an epoch's last slice.
 
         Raises:
@@ -39,32 +38,25 @@ class SkippedRecords:
         """
         self._read += place.count
         self._bad += len(bad)
-        for record in bad:
-            self._name(rank, record)
-            self._last = record
+        for index, error in bad.items():
+            if index not in self._named and len(self._named) <= _NAMED:
+                self._named.add(index)
+                text = f"a bad record: {error}"
+                if len(self._named) > _NAMED:
+                    text = "more bad records; they are counted and no longer named."
+                self._warn(f"rank {rank} skips {text}")
+            self._last = error
         if self._last and self._read >= _ENOUGH and 2 * self._bad > self._read:
             raise DataError(
                 f"{self._bad} of the {self._read} records that rank {rank} has read so far can't "
-                f"be used, which is too many to skip; the last of them: {self._last.error}"
+                f"be used, which is too many to skip; the last of them: {self._last}"
             )
-        self._count(rank, place, bad)
-
-    def _name(self, rank: int, record: BadRecord) -> None:
-        if record.index in self._named or len(self._named) > _NAMED:
-            return
-        self._named.add(record.index)
-        if len(self._named) <= _NAMED:
-            self._warn(f"rank {rank} skips a bad record: {record.error}")
-        else:
-            self._warn(f"rank {rank} skips more bad records; they are counted and no longer named.")
-
-    def _count(self, rank: int, place: BatchSlice, bad: Sequence[BadRecord]) -> None:
         if place.epoch != self._epoch:
             self._epoch, self._in_epoch = place.epoch, {}
-        self._in_epoch |= {record.index: record for record in bad}
+        self._in_epoch |= bad
         if self._in_epoch and place.step == place.steps - 1:
             first = next(iter(self._in_epoch.values()))
             self._warn(
                 f"rank {rank} skipped {len(self._in_epoch)} bad records of epoch {place.epoch}, "
-                f"the first of them: {first.error}"
+                f"the first of them: {first}"
             )

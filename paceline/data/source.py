@@ -40,17 +40,10 @@ class Source(Protocol):
         fingerprint: equal for equal data sets: a digest of their size and of a sample of records.
     """
 
-    @property
-    def labels(self) -> npt.NDArray[np.int64] | None: ...
-
-    @property
-    def label_names(self) -> tuple[str, ...] | None: ...
-
-    @property
-    def index_note(self) -> str | None: ...
-
-    @property
-    def fingerprint(self) -> str: ...
+    labels: npt.NDArray[np.int64] | None
+    label_names: tuple[str, ...] | None
+    index_note: str | None
+    fingerprint: str
 
     def __len__(self) -> int:
         """Count the records."""

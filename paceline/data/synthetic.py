@@ -9,12 +9,12 @@ from __future__ import annotations
 import numpy as np
 
 from paceline.data import splitmix
-from paceline.data.source import Record
+from paceline.data.source import Record, Source
 
 _IMAGE = 3  # a purpose beside those of the order
 
 
-class SyntheticSource:
+class SyntheticSource(Source):
     """Source of noise images with random labels, made when they are read.
 
     Args:

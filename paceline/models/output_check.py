@@ -69,7 +69,16 @@ def explained_errors(images: Tensor) -> Iterator[None]:
     except Exception as error:  # the user's code may raise anything
         if isinstance(error, PacelineError) or lacks_memory(error) or is_ours(error):
             raise
-        raise ConfigError(_of_forward(error, images)) from error
+        if "more than 1 value per channel" in str(error):
+            raise ConfigError(
+                f"A BatchNorm got one value a channel in training ({error}), and its variance "
+                "needs more: give a larger --batch_size, fewer workers, or --sync_bn, which takes "
+                "the values of all workers together."
+            ) from error
+        raise ConfigError(
+            f"The model failed with {described(error)}: correct it; call it on "
+            f"torch.zeros{tuple(images.shape)} to look into it."
+        ) from error
 
 
 @contextmanager
@@ -90,18 +99,6 @@ def explained_memory() -> Iterator[None]:
             " give a smaller --batch_size or --image_size, or spread the batch over more GPUs or "
             "machines."
         ) from error
-
-
-def _of_forward(error: Exception, images: Tensor) -> str:
-    if "more than 1 value per channel" in str(error):
-        return (
-            f"A BatchNorm got one value a channel in training ({error}), and its variance needs "
-            "more: give a larger --batch_size, fewer workers, or --sync_bn, which takes the "
-            "values of all workers together."
-        )
-    given = f"torch.zeros{tuple(images.shape)}"
-    remedy = f"correct it; call it on {given} to look into it"
-    return f"The model failed with {described(error)}: {remedy}."
 
 
 def _described(output: object) -> str:

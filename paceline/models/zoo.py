@@ -11,7 +11,6 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -64,20 +63,16 @@ def build_model(name: str, *, num_labels: int, num_channels: int) -> nn.Module:
 
 def model_factory(name: str, *, num_labels: int, num_channels: int) -> Callable[[], object]:
     """Find what makes a model, without making it; arguments and errors as in `build_model`."""
-    factory = _import(name) if ":" in name else _look_up(name)
+    factory = _import(name) if ":" in name else MODELS.get(name)
+    if factory is None:
+        near = get_close_matches(name, MODELS, n=2)
+        guess = f"did you mean {' or '.join(near)}? " if near else ""
+        raise ConfigError(
+            f"There is no model {name}: {guess}The zoo has {', '.join(MODELS)}; give your own as "
+            "package.module:function."
+        )
     offered = {"num_labels": num_labels, "num_channels": num_channels}
     return partial(factory, **_accepted(name, factory, offered))
-
-
-def _look_up(name: str) -> Callable[..., nn.Module]:
-    if name in MODELS:
-        return MODELS[name]
-    near = get_close_matches(name, MODELS, n=2)
-    guess = f"did you mean {' or '.join(near)}? " if near else ""
-    raise ConfigError(
-        f"There is no model {name}: {guess}The zoo has {', '.join(MODELS)}; give your own as "
-        "package.module:function."
-    )
 
 
 def _import(name: str) -> Callable[..., Any]:
@@ -92,22 +87,17 @@ def _import(name: str) -> Callable[..., Any]:
             "installed or in a folder of PYTHONPATH, and free of errors."
         ) from error
     if not callable(getattr(module, function_name, None)):
+        own = [
+            name
+            for name, value in vars(module).items()
+            if callable(value) and getattr(value, "__module__", "") == module.__name__
+        ]
+        has = f"it has {', '.join(own[:5])}" if own else "it defines none"
         raise ConfigError(
-            f"Model {name}: module {module_name} has no function {function_name}; "
-            f"{_those_of(module)}."
+            f"Model {name}: module {module_name} has no function {function_name}; {has}."
         )
     function: Callable[..., Any] = getattr(module, function_name)
     return function
-
-
-def _those_of(module: ModuleType) -> str:
-    """Name the functions and classes that a module defines itself."""
-    own = [
-        name
-        for name, value in vars(module).items()
-        if callable(value) and getattr(value, "__module__", "") == module.__name__
-    ]
-    return f"it has {', '.join(own[:5])}" if own else "it defines none"
 
 
 def _accepted(name: str, factory: Callable[..., Any], offered: dict[str, int]) -> dict[str, int]:

@@ -17,8 +17,8 @@ from typing import Any, TextIO
 
 from rich.text import Text
 
-from paceline.observe.progress_rate import ProgressRate, duration
-from paceline.observe.score_counter import so_far
+from paceline.observe.progress_rate import ProgressRate, duration, many
+from paceline.observe.score_counter import TOLD
 from paceline.observe.terminal import Terminal
 from paceline.recorder import NullRecorder
 
@@ -88,8 +88,13 @@ class Console(NullRecorder):
         self._rate = ProgressRate(self._started)
         self._epochs, self._world_size = fields["epochs"], fields["world_size"]
         self._labels = fields.get("labels", sys.maxsize)
-        for line in run_lines(fields):
-            self._terminal.line(line)
+        self._terminal.line(
+            f"Training {fields['model']}: {many(fields['world_size'], 'worker')} on "
+            f"{many(fields['machines'], 'machine')} ({fields['device']}), "
+            f"{many(fields['samples'], 'image')} and {many(fields['steps'], 'step')} an epoch, "
+            f"{many(fields['epochs'], 'epoch')}."
+        )
+        self._terminal.line(f"Log: {fields['log']}")
 
     def _step(self, fields: Mapping[str, Any]) -> None:
         now = self._clock()
@@ -100,9 +105,14 @@ class Console(NullRecorder):
         if now - self._shown < self._interval:
             return
         self._shown = now
-        speed = self._rate.samples_per_second(now)
         left = self._rate.seconds_left(self._epochs * fields["steps"] - fields["step"] - 1, now)
-        parts = step_parts(fields, speed, left)
+        loss, right, _, samples = fields["sums"][:TOLD]
+        parts = [  # what matters most first
+            *([] if left is None else [f"{duration(left)} left"]),
+            f"{self._rate.samples_per_second(now):,.0f} images/s",
+            *([f"loss {loss / samples:.3f}", f"accuracy {right / samples:.1%}"] if samples else []),
+            f"lr {fields['learning_rate']:.4g}",
+        ]
         if self._exposed:
             parts.append(f"{sum(self._exposed) / len(self._exposed):,.1f} ms exposed")
             self._exposed.clear()
@@ -118,9 +128,19 @@ class Console(NullRecorder):
     def _epoch(self, fields: Mapping[str, Any]) -> None:
         self._shown = self._clock()
         self._rate.pause(self._shown)
-        seen, self._samples = self._samples, 0
-        shown = fields if self._labels > 5 else {**fields, "top5": None}  # top-5 would be 100%
-        self._terminal.line(epoch_line(shown, self._epochs, seen), style="bold")
+        seen, self._samples = self._samples, 0  # in this start of the run
+        parts = [
+            f"{seen / fields['seconds']:,.0f} images/s",
+            f"loss {fields['loss']:.3f}",
+            f"accuracy {fields['accuracy']:.1%}",
+        ]
+        if fields["test_accuracy"] is not None:
+            parts.append(f"test accuracy {fields['test_accuracy']:.2%}")
+        if fields.get("top5") is not None and self._labels > 5:  # otherwise it is 100%
+            parts.append(f"top-5 {fields['top5']:.2%}")
+        parts += [f"lr {fields['learning_rate']:.4g}", duration(fields["seconds"])]
+        text = f"epoch {fields['epoch'] + 1}/{self._epochs}: {', '.join(parts)}"
+        self._terminal.line(text, style="bold")
 
     def _note(self, fields: Mapping[str, Any]) -> None:
         self._terminal.line(fields["text"])
@@ -134,60 +154,8 @@ class Console(NullRecorder):
             return
         rest = "  ".join([f"{done}/{steps}", *parts])
         room = self._terminal.columns - len(f"{what}    {rest}")
-        progress = bar(done, steps, max(0, min(room, BAR_WIDTH)), self._terminal.ascii_only)
+        width = max(0, min(room, BAR_WIDTH))
+        full, empty = "#-" if self._terminal.ascii_only else "━─"
+        filled = width * done // steps
+        progress = Text.assemble((full * filled, "green"), (empty * (width - filled), "dim"))
         self._terminal.status(Text.assemble((what, "bold"), "  ", progress, "  ", rest))
-
-
-def run_lines(fields: Mapping[str, Any]) -> list[str]:
-    """Say what is trained on what, and where its log is."""
-    return [
-        f"Training {fields['model']}: {_many(fields['world_size'], 'worker')} on "
-        f"{_many(fields['machines'], 'machine')} ({fields['device']}), "
-        f"{_many(fields['samples'], 'image')} and {_many(fields['steps'], 'step')} an epoch, "
-        f"{_many(fields['epochs'], 'epoch')}.",
-        f"Log: {fields['log']}",
-    ]
-
-
-def step_parts(fields: Mapping[str, Any], speed: float, left: float | None) -> list[str]:
-    """Say how a step went, what matters most first.
-
-    Args:
-        fields: the step's.
-        speed: images a second, over all machines.
-        left: seconds until the run ends, where they are known.
-    """
-    known = so_far(fields["sums"])
-    return [
-        *([] if left is None else [f"{duration(left)} left"]),
-        f"{speed:,.0f} images/s",
-        *([] if known is None else [f"loss {known[0]:.3f}", f"accuracy {known[1]:.1%}"]),
-        f"lr {fields['learning_rate']:.4g}",
-    ]
-
-
-def epoch_line(fields: Mapping[str, Any], epochs: int, seen: int) -> str:
-    """Sum an epoch up, in which `seen` samples were trained since this start of the run."""
-    parts = [
-        f"{seen / fields['seconds']:,.0f} images/s",
-        f"loss {fields['loss']:.3f}",
-        f"accuracy {fields['accuracy']:.1%}",
-    ]
-    if fields["test_accuracy"] is not None:
-        parts.append(f"test accuracy {fields['test_accuracy']:.2%}")
-    if fields.get("top5") is not None:
-        parts.append(f"top-5 {fields['top5']:.2%}")
-    parts.append(f"lr {fields['learning_rate']:.4g}")
-    parts.append(duration(fields["seconds"]))
-    return f"epoch {fields['epoch'] + 1}/{epochs}: {', '.join(parts)}"
-
-
-def bar(done: int, steps: int, width: int, ascii_only: bool) -> Text:
-    """Draw how much is done, `width` characters wide."""
-    full, empty = "#-" if ascii_only else "━─"
-    filled = width * done // steps
-    return Text.assemble((full * filled, "green"), (empty * (width - filled), "dim"))
-
-
-def _many(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" + ("" if count == 1 else "s")

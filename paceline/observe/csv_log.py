@@ -19,7 +19,6 @@ from typing import Any
 
 from paceline.atomic_write import explained_writes, write_atomically
 from paceline.observe.line_file import LineFile
-from paceline.recorder import NullRecorder
 
 NO_TEST = -1  # test_accuracy of a run without test data
 
@@ -52,7 +51,7 @@ _NAMES = tuple(COLUMNS)
 _COUNTS = ("cumulative_input_count", "cumulative_batch_count", "epoch")
 
 
-class CsvLog(NullRecorder):
+class CsvLog(LineFile):
     """Recorder that writes a CSV row at each `epoch` event.
 
     The event's fields are epoch, samples (of all machines, in this epoch), batches (in this epoch),
@@ -83,11 +82,11 @@ class CsvLog(NullRecorder):
         settings = ", ".join(f"{key}={value!r}" for key, value in parameters.items())
         start = f"# Namespace({settings})\n{','.join(_NAMES)}\n"
         earlier = sorted(folder.glob("*_v2_*.log"), key=lambda path: path.name[-19:])
-        self.path = earlier[-1] if earlier else folder / f"{name}_{now:%Y%m%d_%H%M%S}.log"
-        self._totals = _begin(self.path, start, epoch)
+        path = earlier[-1] if earlier else folder / f"{name}_{now:%Y%m%d_%H%M%S}.log"
+        self._totals = _begin(path, start, epoch)
+        super().__init__(path)
         self._clock = clock
         self._last_row = clock()
-        self._file = LineFile(self.path)
 
     def event(self, name: str, **fields: Any) -> None:
         """Write a row if an epoch ended."""
@@ -109,19 +108,17 @@ class CsvLog(NullRecorder):
                 "samples_per_second": samples / seconds if seconds > 0 else 0.0,
                 "test_accuracy": NO_TEST if accuracy is None else accuracy,
             }
-            self._file.write(",".join(_text(values[key]) for key in COLUMNS.values()))
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+            self.write(",".join(_text(values[key]) for key in COLUMNS.values()))
 
 
 def _begin(path: Path, start: str, epoch: int) -> Totals:
     """Write the log's start, or cut an earlier part's rows; return the totals of its rows."""
-    rows = [line.split(",") for line in _lines(path)[2:]]
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    lines = text.splitlines()
+    rows = [line.split(",") for line in lines[2:]]
     column = _NAMES.index("epoch")
     earlier = [row for row in rows if _whole(row) and int(row[column]) < epoch]
-    head = "".join(f"{line}\n" for line in _lines(path)[:2]) or start
+    head = "".join(f"{line}\n" for line in lines[:2]) or start
     with explained_writes(path):
         write_atomically(path, head + "".join(",".join(row) + "\n" for row in earlier))
     if not earlier:
@@ -132,10 +129,6 @@ def _begin(path: Path, start: str, epoch: int) -> Totals:
         samples=int(last["cumulative_input_count"]),
         batches=int(last["cumulative_batch_count"]),
     )
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
 
 
 def _whole(row: list[str]) -> bool:

@@ -23,7 +23,6 @@ from typing import Any
 
 from paceline.errors import DataError
 from paceline.observe.line_file import LineFile
-from paceline.recorder import NullRecorder
 
 # The fields that are written, () for all; others, such as a loss that is still being computed, are
 # for other recorders.
@@ -47,7 +46,7 @@ _IF_MEASURED = (
 )
 
 
-class EventFile(NullRecorder):
+class EventFile(LineFile):
     """Recorder that appends a rank's events to its file, as JSON lines.
 
     Args:
@@ -56,9 +55,11 @@ class EventFile(NullRecorder):
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self.path = folder / f"events.rank{rank}.jsonl"
-        _remove_torn_line(self.path)
-        self._file = LineFile(self.path)
+        path = folder / f"events.rank{rank}.jsonl"
+        if path.exists():
+            with path.open("r+b") as file:  # appended to, a torn last line would damage the next
+                file.truncate(file.read().rfind(b"\n") + 1)
+        super().__init__(path)
 
     def event(self, name: str, **fields: Any) -> None:
         """Write a line, if events of that name are recorded.
@@ -71,23 +72,24 @@ class EventFile(NullRecorder):
             measured = (key for key in _IF_MEASURED if key in fields) if name == "step" else ()
             names = (*FIELDS[name], *measured) or fields
             values = {key: _json(fields[key]) for key in names}
-            self._file.write(json.dumps({"event": name, **values}, allow_nan=False))
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+            self.write(json.dumps({"event": name, **values}, allow_nan=False))
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
     """Read an event file line by line, without a torn last line.
 
     Raises:
-        DataError: a line is not an event; names the file and the line.
+        DataError: a line is not an event, or the file can't be read; names the file and the line.
     """
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.endswith(b"\n"):
-                yield _parse(line, f"{path}, line {number}")
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.endswith(b"\n"):
+                    yield _parse(line, f"{path}, line {number}")
+    except OSError as error:
+        raise DataError(
+            f"{path} can't be read ({error.strerror}); run this as the user that ran the training."
+        ) from error
 
 
 def _parse(line: bytes, where: str) -> dict[str, Any]:
@@ -105,10 +107,3 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
 def _json(value: Any) -> Any:
     """JSON knows no infinity and no NaN."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _remove_torn_line(path: Path) -> None:
-    """Cut what follows the last line's end: appended to, it would damage the next line."""
-    if path.exists():
-        with path.open("r+b") as file:
-            file.truncate(file.read().rfind(b"\n") + 1)

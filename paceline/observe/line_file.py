@@ -1,14 +1,15 @@
-"""A text file that is appended to line by line, whose failures are sentences."""
+"""A recorder's text file, appended to line by line; its failures are sentences."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from paceline.atomic_write import explained_writes
+from paceline.recorder import NullRecorder
 
 
-class LineFile:
-    """Append-only line file; each line is one write.
+class LineFile(NullRecorder):
+    """Recorder with an append-only file of lines; each line is one write.
 
     Raises:
         PacelineError: the file can't be opened or written (disk, permissions), here and in `write`

@@ -74,22 +74,6 @@ class StepAccount:
             for recorder in (*filter(None, [self._trace]), *reversed(self._recorders)):
                 closing.callback(recorder.close)
 
-    def began(self, name: str) -> int:
-        """Note a span's begin; return the time."""
-        if name == "train":
-            self._before = self._exchanged
-        return self._clock()
-
-    def ended(self, name: str, fields: dict[str, object], began: int) -> None:
-        """Add a span up."""
-        spent = self._clock() - began
-        if name == "train":
-            self._compute = spent - (self._exchanged - self._before)
-            return
-        self._spent[name] += spent
-        if name == "wait":
-            self._waits[fields["bucket"]] += spent
-
     @property
     def _exchanged(self) -> int:
         return sum(self._spent[name] for name in _EXCHANGE)
@@ -131,14 +115,24 @@ class _Span:
         self._account, self._name, self._fields, self._traced = account, name, fields, traced
 
     def __enter__(self) -> None:
-        self._began = self._account.began(self._name)
+        account = self._account
+        if self._name == "train":
+            account._before = account._exchanged
+        self._began = account._clock()
         if self._traced:
             self._traced.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         if self._traced:
             self._traced.__exit__(*error)
-        self._account.ended(self._name, self._fields, self._began)
+        account, name = self._account, self._name
+        spent = account._clock() - self._began
+        if name == "train":
+            account._compute = spent - (account._exchanged - account._before)
+            return
+        account._spent[name] += spent
+        if name == "wait":
+            account._waits[self._fields["bucket"]] += spent
 
 
 def _ms(nanoseconds: int) -> float:

@@ -70,14 +70,11 @@ class Terminal:
                     self._console.control(_ERASE)
                 self._console.print(text, end=end, soft_wrap=not self.live or not end)
         except OSError:
-            self._give_up()
-
-    def _give_up(self) -> None:
-        self._console.quiet = True
-        # What is still in the file's buffer would be an error once more when the process exits.
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self._file.fileno())
-        os.close(nowhere)
+            self._console.quiet = True
+            # What is still in the file's buffer would be an error once more at the process's exit.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._file.fileno())
+            os.close(nowhere)
 
 
 class _Console(Console):

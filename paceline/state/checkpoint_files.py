@@ -11,7 +11,7 @@ cut too, finds it whole or not at all.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +41,11 @@ class Checkpoints:
         self.folder = run / FOLDER
         self._keep = keep
 
-    def newest_first(self) -> Iterator[Path]:
-        """Yield the files, the one with the most steps first."""
-        yield from sorted(self._files(), key=_steps, reverse=True)
+    def newest_first(self) -> list[Path]:
+        """List the files, the one with the most steps first."""
+        named = ((path, _NAME.fullmatch(path.name)) for path in self.folder.glob("step-*.pt"))
+        by_step = {int(match[1]): path for path, match in named if match}
+        return [by_step[step] for step in sorted(by_step, reverse=True)]
 
     def write(self, step: int, state: Mapping[str, Any], *, best: bool = False) -> Path:
         """Publish the state before step `step`, and remove files that are too old.
@@ -60,7 +62,7 @@ class Checkpoints:
                 torch.save({"paceline": FORMAT, **state}, file)
             if best:
                 link_atomically(first, path)
-            for old in list(self.newest_first())[self._keep :]:
+            for old in self.newest_first()[self._keep :]:
                 old.unlink(missing_ok=True)
         except OSError as error:
             raise CheckpointError(
@@ -78,9 +80,6 @@ class Checkpoints:
         # Of the run's folder only weights: other machines may be writing the other files.
         for part in (*self.folder.glob(PARTS), *self.folder.parent.glob(f".*.pt{PARTS[2:]}")):
             part.unlink(missing_ok=True)
-
-    def _files(self) -> list[Path]:
-        return [path for path in self.folder.glob("step-*.pt") if _NAME.fullmatch(path.name)]
 
 
 def read_checkpoint(path: Path, *, peek: bool = False) -> dict[str, Any]:
@@ -108,9 +107,3 @@ def read_checkpoint(path: Path, *, peek: bool = False) -> dict[str, Any]:
         )
     assert isinstance(state, dict)
     return state
-
-
-def _steps(path: Path) -> int:
-    match = _NAME.fullmatch(path.name)
-    assert match is not None
-    return int(match.group(1))

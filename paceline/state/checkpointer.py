@@ -27,10 +27,17 @@ _COST = 0.01  # of the time, for snapshots
 
 
 class Stateful(Protocol):
-    """Protocol of an object with a state dict of tensors and plain values."""
+    """Protocol of objects with a state to save."""
 
-    def state_dict(self) -> Mapping[str, Any]:
-        """Return the state."""
+    def state_dict(self) -> Any:
+        """Return the state: tensors and plain values by name."""
+
+
+class Restorable(Stateful, Protocol):
+    """Protocol of objects whose state is saved and restored: optimizers, schedulers, scalers."""
+
+    def load_state_dict(self, state: Any) -> Any:
+        """Restore a state."""
 
 
 @dataclass(kw_only=True)
@@ -83,10 +90,6 @@ class Checkpointer:
         self._writing = threading.Lock()  # held while a file is written
         self._writer: threading.Thread | None = None
         self._failure: PacelineError | None = None
-
-    def add(self, name: str, part: Stateful) -> None:
-        """Save one more part from now on."""
-        self._parts[name] = part
 
     def ask(self) -> bool:
         """Ask for a snapshot; return whether it will cost under one per cent of the time.
@@ -143,8 +146,7 @@ class Checkpointer:
 
     def rescue(self) -> None:
         """Write the last snapshot, unless it is written or broken; from any thread."""
-        if self._snapshot is not None:
-            self._write(None)
+        self._write(None)
 
     def wait(self) -> None:
         """Return once the file is written.
@@ -161,8 +163,7 @@ class Checkpointer:
         """Write a snapshot, by default the newest, which isn't overwritten under the lock."""
         with self._writing:
             snapshot = wanted or self._snapshot
-            assert snapshot is not None
-            if snapshot.written or not self._sound(snapshot):
+            if snapshot is None or snapshot.written or not self._sound(snapshot):
                 return
             try:
                 path = self._checkpoints.write(snapshot.step, snapshot.state, best=snapshot.best)

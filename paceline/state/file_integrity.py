@@ -46,7 +46,9 @@ def check_integrity(path: Path) -> None:
     if check_header(path) == "torch":
         try:
             with zipfile.ZipFile(path) as archive:
-                damaged = archive.testzip() if _has_checksums(archive) else None
+                # torch can leave the checksums out, as zeros.
+                checked = any(member.CRC for member in archive.infolist())
+                damaged = archive.testzip() if checked else None
         except _DAMAGE as error:
             raise _torn(path, str(error) or type(error).__name__) from error
         if damaged is not None:
@@ -61,11 +63,24 @@ def check_header(path: Path) -> Kind:
     """
     try:
         with path.open("rb") as file:
-            return _kind(path, file)
+            start = file.read(len(_OLD))
+            if not start:
+                raise _torn(path, "it is empty")
+            if start.startswith(_ZIP):
+                _check_archive(path, file)
+                return "torch"
+            if start == _OLD:
+                return "old torch"
+            if start[8:9] == b"{":
+                _check_lengths(path, file)
+                return "safetensors"
     except OSError as error:
         raise CheckpointError(
             f"{path}: can't be read ({error.strerror or error}); give a file that you may read."
         ) from error
+    raise CheckpointError(
+        f"{path}: not a file of weights; give one that a run, torch.save or safetensors wrote."
+    )
 
 
 def load_file(path: Path, *, mmap: bool = False) -> Any:
@@ -103,23 +118,6 @@ def reason_of(error: Exception) -> str:
     return first if len(first) <= _LONGEST_REASON else f"{first[:_LONGEST_REASON]}…"
 
 
-def _kind(path: Path, file: BinaryIO) -> Kind:
-    start = file.read(len(_OLD))
-    if not start:
-        raise _torn(path, "it is empty")
-    if start.startswith(_ZIP):
-        _check_archive(path, file)
-        return "torch"
-    if start == _OLD:
-        return "old torch"
-    if start[8:9] == b"{":
-        _check_lengths(path, file)
-        return "safetensors"
-    raise CheckpointError(
-        f"{path}: not a file of weights; give one that a run, torch.save or safetensors wrote."
-    )
-
-
 def _check_archive(path: Path, file: BinaryIO) -> None:
     try:
         with zipfile.ZipFile(file) as archive:
@@ -149,11 +147,6 @@ def _check_lengths(path: Path, file: BinaryIO) -> None:
         raise _torn(path, "its header can't be read") from error
     if size != wanted:
         raise _torn(path, f"it has {size:,} bytes where its header announces {wanted:,}")
-
-
-def _has_checksums(archive: zipfile.ZipFile) -> bool:
-    """Return whether the writer computed any: torch can leave them out, as zeros."""
-    return any(member.CRC for member in archive.infolist())
 
 
 def _torn(path: Path, reason: str) -> CheckpointError:

@@ -19,13 +19,14 @@ import errno
 import fcntl
 import os
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
 from paceline.atomic_write import explained_writes, write_atomically
+from paceline.config.train import difference
 from paceline.errors import ConfigError, Message, PacelineError
 
 CONFIG_NAME = "config.toml"
@@ -36,22 +37,11 @@ GENERATION_NAME = "generation"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-Difference = Callable[[Mapping[str, object], Mapping[str, object]], str]
-"""Returns the first name in which a known and a wanted configuration are two runs', or ""."""
-
-
-def first_difference(known: Mapping[str, object], wanted: Mapping[str, object]) -> str:
-    """Return the first name with different values, "" if all are equal."""
-    return next((n for n in {**wanted, **known} if known.get(n) != wanted.get(n)), "")
-
-
 class RunFolder:
     """Folder of one run, held by this machine's process until `close`."""
 
-    def __init__(
-        self, path: Path, *, shard_id: int, difference: Difference = first_difference
-    ) -> None:
-        self.path, self._difference = path, difference
+    def __init__(self, path: Path, *, shard_id: int) -> None:
+        self.path = path
         self._lock_path = path / f".alive.{shard_id}"
         self._lock: int | None = None
 
@@ -94,7 +84,7 @@ class RunFolder:
                 self.path.mkdir(parents=True, exist_ok=True)
                 self._take_lock()
                 known = _read(self.path / CONFIG_NAME)
-                if not known or self._difference(config, known):  # a new run, or more epochs
+                if not known or difference(config, known):  # a new run, or more epochs
                     write_atomically(self.path / CONFIG_NAME, tomli_w.dumps(dict(config)))
                     (self.path / FINISHED_NAME).unlink(missing_ok=True)
             except OSError as error:
@@ -106,11 +96,6 @@ class RunFolder:
                     remedy="give a folder where you may write",
                 ) from error
 
-    @property
-    def finished(self) -> bool:
-        """Tell whether the run came to its end."""
-        return is_finished(self.path)
-
     def finished_as(self, config: Mapping[str, object]) -> bool:
         """Tell whether the run came to its end, with as many epochs as this configuration has.
 
@@ -118,7 +103,7 @@ class RunFolder:
             config: every flag that makes it this run, by name.
         """
         known = _read(self.path / CONFIG_NAME)
-        return self.finished and not (known and self._difference(config, known))
+        return is_finished(self.path) and not (known and difference(config, known))
 
     @property
     def begun(self) -> bool:
@@ -145,7 +130,7 @@ class RunFolder:
     def _refuse_other(self, config: Mapping[str, object]) -> None:
         known = _read(self.path / CONFIG_NAME)
         wanted: dict[str, Any] = tomllib.loads(tomli_w.dumps(dict(config)))
-        if known and (name := self._difference(known, wanted)):
+        if known and (name := difference(known, wanted)):
             raise ConfigError(
                 flag="run_id",
                 value=self.path.name,
@@ -181,7 +166,10 @@ def is_finished(run: Path) -> bool:
     if not path.is_file():
         return False
     content = path.read_bytes()
-    return content == _FINISHED or (not content and any(map(_ended, run.glob("events.*.jsonl"))))
+    if content:
+        return content == _FINISHED
+    files = (events.read_bytes().rstrip() for events in run.glob("events.*.jsonl"))
+    return any(b'"event": "end"' in lines.rpartition(b"\n")[2] for lines in files)
 
 
 def next_generation(run: Path, at_least: int = 0) -> int:
@@ -197,7 +185,16 @@ def next_generation(run: Path, at_least: int = 0) -> int:
     path = run / GENERATION_NAME
     generation = at_least
     if path.exists():
-        generation = max(generation, _number(path) + 1)
+        text = path.read_bytes().strip()
+        if not text.isdigit() or len(text) > _LONGEST_NUMBER:
+            raise PacelineError(
+                Message(
+                    "{} is damaged, it should hold the number of the run's last start: put it "
+                    "back, or give another {--run_id}.",
+                    path,
+                )
+            )
+        generation = max(generation, int(text) + 1)
     with explained_writes(path):
         write_atomically(path, f"{generation}\n")
     return generation
@@ -225,25 +222,6 @@ def _runs(output_dir: Path, digest: str) -> int:
     while (output_dir / f"{digest}-{number + 1}").exists():
         number += 1
     return number
-
-
-def _ended(events: Path) -> bool:
-    """Tell whether the last event is the run's end."""
-    last = events.read_bytes().rstrip().rpartition(b"\n")[2]
-    return b'"event": "end"' in last
-
-
-def _number(path: Path) -> int:
-    text = path.read_bytes().strip()
-    if not text.isdigit() or len(text) > _LONGEST_NUMBER:
-        raise PacelineError(
-            Message(
-                "{} is damaged, it should hold the number of the run's last start: put it back, or "
-                "give another {--run_id}.",
-                path,
-            )
-        )
-    return int(text)
 
 
 def _read(path: Path) -> dict[str, Any]:

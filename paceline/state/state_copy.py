@@ -21,7 +21,14 @@ def copy_state(state: Any, into: Any = None) -> Any:
             shapes and dtypes fit.
     """
     if isinstance(state, Tensor):
-        return _copy_tensor(state.detach(), into)
+        tensor = state.detach()
+        fits = (
+            isinstance(into, Tensor)
+            and into.shape == tensor.shape
+            and into.dtype == tensor.dtype
+            and into.stride() == tensor.stride()
+        )
+        return (into if fits else torch.empty_like(tensor, device="cpu")).copy_(tensor)
     if isinstance(state, Mapping):
         old = into if isinstance(into, Mapping) else {}
         return {key: copy_state(value, old.get(key)) for key, value in state.items()}
@@ -43,14 +50,3 @@ def finite(state: Any) -> bool:
     if isinstance(state, list | tuple):
         return all(finite(value) for value in state)
     return True
-
-
-def _copy_tensor(tensor: Tensor, into: Any) -> Tensor:
-    fits = (
-        isinstance(into, Tensor)
-        and into.shape == tensor.shape
-        and into.dtype == tensor.dtype
-        and into.stride() == tensor.stride()
-    )
-    copy: Tensor = into if fits else torch.empty_like(tensor, device="cpu")
-    return copy.copy_(tensor)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -57,14 +56,21 @@ def load_weights(path: Path, model: nn.Module) -> tuple[str, ...]:
     """
     check_weights(path)
     check_integrity(path)
-    fitted = fit(_read(path), model)
-    if fitted.differences:
+    state = load_file(path)
+    if isinstance(state, Mapping) and isinstance(state.get("model"), Mapping):
+        state = state["model"]
+    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
+        raise CheckpointError(
+            f"{path}: holds no weights by name; give a file of a model's state_dict()."
+        )
+    weights, notes, differences = fit(state, model)
+    if differences:
         raise ConfigError(
             f"--load_model_path {path}: the weights are another model's: "
-            f"{'; '.join(fitted.differences)}. Give the --model that they were made by."
+            f"{'; '.join(differences)}. Give the --model that they were made by."
         )
-    model.load_state_dict(fitted.weights, strict=False)
-    return tuple(f"{path}: {note}" for note in fitted.notes)
+    model.load_state_dict(weights, strict=False)
+    return tuple(f"{path}: {note}" for note in notes)
 
 
 def check_weights(path: Path) -> None:
@@ -81,15 +87,3 @@ def check_weights(path: Path) -> None:
             f"--load_model_path {path}: a file of safetensors, whose package isn't installed; run "
             "pip install 'paceline[safetensors]'."
         )
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    """Read a whole file's weights by name into this machine's memory."""
-    state = load_file(path)
-    if isinstance(state, Mapping) and isinstance(state.get("model"), Mapping):
-        state = state["model"]
-    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
-        raise CheckpointError(
-            f"{path}: holds no weights by name; give a file of a model's state_dict()."
-        )
-    return state

@@ -10,7 +10,6 @@ begins with what was learned. Anything else that differs means another model.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,23 +19,15 @@ _ANYTHING = "_extra_state"  # a module's own, of any kind
 _NAMED = 3  # of many names
 
 
-@dataclass(frozen=True, kw_only=True)
-class WeightsFit:
-    """Result of matching a file's weights to a model.
+def fit(
+    state: Mapping[str, Any], model: nn.Module
+) -> tuple[Mapping[str, Any], list[str], list[str]]:
+    """Compare a file's weights, by name, with a model.
 
-    Attributes:
-        weights: what to load, by the model's names.
-        notes: what is left out, in sentences.
-        differences: what makes it another model's, in parts of a sentence; none if it fits.
+    Returns:
+        What to load, by the model's names; what is left out, in sentences; and what makes it
+        another model's, in parts of a sentence, none if it fits.
     """
-
-    weights: Mapping[str, Any]
-    notes: tuple[str, ...]
-    differences: tuple[str, ...]
-
-
-def fit(state: Mapping[str, Any], model: nn.Module) -> WeightsFit:
-    """Compare a file's weights, by name, with a model."""
     there, wanted = _without_wrappers(state), _without_wrappers(model.state_dict(keep_vars=True))
     common = [name for name in wanted if name in there]
     pairs = {name: (there[name][1], wanted[name][1]) for name in common}
@@ -47,11 +38,9 @@ def fit(state: Mapping[str, Any], model: nn.Module) -> WeightsFit:
         _some("unknown ", [name for name in there if name not in wanted]),
         _some("", [] if head else list(wrong.values())),
     )
-    return WeightsFit(
-        weights={wanted[name][0]: there[name][1] for name in common if name not in wrong},
-        notes=tuple(f"the last layer's {wrong[name]}: it starts anew." for name in head),
-        differences=tuple(part for part in parts if part),
-    )
+    weights = {wanted[name][0]: there[name][1] for name in common if name not in wrong}
+    notes = [f"the last layer's {wrong[name]}: it starts anew." for name in head]
+    return weights, notes, [part for part in parts if part]
 
 
 def _without_wrappers(state: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:

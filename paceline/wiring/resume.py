@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -24,14 +24,8 @@ from paceline.errors import CheckpointError, ConfigError, Message
 from paceline.replica.replica import Replica
 from paceline.run.steps import Position
 from paceline.state.checkpoint_files import EXCHANGE, Checkpoints, read_checkpoint
+from paceline.state.checkpointer import Restorable
 from paceline.state.run_folder import next_generation
-
-
-class Restorable(Protocol):
-    """Protocol of objects with `load_state_dict()`."""
-
-    def load_state_dict(self, state: Any) -> Any:
-        """Take the state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +122,7 @@ def check_origin(output: OutputConfig, run: Path) -> None:
     Raises:
         ConfigError: `--resume` names a file that isn't there.
     """
-    if output.resume in ("auto", "no") or any(Checkpoints(run, 1).newest_first()):
+    if output.resume in ("auto", "no") or Checkpoints(run, 1).newest_first():
         return
     if not Path(output.resume).is_file():
         raise ConfigError(
@@ -172,7 +166,7 @@ def _look(output: OutputConfig, run: Path, identity: Mapping[str, object]) -> St
     run.mkdir(parents=True, exist_ok=True)
     checkpoints = Checkpoints(run, output.keep_checkpoints)
     checkpoints.clean()
-    found = list(checkpoints.newest_first())
+    found = checkpoints.newest_first()
     notes: list[str] = []
     for path, state in _readable(found, identity, notes):
         return _start(run, state, f"Resuming from {path}", None, notes)
@@ -225,7 +219,7 @@ def _start(
 
 def _peek(output: OutputConfig, run: Path) -> tuple[Path, Mapping[str, Any]]:
     """Read the header of the newest checkpoint that isn't torn; rank 0 names the torn ones."""
-    own = list(Checkpoints(run, 1).newest_first())
+    own = Checkpoints(run, 1).newest_first()
     for path in own:
         with suppress(CheckpointError):
             return path, read_checkpoint(path, peek=True)

@@ -71,16 +71,7 @@ class Rank:
 
     def place(self, number: int) -> BatchSlice:
         epoch, step = divmod(number, ORDER.steps)
-        first, last = ORDER.share(step, self.communicator.rank, self.communicator.world_size)
-        begin, end = ORDER.batch_range(step)
-        return BatchSlice(
-            epoch=epoch,
-            step=step,
-            steps=ORDER.steps,
-            first=first,
-            last=last,
-            global_count=end - begin,
-        )
+        return ORDER.place(epoch, step, self.communicator.rank, self.communicator.world_size)
 
     def train(self, number: int) -> torch.Tensor:
         """Run a step; return a number that it drew."""

@@ -79,8 +79,8 @@ def test_the_ranks_events_account_for_each_sample_once(data: Path, tmp_path: Pat
     seen = shares(tmp_path / "runs" / "r")
     order = Order(size=15, batch_size=4)
     for (epoch, step), positions in seen.items():
-        first, last = order.batch_range(step - epoch * order.steps)
-        assert sorted(positions) == list(range(first, last))
+        batch = order.place(epoch, step - epoch * order.steps, 0, 1)
+        assert sorted(positions) == list(range(batch.first, batch.last))
     assert len(seen) == 2 * order.steps
 
 

@@ -54,14 +54,14 @@ def test_steps_beyond_eight_digits_are_in_order_too(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=3)
     for step in (99_999_999, 100_000_000):
         checkpoints.write(step, state(1.0))
-    assert next(checkpoints.newest_first()).name == "step-100000000.pt"
+    assert checkpoints.newest_first()[0].name == "step-100000000.pt"
 
 
 def test_what_a_killed_writer_left_is_removed_and_never_read(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     checkpoints.write(5, state(1.0))
     (tmp_path / "checkpoints" / ".step-00000010.pt.part").write_bytes(b"half")
-    assert len(list(checkpoints.newest_first())) == 1
+    assert len(checkpoints.newest_first()) == 1
     checkpoints.clean()
     assert os.listdir(tmp_path / "checkpoints") == ["step-00000005.pt"]
 

@@ -14,7 +14,7 @@ from paceline.data.db.convert import convert_database
 from paceline.data.db.create import create_database
 from paceline.data.db.indexed_source import IndexedSource
 from paceline.data.db.open_database import open_database
-from paceline.data.db.write.new_database import Written
+from paceline.data.db.write.new_database import NewDatabase
 from paceline.data.image.image_file import check_image
 from paceline.errors import ConfigError, DataError
 from tests.harness.data.databases import ENGINES, RECORDS, check_records, items, key, labels
@@ -26,7 +26,7 @@ def silent(done: int, total: int) -> None:
     pass
 
 
-def convert(source: Path, dest: Path, **options: object) -> Written:
+def convert(source: Path, dest: Path, **options: object) -> NewDatabase:
     config = DbConvertConfig(source=source, dest=dest, **options)  # type: ignore[arg-type]
     return convert_database(config, silent)
 
@@ -66,7 +66,7 @@ def test_a_chain_over_all_kinds_and_formats_returns_to_the_same_bytes(
     places = [photos, *(tmp_path / f"step{i}" for i in range(len(steps)))]
     for (old, new), (db_type, record_format) in zip(pairwise(places), steps, strict=True):
         converted = convert(old, new, db_type=db_type, format=record_format)
-        assert converted.records == 12
+        assert len(converted.keys) == 12
         with closing(open_database(new, db_type, cache_dir=tmp_path / "cache")) as source:
             assert source.format == converted.format == (record_format or source.format)
             assert source.label_names == ("class0", "class1", "class2")
@@ -106,11 +106,10 @@ def test_images_are_encoded_anew(
     ):
         assert new.format == record_format
         for i in range(len(source)):
-            facts = check_image(new[i].image)
-            assert facts.encoding == encoding
-            assert check_image(raw[i].image).encoding == "raw"
-            size = check_image(source[i].image)
-            assert (facts.width, facts.height) == (size.width, size.height)
+            kind, size = check_image(new[i].image)
+            assert kind == encoding
+            assert check_image(raw[i].image) == ("raw", size)
+            assert check_image(source[i].image)[1] == size
             assert new[i].label == raw[i].label == source[i].label
     if encoding == "png":
         convert(tmp_path / "new", tmp_path / "back", encoding="raw", format="datum")
@@ -150,7 +149,7 @@ def test_a_damaged_record_ends_it_with_its_key_and_leaves_nothing(
 
 def test_damaged_records_can_be_left_out(damaged: Path, tmp_path: Path) -> None:
     converted = convert(damaged, tmp_path / "new", skip_damaged=True)
-    assert converted.records == 4
+    assert len(converted.keys) == 4
     assert [name.split('"')[1][:8] for name in converted.damaged] == ["00000001", "00000003"]
     assert stored(tmp_path / "new") == [stored(damaged)[i] for i in (0, 2, 4, 5)]
 

@@ -130,17 +130,6 @@ def test_jumping_back_gives_the_same_batches_again() -> None:
         assert torch.equal(batch.images, first[step].images)
 
 
-def test_another_world_takes_effect_with_the_next_batch() -> None:
-    source = ListSource(photographs(30))
-    with loader_of(source, 6, transform=RICH) as loader:
-        whole = loader.batch(0, 3)
-        loader.batch(0, 1)  # and begins the two after it
-        loader.reconfigure(1, 2)
-        half = loader.batch(0, 3)
-    assert (half.place.first, half.place.last) == (21, 24)
-    assert torch.equal(half.images, whole.images[3:])
-
-
 def test_the_next_batches_are_made_ahead_and_no_more() -> None:
     read, seen = [], threading.Condition()
 

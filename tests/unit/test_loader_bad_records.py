@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -75,8 +77,8 @@ def test_the_good_samples_of_a_global_batch_are_the_same_in_any_world(world_size
         assert sum(b.place.skipped for b in batches) == len(records) - len(expected)
         weights = [b.place.weight for b in batches]
         assert sum(weights) == pytest.approx(len(expected) / len(records))
-        assert [(b.place.first, b.place.last) for b in batches] == [
-            order.share(step, rank, world_size) for rank in range(world_size)
+        assert [replace(b.place, skipped=0) for b in batches] == [
+            order.place(1, step, rank, world_size) for rank in range(world_size)
         ]
 
 

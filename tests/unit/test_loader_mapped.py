@@ -158,13 +158,6 @@ def test_batches_are_collated_as_asked() -> None:
     assert isinstance(batch, tuple)
 
 
-def test_another_world_takes_effect_with_the_next_epoch() -> None:
-    loader = loader_of()
-    whole = real(loader.epoch(0))
-    loader.reconfigure(1, 2)
-    assert torch.equal(real(loader.epoch(0))[0], whole[0][3:])
-
-
 def by_break(epoch: Iterator[Any]) -> None:
     for _ in epoch:
         break

@@ -131,7 +131,7 @@ def test_bfloat16_autocast_trains(name: str) -> None:
 
 def test_a_shortcut_of_option_a_takes_every_other_pixel_and_appends_zeros() -> None:
     x = torch.arange(2 * 3 * 5 * 5, dtype=torch.float32).view(2, 3, 5, 5)
-    y = PadShortcut(4)(x)
+    y = PadShortcut(3, 7, 2)(x)
     assert torch.equal(y[:, :3], x[:, :, ::2, ::2])
     assert torch.equal(y[:, 3:], torch.zeros(2, 4, 3, 3))
 

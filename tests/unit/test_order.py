@@ -63,6 +63,11 @@ def test_a_smaller_epoch_visits_no_record_twice(
     assert set(indices) <= set(range(size))
 
 
+def shares_of(order: Order, step: int, world_size: int) -> list[tuple[int, int]]:
+    places = (order.place(0, step, rank, world_size) for rank in range(world_size))
+    return [(place.first, place.last) for place in places]
+
+
 @settings(deadline=None)
 @given(size=SIZES, batch_size=BATCHES, world_size=WORLDS)
 def test_shares_joined_in_rank_order_are_the_epoch(
@@ -72,13 +77,13 @@ def test_shares_joined_in_rank_order_are_the_epoch(
     positions: list[int] = []
     for step in range(order.steps):
         begin = len(positions)
-        shares = [order.share(step, rank, world_size) for rank in range(world_size)]
+        shares = shares_of(order, step, world_size)
         for first, last in shares:
             positions.extend(range(first, last))
         lengths = [last - first for first, last in shares]
         assert max(lengths) - min(lengths) <= 1
         assert lengths == sorted(lengths, reverse=True)
-        assert order.batch_range(step) == (begin, len(positions))
+        assert shares_of(order, step, 1) == [(begin, len(positions))]
         assert len(positions) - begin == batch_size or step == order.steps - 1
     assert positions == list(range(size))
 
@@ -91,8 +96,8 @@ def test_a_global_batch_holds_the_same_records_for_any_world(
     order = Order(size=size, batch_size=batch_size, seed=seed)
     alone = order.epoch_indices(epoch)
     for step in range(order.steps):
-        first, last = order.share(step, 0, 1)
-        shares = [order.share(step, rank, world_size) for rank in range(world_size)]
+        ((first, last),) = shares_of(order, step, 1)
+        shares = shares_of(order, step, world_size)
         together = np.concatenate([order.epoch_indices(epoch)[a:b] for a, b in shares])
         assert together.tolist() == alone[first:last].tolist()
 
@@ -131,7 +136,7 @@ def test_without_shuffling_records_keep_their_order() -> None:
 def test_the_short_last_batch_counts_as_a_step() -> None:
     assert Order(size=10, batch_size=4).steps == 3
     assert Order(size=8, batch_size=4).steps == 2
-    assert Order(size=10, batch_size=4).batch_range(2) == (8, 10)
+    assert Order(size=10, batch_size=4).place(0, 2, 0, 1).count == 2
 
 
 def test_an_order_of_imagenets_size_takes_no_noticeable_time() -> None:
@@ -151,7 +156,7 @@ def test_an_order_of_nothing_is_refused(wrong: dict[str, int]) -> None:
 @pytest.mark.parametrize(("step", "rank"), [(3, 0), (-1, 0), (0, 2), (0, -1)])
 def test_a_step_or_rank_that_does_not_exist_is_an_error(step: int, rank: int) -> None:
     with pytest.raises(IndexError):
-        Order(size=10, batch_size=4).share(step, rank, 2)
+        Order(size=10, batch_size=4).place(0, step, rank, 2)
 
 
 @settings(deadline=None)

@@ -14,9 +14,9 @@ END = '{"event": "end", "generation": 0}\n'
 
 def test_a_run_that_has_finished_says_so(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, shard_id=0)
-    assert not folder.finished
+    assert not is_finished(tmp_path)
     folder.finish()
-    assert folder.finished
+    assert is_finished(tmp_path)
 
 
 @pytest.mark.parametrize(

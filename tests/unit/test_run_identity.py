@@ -112,7 +112,7 @@ class Folder:
     path: Path
 
     def open(self, config: TrainConfig) -> None:
-        folder = RunFolder(self.path, shard_id=0, difference=difference)
+        folder = RunFolder(self.path, shard_id=0)
         folder.check(config.identity())
         folder.open(config.identity())
         folder.close()
@@ -121,7 +121,7 @@ class Folder:
         RunFolder(self.path, shard_id=0).finish()
 
     def finished_as(self, config: TrainConfig) -> bool:
-        folder = RunFolder(self.path, shard_id=0, difference=difference)
+        folder = RunFolder(self.path, shard_id=0)
         return folder.finished_as(config.identity())
 
 

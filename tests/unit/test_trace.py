@@ -39,7 +39,7 @@ def test_clocks_that_are_apart_are_brought_together() -> None:
         return rounds(c, CPU, lambda: clock_of(c.rank)), 0.0
 
     made, _ = run_ranks(3, measured)[0]
-    shortest = min(one.heard - one.sent for one in made)
+    shortest = min(one.received - one.sent for one in made)
     found = offsets(made, ["a", "b", "c"])
     assert found[0] == 0
     for rank in (1, 2):

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.data.image.formats import has_image_magic, has_image_suffix
+from paceline.data.image.formats import IMAGE_MAGIC, IMAGE_SUFFIXES
 from paceline.errors import ConfigError, DataError
 
 PARTS = {  # the usual names of a data set's parts
@@ -60,9 +60,33 @@ def scan(folder: Path) -> ClassFolders:
         DataError: a folder can't be listed.
     """
     try:
-        return _scan(folder)
+        with os.scandir(folder) as entries:
+            names = sorted(entry.name for entry in entries)
+        classes = [n for n in names if (folder / n).is_dir() and not n.startswith(".")]
+        if not classes:
+            raise ConfigError(
+                f"{folder} has no subfolders: put the images of each class in {folder}/<class>."
+            )
+        candidates: list[Candidate] = []
+        skipped = len(names) - len(classes)
+        for label, name in enumerate(classes):
+            if len(name.splitlines()) > 1 or any("\ud800" <= c <= "\udfff" for c in name):
+                raise ConfigError(
+                    f"{str(folder / name)!r}: a class's name is written as a line of UTF-8; rename "
+                    "the folder without line breaks and other bytes."
+                )
+            for path in _walk(folder / name, name):
+                if path is None:
+                    skipped += 1
+                else:
+                    candidates.append(Candidate(path, label))
+        found = ClassFolders(
+            folder=folder, classes=tuple(classes), candidates=tuple(candidates), skipped=skipped
+        )
     except OSError as error:
         raise DataError(f"{error.filename} can't be listed: {error.strerror}.") from error
+    _refuse_parts(found)
+    return found
 
 
 def shuffled(candidates: Sequence[Candidate], seed: int) -> list[Candidate]:
@@ -71,35 +95,9 @@ def shuffled(candidates: Sequence[Candidate], seed: int) -> list[Candidate]:
     The order is the same on every machine and for every version of Python, and taking a file away
     leaves that of the others as it was.
     """
-
-    def sort_key(candidate: Candidate) -> bytes:
-        return hashlib.sha256(os.fsencode(f"{seed}/{candidate.name}")).digest()
-
-    return sorted(candidates, key=sort_key)
-
-
-def _scan(folder: Path) -> ClassFolders:
-    with os.scandir(folder) as entries:
-        names = sorted(entry.name for entry in entries)
-    classes = [n for n in names if (folder / n).is_dir() and not n.startswith(".")]
-    if not classes:
-        raise ConfigError(
-            f"{folder} has no subfolders: put the images of each class in {folder}/<class>."
-        )
-    candidates: list[Candidate] = []
-    skipped = len(names) - len(classes)
-    for label, name in enumerate(classes):
-        _check_class_name(folder, name)
-        for path in _walk(folder / name, name):
-            if path is None:
-                skipped += 1
-            else:
-                candidates.append(Candidate(path, label))
-    found = ClassFolders(
-        folder=folder, classes=tuple(classes), candidates=tuple(candidates), skipped=skipped
+    return sorted(
+        candidates, key=lambda c: hashlib.sha256(os.fsencode(f"{seed}/{c.name}")).digest()
     )
-    _refuse_parts(found)
-    return found
 
 
 def _walk(folder: Path, name: str) -> Iterator[str | None]:
@@ -139,14 +137,7 @@ def _may_be_image(path: Path) -> bool:
     """Tell whether a file is an image by its name or by how it begins."""
     try:
         with path.open("rb") as file:
-            return has_image_suffix(path.name) or has_image_magic(file.read(16))
+            named = path.name.lower().endswith(IMAGE_SUFFIXES)
+            return named or file.read(16).startswith(IMAGE_MAGIC)
     except OSError:
         return True
-
-
-def _check_class_name(folder: Path, name: str) -> None:
-    if len(name.splitlines()) > 1 or any("\ud800" <= c <= "\udfff" for c in name):
-        raise ConfigError(
-            f"{str(folder / name)!r}: a class's name is written as a line of UTF-8; rename the "
-            "folder without line breaks and other bytes."
-        )

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from contextlib import closing
 from functools import partial
-from pathlib import Path
 
 from paceline.config.db import DbConvertConfig, DbType, RecordFormat
 from paceline.data.db.formats.record_formats import encode_record, printable
 from paceline.data.db.indexed_source import IndexedSource
 from paceline.data.db.open_database import open_database
-from paceline.data.db.write.new_database import NewDatabase, Written, new_database
+from paceline.data.db.write.new_database import NewDatabase, new_database
 from paceline.data.db.write.staged_folder import check_destination
 from paceline.data.db.write.writers import LONGEST_KEY
 from paceline.data.image.formats import DamagedImage
@@ -32,7 +31,7 @@ _LONGEST: dict[DbType, int] = {  # bytes of a key
 }
 
 
-def convert_database(config: DbConvertConfig, meter: Meter) -> Written:
+def convert_database(config: DbConvertConfig, meter: Meter) -> NewDatabase:
     """Write the records of `config.source` to a new database at `config.dest`.
 
     Raises:
@@ -40,48 +39,52 @@ def convert_database(config: DbConvertConfig, meter: Meter) -> Written:
             database can't have.
         DataError: a record is damaged, or the disk is full.
     """
-    _check_places(config.source, config.dest)
-    with closing(open_database(config.source, cache_dir=config.cache_dir)) as source:
-        written = Written(
-            format=config.format or source.format, classes=tuple(source.label_names or ())
+    check_destination(config.dest)
+    folder = config.source.resolve()
+    if folder.is_dir() and config.dest.resolve().is_relative_to(folder):
+        raise ConfigError(
+            f"{config.dest} lies in {config.source}, which is read: choose a place outside."
         )
-        with new_database(
+    with (
+        closing(open_database(config.source, cache_dir=config.cache_dir)) as source,
+        new_database(
             config.dest,
             config.db_type,
-            record_format=written.format,
+            record_format=config.format or source.format,
             label_names=source.label_names,
-        ) as database:
-            _write_records(config, source, database, written, meter)
-        written.records = len(database.keys)
-    return written
-
-
-def _check_places(source: Path, dest: Path) -> None:
-    check_destination(dest)
-    if source.is_dir() and dest.resolve().is_relative_to(source.resolve()):
-        raise ConfigError(f"{dest} lies in {source}, which is read: choose a place outside.")
+        ) as database,
+    ):
+        _write_records(config, source, database, meter)
+    return database
 
 
 def _write_records(
-    config: DbConvertConfig,
-    source: IndexedSource,
-    database: NewDatabase,
-    written: Written,
-    meter: Meter,
+    config: DbConvertConfig, source: IndexedSource, database: NewDatabase, meter: Meter
 ) -> None:
     """Write all records but damaged ones, and report what is wrong with those."""
-    make = partial(_made, config, source, written.format)
+    make = partial(_made, config, source, database.format)
     with closing(
         ordered_map(make, range(len(source)), workers=config.workers, meter=meter)
     ) as results:
         for made in results:
             if isinstance(made, tuple):
                 key, value, label, was_transparent = made
-                _check_key(config, key, database.keys)
+                if database.keys and key == database.keys[-1]:
+                    raise ConfigError(
+                        f"{config.source} has two records with the key {printable(key)}, and an "
+                        "index names each record by its key: write it again with keys that are all "
+                        "different."
+                    )
+                longest = _LONGEST[config.db_type]
+                if not 1 <= len(key) <= longest:
+                    raise ConfigError(
+                        f"{config.source} has the key {printable(key)} of {len(key)} bytes, and "
+                        f"keys of {config.db_type} have 1 to {longest}: choose another --db_type."
+                    )
                 database.put(key, value, label)
-                written.transparent += was_transparent
+                database.transparent += was_transparent
             elif config.skip_damaged:
-                written.damaged.append(str(made))
+                database.damaged.append(str(made))
             else:
                 raise DataError(f"{made} Leave damaged records out by --skip_damaged.") from made
     if not database.keys:
@@ -112,17 +115,3 @@ def _made(
     if image is not record.image or record_format != source.format:
         value = encode_record(image, record.label, record_format)
     return key, value, record.label, was_transparent
-
-
-def _check_key(config: DbConvertConfig, key: bytes, before: list[bytes]) -> None:
-    if before and key == before[-1]:
-        raise ConfigError(
-            f"{config.source} has two records with the key {printable(key)}, and an index names "
-            "each record by its key: write it again with keys that are all different."
-        )
-    longest = _LONGEST[config.db_type]
-    if not 1 <= len(key) <= longest:
-        raise ConfigError(
-            f"{config.source} has the key {printable(key)} of {len(key)} bytes, and keys of "
-            f"{config.db_type} have 1 to {longest}: choose another --db_type."
-        )

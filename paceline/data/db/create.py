@@ -14,12 +14,11 @@ import os
 from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
-from pathlib import Path
 
 from paceline.config.db import DbCreateConfig
 from paceline.data.db.class_folders import Candidate, scan, shuffled
 from paceline.data.db.formats.record_formats import encode_record
-from paceline.data.db.write.new_database import NewDatabase, Written, new_database
+from paceline.data.db.write.new_database import NewDatabase, new_database
 from paceline.data.db.write.staged_folder import check_destination
 from paceline.data.db.write.writers import LONGEST_KEY
 from paceline.data.image.formats import DamagedImage
@@ -28,41 +27,34 @@ from paceline.data.ordered_map import Meter, ordered_map
 from paceline.errors import ConfigError, DataError
 
 
-def create_database(config: DbCreateConfig, meter: Meter) -> Written:
+def create_database(config: DbCreateConfig, meter: Meter) -> NewDatabase:
     """Write the images of `config.folder` to a new database at `config.dest`.
 
     Raises:
         ConfigError: there is nothing to read, or something at the destination already.
         DataError: an image is damaged or can't be read, or the disk is full.
     """
-    _check_places(config.folder, config.dest)
+    if not config.folder.is_dir():
+        raise ConfigError(f"{config.folder} isn't a folder: give a folder of class folders.")
+    if config.dest.resolve().is_relative_to(config.folder.resolve()):
+        raise ConfigError(
+            f"{config.dest} lies in {config.folder}, whose subfolders are classes: choose a place "
+            "outside."
+        )
+    check_destination(config.dest)
     found = scan(config.folder)
-    written = Written(format=config.format, classes=found.classes, skipped=found.skipped)
     with new_database(
         config.dest, config.db_type, record_format=config.format, label_names=found.classes
     ) as database:
-        _write_records(config, found.candidates, database, written, meter)
-    used = set(database.labels)
-    written.records = len(database.keys)
-    written.empty_classes = tuple(n for i, n in enumerate(found.classes) if i not in used)
-    return written
-
-
-def _check_places(folder: Path, dest: Path) -> None:
-    if not folder.is_dir():
-        raise ConfigError(f"{folder} isn't a folder: give a folder of class folders.")
-    if dest.resolve().is_relative_to(folder.resolve()):
-        raise ConfigError(
-            f"{dest} lies in {folder}, whose subfolders are classes: choose a place outside."
-        )
-    check_destination(dest)
+        database.skipped = found.skipped
+        _write_records(config, found.candidates, database, meter)
+    return database
 
 
 def _write_records(
     config: DbCreateConfig,
     candidates: Sequence[Candidate],
     database: NewDatabase,
-    written: Written,
     meter: Meter,
 ) -> None:
     if config.shuffle_seed is not None:
@@ -75,16 +67,16 @@ def _write_records(
                 key = b"%0*d_%s" % (width, len(database.keys), os.fsencode(candidate.name))
                 value, was_transparent = stored
                 database.put(key[:LONGEST_KEY], value, candidate.label)
-                written.transparent += was_transparent
+                database.transparent += was_transparent
             elif stored is None:
-                written.skipped += 1
+                database.skipped += 1
             elif config.skip_damaged:
-                written.damaged.append(candidate.name)
+                database.damaged.append(candidate.name)
             else:
                 raise stored
     if not database.keys:
         raise ConfigError(
-            f"{config.folder} holds no images in its {len(written.classes)} class folders: put "
+            f"{config.folder} holds no images in its {len(database.classes)} class folders: put "
             "JPEG, PNG or other image files there."
         )
 

@@ -66,24 +66,6 @@ def kind_of(path: Path) -> DbType:
     raise ConfigError(f"{path} is no database: it has none of {markers}; check the path.")
 
 
-def require_database(path: Path, kind: DbType) -> None:
-    """Check that there is a database of the given kind that can be read.
-
-    Raises:
-        ConfigError: it isn't; says what is there instead.
-    """
-    found = kind_of(path)
-    if found != kind and path.is_file():
-        raise ConfigError(
-            f"{path} is a file, and {kind} databases are folders: give the folder's path, or "
-            "--db_type minidb if this is one."
-        )
-    if found != kind:
-        raise ConfigError(
-            f"{path} is no {kind} database but a {found} one; give --db_type {found}."
-        )
-
-
 def beside(database: Path, name: str) -> Path:
     """Name a file that belongs to a database: in its folder, or beside its one file.
 

@@ -91,10 +91,14 @@ class IndexedSource:
         self._folder = folder
         self.index_note: str | None = None
         try:
-            self._index = self._saved_index(cache_dir) or self._new_index(cache_dir)
+            saved = load_index(folder, cache_dir=cache_dir)
+            if saved is not None:
+                self._index = saved
+            if saved is None or not all(map(self._agrees, self._sample())):
+                self._make_index(cache_dir)
             self.labels = self._index.labels
             self.label_names = read_label_names(folder) or self._index.label_names
-            self.format = self._index.format or self._common_format(self._index)
+            self.format = self._index.format or self._common_format()
             self.fingerprint = self._digest()
         except BaseException:
             database.close()
@@ -104,7 +108,7 @@ class IndexedSource:
         return len(self._index.keys)
 
     def __getitem__(self, index: int) -> Record:
-        record, _ = self._parsed(self._index, index, self.format)
+        record, _ = self._parsed(index, self.format)
         if self.labels is not None and record.label != self.labels[index]:
             raise DataError(
                 f"{self.name(index)} has label {record.label}, and {self.labels[index]} in the "
@@ -119,84 +123,74 @@ class IndexedSource:
         Raises:
             DataError: the database is damaged there.
         """
-        return self._index.keys[index], self._value(self._index, index)
+        return self._index.keys[index], self._value(index)
 
     def name(self, index: int) -> str:
         """Name a record by its key and the database's folder."""
-        return self._name(self._index.keys[index])
+        return f"record {printable(self._index.keys[index])} of {self._folder}"
 
     def close(self) -> None:
         """Release the database; no record may be read any more."""
         self._database.close()
 
-    def _saved_index(self, cache_dir: Path | None) -> Index | None:
-        """Load the saved index, if the sampled records agree with it."""
-        index = load_index(self._folder, cache_dir=cache_dir)
-        if index is not None and all(self._agrees(i, index) for i in _sample(len(index.keys))):
-            return index
-        return None
-
-    def _agrees(self, i: int, index: Index) -> bool:
+    def _agrees(self, i: int) -> bool:
+        """Tell whether a record agrees with the saved index."""
         try:
-            value = self._read(index, i)
+            value = self._read(i)
             if value is None:
                 return False
             record, found = decode_record(value)
         except (DataError, UnfitRecord):
             return True  # damage says nothing about the index; reading the record raises an error
-        known_label = record.label if index.labels is None else index.labels[i]
-        return index.format in (None, found) and record.label == known_label
+        known_label = record.label if self._index.labels is None else self._index.labels[i]
+        return self._index.format in (None, found) and record.label == known_label
 
-    def _new_index(self, cache_dir: Path | None) -> Index:
+    def _make_index(self, cache_dir: Path | None) -> None:
         """List the keys, and save them for the next open."""
-        index = self._database.listing()
-        if not index.keys:
+        self._index = self._database.listing()
+        if not self._index.keys:
             raise DataError(f"{self._folder} holds no records; write it again.")
-        index = replace(
-            index,
+        self._index = replace(
+            self._index,
             label_names=read_label_names(self._folder),
-            format=self._common_format(index),
+            format=self._common_format(),
         )
-        self.index_note = save_index(self._folder, index, cache_dir=cache_dir)
-        return index
+        self.index_note = save_index(self._folder, self._index, cache_dir=cache_dir)
 
-    def _common_format(self, index: Index) -> RecordFormat:
+    def _common_format(self) -> RecordFormat:
         """Find the format that most of the sampled records have."""
         found: Counter[RecordFormat] = Counter()
         damage = []
-        for i in _sample(len(index.keys)):
+        for i in self._sample():
             try:
-                found[self._parsed(index, i, None)[1]] += 1
+                found[self._parsed(i, None)[1]] += 1
             except DataError as error:
                 damage.append(error)
         if not found:
             raise damage[0]
         return found.most_common(1)[0][0]
 
-    def _parsed(
-        self, index: Index, i: int, expected: RecordFormat | None
-    ) -> tuple[Record, RecordFormat]:
-        value = self._value(index, i)
+    def _parsed(self, i: int, expected: RecordFormat | None) -> tuple[Record, RecordFormat]:
+        value = self._value(i)
         try:
             return decode_record(value, expected)
         except UnfitRecord as error:
-            raise DataError(f"{self._name(index.keys[i])}: {error}") from error
+            raise DataError(f"{self.name(i)}: {error}") from error
 
-    def _value(self, index: Index, i: int) -> bytes:
-        value = self._read(index, i)
+    def _value(self, i: int) -> bytes:
+        value = self._read(i)
         if value is None:
             raise DataError(
-                f"{self._name(index.keys[i])} is in the index but not in the database: the index "
+                f"{self.name(i)} is in the index but not in the database: the index "
                 f"is another database's, {self._remedy()}."
             )
         return value
 
-    def _read(self, index: Index, i: int) -> bytes | None:
-        offset = None if index.offsets is None else int(index.offsets[i])
-        return self._database.read(index.keys[i], offset)
-
-    def _name(self, key: bytes) -> str:
-        return f"record {printable(key)} of {self._folder}"
+    def _read(self, i: int) -> bytes | None:
+        offsets = self._index.offsets
+        return self._database.read(
+            self._index.keys[i], None if offsets is None else int(offsets[i])
+        )
 
     def _remedy(self) -> str:
         return f"delete {beside(self._folder, INDEX_NAME)} (and what --cache_dir has of it)"
@@ -205,15 +199,15 @@ class IndexedSource:
         keys = self._index.keys
         digest = hashlib.sha256(str(len(keys)).encode())
         drawn = splitmix.stream(splitmix.base(_FINGERPRINT), _FINGERPRINTED) % len(keys)
-        for i in sorted({*drawn.tolist(), *_sample(len(keys))}):
+        for i in sorted({*drawn.tolist(), *self._sample()}):
             digest.update(hashlib.sha256(keys[i]).digest())
             with suppress(DataError):  # a damaged record has no content; reading it is an error
-                record, _ = self._parsed(self._index, i, None)
+                record, _ = self._parsed(i, None)
                 digest.update(hashlib.sha256(bytes(record.image)).digest())
                 digest.update(record.label.to_bytes(8, "little"))
         return digest.hexdigest()
 
-
-def _sample(count: int) -> list[int]:
-    """Choose up to `_SAMPLED` numbers below `count`, evenly, first and last among them."""
-    return sorted({int(i) for i in np.linspace(0, count - 1, min(count, _SAMPLED))})
+    def _sample(self) -> list[int]:
+        """Choose up to `_SAMPLED` records, evenly, first and last among them."""
+        count = len(self)
+        return sorted({int(i) for i in np.linspace(0, count - 1, min(count, _SAMPLED))})

@@ -11,24 +11,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median_low
-from typing import NamedTuple
 
 from paceline.config.db import DbInfoConfig, DbType, RecordFormat
 from paceline.data.db.database_files import kind_of
 from paceline.data.db.indexed_source import IndexedSource
 from paceline.data.db.open_database import open_database
 from paceline.data.image.formats import DamagedImage
-from paceline.data.image.image_file import ImageFacts, check_image
+from paceline.data.image.image_file import check_image
 from paceline.data.ordered_map import Meter, ordered_map
 from paceline.errors import DataError
-
-
-class Sides(NamedTuple):
-    """Smallest, median and largest image width or height, in pixels."""
-
-    smallest: int
-    middle: int
-    largest: int
 
 
 @dataclass(kw_only=True)
@@ -59,10 +50,10 @@ class Report:
         """The number of damaged records."""
         return self.records - self.labels.total()
 
-    def sides(self, axis: int) -> Sides:
-        """Sum up the images' widths (axis 0) or heights (axis 1)."""
+    def sides(self, axis: int) -> tuple[int, int, int]:
+        """Return the smallest, median and largest width (axis 0) or height (axis 1) in pixels."""
         values = sorted(size[axis] for size in self.sizes.elements())
-        return Sides(smallest=values[0], middle=median_low(values), largest=values[-1])
+        return values[0], median_low(values), values[-1]
 
 
 def inspect_database(config: DbInfoConfig, meter: Meter) -> Report:
@@ -88,15 +79,15 @@ def inspect_database(config: DbInfoConfig, meter: Meter) -> Report:
                 if isinstance(finding, str):
                     report.first_damaged = report.first_damaged or finding
                 else:
-                    facts, label = finding
-                    report.encodings[facts.encoding] += 1
-                    report.sizes[facts.width, facts.height] += 1
+                    (encoding, size), label = finding
+                    report.encodings[encoding] += 1
+                    report.sizes[size] += 1
                     report.labels[label] += 1
     return report
 
 
-def _examine(source: IndexedSource, number: int) -> tuple[ImageFacts, int] | str:
-    """Return a record's facts and label, or what is wrong with it."""
+def _examine(source: IndexedSource, number: int) -> tuple[tuple[str, tuple[int, int]], int] | str:
+    """Return a record's (encoding, size) and label, or what is wrong with it."""
     try:
         record = source[number]
         return check_image(record.image), record.label

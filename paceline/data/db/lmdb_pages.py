@@ -18,6 +18,8 @@ import os
 import struct
 from pathlib import Path
 
+import lmdb
+
 from paceline.errors import DataError
 
 _HEADER = struct.Struct("=QHHHH")
@@ -28,39 +30,39 @@ _BRANCH, _LEAF = 1, 2
 _NONE = 2**64 - 1  # the root of an empty tree
 
 
-def check_pages(path: Path, page_size: int, depth: int, *, leaves: bool) -> None:
+def check_pages(path: Path, environment: lmdb.Environment, *, leaves: bool) -> None:
     """Check the pages of the newest tree.
 
     Args:
         path: data.mdb.
-        page_size: in bytes.
-        depth: levels of the tree, the leaves among them.
+        environment: of it, which knows the page size and the tree's depth.
         leaves: check the leaf pages, too.
 
     Raises:
         DataError: a page is damaged, or the file can't be read.
     """
+    facts = environment.stat()
+    page_size = facts["psize"]
     try:
         with path.open("rb") as file:
-            _check(file.fileno(), page_size, depth, leaves)
+            metas = (
+                os.pread(file.fileno(), _ROOT_AND_LAST.size, at + _META_ROOT)
+                for at in (0, page_size)
+            )
+            root, last, _ = max(map(_ROOT_AND_LAST.unpack, metas), key=lambda meta: meta[2])
+            level = [] if root == _NONE else [root]
+            for height in range(facts["depth"] - 1, -1 if leaves else 0, -1):
+                children = []
+                for number in level:
+                    if number > last:
+                        raise ValueError(f"page {number} is behind the last one, {last}")
+                    page = os.pread(file.fileno(), page_size, number * page_size)
+                    children += _children(page, number, _BRANCH if height else _LEAF)
+                level = children
     except (OSError, ValueError, struct.error) as error:
         raise DataError(
             f"{path} is damaged ({error}): LMDB can't read it; copy the database again."
         ) from error
-
-
-def _check(file: int, page_size: int, depth: int, leaves: bool) -> None:
-    metas = (os.pread(file, _ROOT_AND_LAST.size, at + _META_ROOT) for at in (0, page_size))
-    root, last, _ = max(map(_ROOT_AND_LAST.unpack, metas), key=lambda meta: meta[2])
-    level = [] if root == _NONE else [root]
-    for height in range(depth - 1, -1 if leaves else 0, -1):
-        children = []
-        for number in level:
-            if number > last:
-                raise ValueError(f"page {number} is behind the last one, {last}")
-            page = os.pread(file, page_size, number * page_size)
-            children += _children(page, number, _BRANCH if height else _LEAF)
-        level = children
 
 
 def _children(page: bytes, number: int, kind: int) -> list[int]:

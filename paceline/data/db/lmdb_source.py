@@ -26,6 +26,8 @@ from paceline.data.db.index.key_list import KeyList
 from paceline.data.db.lmdb_pages import check_pages
 from paceline.errors import DataError
 
+_File = tuple[int, int]  # its device and inode
+
 
 class Lmdb:
     """LMDB database, read through an environment that this process shares.
@@ -36,9 +38,9 @@ class Lmdb:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._environment = _ENVIRONMENTS.acquire(folder)
+        self._file, self._environment = _ENVIRONMENTS.acquire(folder)
         try:
-            self._check_pages(leaves=False)
+            check_pages(folder / LMDB_DATA, self._environment, leaves=False)
         except DataError:
             self.close()
             raise
@@ -54,7 +56,7 @@ class Lmdb:
             ) from error
 
     def listing(self) -> Index:
-        self._check_pages(leaves=True)
+        check_pages(self._folder / LMDB_DATA, self._environment, leaves=True)
         try:
             with self._environment.begin() as transaction:
                 return Index(keys=KeyList.of(transaction.cursor().iternext(values=False)))
@@ -63,12 +65,8 @@ class Lmdb:
                 f"{self._folder}: its keys can't be listed ({error}); it is damaged, copy it again."
             ) from error
 
-    def _check_pages(self, *, leaves: bool) -> None:
-        facts = self._environment.stat()
-        check_pages(self._folder / LMDB_DATA, facts["psize"], facts["depth"], leaves=leaves)
-
     def close(self) -> None:
-        _ENVIRONMENTS.release(self._environment)
+        _ENVIRONMENTS.release(self._file)
 
 
 class _Environments:
@@ -76,29 +74,25 @@ class _Environments:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: dict[tuple[int, int], lmdb.Environment] = {}
-        self._users: dict[lmdb.Environment, int] = {}
+        self._open: dict[_File, tuple[lmdb.Environment, int]] = {}  # with the number of users
 
-    def acquire(self, folder: Path) -> lmdb.Environment:
+    def acquire(self, folder: Path) -> tuple[_File, lmdb.Environment]:
         """Open the database in `folder`, or use it where it is open already."""
-        file = (folder / LMDB_DATA).stat()
-        identity = (file.st_dev, file.st_ino)
+        found = (folder / LMDB_DATA).stat()
+        file = (found.st_dev, found.st_ino)
         with self._lock:
-            if identity not in self._open:
-                self._open[identity] = _open(folder, file.st_size)
-            environment = self._open[identity]
-            self._users[environment] = self._users.get(environment, 0) + 1
-            return environment
+            environment, users = self._open.get(file) or (_open(folder, found.st_size), 0)
+            self._open[file] = environment, users + 1
+            return file, environment
 
-    def release(self, environment: lmdb.Environment) -> None:
+    def release(self, file: _File) -> None:
         """Close an environment with its last user."""
         with self._lock:
-            self._users[environment] -= 1
-            if self._users[environment]:
-                return
-            del self._users[environment]
-            self._open = {i: e for i, e in self._open.items() if e is not environment}
-            environment.close()
+            environment, users = self._open.pop(file)
+            if users > 1:
+                self._open[file] = environment, users - 1
+            else:
+                environment.close()
 
 
 # The one piece of state that belongs to the process: LMDB's rule is one of processes.

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from paceline.config.db import DbType
-from paceline.data.db.database_files import kind_of, require_database
+from paceline.data.db.database_files import kind_of
 from paceline.data.db.indexed_source import Database, IndexedSource
 from paceline.data.db.leveldb.source import LevelDb
 from paceline.data.db.lmdb_source import Lmdb
 from paceline.data.db.minidb_source import MiniDb
+from paceline.errors import ConfigError
 
 DATABASES: dict[DbType, Callable[[Path, Path | None], Database]] = {
     "lmdb": lambda path, _: Lmdb(path),
@@ -35,8 +36,14 @@ def open_database(
         DataError: it is damaged or empty, its records are of no known format, or the disk has too
             little room for a view.
     """
-    if kind is None:
-        kind = kind_of(path)
-    else:
-        require_database(path, kind)
-    return IndexedSource(DATABASES[kind](path, cache_dir), path, cache_dir)
+    found = kind_of(path)
+    if kind not in (None, found):
+        if path.is_file():
+            raise ConfigError(
+                f"{path} is a file, and {kind} databases are folders: give the folder's path, or "
+                "--db_type minidb if this is one."
+            )
+        raise ConfigError(
+            f"{path} is no {kind} database but a {found} one; give --db_type {found}."
+        )
+    return IndexedSource(DATABASES[found](path, cache_dir), path, cache_dir)

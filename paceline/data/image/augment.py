@@ -85,10 +85,6 @@ class Transform:
     train: bool = True
 
     @property
-    def _cuts(self) -> bool:
-        return self.augment in ("caffe2", "inception")
-
-    @property
     def draws(self) -> int:
         """Count the random numbers that `view` uses up for a sample."""
         if not self.train:
@@ -104,7 +100,8 @@ class Transform:
             numbers: `draws` numbers in [0, 1).
         """
         short = min(width, height)
-        cut = max(1, round(short * self.image_size / self.scale)) if self._cuts else short
+        cuts = self.augment in ("caffe2", "inception")
+        cut = max(1, round(short * self.image_size / self.scale)) if cuts else short
         if not self.train:
             return View(box=_centre(width, height, cut, cut), size=self.image_size)
         box, shift = self._crop(width, height, cut, numbers)

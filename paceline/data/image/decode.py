@@ -73,10 +73,15 @@ def _opened(
         if size is not None:
             orientation = jpeg_orientation(image)
             view = plan(*(size if orientation < 5 else size[::-1]))
-            factor = _factor(view)
+            # How many times smaller the decoder may make it and lose nothing that is needed.
+            spare = _short_side(view.box) // view.size
+            factor = next((factor for factor in _SCALES if factor <= spare), 1)
             pixels = _by_turbojpeg(image, size, factor, channels, view, name)
             pixels = upright(pixels, orientation)
-            return pixels, view, _scaled(view.box, factor, pixels)
+            # The box in pixels that were scaled down: the nearest whole ones.
+            height, width, _ = pixels.shape
+            left, top, right, bottom = ((edge + factor // 2) // factor for edge in view.box)
+            return pixels, view, (left, top, min(right, width), min(bottom, height))
         pixels = _by_pillow(image, channels, name)
     elif image.ndim == 3 and image.shape[2] in (1, 3) and image.size:
         pixels = recolored(image, channels)
@@ -87,12 +92,6 @@ def _opened(
         )
     view = plan(pixels.shape[1], pixels.shape[0])
     return pixels, view, view.box
-
-
-def _factor(view: View) -> int:
-    """How many times smaller the decoder may make the image and lose nothing that is needed."""
-    spare = _short_side(view.box) // view.size
-    return next((factor for factor in _SCALES if factor <= spare), 1)
 
 
 def _by_turbojpeg(
@@ -112,13 +111,6 @@ def _by_turbojpeg(
         )
     except (ValueError, OSError, DamagedImage) as error:
         raise _damaged(name, error) from error
-
-
-def _scaled(box: Box, factor: int, pixels: Pixels) -> Box:
-    """Find the box in pixels that were scaled down: the nearest whole ones."""
-    height, width, _ = pixels.shape
-    left, top, right, bottom = ((edge + factor // 2) // factor for edge in box)
-    return left, top, min(right, width), min(bottom, height)
 
 
 def _by_pillow(data: bytes, channels: int, name: Name) -> Pixels:

@@ -40,28 +40,14 @@ FORMATS = {
     "TIFF": ImageFormat((b"II*\0", b"MM\0*"), (".tif", ".tiff")),
     "WEBP": ImageFormat((b"RIFF",), (".webp",)),
 }
+MAGIC_OF_JPEG = FORMATS["JPEG"].magic
 MAGIC_OF_JPEG_OR_PNG = (*FORMATS["JPEG"].magic, *FORMATS["PNG"].magic)
-_MAGIC = tuple(magic for known in FORMATS.values() for magic in known.magic)
+IMAGE_MAGIC = tuple(magic for known in FORMATS.values() for magic in known.magic)
+IMAGE_SUFFIXES = tuple(suffix for known in FORMATS.values() for suffix in known.suffixes)
 _MODES = {
     **dict.fromkeys(("1", "L", "LA"), "L"),
     **dict.fromkeys(("RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "LAB"), "RGB"),
 }
-_SUFFIXES = tuple(suffix for known in FORMATS.values() for suffix in known.suffixes)
-
-
-def has_image_magic(data: bytes) -> bool:
-    """Tell whether `data` begins as a file of a known format."""
-    return data.startswith(_MAGIC)
-
-
-def has_image_suffix(name: str) -> bool:
-    """Tell whether a file's name ends as one of a known format."""
-    return name.lower().endswith(_SUFFIXES)
-
-
-def is_jpeg(data: bytes) -> bool:
-    """Tell whether `data` begins as a JPEG file."""
-    return data.startswith(FORMATS["JPEG"].magic)
 
 
 def open_image(data: bytes) -> Image.Image:

@@ -9,18 +9,17 @@ turned upright. Transparency is dropped, as Caffe's tools do, and a flag reports
 from __future__ import annotations
 
 import io
-from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, ImageOps
 
 from paceline.config.db import Encoding
 from paceline.data.image.formats import (
+    IMAGE_SUFFIXES,
+    MAGIC_OF_JPEG,
     DamagedImage,
     check_size,
     eight_bit,
-    has_image_suffix,
-    is_jpeg,
     open_image,
     reason_of,
 )
@@ -30,29 +29,9 @@ from paceline.data.source import Pixels
 _QUALITY = 95
 
 
-class ImageFacts(NamedTuple):
-    """Kind ("jpeg", "png", … or "raw") and size in pixels of an image."""
-
-    encoding: str
-    width: int
-    height: int
-
-
-class StoredForm(NamedTuple):
-    """What a record stores of an image.
-
-    Attributes:
-        image: an encoded file, or pixels of shape (height, width, 1 | 3).
-        was_transparent: the image had transparent pixels; their colours are stored as opaque.
-    """
-
-    image: bytes | Pixels
-    was_transparent: bool = False
-
-
 def is_image(data: bytes, name: str) -> bool:
     """Tell whether a file's content is an image, or should be by its name."""
-    if is_jpeg(data) or has_image_suffix(name):
+    if data.startswith(MAGIC_OF_JPEG) or name.lower().endswith(IMAGE_SUFFIXES):
         return True
     try:
         open_image(data)
@@ -61,30 +40,33 @@ def is_image(data: bytes, name: str) -> bool:
     return True
 
 
-def check_image(image: bytes | Pixels) -> ImageFacts:
+def check_image(image: bytes | Pixels) -> tuple[str, tuple[int, int]]:
     """Decode an image as far as it takes to know that it is undamaged.
+
+    Returns:
+        Its kind ("jpeg", "png", … or "raw"), and its (width, height) in pixels.
 
     Raises:
         DamagedImage: it is damaged or too large.
     """
     if not isinstance(image, bytes):
-        return ImageFacts("raw", image.shape[1], image.shape[0])
+        return "raw", (image.shape[1], image.shape[0])
     try:
-        if is_jpeg(image):
+        if image.startswith(MAGIC_OF_JPEG):
             size = jpeg_size(image) or open_image(image).size
             check_size(*size)
             jpeg_pixels(image, colorspace="GRAY", min_height=1, min_width=1)
-            return ImageFacts("jpeg", *size)
+            return "jpeg", size
         opened = _opened(image)
         opened.load()
-        return ImageFacts(str(opened.format).lower(), opened.width, opened.height)
-    except DamagedImage:
-        raise
+        return str(opened.format).lower(), opened.size
     except Exception as error:  # Pillow's and simplejpeg's decoders raise a dozen kinds
         raise DamagedImage(reason_of(error)) from error
 
 
-def stored_form(image: bytes | Pixels, encoding: Encoding, resize: int | None = None) -> StoredForm:
+def stored_form(
+    image: bytes | Pixels, encoding: Encoding, resize: int | None = None
+) -> tuple[bytes | Pixels, bool]:
     """Make of an image what a record stores: the same bytes where they are in that form already.
 
     Args:
@@ -92,26 +74,32 @@ def stored_form(image: bytes | Pixels, encoding: Encoding, resize: int | None = 
         encoding: "jpeg", "png", or "raw" for pixels.
         resize: the short side in pixels to scale to, up or down; None leaves the size.
 
+    Returns:
+        An encoded file, or pixels of shape (height, width, 1 | 3); and whether the image had
+        transparent pixels: their colours are stored as opaque.
+
     Raises:
         DamagedImage: the file is damaged, too large, or of a kind that has no 8-bit form.
     """
     if not isinstance(image, bytes):
-        return StoredForm(_encoded(_resized(_of_pixels(image), resize), encoding))
-    if resize is None and encoding == "jpeg" and is_jpeg(image):
+        pixels = Image.fromarray(image[:, :, 0] if image.shape[2] == 1 else image)
+        return _encoded(_resized(pixels, resize), encoding), False
+    if resize is None and encoding == "jpeg" and image.startswith(MAGIC_OF_JPEG):
         check_image(image)
-        return StoredForm(image)
+        return image, False
     try:
         opened = _opened(image)
         if _is_stored_form(opened, encoding, resize):
             check_image(image)
-            return StoredForm(image)
+            return image, False
         if resize is not None:
             opened.draft(None, (2 * resize, 2 * resize))  # big JPEGs decode at 1/2, 1/4, 1/8
         ImageOps.exif_transpose(opened, in_place=True)
-        transparent = _is_transparent(opened)
-        return StoredForm(_encoded(_resized(eight_bit(opened), resize), encoding), transparent)
-    except DamagedImage:
-        raise
+        transparent = False  # in any pixel, even in part
+        if opened.has_transparency_data:
+            least, _ = opened.convert("RGBA").getchannel("A").getextrema()
+            transparent = least != 255
+        return _encoded(_resized(eight_bit(opened), resize), encoding), transparent
     except Exception as error:  # Pillow's decoders raise a dozen kinds
         raise DamagedImage(reason_of(error)) from error
 
@@ -121,24 +109,12 @@ def _opened(data: bytes) -> Image.Image:
     return open_image(data)
 
 
-def _is_transparent(image: Image.Image) -> bool:
-    """Tell whether a pixel is transparent, even in part."""
-    if not image.has_transparency_data:
-        return False
-    least, _ = image.convert("RGBA").getchannel("A").getextrema()
-    return least != 255
-
-
 def _is_stored_form(image: Image.Image, encoding: Encoding, resize: int | None) -> bool:
     if resize is not None and min(image.size) != resize:
         return False
     if encoding == "png":
         return image.format == "PNG" and image.mode in ("L", "RGB")
     return encoding == "jpeg" and image.format in ("JPEG", "MPO")
-
-
-def _of_pixels(pixels: Pixels) -> Image.Image:
-    return Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
 
 
 def _resized(image: Image.Image, resize: int | None) -> Image.Image:

@@ -11,7 +11,7 @@ import numpy as np
 import simplejpeg
 from PIL import ExifTags
 
-from paceline.data.image.formats import is_jpeg, open_image
+from paceline.data.image.formats import MAGIC_OF_JPEG, open_image
 from paceline.data.source import Pixels
 
 _HEADERS = 1 << 16  # bytes, at a file's beginning, where EXIF data stand
@@ -20,7 +20,7 @@ _HARMLESS = ("extraneous bytes", "SOS parameters", "Adobe color transform", "JFI
 
 def jpeg_size(data: bytes) -> tuple[int, int] | None:
     """Read (width, height) in the header; None for what Pillow decodes: other inks, and damage."""
-    if not is_jpeg(data):
+    if not data.startswith(MAGIC_OF_JPEG):
         return None
     try:
         height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data, strict=False)
@@ -70,10 +70,6 @@ def jpeg_pixels(
         if not any(words in str(complaint) for words in _HARMLESS):
             raise
         # simplejpeg's own `strict=False` still refuses what it finds in a file's header.
-        return _by_pillow(data, "L" if colorspace == "GRAY" else colorspace, min_factor)
-    return pixels
-
-
-def _by_pillow(data: bytes, mode: str, factor: int) -> Pixels:
-    pixels = np.asarray(open_image(data).convert(mode).reduce(factor))
+        image = open_image(data).convert("L" if colorspace == "GRAY" else colorspace)
+        pixels = np.asarray(image.reduce(min_factor))
     return pixels.reshape(*pixels.shape[:2], -1)

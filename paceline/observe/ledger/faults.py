@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from paceline.observe.ledger.history import History, Stretch
-from paceline.observe.ledger.periods import Period, Timeline
+from paceline.observe.ledger.history import Stretch
+from paceline.observe.ledger.periods import Period
+from paceline.observe.ledger.reading import History
 from paceline.observe.ledger.segments import Segment
 from paceline.observe.ledger.tiling import Columns, Tiling
 
@@ -33,27 +34,8 @@ class Fault:
     steps: int = 0
 
 
-def contradictions(history: History, times: Timeline) -> Iterator[Fault]:
+def contradictions(history: History, period: Period) -> Iterator[str]:
     """Yield the contradictions in the lines of a generation that counts."""
-    for period in times.periods:
-        for text in _contradictions(history, period):
-            yield Fault(text=text, generation=period.number)
-
-
-def judge(segment: Segment, tiling: Tiling, strays: Iterable[Stretch]) -> Iterator[Fault]:
-    """Yield what isn't right in a segment.
-
-    Args:
-        segment: the steps.
-        tiling: of its batch by those shares that fit.
-        strays: those that don't.
-    """
-    for text in _misplaced(segment, tiling, strays):
-        steps = segment.end - segment.start
-        yield Fault(text=text, generation=segment.generation, step=segment.start, steps=steps)
-
-
-def _contradictions(history: History, period: Period) -> Iterator[str]:
     written = period.generation
     if len(written.world_sizes) > 1:
         sizes = " and ".join(map(str, sorted(written.world_sizes)))
@@ -78,11 +60,18 @@ def _contradictions(history: History, period: Period) -> Iterator[str]:
         yield f"There is no event file of {_ranks(missing)} of its {len(period.ranks)}."
 
 
-def _misplaced(segment: Segment, tiling: Tiling, strays: Iterable[Stretch]) -> Iterator[str]:
+def misplaced(segment: Segment, tiling: Tiling, strays: Iterable[Stretch]) -> Iterator[str]:
+    """Yield what isn't right in a segment.
+
+    Args:
+        segment: the steps.
+        tiling: of its batch by those shares that fit.
+        strays: those that don't.
+    """
     if segment.owed:
         for columns in tiling.lost:
-            silent = f"{_ranks(segment.absent)} wrote no line" if segment.absent else ""
-            yield f"{_positions(segment, columns)} trained by no rank{_aside(silent)}."
+            silent = f" ({_ranks(segment.absent)} wrote no line)" if segment.absent else ""
+            yield f"{_positions(segment, columns)} trained by no rank{silent}."
     elif segment.holes:
         yield f"{_ranks(segment.holes).capitalize()} wrote no line, but later ones."
     for columns in tiling.twice:
@@ -108,10 +97,6 @@ def _positions(segment: Segment, columns: Columns) -> str:
 
 def _span(first: int, end: int) -> str:
     return f"{first} to {end - 1}" if first < end - 1 else f"{first}"
-
-
-def _aside(text: str) -> str:
-    return f" ({text})" if text else ""
 
 
 def _ranks(ranks: Iterable[int]) -> str:

@@ -6,13 +6,12 @@ In step after step of an epoch a rank trains the same part of each batch, here c
     rank 0    0-16    0-16    0-16
     rank 1    16-32   16-32   16-32    >  one stretch: rank 1, steps 40 to 43, columns 16 to 32
 
-It holds what the lines say, right or wrong; `proof` checks it.
+These types hold what the lines say, right or wrong; `proof` checks it.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
@@ -33,18 +32,9 @@ class Extent:
     batch: int
 
     @property
-    def needed(self) -> int:
-        """Count the steps that an epoch of so many samples needs."""
-        return -(-self.samples // self.batch)
-
-    @property
     def total(self) -> int:
         """Count the steps of the run; without an end where only a script knows it."""
         return sys.maxsize if self.epochs is None else self.epochs * self.steps
-
-    def length(self, step: int) -> int:
-        """Count the samples of a step of the run."""
-        return min(self.batch, self.samples - step % self.steps * self.batch)
 
     def reached(self, epoch: int, step: int) -> int:
         """Count the samples of an epoch in the run's first `step` steps."""
@@ -95,18 +85,3 @@ class Generation:
     saved: int = 0
     ended: bool = False
     stretches: list[Stretch] = field(default_factory=list)
-
-
-@dataclass(frozen=True, kw_only=True)
-class History:
-    """Contents of all event files of a run.
-
-    Attributes:
-        extent: what it has to train.
-        generations: its starts, by number.
-        ranks: whose files are there.
-    """
-
-    extent: Extent
-    generations: Mapping[int, Generation]
-    ranks: frozenset[int]

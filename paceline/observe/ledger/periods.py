@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from paceline.observe.ledger.history import Generation, History
+from paceline.observe.ledger.history import Generation
+from paceline.observe.ledger.reading import History
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,7 @@ class Period:
         return range(max(self.generation.world_sizes, default=0))
 
     def reach(self) -> dict[int, int]:
-        """Tell of each rank before which step its lines end."""
+        """Return of each rank before which step its lines end."""
         reach = dict.fromkeys(self.ranks, self.start)
         for stretch in self.generation.stretches:
             reach[stretch.rank] = max(reach.get(stretch.rank, self.start), stretch.end)
@@ -64,7 +65,7 @@ class Timeline:
 
 
 def timeline(history: History) -> Timeline:
-    """Tell which lines stand, and how far the run must be exact."""
+    """Find which lines stand, and how far the run must be exact."""
     total = history.extent.total
     periods = tuple(reversed(list(_backwards(history))))
     last = periods[-1]
@@ -75,21 +76,15 @@ def timeline(history: History) -> Timeline:
     return Timeline(periods=periods, committed=committed, done=done, begun=max(done, *reach))
 
 
-def began(generation: Generation) -> int | None:
-    """Return the step before which a generation went on, or None if it came to nothing."""
-    lines = (stretch.start for stretch in generation.stretches)
-    return min(generation.restores, default=min(lines, default=None))
-
-
 def _backwards(history: History) -> Iterator[Period]:
     """Yield the periods from the last to the first, which is a gap if no generation covers it."""
     end, number, generation = history.extent.total, 0, Generation()
     nothing = True
     for number, generation in sorted(history.generations.items(), reverse=True):
-        start = began(generation)
-        if start is None:
+        starts = generation.restores or {line.start for line in generation.stretches}
+        if not starts:
             continue  # it ended before its first step
-        start = max(0, min(start, end))
+        start = max(0, min(min(starts), end))
         if start < end or nothing:
             yield Period(number=number, generation=generation, start=start, end=end)
         end, nothing = start, False

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
-from paceline.observe.ledger.faults import Fault, contradictions, judge
-from paceline.observe.ledger.history import Extent, History, Stretch
+from paceline.observe.ledger.faults import Fault, contradictions, misplaced
+from paceline.observe.ledger.history import Extent
 from paceline.observe.ledger.periods import Timeline, timeline
-from paceline.observe.ledger.reading import Events, read_history
+from paceline.observe.ledger.reading import Events, History
 from paceline.observe.ledger.segments import segments
 from paceline.observe.ledger.tiling import size, tile
 
@@ -85,32 +86,10 @@ def prove(files: Iterable[tuple[int, Events]]) -> Proof:
     Raises:
         DataError: an event lacks a field, or the files are those of different runs.
     """
-    history = read_history(files)
-    times = timeline(history)
-    accounts = _accounts(history.extent, times)
-    first_faults: list[Fault] = []
-    count = 0
-    for fault in _faults(history, times, accounts):
-        count += 1
-        if len(first_faults) < KEPT:
-            first_faults.append(fault)
-    return Proof(
-        extent=history.extent,
-        starts=len(history.generations),
-        base=times.periods[0].start,
-        committed=times.committed,
-        done=times.done,
-        begun=times.begun,
-        accounts=tuple(accounts.values()),
-        faults=tuple(first_faults),
-        fault_count=count,
-    )
-
-
-def _accounts(extent: Extent, times: Timeline) -> dict[int, EpochAccount]:
-    """Open an account for each epoch between where the run began and what is done."""
+    history = History(files)
+    extent, times = history.extent, timeline(history)
     base = times.periods[0].start
-    return {
+    accounts = {
         epoch: EpochAccount(
             epoch=epoch,
             owed=extent.reached(epoch, times.done) - extent.reached(epoch, base),
@@ -118,28 +97,44 @@ def _accounts(extent: Extent, times: Timeline) -> dict[int, EpochAccount]:
         )
         for epoch in range(base // extent.steps, -(-times.done // extent.steps))
     }
+    faults = _faults(history, times, accounts)
+    first_faults = tuple(islice(faults, KEPT))
+    return Proof(
+        extent=extent,
+        starts=len(history.generations),
+        base=base,
+        committed=times.committed,
+        done=times.done,
+        begun=times.begun,
+        accounts=tuple(accounts.values()),
+        faults=first_faults,
+        fault_count=len(first_faults) + sum(1 for _ in faults),
+    )
 
 
 def _faults(
     history: History, times: Timeline, accounts: dict[int, EpochAccount]
 ) -> Iterator[Fault]:
     """Fill the accounts; yield what isn't right."""
-    yield from contradictions(history, times)
+    for period in times.periods:
+        for text in contradictions(history, period):
+            yield Fault(text=text, generation=period.number)
     for period in times.periods:
         for segment in segments(history.extent, period, times):
-            right = [share for share in segment.shares if _possible(share, segment.epoch)]
-            strays = [share for share in segment.shares if not _possible(share, segment.epoch)]
+            right = [
+                share
+                for share in segment.shares
+                if share.epoch == segment.epoch and 0 <= share.skipped <= share.last - share.first
+            ]
+            strays = [share for share in segment.shares if share not in right]
             tiling = tile(((share.first, share.last) for share in right), segment.length)
+            steps = segment.end - segment.start
             if segment.owed:
-                skipped, steps = sum(s.skipped for s in right), segment.end - segment.start
+                skipped = sum(share.skipped for share in right)
                 account = accounts[segment.epoch]
                 account.once += steps * (tiling.once - skipped)
                 account.skipped += steps * skipped
                 account.lost += steps * size(tiling.lost)
                 account.twice += steps * size(tiling.twice)
-            yield from judge(segment, tiling, strays)
-
-
-def _possible(share: Stretch, epoch: int) -> bool:
-    length = share.last - share.first
-    return share.epoch == epoch and 0 <= share.skipped <= length
+            for text in misplaced(segment, tiling, strays):
+                yield Fault(text=text, generation=period.number, step=segment.start, steps=steps)

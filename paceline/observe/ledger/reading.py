@@ -6,46 +6,47 @@ tell of one run.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from paceline.errors import DataError
-from paceline.observe.ledger.history import Extent, Generation, History, Stretch
+from paceline.observe.ledger.history import Extent, Generation, Stretch
 
 Events = Iterable[Mapping[str, Any]]
 
 
-def read_history(files: Iterable[tuple[int, Events]]) -> History:
-    """Read the events of each file, one file after the other, each once.
+class History:
+    """Contents of all event files of a run, read one file after the other, each once.
 
     Args:
         files: a rank and its events, in the order in which they were written. A rank may have
             several files, if it was on several machines.
 
+    Attributes:
+        extent: what the run has to train.
+        generations: its starts, by number.
+        ranks: whose files are there.
+
     Raises:
         DataError: an event lacks a field, or the files are those of different runs.
     """
-    reader = _Reader()
-    for rank, events in files:
-        reader.read(rank, events)
-    if reader.extent is None:
-        raise DataError(
-            "No rank has written the start of a run: it hasn't begun, or ended before it could; "
-            "start it again by the same command."
-        )
-    return History(
-        extent=reader.extent, generations=reader.generations, ranks=frozenset(reader.ranks)
-    )
 
-
-class _Reader:
-    def __init__(self) -> None:
-        self.extent: Extent | None = None
-        self.generations: dict[int, Generation] = {}
+    def __init__(self, files: Iterable[tuple[int, Events]]) -> None:
+        self.generations: dict[int, Generation] = defaultdict(Generation)
         self.ranks: set[int] = set()
         self._started: set[tuple[int, int]] = set()  # (rank, generation)
+        self._extent: Extent | None = None
+        for rank, events in files:
+            self._read(rank, events)
+        if self._extent is None:
+            raise DataError(
+                "No rank has written the start of a run: it hasn't begun, or ended before it "
+                "could; start it again by the same command."
+            )
+        self.extent: Extent = self._extent
 
-    def read(self, rank: int, events: Events) -> None:
+    def _read(self, rank: int, events: Events) -> None:
         self.ranks.add(rank)
         stretch = None
         for number, event in enumerate(events, start=1):
@@ -63,11 +64,11 @@ class _Reader:
 
     def _step(self, rank: int, event: Mapping[str, Any], stretch: Stretch | None) -> Stretch:
         """Lengthen the stretch by a step, or begin a new one."""
-        if self.extent is None:
+        if self._extent is None:
             raise TypeError("a step before the start of a run")
         generation, step, epoch = event["generation"], event["step"], event["epoch"]
         skipped = event["skipped"]
-        begin = (step - epoch * self.extent.steps) * self.extent.batch
+        begin = (step - epoch * self._extent.steps) * self._extent.batch
         first, last = event["first"] - begin, event["last"] - begin
         if (
             stretch is not None
@@ -91,12 +92,12 @@ class _Reader:
             last=last,
             skipped=skipped,
         )
-        self._generation(generation).stretches.append(stretch)
+        self.generations[generation].stretches.append(stretch)
         return stretch
 
     def _other(self, rank: int, event: Mapping[str, Any]) -> None:
         number = _whole(event["generation"])
-        generation = self._generation(number)
+        generation = self.generations[number]
         match event["event"]:
             case "run":
                 self._run(rank, number, event)
@@ -118,11 +119,12 @@ class _Reader:
         names = ("samples", "steps", "batch")
         epochs = None if event["epochs"] is None else _whole(event["epochs"])
         extent = Extent(**{name: _whole(event[name]) for name in names}, epochs=epochs)
-        if min(extent.batch, extent.samples) < 1 or extent.steps != extent.needed:
+        unfit = min(extent.batch, extent.samples) < 1
+        if unfit or extent.steps != -(-extent.samples // extent.batch):
             raise TypeError(f"{extent} doesn't fit together")
-        if extent != (self.extent or extent):
+        if extent != (self._extent or extent):
             raise DataError(
-                f"Generation {number} of rank {rank} trains {extent}, others {self.extent}: "
+                f"Generation {number} of rank {rank} trains {extent}, others {self._extent}: "
                 "give the folders of one run only."
             )
         if (rank, number) in self._started:
@@ -130,13 +132,8 @@ class _Reader:
                 f"Rank {rank} started generation {number} twice: these are different runs, or "
                 "copies of one; give the folders of one run, each once."
             )
-        self.extent = extent
+        self._extent = extent
         self._started.add((rank, number))
-
-    def _generation(self, number: int) -> Generation:
-        if number not in self.generations:
-            self.generations[number] = Generation()
-        return self.generations[number]
 
 
 def _whole(*numbers: Any) -> int:

@@ -22,7 +22,6 @@ class Segment:
     """Consecutive steps of one epoch with unchanged batch slices of all ranks.
 
     Attributes:
-        generation: that answers for them.
         epoch: whose steps they are.
         start: the first step.
         end: the step after the last one.
@@ -34,7 +33,6 @@ class Segment:
         holes: those of them that wrote later lines.
     """
 
-    generation: int
     epoch: int
     start: int
     end: int
@@ -52,29 +50,25 @@ def segments(extent: Extent, period: Period, times: Timeline) -> Iterator[Segmen
     reach = period.reach()
     waiting = sorted(period.generation.stretches, key=lambda stretch: -stretch.start)
     shares: list[Stretch] = []
-    for start, stop in pairwise(_cuts(extent, period, times.done, end)):
+    cuts = {period.start, times.done, end}
+    for epoch in range(period.start // extent.steps, -(-end // extent.steps)):
+        cuts.update((epoch * extent.steps, (epoch + 1) * extent.steps - 1))
+    for stretch in period.generation.stretches:
+        cuts.update((stretch.start, stretch.end))
+    for start, stop in pairwise(sorted(cut for cut in cuts if period.start <= cut <= end)):
         while waiting and waiting[-1].start <= start:
             shares.append(waiting.pop())
         shares = [share for share in shares if share.end > start]
         absent = reach.keys() - {share.rank for share in shares}
+        begin = start % extent.steps * extent.batch
         yield Segment(
-            generation=period.number,
             epoch=start // extent.steps,
             start=start,
             end=stop,
-            begin=start % extent.steps * extent.batch,
-            length=extent.length(start),
+            begin=begin,
+            length=min(extent.batch, extent.samples - begin),
             owed=stop <= times.done,
             shares=tuple(shares),
             absent=tuple(sorted(absent)),
             holes=tuple(sorted(rank for rank in absent if reach[rank] > start)),
         )
-
-
-def _cuts(extent: Extent, period: Period, done: int, end: int) -> list[int]:
-    cuts = {period.start, done, end}
-    for epoch in range(period.start // extent.steps, -(-end // extent.steps)):
-        cuts.update((epoch * extent.steps, (epoch + 1) * extent.steps - 1))
-    for stretch in period.generation.stretches:
-        cuts.update((stretch.start, stretch.end))
-    return sorted(cut for cut in cuts if period.start <= cut <= end)

@@ -70,7 +70,14 @@ class _Rank:
         """Yield the names of process and threads, spans, moments, and the flows between them."""
         yield from self._names()
         for span in self._buffer.spans:
-            yield self._slice(span)
+            yield {
+                "ph": "X",
+                "cat": span.name,
+                "name": self._title(span),
+                **self._at(span.start, span.thread),
+                "dur": (span.stop - span.start) / 1e3,
+                "args": {**span.fields, **self._parameters(span)},
+            }
             if span.name == "put":
                 yield self._flow("s", self._puts[_put(self._buffer, span)], span.start, span.thread)
         for moment in self._buffer.moments:
@@ -87,16 +94,6 @@ class _Rank:
 
     def _meta(self, kind: str, tid: int, **args: object) -> _Event:
         return {"ph": "M", "name": kind, "pid": self._buffer.rank, "tid": tid, "args": args}
-
-    def _slice(self, span: Span) -> _Event:
-        return {
-            "ph": "X",
-            "cat": span.name,
-            "name": self._title(span),
-            **self._at(span.start, span.thread),
-            "dur": (span.stop - span.start) / 1e3,
-            "args": {**span.fields, **self._parameters(span)},
-        }
 
     def _parameters(self, span: Span) -> dict[str, object]:
         """Name what a span's bucket holds."""
@@ -123,13 +120,8 @@ class _Rank:
 
     def _flow(self, phase: str, number: int, at: int, thread: str) -> _Event:
         end = {"bp": "e"} if phase == "f" else {}
-        return {
-            "ph": phase,
-            "cat": "put",
-            "name": "put",
-            "id": number,
-            **self._at(at, thread),
-        } | end
+        event = {"ph": phase, "cat": "put", "name": "put", "id": number}
+        return {**event, **self._at(at, thread), **end}
 
     def _at(self, time: int, thread: str) -> _Event:
         ts = (time + self._shift) / 1e3
@@ -137,12 +129,10 @@ class _Rank:
 
     def _title(self, span: Span) -> str:
         fields = span.fields
-        if span.name == "put":
+        if span.name in ("put", "wait for rank"):
             what = self._what(fields["window"], fields["notification"])
-            return f"put {what} to rank {fields['peer']}"
-        if span.name == "wait for rank":
-            what = self._what(fields["window"], fields["notification"])
-            return f"wait for {what} from rank {fields['peer']}"
+            verb, way = ("put", "to") if span.name == "put" else ("wait for", "from")
+            return f"{verb} {what} {way} rank {fields['peer']}"
         if span.name == "step":
             return f"step {fields['step']}"
         return f"{span.name}: bucket {fields['bucket']}" if "bucket" in fields else span.name

@@ -105,12 +105,6 @@ class Trace(NullRecorder):
                     )
                 )
 
-    def keep(self, name: str, start: int, fields: dict[str, object]) -> None:
-        """Keep a span that ends now, in this thread."""
-        self._spans.append(
-            Span(name, threading.current_thread().name, start, self._clock(), fields)
-        )
-
     def close(self) -> None:
         """Release the resources."""
         self.resources.close()
@@ -121,9 +115,20 @@ class Trace(NullRecorder):
             return
         self._on, self._written = False, True
         made = rounds(self._communicator, self._device, self._clock)
-        data = gather_bytes(
-            self._communicator, self._buffer().to_bytes(), self._device, "the trace"
+        buffer = RecorderBuffer(
+            rank=self._communicator.rank,
+            machine=self._machine,
+            system=running_system(),
+            spans=list(self._spans),
+            moments=[
+                TracedPut(number, *moment)
+                for number, window in self._windows.items()
+                for moment in window()
+            ],
+            names=self._names,
+            buckets=self._buckets,
         )
+        data = gather_bytes(self._communicator, buffer.to_bytes(), self._device, "the trace")
         if self._communicator.rank == 0:
             buffers = [RecorderBuffer.from_bytes(part) for part in data]
             apart = offsets(made, [buffer.system for buffer in buffers])
@@ -131,22 +136,6 @@ class Trace(NullRecorder):
                 write_atomically(self.path, json.dumps(chrome_trace(buffers, apart)))
             self._report(f"the trace is in {self.path}.")
         self._spans.clear()
-
-    def _buffer(self) -> RecorderBuffer:
-        moments = [
-            TracedPut(number, *moment)
-            for number, window in self._windows.items()
-            for moment in window()
-        ]
-        return RecorderBuffer(
-            rank=self._communicator.rank,
-            machine=self._machine,
-            system=running_system(),
-            spans=list(self._spans),
-            moments=moments,
-            names=self._names,
-            buckets=self._buckets,
-        )
 
 
 class _TracedSpan:
@@ -161,4 +150,5 @@ class _TracedSpan:
         self._start = self._trace._clock()
 
     def __exit__(self, *_: object) -> None:
-        self._trace.keep(self._name, self._start, self._fields)
+        thread, now = threading.current_thread().name, self._trace._clock()
+        self._trace._spans.append(Span(self._name, thread, self._start, now, self._fields))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf import descriptor_pb2, message_factory
 
 _Field = descriptor_pb2.FieldDescriptorProto
 _PACKAGE: Final = "paceline"
@@ -22,53 +22,46 @@ _PACKAGE: Final = "paceline"
 FLOAT, INT32, BYTE, STRING, UINT8, INT64 = 1, 2, 3, 4, 6, 10
 
 # Per message: name -> (number, type, repeated, packed).
-_TENSOR_PROTO: Final = {
-    "dims": (1, _Field.TYPE_INT64, True, False),
-    "data_type": (2, _Field.TYPE_INT32, False, False),
-    "float_data": (3, _Field.TYPE_FLOAT, True, True),
-    "int32_data": (4, _Field.TYPE_INT32, True, True),
-    "byte_data": (5, _Field.TYPE_BYTES, False, False),
-    "string_data": (6, _Field.TYPE_BYTES, True, False),
-    "int64_data": (10, _Field.TYPE_INT64, True, True),
-}
-_TENSOR_PROTOS: Final = {"protos": (1, _Field.TYPE_MESSAGE, True, False)}
-_DATUM: Final = {
-    "channels": (1, _Field.TYPE_INT32, False, False),
-    "height": (2, _Field.TYPE_INT32, False, False),
-    "width": (3, _Field.TYPE_INT32, False, False),
-    "data": (4, _Field.TYPE_BYTES, False, False),
-    "label": (5, _Field.TYPE_INT32, False, False),
-    "float_data": (6, _Field.TYPE_FLOAT, True, False),
-    "encoded": (7, _Field.TYPE_BOOL, False, False),
+_MESSAGES: Final[dict[str, dict[str, tuple[int, Any, bool, bool]]]] = {
+    "TensorProto": {
+        "dims": (1, _Field.TYPE_INT64, True, False),
+        "data_type": (2, _Field.TYPE_INT32, False, False),
+        "float_data": (3, _Field.TYPE_FLOAT, True, True),
+        "int32_data": (4, _Field.TYPE_INT32, True, True),
+        "byte_data": (5, _Field.TYPE_BYTES, False, False),
+        "string_data": (6, _Field.TYPE_BYTES, True, False),
+        "int64_data": (10, _Field.TYPE_INT64, True, True),
+    },
+    "TensorProtos": {"protos": (1, _Field.TYPE_MESSAGE, True, False)},
+    "Datum": {
+        "channels": (1, _Field.TYPE_INT32, False, False),
+        "height": (2, _Field.TYPE_INT32, False, False),
+        "width": (3, _Field.TYPE_INT32, False, False),
+        "data": (4, _Field.TYPE_BYTES, False, False),
+        "label": (5, _Field.TYPE_INT32, False, False),
+        "float_data": (6, _Field.TYPE_FLOAT, True, False),
+        "encoded": (7, _Field.TYPE_BOOL, False, False),
+    },
 }
 
 
-def _message_classes() -> tuple[Any, Any]:
-    """Build the classes of TensorProtos and Datum."""
+def _message_classes() -> dict[str, Any]:
+    """Build the messages' classes, by name."""
     file = descriptor_pb2.FileDescriptorProto(
         name="paceline/records.proto", package=_PACKAGE, syntax="proto2"
     )
-    _declare(file, "TensorProto", _TENSOR_PROTO)
-    _declare(file, "TensorProtos", _TENSOR_PROTOS)
-    _declare(file, "Datum", _DATUM)
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    tensor_protos, datum = (
-        message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.{name}"))
-        for name in ("TensorProtos", "Datum")
-    )
-    return tensor_protos, datum
+    for name, fields in _MESSAGES.items():
+        message = file.message_type.add(name=name)
+        for field_name, (number, kind, repeated, packed) in fields.items():
+            label = _Field.LABEL_REPEATED if repeated else _Field.LABEL_OPTIONAL
+            field = message.field.add(name=field_name, number=number, type=kind, label=label)
+            if packed:
+                field.options.packed = True
+            if kind == _Field.TYPE_MESSAGE:
+                field.type_name = f".{_PACKAGE}.TensorProto"
+    classes: dict[str, Any] = message_factory.GetMessages([file])  # in a pool of their own
+    return classes
 
 
-def _declare(file: Any, name: str, fields: dict[str, tuple[int, Any, bool, bool]]) -> None:
-    message = file.message_type.add(name=name)
-    for field_name, (number, kind, repeated, packed) in fields.items():
-        field = message.field.add(name=field_name, number=number, type=kind)
-        field.label = _Field.LABEL_REPEATED if repeated else _Field.LABEL_OPTIONAL
-        if packed:
-            field.options.packed = True
-        if kind == _Field.TYPE_MESSAGE:
-            field.type_name = f".{_PACKAGE}.TensorProto"
-
-
-TensorProtos, Datum = _message_classes()
+_CLASSES = _message_classes()
+TensorProtos, Datum = _CLASSES[f"{_PACKAGE}.TensorProtos"], _CLASSES[f"{_PACKAGE}.Datum"]

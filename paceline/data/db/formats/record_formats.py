@@ -36,7 +36,7 @@ from paceline.data.db.formats.messages import (
     Datum,
     TensorProtos,
 )
-from paceline.data.image.formats import MAGIC_OF_JPEG_OR_PNG, has_image_magic
+from paceline.data.image.formats import IMAGE_MAGIC, MAGIC_OF_JPEG_OR_PNG
 from paceline.data.source import Pixels, Record
 
 Values = npt.NDArray[Any]
@@ -164,7 +164,7 @@ def _datum(image: bytes | Pixels, label: int) -> Any:
 
 
 def _encoded(data: bytes) -> bytes:
-    if not has_image_magic(data):
+    if not data.startswith(IMAGE_MAGIC):
         raise UnfitRecord(
             f"it is marked as an encoded image but begins with {data[:8].hex(' ') or 'nothing'}, "
             "which is no image file; write it again."

@@ -67,9 +67,13 @@ def write_index(
         label_names=None if label_names is None else tuple(label_names),
         format=record_format,
     )
+    for name in index.label_names or ():
+        if "\n" in name or "\r" in name:
+            raise ConfigError(f"The label name {name!r} has a line break; give it another name.")
     try:
         if index.label_names is not None:
-            write_atomically(beside(folder, LABELS_NAME), _lines(index.label_names))
+            lines = "".join(f"{name}\n" for name in index.label_names)
+            write_atomically(beside(folder, LABELS_NAME), lines.encode("utf-8", "surrogateescape"))
         write_atomically(beside(folder, INDEX_NAME), pack(index, stamp(folder)))
     except OSError as error:
         raise DataError(f"{folder}: its index can't be written ({error.strerror}).") from error
@@ -112,13 +116,6 @@ def read_label_names(folder: Path) -> tuple[str, ...] | None:
         return None
     text = path.read_text(encoding="utf-8-sig", errors="surrogateescape").rstrip("\n")
     return tuple(text.split("\n")) if text else None
-
-
-def _lines(names: tuple[str, ...]) -> bytes:
-    for name in names:
-        if "\n" in name or "\r" in name:
-            raise ConfigError(f"The label name {name!r} has a line break; give it another name.")
-    return "".join(f"{name}\n" for name in names).encode("utf-8", "surrogateescape")
 
 
 def _places(folder: Path, cache_dir: Path | None) -> list[Path]:

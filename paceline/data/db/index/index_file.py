@@ -17,7 +17,6 @@ import json
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -78,17 +77,11 @@ def read_index(path: Path, stamp: str) -> Index | None:
         return None
     arrays = content.index(b"\n", body) + 1
     header = json.loads(content[body:arrays])
-    return _index(header, content, arrays) if header["stamp"] == stamp else None
-
-
-def _seal(body: bytes | memoryview) -> bytes:
-    return b"paceline.index 1 %08x\n" % zlib.crc32(body)
-
-
-def _index(header: dict[str, Any], content: bytes, start: int) -> Index:
+    if header["stamp"] != stamp:
+        return None
     records, names = header["records"], header["label_names"]
-    lengths = np.frombuffer(content, header["length_type"], records, start)
-    keys = start + lengths.nbytes
+    lengths = np.frombuffer(content, header["length_type"], records, arrays)
+    keys = arrays + lengths.nbytes
     offsets = keys + int(lengths.sum(dtype=np.int64))
     labels = offsets + 8 * records * header.get("offsets", False)  # older indexes have none
     return Index(
@@ -98,6 +91,10 @@ def _index(header: dict[str, Any], content: bytes, start: int) -> Index:
         label_names=None if names is None else tuple(names),
         format=header["format"],
     )
+
+
+def _seal(body: bytes | memoryview) -> bytes:
+    return b"paceline.index 1 %08x\n" % zlib.crc32(body)
 
 
 def _bytes(numbers: npt.NDArray[np.int64] | None) -> bytes:

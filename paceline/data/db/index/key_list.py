@@ -8,14 +8,13 @@ The keys stand one after another in `blob`, and `ends` are the offsets behind ea
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import overload
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
 
 
-class KeyList(Sequence[bytes]):
+class KeyList:
     """Immutable sequence of keys, laid out as two arrays.
 
     Attributes:
@@ -45,13 +44,7 @@ class KeyList(Sequence[bytes]):
     def __len__(self) -> int:
         return len(self._ends)
 
-    @overload
-    def __getitem__(self, index: int) -> bytes: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[bytes]: ...
-    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def __getitem__(self, index: int) -> bytes:
         if not 0 <= index < len(self):
             raise IndexError(f"Record {index} of {len(self)}.")
         end = int(self._ends[index])

@@ -44,10 +44,16 @@ class LevelDbView:
             ConfigError: nothing can be written there.
             DataError: the disk has too little room there, or the database is incomplete.
         """
-        base = _base(cache_dir)
+        # One for each machine: on a network folder one can't always see another's locks.
+        name = f"paceline-views-{os.geteuid()}-{os.uname().nodename}"
+        base = (cache_dir or Path(tempfile.gettempdir())).absolute() / name
         try:
             base.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _require_own(base)
+            if base.stat().st_uid != os.geteuid():  # in /tmp any user can take a name
+                raise ConfigError(
+                    f"{base} belongs to another user; give a --cache_dir of your own for LevelDB's "
+                    "working files."
+                )
             remove_stale_views(base)
             self.path, self._lock = _locked_path(base)
         except OSError as error:
@@ -97,37 +103,18 @@ def remove_stale_views(base: Path) -> None:
             os.close(lock)
 
 
-def _base(cache_dir: Path | None) -> Path:
-    # One for each machine: on a network folder one can't always see another's locks.
-    name = f"paceline-views-{os.geteuid()}-{os.uname().nodename}"
-    return (cache_dir or Path(tempfile.gettempdir())).absolute() / name
-
-
-def _require_own(base: Path) -> None:
-    """Refuse a folder that another user prepared: in /tmp any user can take a name."""
-    if base.stat().st_uid != os.geteuid():
-        raise ConfigError(
-            f"{base} belongs to another user; give a --cache_dir of your own for LevelDB's "
-            "working files."
-        )
-
-
 def _remove(view: Path) -> None:
     """Remove a view whose lock is held by the caller, the lock's file last."""
     if view.exists():
         shutil.rmtree(view)
-    _lock_file(view).unlink(missing_ok=True)
-
-
-def _lock_file(view: Path) -> Path:
-    return view.with_name(f"{view.name}.lock")
+    view.with_suffix(".lock").unlink(missing_ok=True)
 
 
 def _locked_path(base: Path) -> tuple[Path, int]:
     """Choose a new view's name and hold its lock, before the view itself is there."""
     for _ in range(_ATTEMPTS):
         path = base / f"{os.getpid()}-{os.urandom(4).hex()}"
-        lock = os.open(_lock_file(path), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:  # a cleaner took the unlocked file for a killed process's

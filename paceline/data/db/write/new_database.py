@@ -22,44 +22,32 @@ from paceline.errors import DataError
 
 
 @dataclass(kw_only=True)
-class Written:
-    """Result of writing a database: what was written, and what was left out.
+class NewDatabase:
+    """Database under construction, renamed to its destination when complete.
 
     Attributes:
-        records: in the database.
+        writer: of its files.
         format: of the records.
         classes: the labels' names.
-        empty_classes: classes without a record.
+        keys: of the records so far.
+        labels: of the records so far.
         skipped: files that aren't images.
         damaged: of each damaged image or record that was left out, its name or what is wrong.
         transparent: images whose transparency was dropped.
     """
 
-    records: int = 0
+    writer: Writer
     format: RecordFormat
-    classes: tuple[str, ...] = ()
-    empty_classes: tuple[str, ...] = ()
+    classes: tuple[str, ...]
+    keys: list[bytes]
+    labels: list[int] = field(default_factory=list)
     skipped: int = 0
     damaged: list[str] = field(default_factory=list)
     transparent: int = 0
 
-
-class NewDatabase:
-    """Database under construction, renamed to its destination when complete.
-
-    Attributes:
-        keys: of the records so far.
-        labels: of the records so far.
-    """
-
-    def __init__(self, writer: Writer, keys: list[bytes]) -> None:
-        self.keys = keys
-        self.labels: list[int] = []
-        self._writer = writer
-
     def put(self, key: bytes, value: bytes, label: int) -> None:
         """Append a record; its key must sort after all that came before."""
-        self._writer.put(key, value)
+        self.writer.put(key, value)
         self.keys.append(key)
         self.labels.append(label)
 
@@ -80,26 +68,23 @@ def new_database(
     """
     check_destination(dest)
     keys: list[bytes] = []
-    with _explained_failures(dest, keys), staged(dest) as folder:
-        with closing(WRITERS[db_type](folder)) as writer:
-            database = NewDatabase(writer, keys)
-            yield database
-            writer.finish()
-        write_index(
-            folder,
-            keys=keys,
-            labels=database.labels,
-            label_names=label_names,
-            record_format=record_format,
-            offsets=writer.offsets,
-        )
-
-
-@contextmanager
-def _explained_failures(dest: Path, keys: Sequence[bytes]) -> Iterator[None]:
-    """Turn what the disk and the databases raise into a sentence."""
     try:
-        yield
+        with staged(dest) as folder:
+            with closing(WRITERS[db_type](folder)) as writer:
+                classes = tuple(label_names or ())
+                database = NewDatabase(
+                    writer=writer, format=record_format, classes=classes, keys=keys
+                )
+                yield database
+                writer.finish()
+            write_index(
+                folder,
+                keys=keys,
+                labels=database.labels,
+                label_names=label_names,
+                record_format=record_format,
+                offsets=writer.offsets,
+            )
     except WRITE_ERRORS as error:
         reason = f"stopped after {len(keys):,} records and nothing was left there"
         full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
