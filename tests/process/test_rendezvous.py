@@ -283,7 +283,9 @@ def test_a_machine_that_finds_a_dead_run_leaves_it_alone(stage: Stage, folder: S
     supervisor = stage.start(plan(folder, 1, first_iter_timeout=1.0))
     assert supervisor.status() == 1
     assert "machine 0 of 2 didn't come within 1 s" in supervisor.text
-    assert (store.num_keys(), inside.num_keys()) == (1, 1)
+    space = Path(folder.address) / SPACE
+    assert sorted(os.listdir(space)) == ["key=run", "old"]
+    assert os.listdir(space / "old") == ["key=lease%2Ffar"]
 
 
 def test_another_machines_live_run_is_known_by_its_lease(stage: Stage, folder: StoreSpec) -> None:

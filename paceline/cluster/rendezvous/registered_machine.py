@@ -19,7 +19,6 @@ from paceline.cluster.stores.store_spec import (
     erase,
     open_store,
     peek,
-    tidy,
 )
 from paceline.cluster.supervision.failure_report import FAILURE, FailureReport
 
@@ -89,7 +88,7 @@ class RegisteredMachine:
             elif self._is_newest():
                 self.store.set(lease_key(self.registration), ENDED)
             else:
-                self._clear()  # as machine 0 did; our lease may have come back since
+                erase(self.space)  # as machine 0 did; our lease may have come back since
 
     def leave(self) -> None:
         """Leave a complete world; the last machine removes what the run has in the store."""
@@ -117,11 +116,7 @@ class RegisteredMachine:
         if self._is_newest():
             self.run_store.delete_key("run")
             self.run_store.delete_key("beat")
-        self._clear()
-
-    def _clear(self) -> None:
         erase(self.space)
-        tidy(self.meeting)
 
     def _is_newest(self) -> bool:
         text = peek(self.run_store, "run")

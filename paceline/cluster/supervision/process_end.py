@@ -29,7 +29,6 @@ from paceline.cluster.stores.store_spec import (
     erase,
     open_store,
     peek,
-    tidy,
 )
 from paceline.cluster.stores.waiting import within
 from paceline.cluster.supervision.failure_report import FAILURE, FailureReport
@@ -180,4 +179,3 @@ class LaunchedEnd:
         if peek(outer, START) == name.encode():
             outer.delete_key(START)
         erase(self._world.space)
-        tidy(self._meeting)
