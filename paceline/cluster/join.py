@@ -31,7 +31,6 @@ from paceline.cluster.supervision.allocator import keep_freed_memory
 from paceline.cluster.supervision.process_end import (
     LaunchedEnd,
     ProcessEnd,
-    SingleProcessEnd,
     SupervisedEnd,
 )
 from paceline.cluster.supervision.supervisor import say
@@ -132,7 +131,7 @@ def _alone(launcher: str) -> Joined:
         store=HashStore(),
         token=secrets.token_hex(16),
         launcher=launcher,
-        ending=SingleProcessEnd(),
+        ending=ProcessEnd(),
     )
 
 

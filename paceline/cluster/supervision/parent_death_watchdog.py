@@ -22,7 +22,7 @@ import threading
 
 def main(argv: list[str]) -> int:
     """Run the command; return its exit status."""
-    parent_death_watchdog = os.dup(0)
+    supervisor = os.dup(0)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # the command doesn't inherit a handler
     try:
@@ -30,15 +30,16 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         print(f"paceline: {argv[0]} can't be started: {error.strerror}.", file=sys.stderr)
         return 2
-    threading.Thread(target=_watch, args=(parent_death_watchdog,), daemon=True).start()
+    threading.Thread(target=watch_parent, args=(supervisor,), daemon=True).start()
     status = process.wait()
     if status < 0:
         _die_of(-status)
     return status
 
 
-def _watch(parent_death_watchdog: int) -> None:
-    while os.read(parent_death_watchdog, 1):
+def watch_parent(pipe: int) -> None:
+    """Kill this process's group as soon as no process holds the pipe's other end open."""
+    while os.read(pipe, 1):
         pass
     os.killpg(0, signal.SIGKILL)
 
