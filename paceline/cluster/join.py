@@ -22,7 +22,7 @@ from paceline.cluster.environment import Environment
 from paceline.cluster.launchers.launched_process import LaunchedProcess
 from paceline.cluster.membership.members import Members
 from paceline.cluster.membership.process_identity import ProcessIdentity
-from paceline.cluster.rendezvous.deadline import Deadline
+from paceline.cluster.rendezvous.deadline import Deadline, ignore
 from paceline.cluster.rendezvous.launcher_store import meet
 from paceline.cluster.rendezvous.process_rendezvous import gather
 from paceline.cluster.stores.store_spec import StoreSpec
@@ -143,7 +143,8 @@ def _launched(
     wanted: Sequence[str],
 ) -> Joined:
     remedy = Message("see what they say, or give a longer {--first_iter_timeout}")
-    deadline = Deadline(first_iter_timeout, _say_nothing, time.sleep, remedy)
+    # With many processes, a line on what each waits for would be many lines.
+    deadline = Deadline(first_iter_timeout, ignore, time.sleep, remedy)
     server, space = meet(launched, meeting, wanted, first_iter_timeout, say)
     world = gather(space, launched, wanted, deadline)
     world.store.set_timeout(timedelta(seconds=first_iter_timeout))
@@ -155,7 +156,3 @@ def _launched(
         meeting=space.address if space.served_by_run else "",
         ending=LaunchedEnd(world, space, server, stays=launched.rank == 0, timeout=timeout),
     )
-
-
-def _say_nothing(text: str) -> None:
-    """Report nothing of what a start waits for: with many processes it would be many lines."""

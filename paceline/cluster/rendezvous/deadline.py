@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from torch._C._distributed_c10d import Store
+
 from paceline.errors import CommError, Message
 
 _PAUSE_S = 0.1
@@ -61,6 +63,15 @@ class Deadline:
         """Return a deadline that ends sooner, if `limit` is sooner."""
         left = max(0.0, self._deadline - time.monotonic())
         return Deadline(min(limit, left), self._report, self._pause, remedy)
+
+
+def ignore(line: object) -> None:
+    """Report nothing of what a start waits for."""
+
+
+def absent(store: Store, entries: str, total: int) -> list[int]:
+    """Return the numbers of the machines or ranks that have no entry of this name in the store."""
+    return [i for i in range(total) if not store.check([f"{entries}/{i}"])]
 
 
 def numbered(noun: str, missing: Sequence[int], total: int) -> str:

@@ -16,13 +16,12 @@ from torch.distributed import DistError
 
 from paceline.cluster.membership.lease_watch import LeaseWatch
 from paceline.cluster.membership.process_identity import ProcessIdentity
-from paceline.cluster.rendezvous.deadline import Deadline, DeadlinePassed, numbered
+from paceline.cluster.rendezvous.deadline import Deadline, DeadlinePassed, absent, numbered
 from paceline.cluster.rendezvous.registered_machine import (
     FINISHED,
     STORE_LIMIT,
     Finished,
     RegisteredMachine,
-    read_registrations,
 )
 from paceline.cluster.rendezvous.registration import RegisteredWorld, Registration, RunRecord
 from paceline.cluster.rendezvous.run_plan import RunPlan
@@ -188,8 +187,7 @@ def _await_world(
             return world if registered.registration in world.registrations else None
         if peek(registered.run_store, "run") != live.text or live.leader.verdict().state == "dead":
             return None
-        there = read_registrations(registered.store, registered.plan.machines)
-        missing = [i for i in range(registered.plan.machines) if i not in there] or [0]
+        missing = absent(registered.store, "machine", registered.plan.machines) or [0]
         deadline.wait(numbered("machine", missing, registered.plan.machines))
 
 

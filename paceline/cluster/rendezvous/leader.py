@@ -73,7 +73,7 @@ def complete_world(registered: RegisteredMachine, deadline: Deadline) -> Registe
 
 
 def _missing(registered: RegisteredMachine, watches: dict[int, LeaseWatch]) -> list[int]:
-    registrations = read_registrations(registered.store, registered.plan.machines)
+    registrations = read_registrations(registered.store, "machine", registered.plan.machines)
     for machine, registration in registrations.items():
         if machine not in watches or watches[machine].registration != registration:
             watches[machine] = registered.watch(registration)
@@ -110,7 +110,7 @@ def _old_watches(meeting: StoreSpec, old: RunRecord, here: ProcessIdentity) -> l
     store = open_store(meeting.within(old.generation), STORE_LIMIT)
     registrations = {
         registration.id: registration
-        for registration in read_registrations(store, old.machines).values()
+        for registration in read_registrations(store, "machine", old.machines).values()
     }
     registrations[old.leader.id] = old.leader
     return [LeaseWatch(store, registration, here) for registration in registrations.values()]

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 
 from paceline.cluster.membership.process_identity import ProcessIdentity
-from paceline.cluster.rendezvous.deadline import Deadline
+from paceline.cluster.rendezvous.deadline import Deadline, ignore
 from paceline.cluster.rendezvous.follower import follow
 from paceline.cluster.rendezvous.leader import complete_world, take_over
 from paceline.cluster.rendezvous.reachability import (
@@ -31,7 +31,6 @@ from paceline.cluster.rendezvous.reachability import (
     interfaces,
     listening_address,
     own_addresses,
-    post_reached,
 )
 from paceline.cluster.rendezvous.registered_machine import (
     FINISHED,
@@ -85,7 +84,7 @@ def open_run(
     remedy += "same rendezvous, or give a longer --first_iter_timeout"
     deadline = Deadline(plan.first_iter_timeout, report, pause, remedy)
     with ExitStack() as undo:
-        listener = undo.enter_context(ProbeListener())
+        listener = undo.enter_context(closing(ProbeListener()))
         registration = registration_of(plan, listener)
         server: TCPStore | None = None
         try:
@@ -122,15 +121,15 @@ def answer_finished(plan: RunPlan, limit: float = 5.0) -> None:
         plan: machine 0's part in the run.
         limit: seconds to wait for machines to come.
     """
-    deadline = Deadline(limit, _ignore, time.sleep, "")
-    with suppress(*STORE_ERRORS), ProbeListener() as listener:
-        server, meeting = host(plan, _ignore)
+    deadline = Deadline(limit, ignore, time.sleep, "")
+    with suppress(*STORE_ERRORS), closing(ProbeListener()) as listener:
+        server, meeting = host(plan, ignore)
         if server is None and _has_answer(meeting):
             return
         registration = registration_of(plan, listener)
         generation = take_over(plan, meeting, registration, deadline)
         registered = RegisteredMachine(
-            plan, meeting, generation, registration, notice=_ignore, warn=_ignore
+            plan, meeting, generation, registration, notice=ignore, warn=ignore
         )
         try:
             registered.store.set(FINISHED, "1")
@@ -216,10 +215,6 @@ def _has_answer(meeting: StoreSpec) -> bool:
     return peek(open_store(space, STORE_LIMIT), FINISHED) is not None
 
 
-def _ignore(reported: object) -> None:
-    """Report nothing: the run is finished."""
-
-
 def _form(
     registered: RegisteredMachine,
     world: RegisteredWorld,
@@ -241,8 +236,9 @@ def _form(
                         f"({verdict.reason}): see what it says, and start the run again."
                     )
 
-        post_reached(store, (world.token, machines), machine, listener, deadline)
-        addresses = agreed_addresses(store, machines, machine, deadline, check)
+        addresses = agreed_addresses(
+            store, world.token, machines, machine, listener, deadline, check
+        )
     generation_info = GenerationInfo(
         token=world.token,
         machines=tuple(entry.workers for entry in machines),

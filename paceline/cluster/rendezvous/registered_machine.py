@@ -94,7 +94,8 @@ class RegisteredMachine:
         """Leave a complete world; the last machine removes what the run has in the store."""
         self._heartbeat.close()
         self.store.set(self.key("left"), "1")
-        if self.others_left() and self._wins("remover"):
+        own = self.registration.id
+        if self.others_left() and self.store.compare_set("remover", "", own) == own.encode():
             self._remove_run()
 
     def others_left(self) -> bool:
@@ -104,10 +105,6 @@ class RegisteredMachine:
     def key(self, name: str) -> str:
         """Return the key of this machine's entry `name`."""
         return f"{name}/{self.plan.machine}"
-
-    def _wins(self, key: str) -> bool:
-        own = self.registration.id
-        return self.store.compare_set(key, "", own) == own.encode()
 
     def _remove_run(self) -> None:
         """Remove this start, and the run's record if it is this start's."""
@@ -137,9 +134,9 @@ def _lost(error: Exception) -> str:
     return f"the rendezvous is lost ({reason}); the run continues, but no other machine finds it."
 
 
-def read_registrations(store: Store, machines: int) -> dict[int, Registration]:
-    """Return the machines' registrations that are there, by the machines' numbers."""
-    texts = {machine: peek(store, f"machine/{machine}") for machine in range(machines)}
+def read_registrations(store: Store, entries: str, total: int) -> dict[int, Registration]:
+    """Return the registrations that are there, by the machines' numbers or the processes' ranks."""
+    texts = {number: peek(store, f"{entries}/{number}") for number in range(total)}
     return {
-        machine: Registration.from_text(text) for machine, text in texts.items() if text is not None
+        number: Registration.from_text(text) for number, text in texts.items() if text is not None
     }
