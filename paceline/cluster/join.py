@@ -19,7 +19,6 @@ from datetime import timedelta
 from torch._C._distributed_c10d import HashStore, Store
 
 from paceline.cluster.environment import Environment
-from paceline.cluster.launchers.launched_process import LaunchedProcess
 from paceline.cluster.membership.members import Members
 from paceline.cluster.membership.process_identity import ProcessIdentity
 from paceline.cluster.rendezvous.deadline import Deadline, ignore
@@ -120,28 +119,13 @@ def join_world_of(
         )
     launched = environment.launched
     if launched is None or launched.world_size == 1:
-        return _alone("alone" if launched is None else launched.launcher)
-    return _launched(launched, first_iter_timeout, timeout, meeting, wanted)
-
-
-def _alone(launcher: str) -> Joined:
-    host = ProcessIdentity.of_this_process().host
-    return Joined(
-        members=Members.on(0, 0, machines=(1,), addresses=("127.0.0.1",), hosts=(host,)),
-        store=HashStore(),
-        token=secrets.token_hex(16),
-        launcher=launcher,
-        ending=ProcessEnd(),
-    )
-
-
-def _launched(
-    launched: LaunchedProcess,
-    first_iter_timeout: float,
-    timeout: float,
-    meeting: StoreSpec | None,
-    wanted: Sequence[str],
-) -> Joined:
+        return Joined(
+            members=Members.alone(ProcessIdentity.of_this_process().host),
+            store=HashStore(),
+            token=secrets.token_hex(16),
+            launcher="alone" if launched is None else launched.launcher,
+            ending=ProcessEnd(),
+        )
     remedy = Message("see what they say, or give a longer {--first_iter_timeout}")
     # With many processes, a line on what each waits for would be many lines.
     deadline = Deadline(first_iter_timeout, ignore, time.sleep, remedy)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -25,13 +25,6 @@ from paceline.replica.replica import Replica
 from paceline.run.steps import Position
 from paceline.state.checkpoint_files import EXCHANGE, Checkpoints, read_checkpoint
 from paceline.state.run_folder import next_generation
-
-
-class Restorable(Protocol):
-    """Protocol of objects with `load_state_dict()`."""
-
-    def load_state_dict(self, state: Any) -> Any:
-        """Take the state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +51,8 @@ class Start:
         saved = self.state["position"]
         return Position(**{f.name: saved[f.name] for f in fields(Position)})
 
-    def restore(self, parts: Mapping[str, Restorable]) -> None:
-        """Restore the state of each part, if there is a checkpoint.
+    def restore(self, parts: Mapping[str, Any]) -> None:
+        """Restore the state of each part by `load_state_dict()`, if there is a checkpoint.
 
         Raises:
             ConfigError: the state is another model's or optimizer's.

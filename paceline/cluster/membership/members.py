@@ -68,9 +68,9 @@ class Members:
         )
 
     @classmethod
-    def alone(cls) -> Self:
+    def alone(cls, host: str = "localhost") -> Self:
         """Return a world of one worker."""
-        return cls.on(0, 0, machines=(1,), addresses=("127.0.0.1",), hosts=("localhost",))
+        return cls.on(0, 0, machines=(1,), addresses=("127.0.0.1",), hosts=(host,))
 
     @property
     def address(self) -> str:

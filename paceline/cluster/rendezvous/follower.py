@@ -25,8 +25,8 @@ from paceline.cluster.rendezvous.registered_machine import (
 )
 from paceline.cluster.rendezvous.registration import RegisteredWorld, Registration, RunRecord
 from paceline.cluster.rendezvous.run_plan import RunPlan
-from paceline.cluster.stores.store_spec import STORE_ERRORS, StoreSpec, open_store, peek
-from paceline.cluster.supervision.failure_report import FailureReport
+from paceline.cluster.stores.store_spec import STORE_ERRORS, StoreSpec, first_line, open_store, peek
+from paceline.cluster.supervision.failure_report import FailureReport, post
 from paceline.errors import CommError, ConfigError
 
 
@@ -78,7 +78,7 @@ def follow(
         except DeadlinePassed:
             raise
         except (CommError, DistError) as error:  # machine 0 went, and took the store with it
-            reason = f" ({str(error).splitlines()[0].rstrip('.')})"
+            reason = f" ({first_line(error)})"
         deadline.wait(numbered("machine", [0], plan.machines) + reason)
 
 
@@ -140,7 +140,7 @@ def _join(
     try:
         if live.record.machines != registered.plan.machines:
             error = _disagree(registered.plan, live.record)
-            registered.post(FailureReport.of(error))
+            post(registered.store, FailureReport.of(error))
             raise error
         _registration(registered, deadline)
         world = _await_world(registered, live, deadline)

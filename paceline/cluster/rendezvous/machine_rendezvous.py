@@ -47,6 +47,7 @@ from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.stores.store_spec import (
     STORE_ERRORS,
     StoreSpec,
+    first_line,
     open_store,
     peek,
     run_space,
@@ -101,8 +102,9 @@ def open_run(
                 undo.callback(registered.abandon)
             generation_info = _form(registered, world, listener, deadline)
         except DistError as error:
-            reason = str(error).splitlines()[0]
-            raise CommError(f"The rendezvous was lost during the start: {reason}") from error
+            raise CommError(
+                f"The rendezvous was lost during the start: {first_line(error)}."
+            ) from error
         undo.pop_all()
         listener.close()
     return FormedRun(
@@ -124,8 +126,13 @@ def answer_finished(plan: RunPlan, limit: float = 5.0) -> None:
     deadline = Deadline(limit, ignore, time.sleep, "")
     with suppress(*STORE_ERRORS), closing(ProbeListener()) as listener:
         server, meeting = host(plan, ignore)
-        if server is None and _has_answer(meeting):
-            return
+        found = (
+            None if server is not None else peek(open_store(meeting, STORE_LIMIT, make=True), "run")
+        )
+        if found is not None:
+            last = meeting.within(RunRecord.from_text(found).generation)
+            if peek(open_store(last, STORE_LIMIT), FINISHED) is not None:
+                return  # it was left for a machine that was killed
         registration = registration_of(plan, listener)
         generation = take_over(plan, meeting, registration, deadline)
         registered = RegisteredMachine(
@@ -204,15 +211,6 @@ OPEN_STORE = (
     "any process that reaches port {1} on {0} can join this run and read its job token: give all "
     "machines the same secret, as PACELINE_SECRET or by --secret_file."
 )
-
-
-def _has_answer(meeting: StoreSpec) -> bool:
-    """Tell whether the run's last start left `finished` for a machine that was killed."""
-    text = peek(open_store(meeting, STORE_LIMIT, make=True), "run")
-    if text is None:
-        return False
-    space = meeting.within(RunRecord.from_text(text).generation)
-    return peek(open_store(space, STORE_LIMIT), FINISHED) is not None
 
 
 def _form(

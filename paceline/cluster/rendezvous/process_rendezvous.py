@@ -37,7 +37,7 @@ from paceline.cluster.rendezvous.reachability import (
 from paceline.cluster.rendezvous.registered_machine import STORE_LIMIT, read_registrations
 from paceline.cluster.rendezvous.registration import RegisteredWorld, Registration
 from paceline.cluster.stores.folder_store import FolderRemoved
-from paceline.cluster.stores.store_spec import StoreSpec, erase, open_store, peek
+from paceline.cluster.stores.store_spec import StoreSpec, erase, first_line, open_store, peek
 from paceline.errors import CommError
 
 START = "start"
@@ -77,27 +77,24 @@ def gather(
         ConfigError: the launcher's numbers contradict each other, or there is no such interface.
     """
     with closing(ProbeListener()) as listener:
-        own = _registration(launched, wanted, listener.port)
+        own = Registration(
+            rank=launched.rank,
+            node=launched.node,
+            local_rank=launched.local_rank,
+            process=ProcessIdentity.of_this_process(),
+            addresses=own_addresses(wanted, apart=bool(wanted) or not launched.one_machine),
+            port=listener.port,
+        )
         try:
             meet = _open if launched.rank == 0 else _find
             space, world = meet(meeting, own, launched.world_size, deadline)
             store = open_store(space, STORE_LIMIT)
             members = _members(world, own, store, listener, wanted, deadline)
         except DistError as error:
-            reason = str(error).splitlines()[0]
-            raise CommError(f"The rendezvous was lost during the start: {reason}") from error
+            raise CommError(
+                f"The rendezvous was lost during the start: {first_line(error)}."
+            ) from error
     return FormedWorld(members=members, token=world.token, space=space, store=store)
-
-
-def _registration(launched: LaunchedProcess, wanted: Sequence[str], port: int) -> Registration:
-    return Registration(
-        rank=launched.rank,
-        node=launched.node,
-        local_rank=launched.local_rank,
-        process=ProcessIdentity.of_this_process(),
-        addresses=own_addresses(wanted, apart=bool(wanted) or not launched.one_machine),
-        port=port,
-    )
 
 
 def _open(

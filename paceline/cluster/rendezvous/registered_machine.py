@@ -17,6 +17,7 @@ from paceline.cluster.stores.store_spec import (
     STORE_ERRORS,
     StoreSpec,
     erase,
+    first_line,
     open_store,
     peek,
 )
@@ -63,7 +64,13 @@ class RegisteredMachine:
         self._lease_store = open_store(self.space, STORE_LIMIT)
         self._run_lease_store = open_store(meeting, STORE_LIMIT)
         self._notice: Callable[[FailureReport], None] | None = notice
-        self._heartbeat = Heartbeat(self._beat, lambda error: warn(_lost(error)))
+        self._heartbeat = Heartbeat(
+            self._beat,
+            lambda error: warn(
+                f"the rendezvous is lost ({first_line(error)}); the run continues, but no other "
+                "machine finds it."
+            ),
+        )
 
     @property
     def leads(self) -> bool:
@@ -73,11 +80,6 @@ class RegisteredMachine:
     def watch(self, registration: Registration) -> LeaseWatch:
         """Watch another machine's lease."""
         return LeaseWatch(self.store, registration, self.registration.process)
-
-    def post(self, failure: FailureReport) -> FailureReport:
-        """Give a reason for the run's end; returns the one that came first."""
-        text = self.store.compare_set(FAILURE, "", failure.to_text())
-        return FailureReport.from_text(text)
 
     def abandon(self) -> None:
         """Leave before the world is complete, so that the next start finds the number free."""
@@ -127,11 +129,6 @@ class RegisteredMachine:
         if text is not None and self._notice is not None:
             self._notice(FailureReport.from_text(text))
             self._notice = None
-
-
-def _lost(error: Exception) -> str:
-    reason = str(error).splitlines()[0].rstrip(".")
-    return f"the rendezvous is lost ({reason}); the run continues, but no other machine finds it."
 
 
 def read_registrations(store: Store, entries: str, total: int) -> dict[int, Registration]:

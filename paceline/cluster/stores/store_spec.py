@@ -125,6 +125,11 @@ def erase(spec: StoreSpec) -> None:
         store.close()
 
 
+def first_line(error: Exception) -> str:
+    """Return what a store's error says in its first line, without a stop."""
+    return str(error).splitlines()[0].rstrip(".")
+
+
 def peek(store: Store, key: str) -> bytes | None:
     """Return a key's value if it is there now."""
     if isinstance(store, PolledStore):

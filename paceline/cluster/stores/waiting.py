@@ -36,22 +36,13 @@ def await_keys(
     pause = 0.002
     missing = list(keys)
     while missing := [key for key in missing if not store.check([key])]:
-        check_failure(store)
+        text = peek(store, FAILURE)
+        if text is not None:
+            raise PeerLost(f"the run has ended: {FailureReport.from_text(text).text}")
         if time.monotonic() > deadline:
             raise CommTimeout(late(missing))
         time.sleep(pause)
         pause = min(1.5 * pause, 0.1)
-
-
-def check_failure(store: Store) -> None:
-    """Check whether the run continues.
-
-    Raises:
-        PeerLost: another process gave a reason for its end.
-    """
-    text = peek(store, FAILURE)
-    if text is not None:
-        raise PeerLost(f"the run has ended: {FailureReport.from_text(text).text}")
 
 
 def within(limit: float, work: Callable[[], _T]) -> _T | None:

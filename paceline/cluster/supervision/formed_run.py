@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import TCPStore
 from paceline.cluster.environment import WorkerEnvironment
 from paceline.cluster.rendezvous.registered_machine import FINISHED, RegisteredMachine
 from paceline.cluster.rendezvous.registration import GenerationInfo, RegisteredWorld
-from paceline.cluster.stores.store_spec import STORE_ERRORS, peek
+from paceline.cluster.stores.store_spec import STORE_ERRORS, first_line, peek
 from paceline.errors import CommError
 
 _PAUSE_S = 0.05
@@ -53,9 +53,7 @@ class FormedRun:
             run_id=plan.run_id,
             generation=self.registered.generation,
             machine=plan.machine,
-            machines=plan.machines,
             local_rank=local_rank,
-            local_world_size=plan.workers,
             store=self.registered.space,
             first_iter_timeout=plan.first_iter_timeout,
             timeout=plan.timeout,
@@ -118,7 +116,7 @@ class FormedRun:
         except STORE_ERRORS as error:
             if not self.registered.meeting.served_by_run:
                 return
-            reason = f"its store is lost: {str(error).splitlines()[0].rstrip('.')}"
+            reason = f"its store is lost: {first_line(error)}"
         raise CommError(
             f"machine 0 ({self.generation_info.hosts[0]}) didn't say that the run is finished "
             f"({reason}): start the same command again on all machines."

@@ -30,7 +30,7 @@ from paceline.cluster.stores.store_spec import (
     peek,
 )
 from paceline.cluster.stores.waiting import within
-from paceline.cluster.supervision.failure_report import FAILURE, FailureReport
+from paceline.cluster.supervision.failure_report import FAILURE, FailureReport, post
 from paceline.cluster.supervision.supervisor import say
 from paceline.cluster.supervision.worker import report_error
 from paceline.errors import CommTimeout
@@ -105,7 +105,10 @@ class LaunchedEnd(ProcessEnd):
         return status
 
     def warn(self, status: int) -> None:
-        within(_CAUSE_S, lambda: self._post(FailureReport.of_status(status)))
+        within(
+            _CAUSE_S,
+            lambda: post(self._world.store, FailureReport.of_status(status).by(self._name)),
+        )
 
     def close(self) -> None:
         with suppress(*STORE_ERRORS):  # no process is left that needs it
@@ -114,7 +117,7 @@ class LaunchedEnd(ProcessEnd):
     def _report(self, failure: FailureReport, limit: float) -> int:
         first = self._cause(limit) if failure.consequence else None
         if first is None:
-            self._post(failure)
+            post(self._world.store, failure.by(self._name))
             # What all processes of a machine may find at once, such as a wrong flag, is said once.
             digest = hashlib.sha256(failure.text.encode()).hexdigest()[:16]
             key = f"reported/{self._world.members.machine}/{digest}"
@@ -125,9 +128,6 @@ class LaunchedEnd(ProcessEnd):
         reason = (why.splitlines() or [""])[-1]
         say(f"{self._name}: ended because {process} failed: {reason}")
         return first.status
-
-    def _post(self, failure: FailureReport) -> None:
-        self._world.store.compare_set(FAILURE, "", failure.by(self._name).to_text())
 
     def _cause(self, limit: float) -> FailureReport | None:
         """Wait for another process's report on why the run ended."""

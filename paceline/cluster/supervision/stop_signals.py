@@ -91,13 +91,9 @@ class StopSignals:
                 self._number = received[0]
                 report_stop(signal.Signals(received[0]))
                 self._report(signal.Signals(received[0]))
-                self._see_to_the_end(rescue)
+                deadline = monotonic() + _END_S
+                if not self._ended.wait(_RESCUE_S):
+                    rescue()
+                    if not self._ended.wait(max(0.0, deadline - monotonic())):
+                        self._leave(self.status)
                 return
-
-    def _see_to_the_end(self, rescue: Callable[[], object]) -> None:
-        deadline = monotonic() + _END_S
-        if self._ended.wait(_RESCUE_S):
-            return
-        rescue()
-        if not self._ended.wait(max(0.0, deadline - monotonic())):
-            self._leave(self.status)

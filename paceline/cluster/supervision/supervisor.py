@@ -32,7 +32,7 @@ from paceline.cluster.supervision.event_queue import (
     Exited,
     Interrupted,
 )
-from paceline.cluster.supervision.failure_report import FailureReport, cause
+from paceline.cluster.supervision.failure_report import FailureReport, cause, post
 from paceline.cluster.supervision.formed_run import FormedRun
 from paceline.cluster.supervision.worker_process import WorkerProcess
 from paceline.errors import ConfigError, Message, PacelineError
@@ -132,7 +132,7 @@ class _Workers:
             if failure is not None:
                 # The run's reason, this one or another machine's, before the others see workers
                 # end because of it.
-                first = within(_POST_S, partial(self._run.registered.post, failure))
+                first = within(_POST_S, partial(post, self._run.registered.store, failure))
                 failure = first or failure
                 self._signal(signal.SIGTERM)
                 self._report(failure.text)
@@ -205,7 +205,8 @@ class _Workers:
         elif isinstance(event, Exited):
             worker = self._workers.pop(event.local_rank)
             if event.returncode != 0:
-                return worker.failure(self._name(event.local_rank), event.returncode)
+                name = self._name(event.local_rank)  # its report, or what its exit status says
+                return worker.report(name) or FailureReport.of_exit(name, event.returncode)
         elif event is not None:
             return _reason(event, self._machine())
         return None

@@ -58,10 +58,6 @@ class WorkerProcess:
             if self._running:
                 self._send(number)
 
-    def failure(self, name: str, returncode: int) -> FailureReport:
-        """Return why the worker failed: its own report, or what its exit status says."""
-        return self.report(name) or FailureReport.of_exit(name, returncode)
-
     def report(self, name: str) -> FailureReport | None:
         """Return the worker's report on why it fails, perhaps before it has ended."""
         text = self._error_file.read_bytes()
