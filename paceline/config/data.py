@@ -98,15 +98,6 @@ class DataConfig:
         for value in self.image_std_per_channel:
             positive("image_std_per_channel", value)
 
-    @property
-    def mean(self) -> tuple[float, ...]:
-        """The mean of each channel, in 0 to 255."""
-        return self._each_channel(self.image_mean_per_channel)
-
-    @property
-    def std(self) -> tuple[float, ...]:
-        """The standard deviation of each channel, in 0 to 255."""
-        return self._each_channel(self.image_std_per_channel)
-
-    def _each_channel(self, values: tuple[float, ...]) -> tuple[float, ...]:
+    def each_channel(self, values: tuple[float, ...]) -> tuple[float, ...]:
+        """Return the value of each channel, where one value may be given for all."""
         return values * self.num_channels if len(values) == 1 else values
