@@ -154,9 +154,8 @@ def connect_machine(
     members: Members, store: Store, device: torch.device, limits: tuple[float, float], sync: str
 ) -> Communicator | None:
     """Connect the workers of this machine, if their GPUs sum first; as `connect_group`."""
-    if not adds_up_on_gpus(members, device, sync):
-        return None
-    return connect_group(members, store, device, limits)
+    sums = adds_up_on_gpus(members, device, sync)
+    return connect_group(members, store, device, limits) if sums else None
 
 
 def connect_group(

@@ -33,11 +33,8 @@ class Deadline:
         pause: Callable[[float], None],
         remedy: str | Message,
     ) -> None:
-        self._limit = limit
-        self._deadline = time.monotonic() + limit
-        self._report = report
-        self._pause = pause
-        self._remedy = remedy
+        self._limit, self._deadline = limit, time.monotonic() + limit
+        self._report, self._pause, self._remedy = report, pause, remedy
         self._reported = ""
 
     def wait(self, awaited: str) -> None:
@@ -76,5 +73,4 @@ def absent(store: Store, entries: str, total: int) -> list[int]:
 
 def numbered(noun: str, missing: Sequence[int], total: int) -> str:
     """Name machines or ranks by their numbers: "machines 1, 2 of 4"."""
-    plural = "s" if len(missing) > 1 else ""
-    return f"{noun}{plural} {', '.join(map(str, missing))} of {total}"
+    return f"{noun}{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {total}"

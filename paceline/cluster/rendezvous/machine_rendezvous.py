@@ -81,8 +81,10 @@ def open_run(
         CommError: a machine didn't come in time, or can't be reached.
         Finished: the run came to its end before.
     """
-    remedy = f"start {'them' if plan.machines > 2 else 'it'} with --run_id {plan.run_id} and the "
-    remedy += "same rendezvous, or give a longer --first_iter_timeout"
+    remedy = (
+        f"start {'them' if plan.machines > 2 else 'it'} with --run_id {plan.run_id} and the same "
+        "rendezvous, or give a longer --first_iter_timeout"
+    )
     deadline = Deadline(plan.first_iter_timeout, report, pause, remedy)
     with ExitStack() as undo:
         listener = undo.enter_context(closing(ProbeListener()))

@@ -53,10 +53,8 @@ class RegisteredMachine:
         notice: Callable[[FailureReport], None],
         warn: Callable[[str], None],
     ) -> None:
-        self.plan = plan
-        self.generation = generation
-        self.registration = registration
-        self.meeting = meeting
+        self.plan, self.registration = plan, registration
+        self.meeting, self.generation = meeting, generation
         self.space = meeting.within(generation)
         self.store = open_store(self.space, STORE_LIMIT, make=self.leads)
         self.run_store = open_store(meeting, STORE_LIMIT)

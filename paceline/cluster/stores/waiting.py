@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from queue import Empty, SimpleQueue
+from contextlib import suppress
 from typing import TypeVar
 
 from torch._C._distributed_c10d import Store
@@ -50,16 +50,13 @@ def within(limit: float, work: Callable[[], _T]) -> _T | None:
 
     An error is not reported: the heartbeat has warned that the store is lost.
     """
-    results: SimpleQueue[_T | None] = SimpleQueue()
+    results: list[_T] = []
 
     def do() -> None:
-        try:
-            results.put(work())
-        except STORE_ERRORS:
-            results.put(None)
+        with suppress(*STORE_ERRORS):
+            results.append(work())
 
-    threading.Thread(target=do, name="store", daemon=True).start()
-    try:
-        return results.get(timeout=limit)
-    except Empty:
-        return None
+    thread = threading.Thread(target=do, name="store", daemon=True)
+    thread.start()
+    thread.join(limit)
+    return results[0] if results else None

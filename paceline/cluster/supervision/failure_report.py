@@ -102,6 +102,4 @@ def post(store: Store, failure: FailureReport) -> FailureReport:
 
 def cause(failures: Iterable[FailureReport]) -> FailureReport | None:
     """Return the first failure that isn't another's consequence, else the first of all."""
-    failures = list(failures)
-    primary = [failure for failure in failures if not failure.consequence]
-    return next(iter(primary or failures), None)
+    return min(failures, key=lambda failure: failure.consequence, default=None)

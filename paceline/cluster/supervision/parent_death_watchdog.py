@@ -32,8 +32,11 @@ def main(argv: list[str]) -> int:
         return 2
     threading.Thread(target=watch_parent, args=(supervisor,), daemon=True).start()
     status = process.wait()
-    if status < 0:
-        _die_of(-status)
+    if status < 0:  # end by the signal that ended the command, without a second core dump
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if -status != signal.SIGKILL:
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
     return status
 
 
@@ -42,14 +45,6 @@ def watch_parent(pipe: int) -> None:
     while os.read(pipe, 1):
         pass
     os.killpg(0, signal.SIGKILL)
-
-
-def _die_of(number: int) -> None:
-    """End by the signal that ended the command, without a second core dump."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if number != signal.SIGKILL:
-        signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
 
 
 if __name__ == "__main__":

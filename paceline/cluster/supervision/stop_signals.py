@@ -36,8 +36,7 @@ class StopSignals:
         report: Callable[[signal.Signals], None] = lambda number: None,
         leave: Callable[[int], None] = os._exit,
     ) -> None:
-        self._report = report
-        self._leave = leave
+        self._report, self._leave = report, leave
         self._number = 0
         self._ended = threading.Event()
 

@@ -112,10 +112,8 @@ class _Workers:
     def __init__(
         self, plan: RunPlan, run: FormedRun, events: EventQueue, report: Callable[[str], None]
     ) -> None:
-        self._plan = plan
-        self._run = run
-        self._events = events
-        self._report = report
+        self._plan, self._run = plan, run
+        self._events, self._report = events, report
         self._workers: dict[int, WorkerProcess] = {}
         """By local rank, those whose end is no event yet."""
 
