@@ -87,7 +87,7 @@ def _missing(registered: RegisteredMachine, watches: dict[int, LeaseWatch]) -> l
 def _wait_until_over(
     plan: RunPlan, meeting: StoreSpec, old: RunRecord, here: ProcessIdentity, deadline: Deadline
 ) -> None:
-    """Wait until no machine of an start is alive; its machine 0 alive is an error at once."""
+    """Wait until no machine of a start is alive; its machine 0 alive is an error at once."""
     store = open_store(meeting.within(old.generation), STORE_LIMIT)
     there = [*read_registrations(store, "machine", old.machines).values(), old.leader]
     entries = {registration.id: registration for registration in there}
