@@ -27,17 +27,6 @@ def as_flag(option: str) -> str:
     return f"--{option}"
 
 
-class _Names(dict[str, str]):
-    """The options' names on one surface, for `str.format_map`."""
-
-    def __init__(self, name_of: Callable[[str], str]) -> None:
-        super().__init__()
-        self._name_of = name_of
-
-    def __missing__(self, key: str) -> str:
-        return self._name_of(key.removeprefix("--"))
-
-
 class Message(str):
     """A sentence with options in it, rendered by the surface that shows it; as text, with flags.
 
@@ -61,7 +50,9 @@ class Message(str):
 
 def _rendered(template: str, values: tuple[object, ...], name_of: Callable[[str], str]) -> str:
     texts = [v.render(name_of) if isinstance(v, Message) else v for v in values]
-    return Formatter().vformat(template, texts, _Names(name_of))
+    fields = {field for _, field, _, _ in Formatter().parse(template) if field}
+    options = {field: name_of(field.removeprefix("--")) for field in fields}
+    return Formatter().vformat(template, texts, options)
 
 
 class PacelineError(Exception):

@@ -16,16 +16,15 @@ The interpreter gives no exit hook the status of `sys.exit`, so the handler wrap
 from __future__ import annotations
 
 import multiprocessing
-import os
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from types import TracebackType
 from typing import Any, NoReturn
 
 from paceline.cluster.environment import Environment
 from paceline.cluster.join import Joined
-from paceline.cluster.supervision.process_end import ProcessEnd, SingleProcessEnd, SupervisedEnd
+from paceline.cluster.supervision.process_end import ProcessEnd, SupervisedEnd
+from paceline.cluster.supervision.worker import end_process
 from paceline.errors import PacelineError
 
 _INTERRUPTED = 130
@@ -49,7 +48,7 @@ class ExitHandler:
     def __init__(self, environment: Environment) -> None:
         self.failed = self.active = False
         worker = environment.worker
-        self._ending: ProcessEnd = SingleProcessEnd() if worker is None else SupervisedEnd(worker)
+        self._ending: ProcessEnd = ProcessEnd() if worker is None else SupervisedEnd(worker)
         self.rescue: Callable[[], object] = lambda: None
         self._alone = worker is None
         current = sys.excepthook
@@ -116,12 +115,3 @@ class ExitHandler:
             status = self._ending.fail(error)
         self.rescue()
         return status
-
-
-def end_process(status: int) -> NoReturn:
-    """End the process at once, without the interpreter's shutdown; streams may be closed."""
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # as after `>&-`
-            with suppress(OSError, ValueError):
-                stream.flush()
-    os._exit(status)

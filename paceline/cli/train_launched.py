@@ -22,7 +22,6 @@ from pathlib import Path
 import torch
 
 from paceline import wiring
-from paceline.api.exit_handler import end_process
 from paceline.cli.notes import notes
 from paceline.cli.worker import train
 from paceline.cluster.environment import Environment
@@ -30,6 +29,7 @@ from paceline.cluster.join import Joined, join_world_of
 from paceline.cluster.launchers.launchers import command_of
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.supervision.supervisor import finished_sentence, say
+from paceline.cluster.supervision.worker import end_process
 from paceline.config.train import TrainConfig
 from paceline.config.world import WorldConfig
 from paceline.errors import ConfigError, Message, PacelineError

@@ -36,9 +36,7 @@ class WorkerEnvironment(JsonRecord):
         run_id: the run's name.
         generation: this start of the run.
         machine: the machine's number (Caffe2's shard_id).
-        machines: the number of machines (Caffe2's num_shards).
         local_rank: the worker's number on this machine.
-        local_world_size: the number of workers on this machine.
         store: where the world is written, and where process groups meet; may hold a password.
         first_iter_timeout: seconds to wait for the others at the start.
         timeout: seconds to wait for the others afterwards.
@@ -49,9 +47,7 @@ class WorkerEnvironment(JsonRecord):
     run_id: str
     generation: str
     machine: int
-    machines: int
     local_rank: int
-    local_world_size: int
     store: StoreSpec
     first_iter_timeout: float
     timeout: float

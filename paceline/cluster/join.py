@@ -19,10 +19,9 @@ from datetime import timedelta
 from torch._C._distributed_c10d import HashStore, Store
 
 from paceline.cluster.environment import Environment
-from paceline.cluster.launchers.launched_process import LaunchedProcess
 from paceline.cluster.membership.members import Members
 from paceline.cluster.membership.process_identity import ProcessIdentity
-from paceline.cluster.rendezvous.deadline import Deadline
+from paceline.cluster.rendezvous.deadline import Deadline, ignore
 from paceline.cluster.rendezvous.launcher_store import meet
 from paceline.cluster.rendezvous.process_rendezvous import gather
 from paceline.cluster.stores.store_spec import StoreSpec
@@ -31,7 +30,6 @@ from paceline.cluster.supervision.allocator import keep_freed_memory
 from paceline.cluster.supervision.process_end import (
     LaunchedEnd,
     ProcessEnd,
-    SingleProcessEnd,
     SupervisedEnd,
 )
 from paceline.cluster.supervision.supervisor import say
@@ -121,30 +119,16 @@ def join_world_of(
         )
     launched = environment.launched
     if launched is None or launched.world_size == 1:
-        return _alone("alone" if launched is None else launched.launcher)
-    return _launched(launched, first_iter_timeout, timeout, meeting, wanted)
-
-
-def _alone(launcher: str) -> Joined:
-    host = ProcessIdentity.of_this_process().host
-    return Joined(
-        members=Members.on(0, 0, machines=(1,), addresses=("127.0.0.1",), hosts=(host,)),
-        store=HashStore(),
-        token=secrets.token_hex(16),
-        launcher=launcher,
-        ending=SingleProcessEnd(),
-    )
-
-
-def _launched(
-    launched: LaunchedProcess,
-    first_iter_timeout: float,
-    timeout: float,
-    meeting: StoreSpec | None,
-    wanted: Sequence[str],
-) -> Joined:
+        return Joined(
+            members=Members.alone(ProcessIdentity.of_this_process().host),
+            store=HashStore(),
+            token=secrets.token_hex(16),
+            launcher="alone" if launched is None else launched.launcher,
+            ending=ProcessEnd(),
+        )
     remedy = Message("see what they say, or give a longer {--first_iter_timeout}")
-    deadline = Deadline(first_iter_timeout, _say_nothing, time.sleep, remedy)
+    # With many processes, a line on what each waits for would be many lines.
+    deadline = Deadline(first_iter_timeout, ignore, time.sleep, remedy)
     server, space = meet(launched, meeting, wanted, first_iter_timeout, say)
     world = gather(space, launched, wanted, deadline)
     world.store.set_timeout(timedelta(seconds=first_iter_timeout))
@@ -156,7 +140,3 @@ def _launched(
         meeting=space.address if space.served_by_run else "",
         ending=LaunchedEnd(world, space, server, stays=launched.rank == 0, timeout=timeout),
     )
-
-
-def _say_nothing(text: str) -> None:
-    """Report nothing of what a start waits for: with many processes it would be many lines."""

@@ -73,8 +73,7 @@ class DataConfig:
     """Folder for the index of a database whose own folder is read-only."""
 
     def __post_init__(self) -> None:
-        for flag in ("image_size", "num_labels", "epoch_size", "test_epoch_size", "scale"):
-            at_least(flag, getattr(self, flag), 1)
+        at_least(self, 1, "image_size", "num_labels", "epoch_size", "test_epoch_size", "scale")
         if self.num_channels not in (1, 3):
             raise ConfigError(f"--num_channels {self.num_channels}: must be 1 (grey) or 3 (RGB).")
         if self.augment in ("caffe2", "inception") and self.scale < self.image_size:
@@ -83,7 +82,7 @@ class DataConfig:
                 f"no room for a crop; use --scale {round(self.image_size * 256 / 224)}."
             )
         within("color_jitter", self.color_jitter, 0, 1)
-        at_least("decode_threads", self.decode_threads, 0)
+        at_least(self, 0, "decode_threads")
         self._check_normalisation()
 
     def _check_normalisation(self) -> None:
@@ -99,15 +98,6 @@ class DataConfig:
         for value in self.image_std_per_channel:
             positive("image_std_per_channel", value)
 
-    @property
-    def mean(self) -> tuple[float, ...]:
-        """The mean of each channel, in 0 to 255."""
-        return self._each_channel(self.image_mean_per_channel)
-
-    @property
-    def std(self) -> tuple[float, ...]:
-        """The standard deviation of each channel, in 0 to 255."""
-        return self._each_channel(self.image_std_per_channel)
-
-    def _each_channel(self, values: tuple[float, ...]) -> tuple[float, ...]:
+    def each_channel(self, values: tuple[float, ...]) -> tuple[float, ...]:
+        """Return the value of each channel, where one value may be given for all."""
         return values * self.num_channels if len(values) == 1 else values

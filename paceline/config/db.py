@@ -55,9 +55,9 @@ class DbCreateConfig:
     """Threads that read, decode and encode. 0: one per core."""
 
     def __post_init__(self) -> None:
-        at_least("workers", self.workers, 0)
+        at_least(self, 0, "workers")
         if self.resize is not None:
-            at_least("resize", self.resize, 1, "omit it to keep the original sizes")
+            at_least(self, 1, "resize", remedy="omit it to keep the original sizes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ class DbConvertConfig:
     """Threads that read, decode and encode. 0: one per core."""
 
     def __post_init__(self) -> None:
-        at_least("workers", self.workers, 0)
+        at_least(self, 0, "workers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,4 +114,4 @@ class DbInfoConfig:
     """Threads that read and decode. 0: one per core."""
 
     def __post_init__(self) -> None:
-        at_least("workers", self.workers, 0)
+        at_least(self, 0, "workers")

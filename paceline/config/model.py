@@ -42,7 +42,7 @@ class ModelConfig:
     """Name of the weights file in the run's folder (default: <model>_model)."""
 
     def __post_init__(self) -> None:
-        at_least("num_layers", self.num_layers, 1)
+        at_least(self, 1, "num_layers")
         if self.save_model_name:
             file_name("save_model_name", self.save_model_name)
 

@@ -61,13 +61,9 @@ class OptimConfig:
     """Random seed for initial weights, sample order and augmentation."""
 
     def __post_init__(self) -> None:
-        at_least("batch_size", self.batch_size, 1)
-        at_least("num_epochs", self.num_epochs, 1)
+        at_least(self, 1, "batch_size", "num_epochs")
         positive("base_learning_rate", self.base_learning_rate)
-        at_least("weight_decay", self.weight_decay, 0)
         within("momentum", self.momentum, 0, 1)
-        at_least("warmup_epochs", self.warmup_epochs, 0)
-        for flag in ("clip_norm", "clip_value", "max_loss"):
-            at_least(flag, getattr(self, flag), 0)
+        at_least(self, 0, "weight_decay", "warmup_epochs", "clip_norm", "clip_value", "max_loss")
         within("label_smoothing", self.label_smoothing, 0, 1)
         within("seed", self.seed, 0, 2**63)

@@ -7,15 +7,17 @@ import math
 from paceline.errors import ConfigError
 
 
-def at_least(flag: str, value: float, low: float, remedy: str = "") -> None:
-    """Require `value >= low`, and finite.
+def at_least(config: object, low: float, *flags: str, remedy: str = "") -> None:
+    """Require `value >= low`, and finite, of some flags of a configuration.
 
     Raises:
-        ConfigError: it isn't.
+        ConfigError: one isn't.
     """
-    if not low <= value < math.inf:
-        rule = f"must be at least {low}" + (" and finite" if value > low else "")
-        raise ConfigError(flag=flag, value=value, rule=rule, remedy=remedy)
+    for flag in flags:
+        value = getattr(config, flag)
+        if not low <= value < math.inf:
+            rule = f"must be at least {low}" + (" and finite" if value > low else "")
+            raise ConfigError(flag=flag, value=value, rule=rule, remedy=remedy)
 
 
 def within(flag: str, value: float, low: float, high: float, remedy: str = "") -> None:

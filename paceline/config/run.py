@@ -37,9 +37,8 @@ class OutputConfig:
 
     def __post_init__(self) -> None:
         self.traced  # noqa: B018 - raises where the steps can't be read
-        at_least("checkpoint_steps", self.checkpoint_steps, 0)
-        at_least("checkpoint_minutes", self.checkpoint_minutes, 0)
-        at_least("keep_checkpoints", self.keep_checkpoints, 1)
+        at_least(self, 0, "checkpoint_steps", "checkpoint_minutes")
+        at_least(self, 1, "keep_checkpoints")
 
     @property
     def traced(self) -> range | None:

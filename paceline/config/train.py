@@ -63,7 +63,8 @@ class TrainConfig:
     def flat(self) -> dict[str, object]:
         """Every flag and its value; a password in a URL is left out."""
         values = {name: value for part in asdict(self).values() for name, value in part.items()}
-        values["redis_url"] = _without_password(self.world.redis_url)
+        scheme, separator, rest = self.world.redis_url.partition("://")
+        values["redis_url"] = scheme + separator + rest.rpartition("@")[2]
         return values
 
     def identity(self) -> dict[str, object]:
@@ -86,10 +87,6 @@ class TrainConfig:
     def _digest(self, flags: Mapping[str, object]) -> str:
         identity = {**flags, "data": [self.data.train_data, self.data.test_data]}
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
-
-    def without_weights(self) -> TrainConfig:
-        """Return the same configuration without weights to start from: a checkpoint has them."""
-        return replace(self, model=replace(self.model, load_model_path=""))
 
     def with_run_id(self, run_id: str) -> TrainConfig:
         """Return the same configuration under the name `run_id`."""
@@ -124,8 +121,3 @@ def _plain(value: Any) -> Any:
 @cache
 def _defaults() -> Mapping[str, object]:
     return TrainConfig(data=DataConfig(train_data="")).identity()
-
-
-def _without_password(url: str) -> str:
-    scheme, separator, rest = url.partition("://")
-    return scheme + separator + rest.rpartition("@")[2]

@@ -67,26 +67,23 @@ class WorldConfig:
     """Network interfaces to use, comma-separated (default: those that reach the peers)."""
 
     def __post_init__(self) -> None:
-        at_least("num_shards", self.num_shards, 1)
+        at_least(self, 1, "num_shards")
         if not 0 <= self.shard_id < self.num_shards:
             raise ConfigError(
                 f"--shard_id {self.shard_id}: must be 0 to {self.num_shards - 1} with "
                 f"--num_shards {self.num_shards}."
             )
-        for flag in ("num_workers", "num_gpus"):
-            at_least(flag, getattr(self, flag), 0)
+        at_least(self, 0, "num_workers", "num_gpus")
         within("redis_port", self.redis_port, 1, 65536)
         positive("timeout", self.timeout)
         positive("first_iter_timeout", self.first_iter_timeout)
-        self._check_one_way_to_say_it()
+        if (self.gpus or self.num_gpus) and self.num_workers:  # of the first two, --gpus counts
+            gpus = f"--gpus {self.gpus}" if self.gpus else f"--num_gpus {self.num_gpus}"
+            raise ConfigError(
+                f"{gpus} and --num_workers {self.num_workers} are redundant: use one of them."
+            )
         self._check_rendezvous()
         self.gpu_numbers  # noqa: B018 - raises where the list can't be read
-
-    def _check_one_way_to_say_it(self) -> None:
-        gpus = f"--gpus {self.gpus}" if self.gpus else f"--num_gpus {self.num_gpus}"
-        given = [gpus, f"--num_workers {self.num_workers}"]
-        if (self.gpus or self.num_gpus) and self.num_workers:  # of the first two, --gpus counts
-            raise ConfigError(f"{' and '.join(given)} are redundant: use one of them.")
 
     def _check_rendezvous(self) -> None:
         flags = [f for f in ("redis_host", "redis_url", "master") if getattr(self, f)]
@@ -138,6 +135,15 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 }
 """Values of the options of an exchange; the first of each is the default."""
 
+_CONNECTS = "allreduce makes its own connections, by Gloo or NCCL"
+_ALLREDUCE = {
+    "wire": "allreduce sends gradients uncompressed",
+    "update": "with allreduce every worker updates its copy",
+    "transport": _CONNECTS,
+    "connections": _CONNECTS,
+}
+"""Why an option of puts isn't one of allreduce."""
+
 if TYPE_CHECKING:
     Sync: TypeAlias = str
     Wire: TypeAlias = str
@@ -179,10 +185,16 @@ class SyncConfig:
     16)."""
 
     def __post_init__(self) -> None:
-        at_least("bucket_mb", self.bucket_mb, 0)
+        at_least(self, 0, "bucket_mb")
         within("connections", self.connections, 0, 33)
-        if self.sync == "allreduce" and self.asks_for_puts:
-            self._refuse_collectives()
+        if self.sync == "allreduce" and self.put_options:
+            flag = self.put_options[0]
+            raise ConfigError(
+                Message(
+                    f"{{--{flag}}} {{}} needs {{--sync}} notified: {_ALLREDUCE[flag]}.",
+                    getattr(self, flag),
+                )
+            )
         if self.transport == "nixl" and self.connections > 1:
             raise ConfigError(
                 Message(
@@ -191,49 +203,28 @@ class SyncConfig:
                 )
             )
 
-    def _refuse_collectives(self) -> None:
-        if self.wire != "fp32":
-            raise ConfigError(
-                Message(
-                    "{--wire} {} needs {--sync} notified: allreduce sends gradients uncompressed.",
-                    self.wire,
-                )
-            )
-        if self.update != "replicated":
-            raise ConfigError(
-                Message(
-                    "{--update} {} needs {--sync} notified: with allreduce every worker updates "
-                    "its copy.",
-                    self.update,
-                )
-            )
-        flag = "transport" if self.transport == "nixl" else "connections"
-        raise ConfigError(
-            Message(
-                f"{{--{flag}}} {{}} needs {{--sync}} notified: allreduce makes its own "
-                "connections, by Gloo or NCCL.",
-                getattr(self, flag),
-            )
-        )
-
     @property
-    def asks_for_puts(self) -> bool:
-        """Whether an option is given that only puts have."""
-        plain = (self.wire, self.update, self.transport) == ("fp32", "replicated", "tcp")
-        return not plain or self.connections > 1
+    def put_options(self) -> list[str]:
+        """The options given that only puts have."""
+        given = {
+            "wire": self.wire != "fp32",
+            "update": self.update != "replicated",
+            "transport": self.transport != "tcp",
+            "connections": self.connections > 1,
+        }
+        return [flag for flag, is_given in given.items() if is_given]
 
     @property
     def idle_on_one_machine(self) -> list[Message]:
         """A sentence for each flag that has no effect where all workers share memory."""
-        flags = {"wire": self.wire != "fp32", "connections": self.connections > 1}
         return [
             Message(
                 f"{{--{flag}}} {{}} has no effect on one machine, because its workers use shared "
                 "memory; it applies to traffic between machines.",
                 getattr(self, flag),
             )
-            for flag, given in flags.items()
-            if given and self.transport != "nixl"  # which shares none
+            for flag in self.put_options
+            if flag in ("wire", "connections") and self.transport != "nixl"  # which shares none
         ]
 
     @property

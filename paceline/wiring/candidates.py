@@ -38,11 +38,12 @@ def candidates_of(
     if sum(machines) == 1:
         return [SyncConfig(sync="allreduce", bucket_mb=config.bucket_mb)]
     found = [(sync, size, config.connections) for sync, size in CANDIDATES[device.type]]
-    if len(machines) > 1 and found[0][0] == "notified" and not _connections_given(config):
+    open_choice = config.connections == 0 and config.transport != "nixl"
+    if len(machines) > 1 and found[0][0] == "notified" and open_choice:
         found.append((*found[0][:2], CONNECTIONS))
     different: dict[object, SyncConfig] = {}
     for sync, size, connections in found:
-        if sync == "allreduce" and config.asks_for_puts:
+        if sync == "allreduce" and config.put_options:
             continue
         fixed = replace(
             config,
@@ -54,8 +55,3 @@ def candidates_of(
         names = tuple(bucket.names for bucket in buckets)
         different.setdefault((sync, names, connections), fixed)
     return list(different.values())
-
-
-def _connections_given(config: SyncConfig) -> bool:
-    """Tell whether the number of connections isn't auto's to choose."""
-    return config.connections > 0 or config.transport == "nixl"

@@ -36,8 +36,9 @@ def _allreduce(
     statistics: RunningStatistics,
     config: SyncConfig,
 ) -> Synchronizer:
-    updater = Updater(optimizer, buckets)
-    return make_allreduce(buckets, peers.communicator, updater, statistics, peers.recorder)
+    return make_allreduce(
+        buckets, peers.communicator, Updater(optimizer, buckets), statistics, peers.recorder
+    )
 
 
 def _notified(
@@ -84,12 +85,8 @@ def refuse_gpu(config: SyncConfig) -> None:
                 "replicated, or CPUs with {--use_cpu}."
             )
         )
-    if config.asks_for_puts and config.sync != "notified":
-        flag = next(
-            name
-            for name in ("wire", "transport", "connections")
-            if getattr(config, name) != getattr(SyncConfig(), name)
-        )
+    if config.put_options and config.sync != "notified":
+        flag = config.put_options[0]
         raise ConfigError(
             Message(
                 f"{{--{flag}}} {{}} needs {{--sync}} notified, which {{--sync}} {{}} does not try "

@@ -108,14 +108,26 @@ def device_of(config: TrainConfig, local_rank: int) -> torch.device:
 
 
 def connect(
-    config: TrainConfig, members: Members, store: Store, device: torch.device
+    config: TrainConfig,
+    members: Members,
+    store: Store,
+    device: torch.device,
+    purpose: str = "steps",
 ) -> Communicator:
-    """Connect this worker with all others of its generation; collective.
+    """Connect this worker with all others of its generation; collective, once a purpose.
 
     Raises:
         CommError: a rank didn't come in time.
     """
-    return _connect("steps", config, members, store, device)
+    return ProcessGroupCommunicator(
+        PrefixStore(f"generation/{members.generation}/{purpose}", store),
+        rank=members.rank,
+        world_size=members.world_size,
+        device=device,
+        address=members.address,
+        first_timeout=config.world.first_iter_timeout,
+        timeout=config.world.timeout,
+    )
 
 
 def connect_layers(
@@ -126,9 +138,7 @@ def connect_layers(
     Raises:
         CommError: a rank didn't come in time.
     """
-    if not config.model.sync_bn:
-        return None
-    return _connect("layers", config, members, store, device)
+    return connect(config, members, store, device, "layers") if config.model.sync_bn else None
 
 
 def adds_up_on_gpus(members: Members, device: torch.device, sync: str) -> bool:
@@ -144,9 +154,8 @@ def connect_machine(
     members: Members, store: Store, device: torch.device, limits: tuple[float, float], sync: str
 ) -> Communicator | None:
     """Connect the workers of this machine, if their GPUs sum first; as `connect_group`."""
-    if not adds_up_on_gpus(members, device, sync):
-        return None
-    return connect_group(members, store, device, limits)
+    sums = adds_up_on_gpus(members, device, sync)
+    return connect_group(members, store, device, limits) if sums else None
 
 
 def connect_group(
@@ -181,17 +190,3 @@ def connect_group(
     intra_machine.broadcast(first).wait(what)
     assert first.tolist() == [members.local_world_size]
     return intra_machine
-
-
-def _connect(
-    purpose: str, config: TrainConfig, members: Members, store: Store, device: torch.device
-) -> Communicator:
-    return ProcessGroupCommunicator(
-        PrefixStore(f"generation/{members.generation}/{purpose}", store),
-        rank=members.rank,
-        world_size=members.world_size,
-        device=device,
-        address=members.address,
-        first_timeout=config.world.first_iter_timeout,
-        timeout=config.world.timeout,
-    )

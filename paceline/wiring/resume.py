@@ -8,7 +8,7 @@ is another one: samples would be lost, or trained twice. So this is checked befo
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -24,7 +24,6 @@ from paceline.errors import CheckpointError, ConfigError, Message
 from paceline.replica.replica import Replica
 from paceline.run.steps import Position
 from paceline.state.checkpoint_files import EXCHANGE, Checkpoints, read_checkpoint
-from paceline.state.checkpointer import Restorable
 from paceline.state.run_folder import next_generation
 
 
@@ -52,8 +51,8 @@ class Start:
         saved = self.state["position"]
         return Position(**{f.name: saved[f.name] for f in fields(Position)})
 
-    def restore(self, parts: Mapping[str, Restorable]) -> None:
-        """Restore the state of each part, if there is a checkpoint.
+    def restore(self, parts: Mapping[str, Any]) -> None:
+        """Restore the state of each part by `load_state_dict()`, if there is a checkpoint.
 
         Raises:
             ConfigError: the state is another model's or optimizer's.
@@ -168,8 +167,15 @@ def _look(output: OutputConfig, run: Path, identity: Mapping[str, object]) -> St
     checkpoints.clean()
     found = checkpoints.newest_first()
     notes: list[str] = []
-    for path, state in _readable(found, identity, notes):
-        return _start(run, state, f"Resuming from {path}", None, notes)
+    for path in found:
+        try:
+            state = read_checkpoint(path)
+        except CheckpointError as error:
+            notes.append(str(error))
+        else:
+            if not difference(state.get("config") or {}, identity):
+                return _start(run, state, f"Resuming from {path}", None, notes)
+            notes.append(f"{path}: this checkpoint belongs to another run and is skipped.")
     if found:
         raise CheckpointError(
             Message(
@@ -185,21 +191,6 @@ def _look(output: OutputConfig, run: Path, identity: Mapping[str, object]) -> St
     check_origin(output, run)
     path = Path(output.resume)
     return _start(run, read_checkpoint(path), f"Starting from {path}", str(path), notes)
-
-
-def _readable(
-    found: list[Path], identity: Mapping[str, object], notes: list[str]
-) -> Iterator[tuple[Path, dict[str, Any]]]:
-    for path in found:
-        try:
-            state = read_checkpoint(path)
-        except CheckpointError as error:
-            notes.append(str(error))
-            continue
-        if difference(state.get("config") or {}, identity):
-            notes.append(f"{path}: this checkpoint belongs to another run and is skipped.")
-            continue
-        yield path, state
 
 
 def _start(

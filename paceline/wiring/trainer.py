@@ -68,9 +68,13 @@ def build_trainer(
     members, communicator = peers.members, peers.communicator
     torch.manual_seed(optim.seed)
     share = BatchShare()
-    config_of_model = config if start.state is None else config.without_weights()
+    weights_file = config.model.load_model_path if start.state is None else ""
     model = make_model(
-        config_of_model, device, layers, share, lambda note: recorder.event("note", text=note)
+        replace(config, model=replace(config.model, load_model_path=weights_file)),
+        device,
+        layers,
+        share,
+        lambda note: recorder.event("note", text=note),
     )
     agree(model)
     loader = partial(make_loader, config, members, device, recorder=recorder)
@@ -136,7 +140,7 @@ def build_trainer(
         train=train,
         test=test,
         recorder=recorder,
-        save=partial(save_weights, weights, model) if members.rank == 0 else _nothing,
+        save=partial(save_weights, weights, model) if members.rank == 0 else lambda: None,
         epochs=optim.num_epochs,
         num_labels=config.data.num_labels,
     )
@@ -175,7 +179,3 @@ def _extend(schedule: LambdaLR, rate: LearningRate) -> None:
     schedule._last_lr = [base * rate(schedule.last_epoch) for base in schedule.base_lrs]
     for group, value in zip(schedule.optimizer.param_groups, schedule._last_lr, strict=True):
         group["lr"] = value
-
-
-def _nothing() -> None:
-    """Save nothing: rank 0 does."""

@@ -123,7 +123,6 @@ CALLS: dict[str, Callable[[Store], object]] = {
     "wait": lambda store: store.wait(["k"], LIMIT),
     "compare_set": lambda store: store.compare_set("k", "", "1"),
     "delete_key": lambda store: store.delete_key("k"),
-    "num_keys": lambda store: store.num_keys(),
 }
 
 

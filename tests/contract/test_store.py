@@ -125,13 +125,11 @@ def test_append_and_several_at_once(store: Store) -> None:
 
 def test_deleted_keys_are_gone_and_can_come_back(store: Store) -> None:
     store.set("kept", "1")
-    count = store.num_keys()
     store.set("k", "1")
-    assert store.num_keys() == count + 1
     assert store.delete_key("k")
     assert not store.delete_key("k")
     assert not store.check(["k"])
-    assert store.num_keys() == count
+    assert store.check(["kept"])
     assert store.compare_set("k", "", "2") == b"2"
 
 

@@ -15,9 +15,6 @@ from paceline.cluster.supervision.event_queue import (
     EventQueue,
     Exited,
     Interrupted,
-    Noticed,
-    Signalled,
-    Warned,
 )
 from paceline.cluster.supervision.failure_report import FailureReport
 
@@ -37,9 +34,9 @@ def test_events_come_in_the_order_they_were_put(events: EventQueue) -> None:
 
 
 def test_a_thread_wakes_the_reader(events: EventQueue) -> None:
-    thread = threading.Thread(target=events.put, args=(Warned(text="hello"),))
+    thread = threading.Thread(target=events.put, args=("hello",))
     thread.start()
-    assert events.get(timeout=30) == Warned(text="hello")
+    assert events.get(timeout=30) == "hello"
     thread.join()
 
 
@@ -47,7 +44,7 @@ def test_signals_are_events_inside_the_block_only(events: EventQueue) -> None:
     before = signal.getsignal(signal.SIGTERM)
     with events.signals():
         os.kill(os.getpid(), signal.SIGTERM)
-        assert events.get(timeout=30) == Signalled(number=signal.SIGTERM)
+        assert events.get(timeout=30) == signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -66,7 +63,7 @@ def test_a_signal_that_another_thread_gets_wakes_the_reader_at_once(events: Even
         try:
             begin = time.monotonic()
             ready.set()
-            assert events.get(timeout=30) == Signalled(number=signal.SIGTERM)
+            assert events.get(timeout=30) == signal.SIGTERM
             assert time.monotonic() - begin < 10
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
@@ -75,12 +72,12 @@ def test_a_signal_that_another_thread_gets_wakes_the_reader_at_once(events: Even
 
 def test_a_pause_ends_early_for_what_ends_a_run(events: EventQueue) -> None:
     for event in (
-        Signalled(number=signal.SIGINT),
-        Noticed(failure=FailureReport(text="machine 1 …", status=1)),
+        signal.SIGINT,
+        FailureReport(text="machine 1 …", status=1),
     ):
         events.put(event)
         with pytest.raises(Interrupted) as caught:
             events.pause(30)
         assert caught.value.event == event
-    events.put(Warned(text="the rendezvous is lost"))
+    events.put("the rendezvous is lost")
     events.pause(30)

@@ -63,7 +63,7 @@ def test_flags_are_accepted_with_underscores_and_hyphens() -> None:
         "--train-data", "null", "--batch-size", "8", "--image_mean_per_channel", "1", "2", "3"
     )
     assert one == other
-    assert one.data.mean == (1, 2, 3)
+    assert one.data.each_channel(one.data.image_mean_per_channel) == (1, 2, 3)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import DistStoreError
 
 from paceline.cluster.stores.folder_store import FolderStore
-from paceline.cluster.stores.store_spec import StoreSpec, open_store, tidy
+from paceline.cluster.stores.store_spec import StoreSpec, erase, open_store
 from paceline.errors import CommError, ConfigError
 
 LIMIT = timedelta(seconds=10)
@@ -18,7 +18,7 @@ LIMIT = timedelta(seconds=10)
 
 @pytest.fixture
 def store(tmp_path: Path) -> FolderStore:
-    return FolderStore(tmp_path / "run", LIMIT)
+    return FolderStore(str(tmp_path), "run", LIMIT, make=True)
 
 
 def files(store: FolderStore) -> list[str]:
@@ -83,14 +83,13 @@ def test_what_a_killed_process_left_is_not_seen_and_hinders_nobody(store: Folder
     half.mkdir()
     (half / "head=0000000000000001=x").touch()
     (store.path / "key=k" / "orphan").write_bytes(b"never named by a head")
-    assert store.num_keys() == 1
     assert store.get("k") == b"value"
     store.set("k", "next")
     assert store.get("k") == b"next"
 
 
 def test_a_key_that_somebody_damaged_ends_in_a_sentence(tmp_path: Path) -> None:
-    store = FolderStore(tmp_path, timedelta(seconds=0.1))
+    store = FolderStore(str(tmp_path), "", timedelta(seconds=0.1))
     (tmp_path / "key=k").mkdir()
     with pytest.raises(DistStoreError, match=r"key=k names no value: remove it"):
         store.get("k")
@@ -114,16 +113,19 @@ def test_a_mistyped_folder_is_refused_not_made(tmp_path: Path) -> None:
 def test_a_folder_that_cant_be_made_is_the_callers_mistake(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file is in the way")
     with pytest.raises(CommError, match=r"run failed: File exists"):
-        FolderStore(tmp_path / "run", LIMIT)
+        FolderStore(str(tmp_path), "run", LIMIT, make=True)
 
 
-def test_tidying_leaves_a_folder_that_is_in_use(tmp_path: Path) -> None:
-    spec = StoreSpec(kind="folder", address=str(tmp_path), space="run")
-    store = FolderStore(tmp_path / "run", LIMIT)
+def test_erasing_a_start_leaves_its_runs_folder_only_if_that_is_in_use(
+    tmp_path: Path, store: FolderStore
+) -> None:
+    start = StoreSpec(kind="folder", address=str(tmp_path), space="run/start")
+    open_store(start, LIMIT, make=True).set("k", "value")
     store.set("k", "value")
     (store.path / "tmp=dead").mkdir()
-    tidy(spec)
+    erase(start)
     assert os.listdir(store.path) == ["key=k"]
     store.delete_key("k")
-    tidy(spec)
+    erase(start)
     assert not store.path.exists()
+    assert tmp_path.exists()

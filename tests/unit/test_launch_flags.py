@@ -14,7 +14,7 @@ from paceline.cluster.environment import Environment
 from paceline.cluster.join import Joined
 from paceline.cluster.launchers.launched_process import LaunchedProcess
 from paceline.cluster.membership.members import Members
-from paceline.cluster.supervision.process_end import SingleProcessEnd
+from paceline.cluster.supervision.process_end import ProcessEnd
 from paceline.config.data import DataConfig
 from paceline.config.train import TrainConfig
 from paceline.config.world import WorldConfig
@@ -30,7 +30,7 @@ def joined(launcher: str, machines: tuple[int, ...], machine: int = 0) -> Joined
         store=HashStore(),
         token="t",
         launcher=launcher,
-        ending=SingleProcessEnd(),
+        ending=ProcessEnd(),
         meeting="node0:1234",
     )
 

@@ -8,22 +8,35 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch._C._distributed_c10d import HashStore
 
-from paceline.cluster.membership.lease import LeaseOptions, Observation, judge
+from paceline.cluster.membership.lease import Verdict
+from paceline.cluster.membership.lease_watch import LeaseWatch, lease_key
 from paceline.cluster.membership.process_identity import ProcessIdentity, ask_kernel
+from paceline.cluster.rendezvous.registration import Registration
 
-OPTIONS = LeaseOptions(limit=5.0)
 HERE = ProcessIdentity.of_this_process()
 FAR = replace(HERE, kernel="another machine's boot", pid=1, started=1)
 
 
-def watch(readings: list[tuple[float, bytes | None]], who: ProcessIdentity = FAR) -> Observation:
-    """Observe a counter at the given times."""
-    (now, counter), *later = readings
-    seen = Observation.first(who, HERE, counter, now)
-    for now, counter in later:
-        seen = seen.then(who, HERE, counter, now)
-    return seen
+def verdict(
+    readings: list[tuple[float, bytes | None]],
+    now: float,
+    patch: pytest.MonkeyPatch,
+    who: ProcessIdentity = FAR,
+) -> Verdict:
+    """Watch a counter that has these values at the given times; judge it at last."""
+    store, owner = HashStore(), Registration(process=who, addresses=(), port=0)
+    watch: LeaseWatch | None = None
+    for moment, counter in readings:
+        patch.setattr("time.monotonic", lambda moment=moment: moment)
+        if counter is not None:
+            store.set(lease_key(owner), counter)
+        watch = watch or LeaseWatch(store, owner, HERE)
+        watch.verdict()
+    assert watch is not None
+    patch.setattr("time.monotonic", lambda: now)
+    return watch.verdict()
 
 
 @pytest.mark.parametrize(
@@ -45,21 +58,29 @@ def watch(readings: list[tuple[float, bytes | None]], who: ProcessIdentity = FAR
     ],
 )
 def test_a_lease_is_judged_by_its_advance_on_the_readers_clock(
-    readings: list[tuple[float, bytes | None]], now: float, state: str, reason: str
+    readings: list[tuple[float, bytes | None]],
+    now: float,
+    state: str,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    verdict = judge(watch(readings), now, OPTIONS)
-    assert (verdict.state, reason in verdict.reason) == (state, True), verdict
+    found = verdict(readings, now, monkeypatch)
+    assert (found.state, reason in found.reason) == (state, True), found
 
 
 @pytest.mark.parametrize("offset", [-1e6, 0.0, 1e9])
-def test_only_differences_of_one_clock_matter(offset: float) -> None:
+def test_only_differences_of_one_clock_matter(
+    offset: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     readings: list[tuple[float, bytes | None]] = [(offset, b"1"), (offset + 1, b"2")]
-    assert judge(watch(readings), offset + 2, OPTIONS).state == "alive"
-    assert judge(watch(readings), offset + 7, OPTIONS).state == "dead"
+    assert verdict(readings, offset + 2, monkeypatch).state == "alive"
+    assert verdict(readings, offset + 7, monkeypatch).state == "dead"
 
 
-def test_on_the_same_machine_a_running_process_is_alive_at_once() -> None:
-    assert judge(watch([(0, b"1")], HERE), 0, OPTIONS).state == "alive"
+def test_on_the_same_machine_a_running_process_is_alive_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert verdict([(0, b"1")], 0, monkeypatch, HERE).state == "alive"
 
 
 def identity_of(pid: int) -> ProcessIdentity:
@@ -67,12 +88,14 @@ def identity_of(pid: int) -> ProcessIdentity:
     return replace(HERE, pid=pid, started=int(fields[19]))
 
 
-def test_on_the_same_machine_an_ended_process_is_dead_at_once() -> None:
+def test_on_the_same_machine_an_ended_process_is_dead_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
         who = identity_of(process.pid)
         assert ask_kernel(who, HERE) == "runs"
         process.kill()
-    assert judge(watch([(0, b"1"), (0.1, b"2")], who), 0.1, OPTIONS).state == "dead"
+    assert verdict([(0, b"1"), (0.1, b"2")], 0.1, monkeypatch, who).state == "dead"
 
 
 def test_a_process_that_nobody_reaped_yet_has_ended() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.config.rules import at_least
+from paceline.config.rules import positive
 from paceline.errors import ConfigError, PacelineError, PeerLost
 from paceline.models.output_check import check_output, explained_errors, explained_memory
 
@@ -56,7 +56,7 @@ def test_an_error_of_ours_stays_what_it_is() -> None:
     with pytest.raises(PeerLost), explained_errors(IMAGES):
         raise PeerLost("rank 1 is gone")
     with pytest.raises(TypeError), explained_errors(IMAGES):
-        at_least("flag", None, 0)  # type: ignore[arg-type]
+        positive("flag", None)  # type: ignore[arg-type]
 
 
 def test_too_little_memory_is_a_sentence_and_not_the_models_fault() -> None:

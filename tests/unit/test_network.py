@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from contextlib import suppress
+from contextlib import closing, suppress
 from threading import Event
 
 import pytest
@@ -67,7 +67,7 @@ def test_a_machine_without_a_network_is_told_so() -> None:
 
 
 def test_a_peer_is_reached_at_the_addresses_where_it_listens() -> None:
-    with ProbeListener() as listener:
+    with closing(ProbeListener()) as listener:
         listener.answer(TOKEN, 1)
         # 127.0.0.9 reaches the bell, too; at port 1 nobody listens.
         peers = {1: (["127.0.0.1", "127.0.0.9"], listener.port), 2: (["127.0.0.1"], 1)}
@@ -75,7 +75,7 @@ def test_a_peer_is_reached_at_the_addresses_where_it_listens() -> None:
 
 
 def test_a_peer_that_answers_late_is_reached() -> None:
-    with ProbeListener() as listener:
+    with closing(ProbeListener()) as listener:
         naps = iter(range(1000))
 
         def pause() -> None:
@@ -90,24 +90,24 @@ def test_a_wait_for_peers_can_be_ended() -> None:
     def interrupted() -> None:
         raise InterruptedError
 
-    with ProbeListener() as listener, pytest.raises(InterruptedError):
+    with closing(ProbeListener()) as listener, pytest.raises(InterruptedError):
         reach(TOKEN, 0, {1: (["127.0.0.1"], listener.port)}, interrupted)
 
 
 def test_another_machine_behind_an_address_is_not_taken_for_the_peer() -> None:
-    with ProbeListener() as listener:
+    with closing(ProbeListener()) as listener:
         listener.answer(TOKEN, 3)
         assert reach(TOKEN, 0, {1: (["127.0.0.1"], listener.port)}, nap) == {1: []}
 
 
 def test_another_runs_machine_is_not_taken_for_the_peer() -> None:
-    with ProbeListener() as listener:
+    with closing(ProbeListener()) as listener:
         listener.answer("another token", 1)
         assert reach(TOKEN, 0, {1: (["127.0.0.1"], listener.port)}, nap) == {1: []}
 
 
 def test_strangers_get_no_answer_and_stop_nobody() -> None:
-    with ProbeListener() as listener:
+    with closing(ProbeListener()) as listener:
         listener.answer(TOKEN, 1)
         for message in (b"GET / HTTP/1.1\r\n\r\n".ljust(48), b"x" * 1000, b""):
             with socket.create_connection(("127.0.0.1", listener.port), timeout=5) as stranger:

@@ -1,8 +1,7 @@
 """One process of a launcher (torchrun, mpirun, Slurm's srun), by the environment variables it set.
 
 Each launcher has variables of its own, and a file here that reads them. All have four numbers:
-rank, world size, and both on the machine. `VariableNames` has the variables' names, and the rules
-that the numbers obey.
+rank, world size, and both on the machine. `read_numbers` has the rules that the numbers obey.
 """
 
 from __future__ import annotations
@@ -45,45 +44,40 @@ class LaunchedProcess:
         return self.world_size == self.local_world_size
 
 
-@dataclass(frozen=True, kw_only=True)
-class VariableNames:
-    """Names of a launcher's variables.
+def read_numbers(
+    variables: Mapping[str, str], launcher: str, command: str, names: tuple[str, str, str, str]
+) -> LaunchedProcess:
+    """Return the four numbers of a process.
 
-    Attributes:
+    Args:
+        variables: the environment.
         launcher: the launcher's name in `LAUNCHERS`.
         command: its command, for messages.
+        names: its variables of rank, world size, local rank and local world size.
+
+    Raises:
+        ConfigError: one is missing, isn't a number, or contradicts another; names them.
     """
-
-    launcher: str
-    command: str
-    rank: str
-    world_size: str
-    local_rank: str
-    local_world_size: str
-
-    def read(self, variables: Mapping[str, str]) -> LaunchedProcess:
-        """Return the four numbers.
-
-        Raises:
-            ConfigError: one is missing, isn't a number, or contradicts another; names them.
-        """
-        names = (self.rank, self.world_size, self.local_rank, self.local_world_size)
-        require(variables, names, self.command)
-        rank, size, local_rank, local_size = (whole(variables, name) for name in names)
-        for part, whole_part in ((self.rank, self.world_size), (self.local_rank, names[3])):
-            below(variables, part, whole_part)
-        if local_rank > rank or local_size > size:
-            words = ", ".join(f"{name} {variables[name]}" for name in names)
+    require(variables, names, command)
+    rank, size, local_rank, local_size = (whole(variables, name) for name in names)
+    for part, count in (names[:2], names[2:]):
+        if whole(variables, part) >= whole(variables, count):
             raise ConfigError(
-                f"{words}: a machine's number can't be larger than the world's; see what set them."
+                f"{part} {variables[part]} and {count} {variables[count]}: {part} must be less "
+                f"than {count}; see what set them."
             )
-        return LaunchedProcess(
-            launcher=self.launcher,
-            rank=rank,
-            world_size=size,
-            local_rank=local_rank,
-            local_world_size=local_size,
+    if local_rank > rank or local_size > size:
+        words = ", ".join(f"{name} {variables[name]}" for name in names)
+        raise ConfigError(
+            f"{words}: a machine's number can't be larger than the world's; see what set them."
         )
+    return LaunchedProcess(
+        launcher=launcher,
+        rank=rank,
+        world_size=size,
+        local_rank=local_rank,
+        local_world_size=local_size,
+    )
 
 
 def require(variables: Mapping[str, str], names: tuple[str, ...], command: str) -> None:
@@ -112,19 +106,6 @@ def whole(variables: Mapping[str, str], name: str) -> int:
     if not (text.isascii() and text.isdecimal()):
         raise ConfigError(f"{name} is {text!r} in the environment: it must be a whole number.")
     return int(text)
-
-
-def below(variables: Mapping[str, str], part: str, size: str) -> None:
-    """Require a number below the count that goes with it.
-
-    Raises:
-        ConfigError: it isn't.
-    """
-    if whole(variables, part) >= whole(variables, size):
-        raise ConfigError(
-            f"{part} {variables[part]} and {size} {variables[size]}: {part} must be less than "
-            f"{size}; see what set them."
-        )
 
 
 def port_in(variables: Mapping[str, str], name: str) -> int:

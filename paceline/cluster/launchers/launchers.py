@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from paceline.cluster.launchers.launched_process import LaunchedProcess
-from paceline.cluster.launchers.mpirun import by_mpirun, read_mpirun
-from paceline.cluster.launchers.slurm import by_srun, read_srun
-from paceline.cluster.launchers.torchrun import by_hand, by_torchrun, read_torchrun
+from paceline.cluster.launchers.mpirun import read_mpirun
+from paceline.cluster.launchers.slurm import read_srun
+from paceline.cluster.launchers.torchrun import read_torchrun
 
 Variables = Mapping[str, str]
 
@@ -25,21 +25,28 @@ class Launcher:
     Attributes:
         name: its name in a run's records.
         command: its command, for messages.
-        started: returns whether it started this process, by environment variables.
-        read: reads the variables.
+        signs: environment variables, of which it sets one at least.
+        read: reads the variables; None if it didn't start this process as one of several.
     """
 
     name: str
     command: str
-    started: Callable[[Variables], bool]
-    read: Callable[[Variables], LaunchedProcess]
+    signs: tuple[str, ...]
+    read: Callable[[Variables], LaunchedProcess | None]
 
 
 LAUNCHERS = (
-    Launcher(name="torchrun", command="torchrun", started=by_torchrun, read=read_torchrun),
-    Launcher(name="mpirun", command="mpirun", started=by_mpirun, read=read_mpirun),
-    Launcher(name="slurm", command="srun", started=by_srun, read=read_srun),
-    Launcher(name="torchrun", command="torchrun", started=by_hand, read=read_torchrun),
+    Launcher(
+        name="torchrun", command="torchrun", signs=("TORCHELASTIC_RUN_ID",), read=read_torchrun
+    ),
+    Launcher(
+        name="mpirun",
+        command="mpirun",
+        signs=("MPI_LOCALRANKID", "OMPI_COMM_WORLD_RANK"),
+        read=read_mpirun,
+    ),
+    Launcher(name="slurm", command="srun", signs=("SLURM_STEP_ID",), read=read_srun),
+    Launcher(name="torchrun", command="torchrun", signs=("RANK", "WORLD_SIZE"), read=read_torchrun),
 )
 """The launchers, the innermost first: torchrun and mpirun often run inside of a Slurm job. The last
 row is for torchrun's variables set by hand."""
@@ -51,9 +58,8 @@ def launched_by(variables: Variables) -> LaunchedProcess | None:
     Raises:
         ConfigError: its variables contradict each other, or some are missing; names them.
     """
-    rows = (launcher for launcher in LAUNCHERS if launcher.started(variables))
-    launcher = next(rows, None)
-    return None if launcher is None else launcher.read(variables)
+    signed = (row for row in LAUNCHERS if any(name in variables for name in row.signs))
+    return next(filter(None, (row.read(variables) for row in signed)), None)
 
 
 def command_of(name: str) -> str:

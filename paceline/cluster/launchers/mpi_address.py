@@ -39,16 +39,10 @@ def share_address(
             "The processes that mpirun started find each other through mpi4py, which isn't "
             f"installed: pip install 'paceline[mpi]', {_OTHERS}."
         )
-    text = _broadcast(json.dumps([list(addresses), port]).encode(), launched, timeout)
-    shared, port = json.loads(text)
-    return tuple(shared), port
-
-
-def _broadcast(text: bytes, launched: LaunchedProcess, timeout: float) -> bytes:
     try:
         done = subprocess.run(
             [sys.executable, "-P", str(_PROGRAM)],
-            input=text,
+            input=json.dumps([list(addresses), port]).encode(),
             capture_output=True,
             close_fds=False,  # mpirun talks with its processes over one
             timeout=timeout,
@@ -69,4 +63,5 @@ def _broadcast(text: bytes, launched: LaunchedProcess, timeout: float) -> bytes:
             f"mpi4py couldn't connect the processes that mpirun started ({said[-1]}): install the "
             f"MPI that this mpirun is of, {_OTHERS}."
         ) from error
-    return done.stdout
+    shared, port = json.loads(done.stdout)
+    return tuple(shared), port

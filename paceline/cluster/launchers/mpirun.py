@@ -8,29 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from paceline.cluster.launchers.launched_process import LaunchedProcess, VariableNames
+from paceline.cluster.launchers.launched_process import LaunchedProcess, read_numbers
 
-_MPICH = VariableNames(
-    launcher="mpirun",
-    command="mpirun",
-    rank="PMI_RANK",
-    world_size="PMI_SIZE",
-    local_rank="MPI_LOCALRANKID",
-    local_world_size="MPI_LOCALNRANKS",
+_MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_OPEN_MPI = (
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
 )
-_OPEN_MPI = VariableNames(
-    launcher="mpirun",
-    command="mpirun",
-    rank="OMPI_COMM_WORLD_RANK",
-    world_size="OMPI_COMM_WORLD_SIZE",
-    local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
-    local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
-)
-
-
-def by_mpirun(variables: Mapping[str, str]) -> bool:
-    """Tell whether mpirun started this process."""
-    return _MPICH.local_rank in variables or _OPEN_MPI.rank in variables
 
 
 def read_mpirun(variables: Mapping[str, str]) -> LaunchedProcess:
@@ -39,5 +25,5 @@ def read_mpirun(variables: Mapping[str, str]) -> LaunchedProcess:
     Raises:
         ConfigError: the variables contradict each other, or some are missing; names them.
     """
-    names = _OPEN_MPI if _OPEN_MPI.rank in variables else _MPICH
-    return names.read(variables)
+    names = _OPEN_MPI if _OPEN_MPI[0] in variables else _MPICH
+    return read_numbers(variables, "mpirun", "mpirun", names)

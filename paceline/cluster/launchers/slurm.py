@@ -18,8 +18,8 @@ from itertools import product
 
 from paceline.cluster.launchers.launched_process import (
     LaunchedProcess,
-    VariableNames,
     port_in,
+    read_numbers,
     require,
     whole,
 )
@@ -33,22 +33,21 @@ _NODE = re.compile(r"(?=.)[^\[\]\s]*(?:\[\d[\d,-]*\][^\[\]\s]*)*")
 _BRACKET = re.compile(r"\[([\d,-]*)\]")
 
 
-def by_srun(variables: Mapping[str, str]) -> bool:
-    """Tell whether srun started this process as one of several."""
-    if "SLURM_PROCID" not in variables or "SLURM_STEP_ID" not in variables:
-        return False
-    tasks = variables.get(_size_name(variables), "")
-    return whole(variables, "SLURM_STEP_ID") < _OWN_STEPS and tasks != "1"
-
-
-def read_srun(variables: Mapping[str, str]) -> LaunchedProcess:
-    """Return the process's place.
+def read_srun(variables: Mapping[str, str]) -> LaunchedProcess | None:
+    """Return the process's place; None if srun didn't start it as one of several.
 
     Raises:
         ConfigError: the variables contradict each other, or some are missing; names them.
     """
-    size, counts_name = _size_name(variables), _name(variables, "TASKS_PER_NODE")
-    nodes_name = _name(variables, "NODELIST")
+    size = _name(variables, "STEP_NUM_TASKS", "NTASKS")
+    counts_name = _name(variables, "STEP_TASKS_PER_NODE", "TASKS_PER_NODE")
+    nodes_name = _name(variables, "STEP_NODELIST", "NODELIST")
+    if (
+        "SLURM_PROCID" not in variables
+        or whole(variables, "SLURM_STEP_ID") >= _OWN_STEPS
+        or variables.get(size) == "1"
+    ):
+        return None
     needed = ("SLURM_JOB_ID", "SLURM_PROCID", size, "SLURM_LOCALID", "SLURM_NODEID")
     require(variables, (*needed, counts_name, nodes_name), "srun")
     counts, node = expand_counts(variables[counts_name]), whole(variables, "SLURM_NODEID")
@@ -57,15 +56,8 @@ def read_srun(variables: Mapping[str, str]) -> LaunchedProcess:
             f"{counts_name} {variables[counts_name]}, {size} {variables[size]} and SLURM_NODEID "
             f"{node} contradict each other: see what set them."
         )
-    names = VariableNames(
-        launcher="slurm",
-        command="srun",
-        rank="SLURM_PROCID",
-        world_size=size,
-        local_rank="SLURM_LOCALID",
-        local_world_size="tasks of this node",
-    )
-    place = names.read({**variables, names.local_world_size: str(counts[node])})
+    names = ("SLURM_PROCID", size, "SLURM_LOCALID", "tasks of this node")
+    place = read_numbers({**variables, names[3]: str(counts[node])}, "slurm", "srun", names)
     job, step = variables["SLURM_JOB_ID"], variables["SLURM_STEP_ID"]
     first = "127.0.0.1" if len(counts) == 1 else expand_nodes(variables[nodes_name])[0]
     port = variables.get("MASTER_PORT") and port_in(variables, "MASTER_PORT")
@@ -110,15 +102,9 @@ def port_of(job: str, step: str) -> int:
     return _PORTS[int.from_bytes(digest[:8], "big") % len(_PORTS)]
 
 
-def _name(variables: Mapping[str, str], what: str) -> str:
+def _name(variables: Mapping[str, str], step: str, job: str) -> str:
     """Return the name of the step's variable, or of the job's where the step has none."""
-    step = f"SLURM_STEP_{what}"
-    return step if step in variables else f"SLURM_{what}"
-
-
-def _size_name(variables: Mapping[str, str]) -> str:
-    step = "SLURM_STEP_NUM_TASKS"
-    return step if step in variables else "SLURM_NTASKS"
+    return f"SLURM_{step if f'SLURM_{step}' in variables else job}"
 
 
 def _names(node: str, text: str) -> Iterator[str]:

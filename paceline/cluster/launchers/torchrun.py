@@ -12,30 +12,13 @@ from dataclasses import replace
 
 from paceline.cluster.launchers.launched_process import (
     LaunchedProcess,
-    VariableNames,
     port_in,
+    read_numbers,
     require,
     whole,
 )
 
-_NAMES = VariableNames(
-    launcher="torchrun",
-    command="torchrun",
-    rank="RANK",
-    world_size="WORLD_SIZE",
-    local_rank="LOCAL_RANK",
-    local_world_size="LOCAL_WORLD_SIZE",
-)
-
-
-def by_torchrun(variables: Mapping[str, str]) -> bool:
-    """Tell whether torchrun itself started this process."""
-    return "TORCHELASTIC_RUN_ID" in variables
-
-
-def by_hand(variables: Mapping[str, str]) -> bool:
-    """Tell whether a user set torchrun's variables, or some of them."""
-    return "RANK" in variables or "WORLD_SIZE" in variables
+_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 def read_torchrun(variables: Mapping[str, str]) -> LaunchedProcess:
@@ -44,7 +27,7 @@ def read_torchrun(variables: Mapping[str, str]) -> LaunchedProcess:
     Raises:
         ConfigError: the variables contradict each other, or some are missing; names them.
     """
-    place = _NAMES.read(variables)
+    place = read_numbers(variables, "torchrun", "torchrun", _NAMES)
     require(variables, ("GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"), "torchrun")
     run = variables.get("TORCHELASTIC_RUN_ID", "by-hand")
     return replace(

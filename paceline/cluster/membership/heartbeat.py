@@ -20,19 +20,10 @@ class Heartbeat:
     Args:
         beat: advances the lease to a number; its first call is made here, by the caller's thread.
         report: receives a failure, from the heartbeat's thread.
-        every: seconds between beats.
     """
 
-    def __init__(
-        self,
-        beat: Callable[[int], None],
-        report: Callable[[Exception], None],
-        *,
-        every: float = BEAT_S,
-    ) -> None:
-        self._beat = beat
-        self._report = report
-        self._every = every
+    def __init__(self, beat: Callable[[int], None], report: Callable[[Exception], None]) -> None:
+        self._beat, self._report = beat, report
         self._end = threading.Event()
         beat(1)
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
@@ -45,7 +36,7 @@ class Heartbeat:
 
     def _run(self) -> None:
         count, failing = 1, False
-        while not self._end.wait(self._every):
+        while not self._end.wait(BEAT_S):
             count += 1
             try:
                 self._beat(count)

@@ -1,4 +1,4 @@
-"""One reader's observations of one lease, which `judge` judges."""
+"""One reader's watch on one lease, which `judge` judges."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import time
 
 from torch._C._distributed_c10d import Store
 
-from paceline.cluster.membership.lease import LeaseOptions, Observation, Verdict, judge
-from paceline.cluster.membership.process_identity import ProcessIdentity
+from paceline.cluster.membership.lease import Verdict, judge
+from paceline.cluster.membership.process_identity import ProcessIdentity, ask_kernel
 from paceline.cluster.rendezvous.registration import Registration
 from paceline.cluster.stores.store_spec import peek
 
@@ -19,33 +19,21 @@ class LeaseWatch:
         store: the start's.
         registration: the registration whose lease is watched.
         here: this process.
-        options: when a lease counts as dead.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        registration: Registration,
-        here: ProcessIdentity,
-        options: LeaseOptions | None = None,
-    ) -> None:
+    def __init__(self, store: Store, registration: Registration, here: ProcessIdentity) -> None:
         self.registration = registration
-        self._store = store
-        self._here = here
-        self._options = options or LeaseOptions()
-        counter = peek(store, self._key)
-        self._seen = Observation.first(registration.process, here, counter, time.monotonic())
+        self._store, self._here = store, here
+        self._counter = peek(store, lease_key(registration))
+        self._since, self._advanced = time.monotonic(), False
 
     def verdict(self) -> Verdict:
-        """Look at the lease, and judge by all observations until now."""
-        counter = peek(self._store, self._key)
-        now = time.monotonic()
-        self._seen = self._seen.then(self.registration.process, self._here, counter, now)
-        return judge(self._seen, now, self._options)
-
-    @property
-    def _key(self) -> str:
-        return lease_key(self.registration)
+        """Look at the lease, and judge by all that was seen until now."""
+        counter, now = peek(self._store, lease_key(self.registration)), time.monotonic()
+        if counter != self._counter:
+            self._counter, self._since, self._advanced = counter, now, True
+        process = ask_kernel(self.registration.process, self._here)
+        return judge(counter, process, now - self._since, advanced=self._advanced)
 
 
 def lease_key(registration: Registration) -> str:

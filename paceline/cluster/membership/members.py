@@ -6,7 +6,9 @@ has 2, 3 and 4. Machines may have different numbers of workers.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Self
 
 
@@ -68,9 +70,9 @@ class Members:
         )
 
     @classmethod
-    def alone(cls) -> Self:
+    def alone(cls, host: str = "localhost") -> Self:
         """Return a world of one worker."""
-        return cls.on(0, 0, machines=(1,), addresses=("127.0.0.1",), hosts=("localhost",))
+        return cls.on(0, 0, machines=(1,), addresses=("127.0.0.1",), hosts=(host,))
 
     @property
     def address(self) -> str:
@@ -80,10 +82,7 @@ class Members:
     def machine_of(self, rank: int) -> int:
         """Return the number of the machine that a rank runs on."""
         assert 0 <= rank < self.world_size
-        machine = 0
-        while rank >= sum(self.machines[: machine + 1]):
-            machine += 1
-        return machine
+        return bisect_right(list(accumulate(self.machines)), rank)
 
     def describe(self, rank: int) -> str:
         """Name a rank for messages: "rank 3 on machine 1 (host)"."""

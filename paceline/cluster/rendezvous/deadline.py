@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from torch._C._distributed_c10d import Store
+
 from paceline.errors import CommError, Message
 
 _PAUSE_S = 0.1
@@ -31,11 +33,8 @@ class Deadline:
         pause: Callable[[float], None],
         remedy: str | Message,
     ) -> None:
-        self._limit = limit
-        self._deadline = time.monotonic() + limit
-        self._report = report
-        self._pause = pause
-        self._remedy = remedy
+        self._limit, self._deadline = limit, time.monotonic() + limit
+        self._report, self._pause, self._remedy = report, pause, remedy
         self._reported = ""
 
     def wait(self, awaited: str) -> None:
@@ -63,7 +62,15 @@ class Deadline:
         return Deadline(min(limit, left), self._report, self._pause, remedy)
 
 
+def ignore(line: object) -> None:
+    """Report nothing of what a start waits for."""
+
+
+def absent(store: Store, entries: str, total: int) -> list[int]:
+    """Return the numbers of the machines or ranks that have no entry of this name in the store."""
+    return [i for i in range(total) if not store.check([f"{entries}/{i}"])]
+
+
 def numbered(noun: str, missing: Sequence[int], total: int) -> str:
     """Name machines or ranks by their numbers: "machines 1, 2 of 4"."""
-    plural = "s" if len(missing) > 1 else ""
-    return f"{noun}{plural} {', '.join(map(str, missing))} of {total}"
+    return f"{noun}{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {total}"

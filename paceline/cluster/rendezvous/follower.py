@@ -8,26 +8,24 @@ run's next start.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistError
 
 from paceline.cluster.membership.lease_watch import LeaseWatch
-from paceline.cluster.membership.process_identity import ProcessIdentity
-from paceline.cluster.rendezvous.deadline import Deadline, DeadlinePassed, numbered
+from paceline.cluster.rendezvous.deadline import Deadline, DeadlinePassed, absent, numbered
 from paceline.cluster.rendezvous.registered_machine import (
     FINISHED,
     STORE_LIMIT,
     Finished,
     RegisteredMachine,
-    read_registrations,
 )
 from paceline.cluster.rendezvous.registration import RegisteredWorld, Registration, RunRecord
 from paceline.cluster.rendezvous.run_plan import RunPlan
-from paceline.cluster.stores.store_spec import STORE_ERRORS, StoreSpec, open_store, peek
-from paceline.cluster.supervision.failure_report import FailureReport
+from paceline.cluster.stores.store_spec import STORE_ERRORS, StoreSpec, first_line, open_store, peek
+from paceline.cluster.supervision.failure_report import FailureReport, post
 from paceline.errors import CommError, ConfigError
 
 
@@ -72,14 +70,26 @@ def follow(
                 with suppress(*STORE_ERRORS):  # another machine has removed the start
                     register(live).leave()
                 raise Finished
-            if not _complete_without_us(live, plan, registration.process, deadline):
-                joined = _join(live, register(live), deadline)
-                if joined is not None:
-                    return joined
+            text = peek(live.store, "world")
+            if live.record.machines != plan.machines:
+                mistake = ConfigError(
+                    f"--num_shards {plan.machines} on machine {plan.machine}, but "
+                    f"{live.record.machines} on machine 0 ({live.record.leader.process.host}): "
+                    "give the same number on all machines."
+                )
+                if text is None:  # no world can form
+                    post(live.store, FailureReport.of(mistake))
+                raise mistake
+            if text is not None:  # the run trains already; its machine of this number may be dead
+                holder = RegisteredWorld.from_text(text).registrations[plan.machine]
+                watch = LeaseWatch(live.store, holder, registration.process)
+                _refuse_live_holder(watch, plan, deadline)
+            elif (joined := _join(live, register(live), deadline)) is not None:
+                return joined
         except DeadlinePassed:
             raise
         except (CommError, DistError) as error:  # machine 0 went, and took the store with it
-            reason = f" ({str(error).splitlines()[0].rstrip('.')})"
+            reason = f" ({first_line(error)})"
         deadline.wait(numbered("machine", [0], plan.machines) + reason)
 
 
@@ -106,13 +116,13 @@ def _live_generation(
             inside = open_store(meeting.within(record.generation), STORE_LIMIT)
             leader = LeaseWatch(inside, record.leader, registration.process)
             live = _Live(text=text, record=record, store=inside, leader=leader)
-        if text is not None and live is not None and _is_live(live, plan):
+        if (
+            text is not None
+            and live is not None
+            and (_finished(live, plan) or live.leader.verdict().state == "alive")
+        ):
             return live
         deadline.wait(numbered("machine", [0], plan.machines))
-
-
-def _is_live(live: _Live, plan: RunPlan) -> bool:
-    return _finished(live, plan) or live.leader.verdict().state == "alive"
 
 
 def _finished(live: _Live, plan: RunPlan) -> bool:
@@ -120,46 +130,22 @@ def _finished(live: _Live, plan: RunPlan) -> bool:
     return plan.begun and peek(live.store, FINISHED) is not None
 
 
-def _complete_without_us(
-    live: _Live, plan: RunPlan, here: ProcessIdentity, deadline: Deadline
-) -> bool:
-    """Tell whether the run trains already, and the machine of this number in it has ended."""
-    text = peek(live.store, "world")
-    if text is None:
-        return False
-    if live.record.machines != plan.machines:
-        raise _disagree(plan, live.record)
-    registration = RegisteredWorld.from_text(text).registrations[plan.machine]
-    _refuse_live_holder(LeaseWatch(live.store, registration, here), plan, deadline)
-    return True
-
-
 def _join(
     live: _Live, registered: RegisteredMachine, deadline: Deadline
 ) -> tuple[RegisteredMachine, RegisteredWorld] | None:
     """Register and wait for the world; None if it will not form, or not with this machine."""
-    try:
-        if live.record.machines != registered.plan.machines:
-            error = _disagree(registered.plan, live.record)
-            registered.post(FailureReport.of(error))
-            raise error
-        _registration(registered, deadline)
-        world = _await_world(registered, live, deadline)
-    except BaseException:
-        registered.abandon()
-        raise
-    if world is None:
-        registered.abandon()
-        return None
-    return registered, world
-
-
-def _registration(registered: RegisteredMachine, deadline: Deadline) -> None:
     key, own = registered.key("machine"), registered.registration.to_text()
-    while (holder := registered.store.compare_set(key, "", own)) != own.encode():
-        watch = registered.watch(Registration.from_text(holder))
-        _refuse_live_holder(watch, registered.plan, deadline)
-        registered.store.compare_set(key, holder.decode(), own)
+    with ExitStack() as undo:
+        undo.callback(registered.abandon)
+        while (holder := registered.store.compare_set(key, "", own)) != own.encode():
+            watch = registered.watch(Registration.from_text(holder))
+            _refuse_live_holder(watch, registered.plan, deadline)
+            registered.store.compare_set(key, holder.decode(), own)
+        world = _await_world(registered, live, deadline)
+        if world is None:
+            return None
+        undo.pop_all()
+    return registered, world
 
 
 def _refuse_live_holder(holder: LeaseWatch, plan: RunPlan, deadline: Deadline) -> None:
@@ -188,13 +174,5 @@ def _await_world(
             return world if registered.registration in world.registrations else None
         if peek(registered.run_store, "run") != live.text or live.leader.verdict().state == "dead":
             return None
-        there = read_registrations(registered.store, registered.plan.machines)
-        missing = [i for i in range(registered.plan.machines) if i not in there] or [0]
+        missing = absent(registered.store, "machine", registered.plan.machines) or [0]
         deadline.wait(numbered("machine", missing, registered.plan.machines))
-
-
-def _disagree(plan: RunPlan, record: RunRecord) -> ConfigError:
-    return ConfigError(
-        f"--num_shards {plan.machines} on machine {plan.machine}, but {record.machines} on "
-        f"machine 0 ({record.leader.process.host}): give the same number on all machines."
-    )

@@ -73,7 +73,7 @@ def complete_world(registered: RegisteredMachine, deadline: Deadline) -> Registe
 
 
 def _missing(registered: RegisteredMachine, watches: dict[int, LeaseWatch]) -> list[int]:
-    registrations = read_registrations(registered.store, registered.plan.machines)
+    registrations = read_registrations(registered.store, "machine", registered.plan.machines)
     for machine, registration in registrations.items():
         if machine not in watches or watches[machine].registration != registration:
             watches[machine] = registered.watch(registration)
@@ -87,8 +87,11 @@ def _missing(registered: RegisteredMachine, watches: dict[int, LeaseWatch]) -> l
 def _wait_until_over(
     plan: RunPlan, meeting: StoreSpec, old: RunRecord, here: ProcessIdentity, deadline: Deadline
 ) -> None:
-    """Wait until no machine of an start is alive; its machine 0 alive is an error at once."""
-    watches = _old_watches(meeting, old, here)
+    """Wait until no machine of a start is alive; its machine 0 alive is an error at once."""
+    store = open_store(meeting.within(old.generation), STORE_LIMIT)
+    there = [*read_registrations(store, "machine", old.machines).values(), old.leader]
+    entries = {registration.id: registration for registration in there}
+    watches = [LeaseWatch(store, registration, here) for registration in entries.values()]
     ending = deadline.at_most(_ENDING_S, "")
     while watches:
         verdicts = {watch: watch.verdict() for watch in watches}
@@ -104,16 +107,6 @@ def _wait_until_over(
             except DeadlinePassed:
                 reason = verdicts[watches[0]].reason
                 raise _in_use(plan, watches[0].registration, reason) from None
-
-
-def _old_watches(meeting: StoreSpec, old: RunRecord, here: ProcessIdentity) -> list[LeaseWatch]:
-    store = open_store(meeting.within(old.generation), STORE_LIMIT)
-    registrations = {
-        registration.id: registration
-        for registration in read_registrations(store, old.machines).values()
-    }
-    registrations[old.leader.id] = old.leader
-    return [LeaseWatch(store, registration, here) for registration in registrations.values()]
 
 
 def _in_use(plan: RunPlan, by: Registration, reason: str) -> ConfigError:

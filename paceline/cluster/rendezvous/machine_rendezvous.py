@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 
 from paceline.cluster.membership.process_identity import ProcessIdentity
-from paceline.cluster.rendezvous.deadline import Deadline
+from paceline.cluster.rendezvous.deadline import Deadline, ignore
 from paceline.cluster.rendezvous.follower import follow
 from paceline.cluster.rendezvous.leader import complete_world, take_over
 from paceline.cluster.rendezvous.reachability import (
@@ -31,7 +31,6 @@ from paceline.cluster.rendezvous.reachability import (
     interfaces,
     listening_address,
     own_addresses,
-    post_reached,
 )
 from paceline.cluster.rendezvous.registered_machine import (
     FINISHED,
@@ -48,6 +47,7 @@ from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.stores.store_spec import (
     STORE_ERRORS,
     StoreSpec,
+    first_line,
     open_store,
     peek,
     run_space,
@@ -81,11 +81,13 @@ def open_run(
         CommError: a machine didn't come in time, or can't be reached.
         Finished: the run came to its end before.
     """
-    remedy = f"start {'them' if plan.machines > 2 else 'it'} with --run_id {plan.run_id} and the "
-    remedy += "same rendezvous, or give a longer --first_iter_timeout"
+    remedy = (
+        f"start {'them' if plan.machines > 2 else 'it'} with --run_id {plan.run_id} and the same "
+        "rendezvous, or give a longer --first_iter_timeout"
+    )
     deadline = Deadline(plan.first_iter_timeout, report, pause, remedy)
     with ExitStack() as undo:
-        listener = undo.enter_context(ProbeListener())
+        listener = undo.enter_context(closing(ProbeListener()))
         registration = registration_of(plan, listener)
         server: TCPStore | None = None
         try:
@@ -102,8 +104,9 @@ def open_run(
                 undo.callback(registered.abandon)
             generation_info = _form(registered, world, listener, deadline)
         except DistError as error:
-            reason = str(error).splitlines()[0]
-            raise CommError(f"The rendezvous was lost during the start: {reason}") from error
+            raise CommError(
+                f"The rendezvous was lost during the start: {first_line(error)}."
+            ) from error
         undo.pop_all()
         listener.close()
     return FormedRun(
@@ -122,15 +125,20 @@ def answer_finished(plan: RunPlan, limit: float = 5.0) -> None:
         plan: machine 0's part in the run.
         limit: seconds to wait for machines to come.
     """
-    deadline = Deadline(limit, _ignore, time.sleep, "")
-    with suppress(*STORE_ERRORS), ProbeListener() as listener:
-        server, meeting = host(plan, _ignore)
-        if server is None and _has_answer(meeting):
-            return
+    deadline = Deadline(limit, ignore, time.sleep, "")
+    with suppress(*STORE_ERRORS), closing(ProbeListener()) as listener:
+        server, meeting = host(plan, ignore)
+        found = (
+            None if server is not None else peek(open_store(meeting, STORE_LIMIT, make=True), "run")
+        )
+        if found is not None:
+            last = meeting.within(RunRecord.from_text(found).generation)
+            if peek(open_store(last, STORE_LIMIT), FINISHED) is not None:
+                return  # it was left for a machine that was killed
         registration = registration_of(plan, listener)
         generation = take_over(plan, meeting, registration, deadline)
         registered = RegisteredMachine(
-            plan, meeting, generation, registration, notice=_ignore, warn=_ignore
+            plan, meeting, generation, registration, notice=ignore, warn=ignore
         )
         try:
             registered.store.set(FINISHED, "1")
@@ -207,19 +215,6 @@ OPEN_STORE = (
 )
 
 
-def _has_answer(meeting: StoreSpec) -> bool:
-    """Tell whether the run's last start left `finished` for a machine that was killed."""
-    text = peek(open_store(meeting, STORE_LIMIT, make=True), "run")
-    if text is None:
-        return False
-    space = meeting.within(RunRecord.from_text(text).generation)
-    return peek(open_store(space, STORE_LIMIT), FINISHED) is not None
-
-
-def _ignore(reported: object) -> None:
-    """Report nothing: the run is finished."""
-
-
 def _form(
     registered: RegisteredMachine,
     world: RegisteredWorld,
@@ -241,8 +236,9 @@ def _form(
                         f"({verdict.reason}): see what it says, and start the run again."
                     )
 
-        post_reached(store, (world.token, machines), machine, listener, deadline)
-        addresses = agreed_addresses(store, machines, machine, deadline, check)
+        addresses = agreed_addresses(
+            store, world.token, machines, machine, listener, deadline, check
+        )
     generation_info = GenerationInfo(
         token=world.token,
         machines=tuple(entry.workers for entry in machines),

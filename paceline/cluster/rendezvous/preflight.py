@@ -24,7 +24,6 @@ from paceline.cluster.stores.waiting import await_keys
 from paceline.config.train import TrainConfig
 from paceline.errors import ConfigError
 
-_MISSING = "missing"
 _REMEDIES = {
     "configuration": "give all machines the same",
     "versions": "install the same on all machines",
@@ -59,7 +58,10 @@ def compare(
 
     def late(missing: list[str]) -> str:
         ranks = ", ".join(members.describe(int(key.rpartition("/")[2])) for key in missing)
-        return f"{ranks} said nothing of its {subject} within {timeout:g} s: {_advice(subject)}."
+        # To a script's loader a silent rank may not have come at all.
+        calls = "; all ranks must call paceline.loader(), not rank 0 alone"
+        advice = "see what it says" + (calls if subject.startswith("loader ") else "")
+        return f"{ranks} said nothing of its {subject} within {timeout:g} s: {advice}."
 
     await_keys(store, keys, timeout, late)
     digests = store.multi_get(keys)
@@ -113,12 +115,6 @@ def token_facts(token: str) -> dict[str, str]:
     return {"the job token's digest": digest[:16]}
 
 
-def _advice(subject: str) -> str:
-    """Say what to do about a silent rank; to a script's loader it may not have come at all."""
-    calls = "; all ranks must call paceline.loader(), not rank 0 alone"
-    return "see what it says" + (calls if subject.startswith("loader ") else "")
-
-
 def _difference(
     members: Members, subject: str, first: dict[str, str], other: dict[str, str], rank: int
 ) -> str:
@@ -127,6 +123,6 @@ def _difference(
     name = next(missing, None) or next(n for n in names if first[n] != other[n])
     hosts = [f"rank {r} ({members.hosts[members.machine_of(r)]})" for r in (0, rank)]
     return (
-        f"{name} is {first.get(name, _MISSING)} on {hosts[0]} and {other.get(name, _MISSING)} on "
+        f"{name} is {first.get(name, 'missing')} on {hosts[0]} and {other.get(name, 'missing')} on "
         f"{hosts[1]}: {_REMEDIES.get(subject, 'they must be the same')}."
     )

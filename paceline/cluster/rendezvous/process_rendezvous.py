@@ -19,7 +19,7 @@ import secrets
 import time
 import uuid
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 
 from torch._C._distributed_c10d import Store
@@ -28,17 +28,16 @@ from torch.distributed import DistError
 from paceline.cluster.launchers.launched_process import LaunchedProcess
 from paceline.cluster.membership.members import Members
 from paceline.cluster.membership.process_identity import ProcessIdentity
-from paceline.cluster.rendezvous.deadline import Deadline, DeadlinePassed, numbered
+from paceline.cluster.rendezvous.deadline import Deadline, DeadlinePassed, absent, numbered
 from paceline.cluster.rendezvous.reachability import (
     ProbeListener,
     agreed_addresses,
     own_addresses,
-    post_reached,
 )
-from paceline.cluster.rendezvous.registered_machine import STORE_LIMIT
+from paceline.cluster.rendezvous.registered_machine import STORE_LIMIT, read_registrations
 from paceline.cluster.rendezvous.registration import RegisteredWorld, Registration
 from paceline.cluster.stores.folder_store import FolderRemoved
-from paceline.cluster.stores.store_spec import StoreSpec, erase, open_store, peek
+from paceline.cluster.stores.store_spec import StoreSpec, erase, first_line, open_store, peek
 from paceline.errors import CommError
 
 START = "start"
@@ -77,28 +76,25 @@ def gather(
         CommError: processes didn't come in time (names them), or can't reach each other.
         ConfigError: the launcher's numbers contradict each other, or there is no such interface.
     """
-    with ProbeListener() as listener:
-        own = _registration(launched, wanted, listener.port)
+    with closing(ProbeListener()) as listener:
+        own = Registration(
+            rank=launched.rank,
+            node=launched.node,
+            local_rank=launched.local_rank,
+            process=ProcessIdentity.of_this_process(),
+            addresses=own_addresses(wanted, apart=bool(wanted) or not launched.one_machine),
+            port=listener.port,
+        )
         try:
             meet = _open if launched.rank == 0 else _find
             space, world = meet(meeting, own, launched.world_size, deadline)
             store = open_store(space, STORE_LIMIT)
             members = _members(world, own, store, listener, wanted, deadline)
         except DistError as error:
-            reason = str(error).splitlines()[0]
-            raise CommError(f"The rendezvous was lost during the start: {reason}") from error
+            raise CommError(
+                f"The rendezvous was lost during the start: {first_line(error)}."
+            ) from error
     return FormedWorld(members=members, token=world.token, space=space, store=store)
-
-
-def _registration(launched: LaunchedProcess, wanted: Sequence[str], port: int) -> Registration:
-    return Registration(
-        rank=launched.rank,
-        node=launched.node,
-        local_rank=launched.local_rank,
-        process=ProcessIdentity.of_this_process(),
-        addresses=own_addresses(wanted, apart=bool(wanted) or not launched.one_machine),
-        port=port,
-    )
 
 
 def _open(
@@ -114,13 +110,14 @@ def _open(
     if old is not None:
         erase(meeting.within(old.decode()))
     try:
-        while missing := _missing(store, world_size):
+        while missing := absent(store, "here", world_size):
             deadline.wait(numbered("rank", missing, world_size))
     except DeadlinePassed as error:
         _give_up(store, world_size, str(error), deadline)
         raise
+    registrations = read_registrations(store, "here", world_size)
     world = RegisteredWorld(
-        token=secrets.token_hex(16), registrations=_registrations(store, world_size)
+        token=secrets.token_hex(16), registrations=tuple(registrations.values())
     )
     store.set("world", world.to_text())
     return space, world
@@ -128,10 +125,10 @@ def _open(
 
 def _give_up(store: Store, world_size: int, why: str, deadline: Deadline) -> None:
     """Tell the processes that came, and keep the store until they have read it."""
-    registrations = _registrations(store, world_size)
-    world = RegisteredWorld(token="", registrations=registrations, lost=why)
+    came = read_registrations(store, "here", world_size)
+    world = RegisteredWorld(token="", registrations=tuple(came.values()), lost=why)
     store.set("world", world.to_text())
-    readers = [f"read/{registration.rank}" for registration in registrations[1:]]
+    readers = [f"read/{rank}" for rank in came if rank > 0]
     until = time.monotonic() + _READ_S
     while not store.check(readers) and time.monotonic() < until:
         deadline.pause()
@@ -160,7 +157,7 @@ def _find(
                     if world.lost:
                         raise CommError(world.lost)
                     return space, world
-                missing = _missing(store, world_size) or [0]
+                missing = absent(store, "here", world_size) or [0]
         deadline.wait(numbered("rank", missing, world_size))
 
 
@@ -171,16 +168,6 @@ def _reached(meeting: StoreSpec, world_size: int, deadline: Deadline) -> Store:
             return open_store(meeting, STORE_LIMIT)
         except CommError as error:
             deadline.wait(f"{numbered('rank', [0], world_size)} ({str(error).rstrip('.')})")
-
-
-def _registrations(store: Store, world_size: int) -> tuple[Registration, ...]:
-    missing = _missing(store, world_size)
-    texts = [store.get(f"here/{rank}") for rank in range(world_size) if rank not in missing]
-    return tuple(map(Registration.from_text, texts))
-
-
-def _missing(store: Store, world_size: int) -> list[int]:
-    return [rank for rank in range(world_size) if not store.check([f"here/{rank}"])]
 
 
 def _members(
@@ -196,9 +183,8 @@ def _members(
     addresses: tuple[str, ...] = ("127.0.0.1",) * len(machines)
     if wanted or not world.one_network:
         leaders = [group[0] for group in machines]
-        if own in leaders:
-            post_reached(store, (world.token, leaders), machine, listener, deadline)
-        addresses = agreed_addresses(store, leaders, machine, deadline)
+        probing = listener if own in leaders else None
+        addresses = agreed_addresses(store, world.token, leaders, machine, probing, deadline)
     return Members.on(
         machine,
         machines[machine].index(own),

@@ -28,11 +28,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Self
 
 from torch._C._distributed_c10d import Store
 
-from paceline.cluster.rendezvous.deadline import Deadline, numbered
+from paceline.cluster.rendezvous.deadline import Deadline, absent, numbered
 from paceline.cluster.rendezvous.registration import Registration
 from paceline.errors import CommError, ConfigError
 
@@ -124,9 +123,7 @@ class ProbeListener:
     """
 
     def __init__(self) -> None:
-        self._listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self._listener.bind(("", 0))
-        self._listener.listen(128)
+        self._listener = socket.create_server(("", 0), backlog=128)
         self.port: int = self._listener.getsockname()[1]
         self._thread: threading.Thread | None = None
 
@@ -143,12 +140,6 @@ class ProbeListener:
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`
             self._thread.join()
         self._listener.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _run(self, proof: bytes, machine: int) -> None:
         while True:
@@ -168,66 +159,59 @@ def reach(
 ) -> dict[int, list[str]]:
     """Try all addresses of all peers at once; return those that each was reached at.
 
+    A wait that is ended leaves the tries to their limits.
+
     Args:
         token: the run's job token.
         machine: this machine's number.
         peers: each other machine's candidate addresses and port.
         pause: called while the tries go on; may raise to end the wait.
     """
+    proof, worked = _proof(token), set[tuple[int, str]]()
+
+    def probe(peer: int, address: str, port: int) -> None:
+        with (
+            suppress(OSError),  # one address of several; `choose` says if none worked
+            socket.create_connection((address, port), timeout=_CONNECT_S) as connection,
+        ):
+            connection.settimeout(_ANSWER_S)
+            connection.sendall(_MESSAGE.pack(_MAGIC, proof, machine, peer))
+            answer = _MESSAGE.pack(_MAGIC, proof, peer, machine)
+            if hmac.compare_digest(_receive(connection), answer):
+                worked.add((peer, address))
+
     probes = [
-        _Probe((address, port), _proof(token), machine, peer)
+        threading.Thread(target=probe, args=(peer, a, port), name=f"probe {a}", daemon=True)
         for peer, (addresses, port) in peers.items()
-        for address in addresses
+        for a in addresses
     ]
-    for probe in probes:
-        probe.start()
-    while any(probe.is_alive() for probe in probes):
+    for thread in probes:
+        thread.start()
+    while any(thread.is_alive() for thread in probes):
         pause()
     return {
-        peer: [probe.address[0] for probe in probes if probe.peer == peer and probe.worked]
-        for peer in peers
+        peer: [a for a in addresses if (peer, a) in worked]
+        for peer, (addresses, _) in peers.items()
     }
-
-
-def post_reached(
-    store: Store,
-    world: tuple[str, Sequence[Registration]],
-    machine: int,
-    listener: ProbeListener,
-    deadline: Deadline,
-) -> None:
-    """Answer the others' probes, probe their addresses, and post which ones worked.
-
-    Args:
-        store: the start's.
-        world: the job token, and a registration of each machine.
-        machine: this machine's number.
-        listener: this machine's.
-        deadline: the limit.
-    """
-    token, machines = world
-    listener.answer(token, machine)
-    others = {
-        peer: (entry.addresses, entry.port)
-        for peer, entry in enumerate(machines)
-        if peer != machine
-    }
-    store.set(f"reach/{machine}", json.dumps(reach(token, machine, others, deadline.pause)))
 
 
 def agreed_addresses(
     store: Store,
+    token: str,
     machines: Sequence[Registration],
     machine: int,
+    listener: ProbeListener | None,
     deadline: Deadline,
     check: Callable[[list[int]], None] = lambda missing: None,
 ) -> tuple[str, ...]:
-    """Wait for the posts of all machines; return each machine's address, the same to all.
+    """Find each machine's address, the same to all, by probes of all of them.
 
     Args:
         store: the start's.
+        token: the job token.
         machines: a registration of each machine.
         machine: this machine's number.
+        listener: answers the others' probes; None: another process of this machine probes.
         deadline: the limit.
         check: called with the machines that are waited for; may raise.
 
@@ -235,8 +219,12 @@ def agreed_addresses(
         CommError: a machine has no address that all others reached; names the machines.
     """
     numbers = range(len(machines))
+    if listener is not None:
+        listener.answer(token, machine)
+        others = {i: (machines[i].addresses, machines[i].port) for i in numbers if i != machine}
+        store.set(f"reach/{machine}", json.dumps(reach(token, machine, others, deadline.pause)))
     soon = deadline.at_most(_MEET_S, "start the run again")
-    while missing := [i for i in numbers if not store.check([f"reach/{i}"])]:
+    while missing := absent(store, "reach", len(machines)):
         check(missing)
         soon.wait(f"the connections of {numbered('machine', missing, len(machines))}")
     reports = [json.loads(store.get(f"reach/{i}")) for i in numbers]
@@ -247,8 +235,7 @@ def agreed_addresses(
     except CommError:
         # All judge the same reports, and the process that serves the store takes them away.
         until = time.monotonic() + _JUDGE_S
-        judged = [f"judged/{i}" for i in numbers]
-        while not store.check(judged) and time.monotonic() < until:
+        while absent(store, "judged", len(machines)) and time.monotonic() < until:
             deadline.pause()
         raise
 
@@ -281,27 +268,6 @@ def _common(
         f"one address of {', '.join(offered)}: check firewalls, or name the interfaces that "
         "connect the machines by --distributed_interfaces."
     )
-
-
-class _Probe(threading.Thread):
-    """Reachability probe: one try of one address. A wait that is ended leaves it to its limit."""
-
-    def __init__(self, address: tuple[str, int], proof: bytes, machine: int, peer: int) -> None:
-        super().__init__(name=f"probe {address[0]}", daemon=True)
-        self.address = address
-        self.peer = peer
-        self.worked = False
-        self._question = _MESSAGE.pack(_MAGIC, proof, machine, peer)
-        self._answer = _MESSAGE.pack(_MAGIC, proof, peer, machine)
-
-    def run(self) -> None:
-        with (
-            suppress(OSError),  # one address of several; `choose` says if none worked
-            socket.create_connection(self.address, timeout=_CONNECT_S) as connection,
-        ):
-            connection.settimeout(_ANSWER_S)
-            connection.sendall(self._question)
-            self.worked = hmac.compare_digest(_receive(connection), self._answer)
 
 
 def _answer(connection: socket.socket, proof: bytes, machine: int) -> None:

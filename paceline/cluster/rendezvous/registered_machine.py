@@ -17,9 +17,9 @@ from paceline.cluster.stores.store_spec import (
     STORE_ERRORS,
     StoreSpec,
     erase,
+    first_line,
     open_store,
     peek,
-    tidy,
 )
 from paceline.cluster.supervision.failure_report import FAILURE, FailureReport
 
@@ -53,10 +53,8 @@ class RegisteredMachine:
         notice: Callable[[FailureReport], None],
         warn: Callable[[str], None],
     ) -> None:
-        self.plan = plan
-        self.generation = generation
-        self.registration = registration
-        self.meeting = meeting
+        self.plan, self.registration = plan, registration
+        self.meeting, self.generation = meeting, generation
         self.space = meeting.within(generation)
         self.store = open_store(self.space, STORE_LIMIT, make=self.leads)
         self.run_store = open_store(meeting, STORE_LIMIT)
@@ -64,7 +62,13 @@ class RegisteredMachine:
         self._lease_store = open_store(self.space, STORE_LIMIT)
         self._run_lease_store = open_store(meeting, STORE_LIMIT)
         self._notice: Callable[[FailureReport], None] | None = notice
-        self._heartbeat = Heartbeat(self._beat, lambda error: warn(_lost(error)))
+        self._heartbeat = Heartbeat(
+            self._beat,
+            lambda error: warn(
+                f"the rendezvous is lost ({first_line(error)}); the run continues, but no other "
+                "machine finds it."
+            ),
+        )
 
     @property
     def leads(self) -> bool:
@@ -75,11 +79,6 @@ class RegisteredMachine:
         """Watch another machine's lease."""
         return LeaseWatch(self.store, registration, self.registration.process)
 
-    def post(self, failure: FailureReport) -> FailureReport:
-        """Give a reason for the run's end; returns the one that came first."""
-        text = self.store.compare_set(FAILURE, "", failure.to_text())
-        return FailureReport.from_text(text)
-
     def abandon(self) -> None:
         """Leave before the world is complete, so that the next start finds the number free."""
         self._heartbeat.close()
@@ -89,13 +88,14 @@ class RegisteredMachine:
             elif self._is_newest():
                 self.store.set(lease_key(self.registration), ENDED)
             else:
-                self._clear()  # as machine 0 did; our lease may have come back since
+                erase(self.space)  # as machine 0 did; our lease may have come back since
 
     def leave(self) -> None:
         """Leave a complete world; the last machine removes what the run has in the store."""
         self._heartbeat.close()
         self.store.set(self.key("left"), "1")
-        if self.others_left() and self._wins("remover"):
+        own = self.registration.id
+        if self.others_left() and self.store.compare_set("remover", "", own) == own.encode():
             self._remove_run()
 
     def others_left(self) -> bool:
@@ -106,10 +106,6 @@ class RegisteredMachine:
         """Return the key of this machine's entry `name`."""
         return f"{name}/{self.plan.machine}"
 
-    def _wins(self, key: str) -> bool:
-        own = self.registration.id
-        return self.store.compare_set(key, "", own) == own.encode()
-
     def _remove_run(self) -> None:
         """Remove this start, and the run's record if it is this start's."""
         if self.meeting.served_by_run:
@@ -117,11 +113,7 @@ class RegisteredMachine:
         if self._is_newest():
             self.run_store.delete_key("run")
             self.run_store.delete_key("beat")
-        self._clear()
-
-    def _clear(self) -> None:
         erase(self.space)
-        tidy(self.meeting)
 
     def _is_newest(self) -> bool:
         text = peek(self.run_store, "run")
@@ -137,14 +129,9 @@ class RegisteredMachine:
             self._notice = None
 
 
-def _lost(error: Exception) -> str:
-    reason = str(error).splitlines()[0].rstrip(".")
-    return f"the rendezvous is lost ({reason}); the run continues, but no other machine finds it."
-
-
-def read_registrations(store: Store, machines: int) -> dict[int, Registration]:
-    """Return the machines' registrations that are there, by the machines' numbers."""
-    texts = {machine: peek(store, f"machine/{machine}") for machine in range(machines)}
+def read_registrations(store: Store, entries: str, total: int) -> dict[int, Registration]:
+    """Return the registrations that are there, by the machines' numbers or the processes' ranks."""
+    texts = {number: peek(store, f"{entries}/{number}") for number in range(total)}
     return {
-        machine: Registration.from_text(text) for machine, text in texts.items() if text is not None
+        number: Registration.from_text(text) for number, text in texts.items() if text is not None
     }

@@ -23,22 +23,19 @@ from __future__ import annotations
 
 import errno
 import os
-import random
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from hashlib import sha256
 from pathlib import Path
-from typing import Self
 from urllib.parse import quote
 
 from torch.distributed import DistStoreError
 
 from paceline.cluster.stores.polled_store import ChangedStore, as_bytes
-from paceline.config.world import WorldConfig
 from paceline.errors import CommError, ConfigError
 
 _GONE = (errno.ENOENT, errno.ESTALE)
@@ -59,28 +56,19 @@ class FolderStore(ChangedStore):
     """Keys and values in a folder; see the module's text.
 
     Args:
-        path: the folder.
+        address: a folder that is there.
+        space: the store's folder in it.
         timeout: the limit of `get` and of a `wait` that gives none.
-        make: make the folder where it isn't there; otherwise it is empty until another process
-            does, and can't be written.
+        make: make the store's folder where it isn't there; otherwise it is empty until another
+            process does, and can't be written.
 
     Raises:
-        ConfigError: the folder can't be made or written.
+        ConfigError: the folder isn't there, or can't be made or written.
     """
 
-    def __init__(self, path: Path, timeout: timedelta, *, make: bool = True) -> None:
-        super().__init__(timeout)
-        self.path = path
-        if make:
-            with self._sentences():
-                path.mkdir(_PRIVATE, parents=True, exist_ok=True)
-
-    @classmethod
-    def address_of(cls, world: WorldConfig) -> str:
-        return str(Path(world.file_store_path).absolute()) if world.file_store_path else ""
-
-    @classmethod
-    def at(cls, address: str, space: str, timeout: timedelta, *, make: bool) -> Self:
+    def __init__(self, address: str, space: str, timeout: timedelta, *, make: bool = False) -> None:
+        super().__init__(address, space, timeout)
+        self.path = Path(address, space)
         if not Path(address).is_dir():  # not made here: a mistyped one would wait for no machine
             raise ConfigError(
                 flag="file_store_path",
@@ -88,25 +76,25 @@ class FolderStore(ChangedStore):
                 rule="there is no such folder",
                 remedy="create it where all machines see it",
             )
-        return cls(Path(address, space), timeout, make=make)
+        if make:
+            with self._sentences():
+                self.path.mkdir(_PRIVATE, parents=True, exist_ok=True)
 
     def erase(self) -> None:
-        """Remove the folder, at once: a process that still writes there can't bring it back."""
-        grave = self.path.with_name(_temporary_name())
-        with suppress(FileNotFoundError):
-            os.rename(self.path, grave)
-        shutil.rmtree(grave, ignore_errors=True)
+        """Remove the folder, at once: a process that still writes there can't bring it back.
 
-    def tidy(self) -> None:
-        """Remove halves of entries, and the folder if it is empty; one in use stays."""
-        for half in self.path.glob("tmp=*"):
+        With it go halves of entries in the folder around it, and that folder if it is empty.
+        """
+        run = self.path.parent
+        with suppress(FileNotFoundError):
+            os.rename(self.path, run / _temporary_name())
+        for half in run.glob("tmp=*"):
             shutil.rmtree(half, ignore_errors=True)
         with suppress(OSError):  # not empty: a new start of the run is already here
-            self.path.rmdir()
+            run.rmdir()
 
     def read(self, keys: Sequence[str]) -> list[bytes | None]:
-        with self._sentences():
-            return [self._value(key)[1] for key in keys]
+        return [self.look(key)[1] for key in keys]
 
     def missing(self, keys: Sequence[str]) -> list[str]:
         with self._sentences():
@@ -127,45 +115,23 @@ class FolderStore(ChangedStore):
             shutil.rmtree(grave, ignore_errors=True)
             return True
 
-    def num_keys(self) -> int:
-        with self._sentences():
-            return sum(name.startswith("key=") for name in _fresh_names(self.path))
-
-    def clone(self) -> Self:
-        return type(self)(self.path, timedelta(seconds=self.limit), make=False)
-
-    def change(
-        self, key: str, change: Callable[[bytes | None], bytes | None], absent: bytes = b""
-    ) -> bytes:
-        deadline = time.monotonic() + self.limit
-        with self._sentences():
-            while True:
-                head, old = self._value(key)
-                new = change(old)
-                if new is None or new is old:
-                    return absent if new is None else new
-                if self._create(key, new) if head is None else self._replace(key, head, new):
-                    return new
-                if time.monotonic() > deadline:
-                    raise DistStoreError(f"{key}: others changed it for {self.limit:g} s.")
-                time.sleep(random.uniform(0, 0.002))
-
-    def _value(self, key: str) -> tuple[str | None, bytes | None]:
+    def look(self, key: str) -> tuple[str | None, bytes | None]:
         """Return the head's name and the value, or None and None where there is no key."""
         folder = self.path / _key_name(key)
         deadline = time.monotonic() + self.limit
         while time.monotonic() <= deadline:
-            if folder.name not in _fresh_names(self.path):
-                return None, None
-            heads = [name for name in _fresh_names(folder) if name.startswith("head=")]
-            try:
+            with self._sentences(), _unless_gone():
+                if folder.name not in _fresh_names(self.path):
+                    return None, None
+                heads = [name for name in _fresh_names(folder) if name.startswith("head=")]
                 if heads:  # a listing in the middle of a rename may show no head, or two
                     head = max(heads)
                     return head, (folder / head.rpartition("=")[2]).read_bytes()
-            except OSError as error:
-                if error.errno not in _GONE:
-                    raise
         raise DistStoreError(f"{folder} names no value: remove it, it is damaged.")
+
+    def replace(self, key: str, seen: str | None, value: bytes) -> bool:
+        with self._sentences():
+            return self._create(key, value) if seen is None else self._advance(key, seen, value)
 
     def _create(self, key: str, value: bytes) -> bool:
         folder = self.path / _temporary_name()
@@ -184,7 +150,7 @@ class FolderStore(ChangedStore):
             return False
         return True
 
-    def _replace(self, key: str, head: str, value: bytes) -> bool:
+    def _advance(self, key: str, head: str, value: bytes) -> bool:
         folder = self.path / _key_name(key)
         _, version, old = head.split("=")
         unique = uuid.uuid4().hex
@@ -217,13 +183,20 @@ class FolderStore(ChangedStore):
 
 def _fresh_names(folder: Path) -> list[str]:
     """List a folder as the server has it now; a folder that isn't there is empty."""
-    try:
+    with _unless_gone():
         os.utime(folder)
         return os.listdir(folder)
+    return []
+
+
+@contextmanager
+def _unless_gone() -> Iterator[None]:
+    """End the block without an error where a file or folder in it was removed."""
+    try:
+        yield
     except OSError as error:
-        if error.errno in _GONE:
-            return []
-        raise
+        if error.errno not in _GONE:
+            raise
 
 
 def _key_name(key: str) -> str:

@@ -2,25 +2,24 @@
 
 `torch.distributed` hides its stores behind `torch.distributed.Store`. A store written in
 Python is called back by C++, which looks methods up by name; the names that it uses are these,
-`getNumKeys` and `deleteKey` among them, where its own Python binding says `num_keys` and
-`delete_key`. C++ keeps only its half of the object alive: the caller that hands a store to a
-process group or a `PrefixStore` keeps the store itself, too.
+`deleteKey` among them, where its own Python binding says `delete_key`. C++ keeps only its half of
+the object alive: the caller that hands a store to a process group or a `PrefixStore` keeps the
+store itself, too.
 
 A missing key is waited for by asking again, at intervals that grow from 1 to 50 ms.
 """
 
 from __future__ import annotations
 
+import random
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
-
-from paceline.config.world import WorldConfig
 
 _T = TypeVar("_T")
 
@@ -29,7 +28,10 @@ class PolledStore(Store):
     """Base class of stores: reads the present values, and waits by reading again.
 
     Args:
+        address: where the store is.
+        space: a path of names in it, "" for the whole store.
         timeout: the limit of `get`, `multi_get` and of a `wait` that gives none.
+        make: make the space first, where a store has to.
 
     Attributes:
         served_by_run: whether a process of the run serves the store, which ends with it.
@@ -37,25 +39,13 @@ class PolledStore(Store):
 
     served_by_run: ClassVar[bool] = False
 
-    def __init__(self, timeout: timedelta) -> None:
+    def __init__(self, address: str, space: str, timeout: timedelta, *, make: bool = False) -> None:
         super().__init__()
         self.set_timeout(timeout)
-
-    @classmethod
-    def address_of(cls, world: WorldConfig) -> str:
-        """Return the address of a store of this kind that the options give, or ""."""
-        raise NotImplementedError
-
-    @classmethod
-    def at(cls, address: str, space: str, timeout: timedelta, *, make: bool) -> Self:
-        """Open the space `space` of the store at an address; make it first if asked to."""
-        raise NotImplementedError
+        self.address, self.space = address, space
 
     def erase(self) -> None:
-        """Remove all keys."""
-
-    def tidy(self) -> None:
-        """Remove what is left of a space that holds no key."""
+        """Remove all keys, and what is left of the space around this one if that holds none."""
 
     def close(self) -> None:
         """Close the connections."""
@@ -124,17 +114,13 @@ class PolledStore(Store):
         """Tell C++ that `append`, `multi_get` and `multi_set` are there."""
         return True
 
-    def getNumKeys(self) -> int:
-        """Count the keys; the name by which C++ calls `num_keys`."""
-        return self.num_keys()
-
     def deleteKey(self, key: str) -> bool:
         """Delete a key; the name by which C++ calls `delete_key`."""
         return self.delete_key(key)
 
-    @abstractmethod
     def clone(self) -> Self:
         """Open the same store once more."""
+        return type(self)(self.address, self.space, timedelta(seconds=self.limit))
 
     @property
     def limit(self) -> float:
@@ -158,6 +144,13 @@ class ChangedStore(PolledStore):
     """Base class of stores that change a value by reading it and setting it if it is unchanged."""
 
     @abstractmethod
+    def look(self, key: str) -> tuple[Any, bytes | None]:
+        """Return what `replace` knows the present value by, and the value; None for no key."""
+
+    @abstractmethod
+    def replace(self, key: str, seen: Any, value: bytes) -> bool:
+        """Set a key if its value is still the one that `look` saw; tell whether it was."""
+
     def change(
         self, key: str, change: Callable[[bytes | None], bytes | None], absent: bytes = b""
     ) -> bytes:
@@ -165,7 +158,21 @@ class ChangedStore(PolledStore):
 
         Returns:
             the value afterwards; `absent` where there is none.
+
+        Raises:
+            DistStoreError: others changed it for as long as the store's timeout.
         """
+        deadline = time.monotonic() + self.limit
+        while True:
+            seen, old = self.look(key)
+            new = change(old)
+            if new is None or new is old:
+                return absent if new is None else new
+            if self.replace(key, seen, new):
+                return new
+            if time.monotonic() > deadline:
+                raise DistStoreError(f"{key}: others changed it for {self.limit:g} s.")
+            time.sleep(random.uniform(0, 0.002))
 
     def add(self, key: str, value: int) -> int:
         return int(self.change(key, lambda old: str(int(old or b"0") + value).encode()))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any
 from urllib.parse import urlsplit
 
 import redis
@@ -19,12 +19,14 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from paceline.cluster.stores.polled_store import PolledStore, as_bytes
-from paceline.config.world import WorldConfig
 from paceline.errors import CommError, ConfigError
 
-_KEEP = timedelta(hours=1)
+_KEEP_S = 3600
+"""How long the keys outlive the last write."""
+
 _CONNECT_S = 3.0
 _ANSWER_S = 10.0
+_REFUSALS = (redis.AuthenticationError, redis.exceptions.NoPermissionError)
 
 _COMPARE_SET = """
 local value = redis.call('HGET', KEYS[1], ARGV[1])
@@ -47,86 +49,73 @@ class RedisStore(PolledStore):
     """Keys and values in one hash of a Redis server.
 
     Args:
-        url: redis://[:PASSWORD@]HOST:PORT/DATABASE, or rediss:// for TLS.
-        prefix: the hash's name; stores of one prefix are one store.
+        address: redis://[:PASSWORD@]HOST:PORT/DATABASE, or rediss:// for TLS.
+        space: the hash's name.
         timeout: the limit of `get` and of a `wait` that gives none.
-        keep: how long the keys outlive the last write.
+        make: not used: the hash is there from the first write on.
 
     Raises:
         ConfigError: the URL can't be read, or the server refuses the password.
         CommError: the server can't be reached.
     """
 
-    def __init__(
-        self, url: str, prefix: str, timeout: timedelta, *, keep: timedelta = _KEEP
-    ) -> None:
-        super().__init__(timeout)
-        self._url = url
-        self._prefix = prefix
-        self._keep = keep
-        self._client = _connect(url)
-        self._keep_s = int(keep.total_seconds())
+    def __init__(self, address: str, space: str, timeout: timedelta, *, make: bool = False) -> None:
+        super().__init__(address, space, timeout)
+        try:
+            self._client = redis.Redis.from_url(
+                address,
+                socket_connect_timeout=_CONNECT_S,
+                socket_timeout=_ANSWER_S,
+                retry=Retry(NoBackoff(), 0),
+            )
+        except ValueError:
+            raise ConfigError(
+                "--redis_url can't be read: give redis://:PASSWORD@HOST:PORT/0, or rediss:// for "
+                "TLS."
+            ) from None
         self._compare_set = self._client.register_script(_COMPARE_SET)
         self._append = self._client.register_script(_APPEND)
         with self._sentences():
             self._client.ping()
 
-    @classmethod
-    def address_of(cls, world: WorldConfig) -> str:
-        host = f"redis://{world.redis_host}:{world.redis_port}/0" if world.redis_host else ""
-        return world.redis_url or host
-
-    @classmethod
-    def at(cls, address: str, space: str, timeout: timedelta, *, make: bool) -> Self:
-        return cls(address, space, timeout)
-
     def read(self, keys: Sequence[str]) -> list[bytes | None]:
         with self._sentences():
-            values: Any = self._client.hmget(self._prefix, list(keys))
+            values: Any = self._client.hmget(self.space, list(keys))
         return list(values)
 
     def set(self, key: str, value: str | bytes) -> None:
         with self._sentences(), self._client.pipeline() as both:
-            both.hset(self._prefix, key, as_bytes(value))
-            both.expire(self._prefix, self._keep)
+            both.hset(self.space, key, as_bytes(value))
+            both.expire(self.space, _KEEP_S)
             both.execute()
 
     def add(self, key: str, value: int) -> int:
         with self._sentences(), self._client.pipeline() as both:
-            both.hincrby(self._prefix, key, value)
-            both.expire(self._prefix, self._keep)
+            both.hincrby(self.space, key, value)
+            both.expire(self.space, _KEEP_S)
             total: int = both.execute()[0]
         return total
 
     def append(self, key: str, value: str | bytes) -> None:
         with self._sentences():
-            self._append(keys=[self._prefix], args=[key, as_bytes(value), self._keep_s])
+            self._append(keys=[self.space], args=[key, as_bytes(value), _KEEP_S])
 
     def compare_set(
         self, key: str, expected_value: str | bytes, desired_value: str | bytes
     ) -> bytes:
         values = [as_bytes(expected_value), as_bytes(desired_value)]
         with self._sentences():
-            result: Any = self._compare_set(keys=[self._prefix], args=[key, *values, self._keep_s])
+            result: Any = self._compare_set(keys=[self.space], args=[key, *values, _KEEP_S])
         return bytes(result)
 
     def delete_key(self, key: str) -> bool:
         with self._sentences():
-            return bool(self._client.hdel(self._prefix, key))
-
-    def num_keys(self) -> int:
-        with self._sentences():
-            count: Any = self._client.hlen(self._prefix)
-        return int(count)
-
-    def clone(self) -> Self:
-        timeout = timedelta(seconds=self.limit)
-        return type(self)(self._url, self._prefix, timeout, keep=self._keep)
+            return bool(self._client.hdel(self.space, key))
 
     def erase(self) -> None:
         """Remove all keys."""
         with self._sentences():
-            self._client.delete(self._prefix)
+            self._client.delete(self.space)
 
     def close(self) -> None:
         self._client.close()
@@ -134,47 +123,20 @@ class RedisStore(PolledStore):
     @contextmanager
     def _sentences(self) -> Iterator[None]:
         # `from None`: redis-py's own errors may quote the URL, and with it the password.
-        where = _where(self._url)
+        url = urlsplit(self.address)
+        server = f"The Redis server at {url.hostname}:{url.port or 6379}"
         try:
             yield
-        except (redis.AuthenticationError, redis.exceptions.NoPermissionError):
-            raise ConfigError(_refused(where)) from None
-        except redis.ResponseError as error:
-            if str(error).startswith(("NOAUTH", "WRONGPASS", "NOPERM")):
-                raise ConfigError(_refused(where)) from None
-            raise CommError(f"The Redis server at {where} answered: {error}.") from None
         except (redis.RedisError, OSError) as error:
+            reason = str(error).rstrip(".") or type(error).__name__
+            if isinstance(error, _REFUSALS) or reason.startswith(("NOAUTH", "WRONGPASS", "NOPERM")):
+                raise ConfigError(
+                    f"{server} refused the user or the password: give them as "
+                    "--redis_url redis://USER:PASSWORD@HOST:PORT/0 (the user may be empty)."
+                ) from None
+            if isinstance(error, redis.ResponseError):
+                raise CommError(f"{server} answered: {error}.") from None
             raise CommError(
-                f"The Redis server at {where} can't be reached ({_reason(error)}): check that it "
-                "runs there and that this machine may connect."
+                f"{server} can't be reached ({reason}): check that it runs there and that this "
+                "machine may connect."
             ) from None
-
-
-def _connect(url: str) -> redis.Redis:
-    try:
-        return redis.Redis.from_url(
-            url,
-            socket_connect_timeout=_CONNECT_S,
-            socket_timeout=_ANSWER_S,
-            retry=Retry(NoBackoff(), 0),
-        )
-    except ValueError:
-        raise ConfigError(
-            "--redis_url can't be read: give redis://:PASSWORD@HOST:PORT/0, or rediss:// for TLS."
-        ) from None
-
-
-def _where(url: str) -> str:
-    address = urlsplit(url)
-    return f"{address.hostname}:{address.port or 6379}"
-
-
-def _refused(where: str) -> str:
-    return (
-        f"The Redis server at {where} refused the user or the password: give them as "
-        "--redis_url redis://USER:PASSWORD@HOST:PORT/0 (the user may be empty)."
-    )
-
-
-def _reason(error: Exception) -> str:
-    return type(error).__name__ if not str(error) else str(error).rstrip(".")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import lru_cache
 from typing import Self
@@ -33,12 +33,11 @@ class SealedStore(ChangedStore):
     Args:
         inner: the store that holds the sealed values.
         secret: the run's secret.
-        space: the space that `inner` is; part of each key's name.
     """
 
-    def __init__(self, inner: PolledStore, secret: str, space: str) -> None:
-        super().__init__(timedelta(seconds=inner.limit))
-        self._inner, self._secret, self._space = inner, secret, space
+    def __init__(self, inner: PolledStore, secret: str) -> None:
+        super().__init__(inner.address, inner.space, timedelta(seconds=inner.limit))
+        self._inner, self._secret = inner, secret
         self._cipher_key, self._proof_key = _split(_keys_of(secret), 32)
 
     def read(self, keys: Sequence[str]) -> list[bytes | None]:
@@ -51,24 +50,17 @@ class SealedStore(ChangedStore):
     def delete_key(self, key: str) -> bool:
         return self._inner.delete_key(key)
 
-    def num_keys(self) -> int:
-        return self._inner.num_keys()
-
     def clone(self) -> Self:
-        return type(self)(self._inner.clone(), self._secret, self._space)
+        return type(self)(self._inner.clone(), self._secret)
 
-    def change(
-        self, key: str, change: Callable[[bytes | None], bytes | None], absent: bytes = b""
-    ) -> bytes:
-        while True:
-            before = self._inner.read([key])[0]
-            old = self._open(key, before)
-            new = change(old)
-            if new is None or new is old:
-                return absent if new is None else new
-            sealed = self._seal(key, new)
-            if self._inner.compare_set(key, before or b"", sealed) == sealed:
-                return new
+    def look(self, key: str) -> tuple[bytes | None, bytes | None]:
+        """Return the sealed value and the value."""
+        stored = self._inner.read([key])[0]
+        return stored, self._open(key, stored)
+
+    def replace(self, key: str, seen: bytes | None, value: bytes) -> bool:
+        sealed = self._seal(key, value)
+        return self._inner.compare_set(key, seen or b"", sealed) == sealed
 
     def _seal(self, key: str, value: bytes) -> bytes:
         nonce = secrets.token_bytes(_NONCE)
@@ -89,7 +81,7 @@ class SealedStore(ChangedStore):
         return self._crypt(nonce, encrypted)
 
     def _proof(self, key: str, nonce: bytes, encrypted: bytes) -> bytes:
-        name = f"{self._space}/{key}".encode()
+        name = f"{self.space}/{key}".encode()
         message = len(name).to_bytes(8, "big") + name + nonce + encrypted
         return hmac.digest(self._proof_key, message, "sha256")
 

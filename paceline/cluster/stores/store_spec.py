@@ -8,13 +8,15 @@ run one inside that:
     redis    the hash paceline-<run_id>/<start>
     tcp      keys that begin with paceline-<run_id>/<start>/
 
-A new kind of store is a class in a file here, like `RedisStore`, and a row of `STORES`.
+A new kind of store is a class in a file here, like `RedisStore`, a row of `STORES`, and its address
+by the options, in `StoreSpec.of`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Self
 from urllib.parse import quote
 
@@ -26,12 +28,12 @@ from paceline.cluster.stores.folder_store import FolderStore
 from paceline.cluster.stores.polled_store import PolledStore
 from paceline.cluster.stores.redis_store import RedisStore
 from paceline.cluster.stores.sealed_store import SealedStore
-from paceline.cluster.stores.tcp_store import TcpStore
+from paceline.cluster.stores.tcp_store import TcpStore, split_address
 from paceline.config.world import WorldConfig
 from paceline.errors import CommError, ConfigError
 
 STORES: dict[str, type[PolledStore]] = {
-    "redis": RedisStore,  # before the folder: Caffe2's clusters give both, and meet through Redis
+    "redis": RedisStore,
     "folder": FolderStore,
     "tcp": TcpStore,
 }
@@ -67,8 +69,14 @@ class StoreSpec(JsonRecord):
         Raises:
             ConfigError: `--master` isn't HOST:PORT.
         """
-        for kind, store in STORES.items():
-            if address := store.address_of(world):
+        host = f"redis://{world.redis_host}:{world.redis_port}/0" if world.redis_host else ""
+        folder = str(Path(world.file_store_path).absolute()) if world.file_store_path else ""
+        if world.master:
+            split_address(world.master)
+        # Redis before the folder: Caffe2's clusters give both, and meet through Redis.
+        addresses = {"redis": world.redis_url or host, "folder": folder, "tcp": world.master}
+        for kind, address in addresses.items():
+            if address:
                 return cls(kind=kind, address=address, space=space, secret=secret)
         return None
 
@@ -102,24 +110,24 @@ def open_store(spec: StoreSpec, timeout: timedelta, *, make: bool = False) -> St
         ConfigError: the address, a password or permissions are wrong.
         CommError: the store can't be reached.
     """
-    store = _plain(spec, timeout, make=make)
-    return SealedStore(store, spec.secret, spec.space) if spec.secret else store
+    store = STORES[spec.kind](spec.address, spec.space, timeout, make=make)
+    return SealedStore(store, spec.secret) if spec.secret else store
 
 
 def erase(spec: StoreSpec) -> None:
-    """Remove a space and what is in it; a TCP store's ends with its server."""
+    """Remove the space of a start, and what is left of its run's if that holds no key.
+
+    A TCP store's spaces end with its server.
+    """
     if not spec.served_by_run:
-        store = _plain(spec, _ERASE)
+        store = STORES[spec.kind](spec.address, spec.space, _ERASE)
         store.erase()
         store.close()
 
 
-def tidy(spec: StoreSpec) -> None:
-    """Remove what is left of a space that holds no key; one that another start uses stays."""
-    if not spec.served_by_run:
-        store = _plain(spec, _ERASE)
-        store.tidy()
-        store.close()
+def first_line(error: Exception) -> str:
+    """Return what a store's error says in its first line, without a stop."""
+    return str(error).splitlines()[0].rstrip(".")
 
 
 def peek(store: Store, key: str) -> bytes | None:
@@ -127,7 +135,3 @@ def peek(store: Store, key: str) -> bytes | None:
     if isinstance(store, PolledStore):
         return store.read([key])[0]
     return store.get(key) if store.check([key]) else None
-
-
-def _plain(spec: StoreSpec, timeout: timedelta, *, make: bool = False) -> PolledStore:
-    return STORES[spec.kind].at(spec.address, spec.space, timeout, make=make)

@@ -13,7 +13,6 @@ with `<bytes>` as a length of 8 bytes and so many bytes:
     SET          1  <key> <value>
     COMPARE_SET  2  <key> <expected> <desired>     answers <value>
     ADD          4  <key> number (8 bytes)         answers the sum (8 bytes)
-    GETNUMKEYS   7                                 answers the number (8 bytes)
     DELETE_KEY   8  <key>                          answers the number deleted (8 bytes)
     APPEND       9  <key> <value>
     PING        13  4 bytes                        answers these
@@ -29,6 +28,7 @@ See torch/csrc/distributed/c10d/TCPStoreBackend.hpp and TCPStore.cpp.
 from __future__ import annotations
 
 import errno
+import os
 import secrets
 import socket
 import struct
@@ -37,19 +37,17 @@ import time
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Self
 
 from torch._C._distributed_c10d import TCPStore
 
 from paceline.cluster.stores.polled_store import PolledStore, as_bytes
-from paceline.config.world import WorldConfig
 from paceline.errors import CommError, ConfigError
 
 _CONNECT_S = 3.0
 _ANSWER_S = 5.0
 _VALIDATE = struct.pack("=BI", 0, 0x3C85F7CE)
 _SET, _COMPARE_SET, _ADD = b"\x01", b"\x02", b"\x04"
-_GETNUMKEYS, _DELETE_KEY, _APPEND, _PING = b"\x07", b"\x08", b"\x09", b"\x0d"
+_DELETE_KEY, _APPEND, _PING = b"\x08", b"\x09", b"\x0d"
 _NUMBER = struct.Struct("=q")
 _SILENT = "no store answers there"
 
@@ -61,6 +59,7 @@ class TcpStore(PolledStore):
         address: HOST:PORT.
         space: what the keys begin with, "" for nothing.
         timeout: the limit of `get` and of a `wait` that gives none.
+        make: not used: a space is there from its first key on.
 
     Raises:
         ConfigError: the host's name isn't known.
@@ -69,22 +68,11 @@ class TcpStore(PolledStore):
 
     served_by_run = True
 
-    def __init__(self, address: str, space: str, timeout: timedelta) -> None:
-        super().__init__(timeout)
-        self._address, self._space = address, space
+    def __init__(self, address: str, space: str, timeout: timedelta, *, make: bool = False) -> None:
+        super().__init__(address, space, timeout)
         self._prefix = f"/{space}/" if space else "/"
         self._lock = threading.Lock()  # over `_connection`: one request at a time
         self._connection: socket.socket | None = self._connect()
-
-    @classmethod
-    def address_of(cls, world: WorldConfig) -> str:
-        if world.master:
-            split_address(world.master)
-        return world.master
-
-    @classmethod
-    def at(cls, address: str, space: str, timeout: timedelta, *, make: bool) -> Self:
-        return cls(address, space, timeout)
 
     def read(self, keys: Sequence[str]) -> list[bytes | None]:
         return [self._value(key) for key in keys]
@@ -107,18 +95,6 @@ class TcpStore(PolledStore):
     def delete_key(self, key: str) -> bool:
         return self._number(_DELETE_KEY + self._key(key)) > 0
 
-    def num_keys(self) -> int:
-        return self._number(_GETNUMKEYS)
-
-    def clone(self) -> Self:
-        return type(self)(self._address, self._space, timedelta(seconds=self.limit))
-
-    def erase(self) -> None:
-        """Leave the keys: they end with the server."""
-
-    def close(self) -> None:
-        self._drop()
-
     def _value(self, key: str) -> bytes | None:
         absent = secrets.token_bytes(16)
         value = self.compare_set(key, absent, absent)
@@ -138,7 +114,7 @@ class TcpStore(PolledStore):
     def _ask(self, request: bytes, size: int | None) -> bytes:
         """Send a request; return the answer of `size` bytes, or of a length that it gives."""
         if not self._lock.acquire(timeout=2 * _ANSWER_S):
-            raise CommError(f"The store at {self._address} answers another thread too slowly.")
+            raise CommError(f"The store at {self.address} answers another thread too slowly.")
         try:
             if self._connection is None:
                 self._connection = self._connect()
@@ -149,22 +125,22 @@ class TcpStore(PolledStore):
                 size = _NUMBER.unpack(_receive(self._connection, _NUMBER.size, deadline))[0]
             return _receive(self._connection, size, deadline)
         except OSError as error:
-            self._drop()
+            self.close()
             late = f"no answer within {_ANSWER_S:g} s"
             reason = late if isinstance(error, TimeoutError) else error.strerror or str(error)
-            raise CommError(f"The store at {self._address} is lost: {reason}.") from error
+            raise CommError(f"The store at {self.address} is lost: {reason}.") from error
         finally:
             self._lock.release()
 
-    def _drop(self) -> None:
-        """Close a connection on which an answer may still come; the next request makes one."""
+    def close(self) -> None:
+        """Close the connection, on which an answer may still come; the next request makes one."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
     def _connect(self) -> socket.socket:
         """Connect, and see that a store answers."""
-        host, port = split_address(self._address)
+        host, port = split_address(self.address)
         connection: socket.socket | None = None
         word = secrets.token_bytes(4)
         try:
@@ -200,7 +176,13 @@ def serve_tcp(host: str, port: int, timeout: timedelta, given: str = "--master")
     Raises:
         ConfigError: the port can't be had.
     """
-    listener = _listen(host, port, given)
+    try:
+        listener = socket.create_server((host, port), backlog=1024)
+    except OSError as error:
+        raise ConfigError(
+            f"{given}: port {port} can't be had on this machine ({os.strerror(error.errno or 0)}): "
+            "another run may be using it; choose another port."
+        ) from error
     port = listener.getsockname()[1]
     store = TCPStore(
         host or "127.0.0.1",
@@ -239,18 +221,3 @@ def _receive(connection: socket.socket, size: int, deadline: float) -> bytes:
             raise OSError(errno.ECONNRESET, _SILENT)
         data += more
     return bytes(data)
-
-
-def _listen(host: str, port: int, given: str) -> socket.socket:
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(1024)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"{given}: port {port} can't be had on this machine ({error.strerror}): another run "
-            "may be using it; choose another port."
-        ) from error
-    return listener

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from queue import Empty, SimpleQueue
+from contextlib import suppress
 from typing import TypeVar
 
 from torch._C._distributed_c10d import Store
@@ -36,22 +36,13 @@ def await_keys(
     pause = 0.002
     missing = list(keys)
     while missing := [key for key in missing if not store.check([key])]:
-        check_failure(store)
+        text = peek(store, FAILURE)
+        if text is not None:
+            raise PeerLost(f"the run has ended: {FailureReport.from_text(text).text}")
         if time.monotonic() > deadline:
             raise CommTimeout(late(missing))
         time.sleep(pause)
         pause = min(1.5 * pause, 0.1)
-
-
-def check_failure(store: Store) -> None:
-    """Check whether the run continues.
-
-    Raises:
-        PeerLost: another process gave a reason for its end.
-    """
-    text = peek(store, FAILURE)
-    if text is not None:
-        raise PeerLost(f"the run has ended: {FailureReport.from_text(text).text}")
 
 
 def within(limit: float, work: Callable[[], _T]) -> _T | None:
@@ -59,16 +50,13 @@ def within(limit: float, work: Callable[[], _T]) -> _T | None:
 
     An error is not reported: the heartbeat has warned that the store is lost.
     """
-    results: SimpleQueue[_T | None] = SimpleQueue()
+    results: list[_T] = []
 
     def do() -> None:
-        try:
-            results.put(work())
-        except STORE_ERRORS:
-            results.put(None)
+        with suppress(*STORE_ERRORS):
+            results.append(work())
 
-    threading.Thread(target=do, name="store", daemon=True).start()
-    try:
-        return results.get(timeout=limit)
-    except Empty:
-        return None
+    thread = threading.Thread(target=do, name="store", daemon=True)
+    thread.start()
+    thread.join(limit)
+    return results[0] if results else None

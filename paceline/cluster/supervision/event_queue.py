@@ -26,34 +26,15 @@ class Exited:
     returncode: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Signalled:
-    """The supervisor got a signal that asks it to end."""
-
-    number: signal.Signals
-
-
-@dataclass(frozen=True, kw_only=True)
-class Noticed:
-    """Another machine gave the reason for the run's end."""
-
-    failure: FailureReport
-
-
-@dataclass(frozen=True, kw_only=True)
-class Warned:
-    """Note for the user, which ends nothing."""
-
-    text: str
-
-
-Event = Exited | Signalled | Noticed | Warned
+Event = Exited | signal.Signals | FailureReport | str
+"""A worker's end, a signal that asks the supervisor to end, another machine's reason for the run's
+end, or a note for the user, which ends nothing."""
 
 
 class Interrupted(Exception):
     """An event ended a pause."""
 
-    def __init__(self, event: Signalled | Noticed) -> None:
+    def __init__(self, event: signal.Signals | FailureReport) -> None:
         super().__init__(event)
         self.event = event
 
@@ -95,7 +76,7 @@ class EventQueue:
             Interrupted: a signal or a failure came.
         """
         event = self.get(seconds)
-        if isinstance(event, (Signalled, Noticed)):
+        if isinstance(event, signal.Signals | FailureReport):
             raise Interrupted(event)
 
     def close(self) -> None:
@@ -108,7 +89,7 @@ class EventQueue:
         """Receive SIGINT, SIGTERM and SIGHUP inside the block; main thread only."""
 
         def handle(number: int, frame: FrameType | None) -> None:
-            self.put(Signalled(number=signal.Signals(number)))
+            self.put(signal.Signals(number))
 
         numbers = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup wants it to stay so

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
+from torch._C._distributed_c10d import Store
 from torch.distributed import DistError
 
 from paceline.cluster.json_record import JsonRecord
@@ -94,8 +95,11 @@ class FailureReport(JsonRecord):
         path.write_text(self.to_text())
 
 
+def post(store: Store, failure: FailureReport) -> FailureReport:
+    """Give a reason for the run's end; return the one that came first."""
+    return FailureReport.from_text(store.compare_set(FAILURE, "", failure.to_text()))
+
+
 def cause(failures: Iterable[FailureReport]) -> FailureReport | None:
     """Return the first failure that isn't another's consequence, else the first of all."""
-    failures = list(failures)
-    primary = [failure for failure in failures if not failure.consequence]
-    return next(iter(primary or failures), None)
+    return min(failures, key=lambda failure: failure.consequence, default=None)

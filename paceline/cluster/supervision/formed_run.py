@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import TCPStore
 from paceline.cluster.environment import WorkerEnvironment
 from paceline.cluster.rendezvous.registered_machine import FINISHED, RegisteredMachine
 from paceline.cluster.rendezvous.registration import GenerationInfo, RegisteredWorld
-from paceline.cluster.stores.store_spec import STORE_ERRORS, peek
+from paceline.cluster.stores.store_spec import STORE_ERRORS, first_line, peek
 from paceline.errors import CommError
 
 _PAUSE_S = 0.05
@@ -53,9 +53,7 @@ class FormedRun:
             run_id=plan.run_id,
             generation=self.registered.generation,
             machine=plan.machine,
-            machines=plan.machines,
             local_rank=local_rank,
-            local_world_size=plan.workers,
             store=self.registered.space,
             first_iter_timeout=plan.first_iter_timeout,
             timeout=plan.timeout,
@@ -104,26 +102,22 @@ class FormedRun:
 
         A shared folder or Redis server that was lost in mid-run reports nothing, and is no error.
         """
+        deadline, reason = time.monotonic() + limit, ""
         try:
-            reason = self._reason_against(pause, limit)
+            watch = self.registered.watch(self.world.registrations[0])
+            while not reason:
+                verdict = watch.verdict()  # before the report is read: it may come last
+                if peek(self.registered.store, FINISHED) is not None:
+                    return
+                if verdict.state == "dead" or time.monotonic() > deadline:
+                    reason = verdict.reason
+                else:
+                    pause(_PAUSE_S)
         except STORE_ERRORS as error:
             if not self.registered.meeting.served_by_run:
                 return
-            reason = f"its store is lost: {str(error).splitlines()[0].rstrip('.')}"
-        if reason:
-            raise CommError(
-                f"machine 0 ({self.generation_info.hosts[0]}) didn't say that the run is finished "
-                f"({reason}): start the same command again on all machines."
-            )
-
-    def _reason_against(self, pause: Callable[[float], None], limit: float) -> str:
-        """Wait for machine 0's report; return "" once it is there, or why it won't come."""
-        watch = self.registered.watch(self.world.registrations[0])
-        deadline = time.monotonic() + limit
-        while True:
-            verdict = watch.verdict()
-            if peek(self.registered.store, FINISHED) is not None:
-                return ""
-            if verdict.state == "dead" or time.monotonic() > deadline:
-                return verdict.reason
-            pause(_PAUSE_S)
+            reason = f"its store is lost: {first_line(error)}"
+        raise CommError(
+            f"machine 0 ({self.generation_info.hosts[0]}) didn't say that the run is finished "
+            f"({reason}): start the same command again on all machines."
+        )

@@ -22,7 +22,7 @@ import threading
 
 def main(argv: list[str]) -> int:
     """Run the command; return its exit status."""
-    parent_death_watchdog = os.dup(0)
+    supervisor = os.dup(0)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # the command doesn't inherit a handler
     try:
@@ -30,25 +30,21 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         print(f"paceline: {argv[0]} can't be started: {error.strerror}.", file=sys.stderr)
         return 2
-    threading.Thread(target=_watch, args=(parent_death_watchdog,), daemon=True).start()
+    threading.Thread(target=watch_parent, args=(supervisor,), daemon=True).start()
     status = process.wait()
-    if status < 0:
-        _die_of(-status)
+    if status < 0:  # end by the signal that ended the command, without a second core dump
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if -status != signal.SIGKILL:
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
     return status
 
 
-def _watch(parent_death_watchdog: int) -> None:
-    while os.read(parent_death_watchdog, 1):
+def watch_parent(pipe: int) -> None:
+    """Kill this process's group as soon as no process holds the pipe's other end open."""
+    while os.read(pipe, 1):
         pass
     os.killpg(0, signal.SIGKILL)
-
-
-def _die_of(number: int) -> None:
-    """End by the signal that ended the command, without a second core dump."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if number != signal.SIGKILL:
-        signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
 
 
 if __name__ == "__main__":

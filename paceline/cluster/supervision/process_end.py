@@ -16,7 +16,6 @@ import hashlib
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 from torch._C._distributed_c10d import TCPStore
 
@@ -29,10 +28,9 @@ from paceline.cluster.stores.store_spec import (
     erase,
     open_store,
     peek,
-    tidy,
 )
 from paceline.cluster.stores.waiting import within
-from paceline.cluster.supervision.failure_report import FAILURE, FailureReport
+from paceline.cluster.supervision.failure_report import FAILURE, FailureReport, post
 from paceline.cluster.supervision.supervisor import say
 from paceline.cluster.supervision.worker import report_error
 from paceline.errors import CommTimeout
@@ -41,20 +39,23 @@ _CAUSE_S = 2.0
 _PAUSE_S = 0.05
 
 
-class ProcessEnd(Protocol):
-    """Protocol of a process's end: a failure, a status other than 0, or a good end."""
+class ProcessEnd:
+    """End of a process: a failure, a status other than 0, or a good end; here of one alone."""
 
     def fail(self, error: BaseException) -> int:
         """Report why the process fails and leave; return the exit status."""
+        failure = FailureReport.of(error)
+        say(failure.text)
+        return failure.status
 
     def warn(self, status: int) -> None:
-        """Report that the process is about to end with a status other than 0."""
+        """Report to the peers that the process is about to end with a status other than 0."""
 
     def close(self) -> None:
         """Leave well."""
 
 
-class SupervisedEnd:
+class SupervisedEnd(ProcessEnd):
     """End of a supervised worker: its supervisor prints the reason and holds the store."""
 
     def __init__(self, environment: WorkerEnvironment) -> None:
@@ -66,26 +67,8 @@ class SupervisedEnd:
     def warn(self, status: int) -> None:
         FailureReport.of_status(status).write(Path(self._environment.error_file))
 
-    def close(self) -> None:
-        """Leave: the supervisor notices it."""
 
-
-class SingleProcessEnd:
-    """End of a process without peers."""
-
-    def fail(self, error: BaseException) -> int:
-        failure = FailureReport.of(error)
-        say(failure.text)
-        return failure.status
-
-    def warn(self, status: int) -> None:
-        """Report nothing: there are no peers."""
-
-    def close(self) -> None:
-        """Leave."""
-
-
-class LaunchedEnd:
+class LaunchedEnd(ProcessEnd):
     """End of a process of another launcher.
 
     Args:
@@ -122,7 +105,10 @@ class LaunchedEnd:
         return status
 
     def warn(self, status: int) -> None:
-        within(_CAUSE_S, lambda: self._post(FailureReport.of_status(status)))
+        within(
+            _CAUSE_S,
+            lambda: post(self._world.store, FailureReport.of_status(status).by(self._name)),
+        )
 
     def close(self) -> None:
         with suppress(*STORE_ERRORS):  # no process is left that needs it
@@ -131,23 +117,17 @@ class LaunchedEnd:
     def _report(self, failure: FailureReport, limit: float) -> int:
         first = self._cause(limit) if failure.consequence else None
         if first is None:
-            self._post(failure)
-            self._report_once(failure.text)
+            post(self._world.store, failure.by(self._name))
+            # What all processes of a machine may find at once, such as a wrong flag, is said once.
+            digest = hashlib.sha256(failure.text.encode()).hexdigest()[:16]
+            key = f"reported/{self._world.members.machine}/{digest}"
+            if self._world.store.compare_set(key, "", self._name) == self._name.encode():
+                say(f"{self._name}: {failure.text}")
             return failure.status
         process, _, why = first.text.partition(": ")
         reason = (why.splitlines() or [""])[-1]
         say(f"{self._name}: ended because {process} failed: {reason}")
         return first.status
-
-    def _post(self, failure: FailureReport) -> None:
-        self._world.store.compare_set(FAILURE, "", failure.by(self._name).to_text())
-
-    def _report_once(self, text: str) -> None:
-        """Print what all processes of a machine may find at once, such as a wrong flag, once."""
-        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-        key = f"reported/{self._world.members.machine}/{digest}"
-        if self._world.store.compare_set(key, "", self._name) == self._name.encode():
-            say(f"{self._name}: {text}")
 
     def _cause(self, limit: float) -> FailureReport | None:
         """Wait for another process's report on why the run ended."""
@@ -169,15 +149,8 @@ class LaunchedEnd:
             if peek(store, FAILURE) is not None:
                 deadline = min(deadline, time.monotonic() + _CAUSE_S)
             time.sleep(_PAUSE_S)
-        self._tidy()
-
-    def _tidy(self) -> None:
-        """Remove what a folder or Redis has of this start."""
-        name = self._world.space.space.rpartition("/")[2]
-        if self._meeting.served_by_run:
-            return  # ends with its server
-        outer = open_store(self._meeting, STORE_LIMIT)
-        if peek(outer, START) == name.encode():
-            outer.delete_key(START)
-        erase(self._world.space)
-        tidy(self._meeting)
+        if not self._meeting.served_by_run:  # a folder or Redis keeps what is of this start
+            outer = open_store(self._meeting, STORE_LIMIT)
+            if peek(outer, START) == self._world.space.space.rpartition("/")[2].encode():
+                outer.delete_key(START)
+            erase(self._world.space)

@@ -36,8 +36,7 @@ class StopSignals:
         report: Callable[[signal.Signals], None] = lambda number: None,
         leave: Callable[[int], None] = os._exit,
     ) -> None:
-        self._report = report
-        self._leave = leave
+        self._report, self._leave = report, leave
         self._number = 0
         self._ended = threading.Event()
 
@@ -91,13 +90,9 @@ class StopSignals:
                 self._number = received[0]
                 report_stop(signal.Signals(received[0]))
                 self._report(signal.Signals(received[0]))
-                self._see_to_the_end(rescue)
+                deadline = monotonic() + _END_S
+                if not self._ended.wait(_RESCUE_S):
+                    rescue()
+                    if not self._ended.wait(max(0.0, deadline - monotonic())):
+                        self._leave(self.status)
                 return
-
-    def _see_to_the_end(self, rescue: Callable[[], object]) -> None:
-        deadline = monotonic() + _END_S
-        if self._ended.wait(_RESCUE_S):
-            return
-        rescue()
-        if not self._ended.wait(max(0.0, deadline - monotonic())):
-            self._leave(self.status)

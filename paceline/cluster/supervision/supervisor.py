@@ -17,8 +17,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
+from functools import partial
 from pathlib import Path
 
 from paceline.cluster.rendezvous.machine_rendezvous import open_run
@@ -30,11 +31,8 @@ from paceline.cluster.supervision.event_queue import (
     EventQueue,
     Exited,
     Interrupted,
-    Noticed,
-    Signalled,
-    Warned,
 )
-from paceline.cluster.supervision.failure_report import FailureReport, cause
+from paceline.cluster.supervision.failure_report import FailureReport, cause, post
 from paceline.cluster.supervision.formed_run import FormedRun
 from paceline.cluster.supervision.worker_process import WorkerProcess
 from paceline.errors import ConfigError, Message, PacelineError
@@ -92,8 +90,8 @@ def supervise(
             run = open_run(
                 plan,
                 report=report,
-                notice=lambda failure: events.put(Noticed(failure=failure)),
-                warn=lambda text: events.put(Warned(text=text)),
+                notice=events.put,
+                warn=events.put,
                 pause=events.pause,
             )
         except Interrupted as end:
@@ -114,10 +112,8 @@ class _Workers:
     def __init__(
         self, plan: RunPlan, run: FormedRun, events: EventQueue, report: Callable[[str], None]
     ) -> None:
-        self._plan = plan
-        self._run = run
-        self._events = events
-        self._report = report
+        self._plan, self._run = plan, run
+        self._events, self._report = events, report
         self._workers: dict[int, WorkerProcess] = {}
         """By local rank, those whose end is no event yet."""
 
@@ -130,14 +126,12 @@ class _Workers:
         finish: Callable[[], None] | None,
     ) -> int:
         try:
-            failure = (
-                self._prepare(formed)
-                or self._start(argv)
-                or self._first_failure()
-                or (self._finish(finish) if finish else None)
-            )
+            failure = self._work(argv, formed, finish)
             if failure is not None:
-                failure = self._post(failure)  # before the others see workers end because of it
+                # The run's reason, this one or another machine's, before the others see workers
+                # end because of it.
+                first = within(_POST_S, partial(post, self._run.registered.store, failure))
+                failure = first or failure
                 self._signal(signal.SIGTERM)
                 self._report(failure.text)
             self._end()
@@ -147,25 +141,25 @@ class _Workers:
         self._leave(failure)
         return 0 if failure is None else failure.status
 
-    def _prepare(self, formed: Callable[[], None]) -> FailureReport | None:
+    def _work(
+        self,
+        argv: Sequence[str],
+        formed: Callable[[], None],
+        finish: Callable[[], None] | None,
+    ) -> FailureReport | None:
+        """Do all that ends well (None) or with a reason for the run's end."""
         try:
             formed()
-        except PacelineError as error:
-            return self._failed(error)
-        return None
-
-    def _finish(self, finish: Callable[[], None]) -> FailureReport | None:
-        try:
-            self._run.finish(finish, self._events.pause, self._plan.timeout)
+            failure = self._start(argv) or self._first_failure()
+            if failure is None and finish is not None:
+                self._run.finish(finish, self._events.pause, self._plan.timeout)
         except Interrupted as end:
-            return _reason(end.event, self._machine())
+            failure = _reason(end.event, self._machine())
         except PacelineError as error:
-            return self._failed(error)
-        return None
-
-    def _failed(self, error: PacelineError) -> FailureReport:
-        failure = FailureReport.of(error)
-        return failure if self._plan.machines == 1 else failure.by(self._machine())
+            failure = FailureReport.of(error)
+            if self._plan.machines > 1:
+                failure = failure.by(self._machine())
+        return failure
 
     def _start(self, argv: Sequence[str]) -> FailureReport | None:
         if self._plan.machines > 1:
@@ -176,14 +170,11 @@ class _Workers:
             self._error_files.callback(os.close, memory)
             worker = self._run.worker(local_rank, f"/proc/{os.getpid()}/fd/{memory}")
             try:
-                self._workers[local_rank] = WorkerProcess(argv, worker, self._putter(local_rank))
+                self._workers[local_rank] = WorkerProcess(argv, worker, self._events)
             except OSError as error:
                 sentence = f"{argv[0]} can't be started: {error.strerror}; see if it is installed."
                 return FailureReport.of(ConfigError(sentence)).by(self._name(local_rank))
         return None
-
-    def _putter(self, local_rank: int) -> Callable[[int], None]:
-        return lambda code: self._events.put(Exited(local_rank=local_rank, returncode=code))
 
     def _first_failure(self) -> FailureReport | None:
         """Wait until all workers have ended well (None), or for the reason that they won't."""
@@ -200,31 +191,23 @@ class _Workers:
             if not failure.consequence:
                 break
             deadline = deadline or time.monotonic() + _CAUSE_S
-        return cause([*failures, *self._reports()] if failures else [])
-
-    def _reports(self) -> Iterator[FailureReport]:
-        """Yield the reports of workers that fail and haven't ended yet."""
-        for local_rank, worker in self._workers.items():
-            report = worker.report(self._name(local_rank))
-            if report is not None:
-                yield report
+        # Workers that fail and haven't ended yet may have left a report, too.
+        reports = (worker.report(self._name(rank)) for rank, worker in self._workers.items())
+        return cause([*failures, *filter(None, reports)])
 
     def _next(self, timeout: float | None) -> FailureReport | None:
         """Take the next event; return the failure in it, if it is one."""
         event = self._events.get(timeout)
-        if isinstance(event, Warned):
-            self._report(event.text)
+        if isinstance(event, str):
+            self._report(event)
         elif isinstance(event, Exited):
             worker = self._workers.pop(event.local_rank)
             if event.returncode != 0:
-                return worker.failure(self._name(event.local_rank), event.returncode)
+                name = self._name(event.local_rank)  # its report, or what its exit status says
+                return worker.report(name) or FailureReport.of_exit(name, event.returncode)
         elif event is not None:
             return _reason(event, self._machine())
         return None
-
-    def _post(self, failure: FailureReport) -> FailureReport:
-        """Return the run's reason: this one, or the one that another machine gave before."""
-        return within(_POST_S, lambda: self._run.registered.post(failure)) or failure
 
     def _end(self) -> None:
         """Wait for the workers, which have SIGTERM; kill them after the limit or a signal."""
@@ -250,7 +233,7 @@ class _Workers:
             event = self._events.get(left) if left > 0 else None
             if isinstance(event, Exited):
                 del self._workers[event.local_rank]
-            if hurry and isinstance(event, Signalled):
+            if hurry and isinstance(event, signal.Signals):
                 deadline = min(deadline, started + _SAVE_S)
             if left <= 0:
                 return False
@@ -289,9 +272,7 @@ def _finish_late(plan: RunPlan, finish: Callable[[], None] | None) -> FailureRep
     return FailureReport(text=finished_sentence(plan.run_id), status=0)
 
 
-def _reason(event: Signalled | Noticed, machine: str) -> FailureReport:
-    if isinstance(event, Noticed):
-        return event.failure
-    return FailureReport(
-        text=f"stopped by {event.number.name} on {machine}.", status=128 + event.number
-    )
+def _reason(event: signal.Signals | FailureReport, machine: str) -> FailureReport:
+    if isinstance(event, FailureReport):
+        return event
+    return FailureReport(text=f"stopped by {event.name} on {machine}.", status=128 + event)

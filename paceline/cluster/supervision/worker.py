@@ -25,6 +25,7 @@ from paceline.cluster.rendezvous.registration import GenerationInfo
 from paceline.cluster.stores.store_spec import open_store
 from paceline.cluster.supervision.allocator import keep_freed_memory
 from paceline.cluster.supervision.failure_report import FailureReport
+from paceline.cluster.supervision.parent_death_watchdog import watch_parent
 
 
 def run_worker(environment: WorkerEnvironment, work: Callable[[Members, Store, str], None]) -> None:
@@ -42,9 +43,9 @@ def run_worker(environment: WorkerEnvironment, work: Callable[[Members, Store, s
     try:
         work(*join_world(environment))
     except SystemExit as stop:  # by a signal; the run's state is saved
-        _leave(int(stop.code or 0))
+        end_process(int(stop.code or 0))
     except BaseException as error:
-        _leave(report_error(environment, error))
+        end_process(report_error(environment, error))
 
 
 def join_world(environment: WorkerEnvironment) -> tuple[Members, Store, str]:
@@ -78,22 +79,19 @@ def report_stop(number: signal.Signals) -> None:
 
 def end_with_supervisor() -> None:
     """Kill this worker and its children as soon as its supervisor is gone."""
-    parent_death_watchdog = os.dup(0)
+    supervisor = os.dup(0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
     threading.Thread(
-        target=_watch, args=(parent_death_watchdog,), name="parent-death watchdog", daemon=True
+        target=watch_parent, args=(supervisor,), name="parent-death watchdog", daemon=True
     ).start()
 
 
-def _leave(status: int) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
+def end_process(status: int) -> NoReturn:
+    """End the process at once, without the interpreter's shutdown; streams may be closed."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # as after `>&-`
+            with suppress(OSError, ValueError):
+                stream.flush()
     os._exit(status)
-
-
-def _watch(parent_death_watchdog: int) -> None:
-    while os.read(parent_death_watchdog, 1):
-        pass
-    os.killpg(0, signal.SIGKILL)

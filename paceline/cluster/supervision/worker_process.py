@@ -10,11 +10,12 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from paceline.cluster.environment import WorkerEnvironment, environment_of
+from paceline.cluster.supervision.event_queue import EventQueue, Exited
 from paceline.cluster.supervision.failure_report import FailureReport
 from paceline.errors import CommError
 
@@ -25,8 +26,7 @@ class WorkerProcess:
     Args:
         argv: the command.
         environment: the worker's rank and machine, and the run's store.
-        ended: called with the exit status (negative: the signal that killed it), from a thread,
-            once the worker and what it started have ended.
+        events: receives `Exited`, from a thread, once the worker and what it started have ended.
 
     Raises:
         OSError: the command can't be started.
@@ -36,10 +36,10 @@ class WorkerProcess:
         self,
         argv: Sequence[str],
         environment: WorkerEnvironment,
-        ended: Callable[[int], None],
+        events: EventQueue,
     ) -> None:
         self._error_file = Path(environment.error_file)
-        self._ended = ended
+        self._local_rank, self._events = environment.local_rank, events
         self._lock = threading.Lock()  # over `_running`: a reaped process's number is used again
         self._running = True
         self._process = subprocess.Popen(
@@ -57,10 +57,6 @@ class WorkerProcess:
         with self._lock:
             if self._running:
                 self._send(number)
-
-    def failure(self, name: str, returncode: int) -> FailureReport:
-        """Return why the worker failed: its own report, or what its exit status says."""
-        return self.report(name) or FailureReport.of_exit(name, returncode)
 
     def report(self, name: str) -> FailureReport | None:
         """Return the worker's report on why it fails, perhaps before it has ended."""
@@ -86,7 +82,7 @@ class WorkerProcess:
             returncode = self._process.wait()
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._ended(returncode)
+        self._events.put(Exited(local_rank=self._local_rank, returncode=returncode))
 
     def _send(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):  # all of the group are gone
