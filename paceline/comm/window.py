@@ -15,7 +15,8 @@ so that a late write of a stopped process reaches nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -23,13 +24,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.errors import CommTimeout, Message
+from paceline.errors import CommTimeout, Message, PeerLost
 
 Source = Tensor | Sequence[Tensor] | None
 THIS_PROCESS_CLOSED = "this process closed the connection"
 PEER_CLOSED = "the peer closed the connection"
 INVALID_PUT = "protocol error: the peer sent an invalid put header"
-FOR_EVENTS = "waiting for notifications"
 
 
 class Window(Protocol):
@@ -111,6 +111,69 @@ class Window(Protocol):
 
     def close(self) -> None:
         """Give up connections and memory; waiting threads get `PeerLost`, and no put is sent."""
+
+
+class BlockingWindow(ABC):
+    """Base of windows whose waits sleep until a condition holds or a connection ends.
+
+    Attributes:
+        rank, world_size, values: as in `Window`.
+    """
+
+    rank: int
+    world_size: int
+    values: NDArray[np.int64]
+
+    def wait(
+        self, peer: int, notification: int, value: int, *, limit: float, operation: str
+    ) -> None:
+        """Sleep until the notification has come."""
+        values = self.values
+        self._sleep_for(peer, lambda: bool(values[peer, notification] >= value), limit, operation)
+
+    def wait_for_event(self, seen: int, limit: float) -> int:
+        """Sleep until there is an event."""
+        self._sleep(None, lambda: self._events != seen or self._lost() is not None, limit)
+        if self._events == seen and (lost := self._lost()) is not None:
+            self._require(lost, "waiting for notifications")
+        return self._events
+
+    @property
+    @abstractmethod
+    def _events(self) -> int:
+        """The number of events so far."""
+
+    @abstractmethod
+    def _error(self, peer: int) -> str:
+        """Return why the connection to a peer ended; "" as long as it is open."""
+
+    @abstractmethod
+    def _sleep(self, peer: int | None, ready: Callable[[], bool], limit: float) -> None:
+        """Sleep until a condition holds, or for `limit` seconds.
+
+        Args:
+            peer: the condition changes with what this peer does; None: with any event.
+            ready: the condition.
+            limit: seconds.
+        """
+
+    def _sleep_for(
+        self, peer: int, ready: Callable[[], bool], limit: float, operation: str
+    ) -> None:
+        """Sleep until a condition holds; raises as `Window.wait`."""
+        self._sleep(peer, lambda: ready() or bool(self._error(peer)), limit)
+        if not ready():
+            self._require(peer, operation)
+            raise timed_out(self.rank, peer, operation, limit)
+
+    def _require(self, peer: int, operation: str) -> None:
+        """Raise PeerLost if the connection to a peer has ended."""
+        if error := self._error(peer):
+            raise PeerLost(rank=self.rank, peer=peer, operation=operation, cause=error)
+
+    def _lost(self) -> int | None:
+        others = (peer for peer in range(self.world_size) if peer != self.rank)
+        return next((peer for peer in others if self._error(peer)), None)
 
 
 class WindowWrapper:
