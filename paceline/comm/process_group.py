@@ -75,31 +75,20 @@ class ProcessGroupCommunicator:
 
     def all_reduce(self, tensor: Tensor) -> Ticket:
         """Start a sum over all ranks."""
-        options = dist.AllreduceOptions()
-        options.timeout = self._limit
-        return self._start(self._group.allreduce, [tensor], options)
+        return self._start(self._group.allreduce, [tensor], dist.AllreduceOptions())
 
     def broadcast(self, tensor: Tensor) -> Ticket:
         """Start a broadcast from rank 0."""
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        options.timeout = self._limit
-        return self._start(self._group.broadcast, [tensor], options)
+        return self._start(self._group.broadcast, [tensor], dist.BroadcastOptions())
 
     def reduce(self, tensor: Tensor) -> Ticket:
         """Start a sum over all ranks, for rank 0."""
-        options = dist.ReduceOptions()
-        options.rootRank = 0
-        options.timeout = self._limit
-        return self._start(self._group.reduce, [tensor], options)
+        return self._start(self._group.reduce, [tensor], dist.ReduceOptions())
 
     def gather(self, tensor: Tensor, into: Sequence[Tensor]) -> Ticket:
         """Start to copy all ranks' tensors to rank 0."""
-        options = dist.GatherOptions()
-        options.rootRank = 0
-        options.timeout = self._limit
         targets = [list(into)] if into else []
-        return self._start(partial(self._group.gather, targets), [tensor], options)
+        return self._start(partial(self._group.gather, targets), [tensor], dist.GatherOptions())
 
     def steady(self) -> None:
         """Use the shorter timeout from now on."""
@@ -117,6 +106,8 @@ class ProcessGroupCommunicator:
         self._group.abort()
 
     def _start(self, collective: Any, tensors: list[Tensor], options: Any) -> Ticket:
+        """Start a collective; the options' own root is rank 0."""
+        options.timeout = self._limit
         try:
             return _WorkTicket(collective(tensors, options), self.rank, self._limit)
         except RuntimeError as error:
