@@ -244,7 +244,7 @@ class NixlEngine:
         put.begun = True
         peer.owed += PROMISE
         for source in put.sources:
-            self._agent.take(source)
+            self._agent.memory.take(source)
             put.left.append((source.data_ptr(), source.numel()))
 
     def _finish_piece(self, peer: Peer) -> bool:
@@ -256,7 +256,7 @@ class NixlEngine:
             heapq.heappush(peer.puts, put)
             return True
         for source in put.sources:
-            self._agent.give_back(source)
+            self._agent.memory.give_back(source)
         with self.changed:
             peer.finished += 1
             peer.under_way -= 1

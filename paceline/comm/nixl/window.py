@@ -20,7 +20,7 @@ from torch import Tensor
 
 from paceline.comm.nixl.agent import NixlAgent
 from paceline.comm.nixl.engine import NixlEngine, Peer
-from paceline.comm.transport.bootstrap import Bootstrap
+from paceline.comm.transport.bootstrap import Bootstrap, receive
 from paceline.comm.transport.tcp import connect_by_tcp
 from paceline.comm.window import PEER_CLOSED, BlockingWindow, Source, bytes_of
 from paceline.errors import CommError, CommTimeout, PeerLost
@@ -47,7 +47,7 @@ def nixl_window(bootstrap: Bootstrap, address: str, size: int, notifications: in
     with ExitStack() as stack:
         agent = NixlAgent(f"paceline {bootstrap.rank}")
         stack.callback(agent.close)
-        agent.take(memory)
+        agent.memory.take(memory)
         lines = [next(iter(ends), None) for ends in connect_by_tcp(bootstrap, address)]
         for line in filter(None, lines):
             stack.callback(line.close)
@@ -181,11 +181,7 @@ def _named(bootstrap: Bootstrap, rank: int) -> Iterator[None]:
 
 
 def _read(line: socket.socket, size: int, deadline: float) -> bytes:
-    data = b""
-    while len(data) < size:
-        line.settimeout(max(0.01, deadline - time.monotonic()))
-        part = line.recv(size - len(data))
-        if not part:
-            raise ConnectionError(PEER_CLOSED)
-        data += part
+    data = receive(line, size, deadline)
+    if len(data) < size:
+        raise ConnectionError(PEER_CLOSED)
     return data
