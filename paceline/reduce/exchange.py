@@ -50,16 +50,15 @@ def timed_out(
 class Exchange(Protocol):
     """Protocol of a sum over ranks, per bucket of gradients or running statistics.
 
+    Implementations derive from it, and take from it what they don't change.
+
     Attributes:
         zero_copy: values are read where they lie until their sums have come.
         traffic: the bytes that this rank sends and receives for each bucket in a step.
     """
 
-    @property
-    def zero_copy(self) -> bool: ...
-
-    @property
-    def traffic(self) -> Sequence[tuple[int, int]]: ...
+    zero_copy: bool
+    traffic: Sequence[tuple[int, int]]
 
     def begin(self, scale: float) -> None:
         """Expect all buckets of a step whose loss is scaled; those before were waited for."""
@@ -78,7 +77,8 @@ class Exchange(Protocol):
         """
 
     def next(self, index: int) -> int:
-        """Return the bucket to wait for first on the way to bucket `index`, or `index` itself."""
+        """Return the bucket to wait for first on the way to bucket `index`: by default itself."""
+        return index
 
     def wait(self, index: int) -> list[Tensor | None]:
         """Return a bucket's weighted sums, until the next `send`; None where no rank had values.

@@ -57,7 +57,7 @@ class _Stage:
     sent: int = 0
 
 
-class GpuStaging:
+class GpuStaging(Exchange):
     """Exchange of GPU gradients through pinned CPU memory.
 
     Args:

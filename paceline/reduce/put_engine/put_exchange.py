@@ -26,10 +26,11 @@ from contextlib import suppress
 
 from torch import Tensor
 
+from paceline.codecs.codec import cut
 from paceline.codecs.codecs import add_up
 from paceline.comm.window import Window
 from paceline.errors import CommError, CommTimeout, PeerLost
-from paceline.reduce.exchange import Timeout, timed_out
+from paceline.reduce.exchange import Exchange, Timeout, timed_out
 from paceline.reduce.put_engine.bucket_state import BucketState, RankLayout
 from paceline.reduce.put_engine.error_feedback import ErrorFeedback
 from paceline.reduce.put_engine.gradient_views import NOTHING, Contribution, Flags
@@ -39,7 +40,7 @@ from paceline.reduce.put_engine.shard_reducer import ShardReducer
 _WAIT_SLICE_S = 0.5  # until a wait for one peer notices that another one is lost
 
 
-class PutExchange:
+class PutExchange(Exchange):
     """Exchange by puts: reduce-scatter of buckets to shard owners and all-gather of the sums.
 
     Args:
@@ -79,10 +80,6 @@ class PutExchange:
         for bucket in self._buckets:
             if bucket.feedback is not None:
                 bucket.feedback.begin(scale)
-
-    def next(self, index: int) -> int:
-        """Return the bucket itself: sums come in no order."""
-        return index
 
     def send(
         self, index: int, values: Sequence[Tensor | None], weight: float, operation: str
@@ -195,7 +192,7 @@ class PutExchange:
         index, version = bucket.index, int(self._reducer.sent[bucket.index]) + 1
         for owner, local_shard, buffer, values in bucket.to_owners:
             buffer.write_header(1.0, contribution.flags)
-            pieces = contribution.within(local_shard)
+            pieces = cut(contribution.pieces, local_shard)
             add_up([pieces], [contribution.weight], values, past_caches=True)
             self._window.put(owner, 0, None, index, version, -index)
         if not self._ranks.group_peers and bucket.feedback is None:
