@@ -14,8 +14,8 @@ module owns. No module can wait there, so its update isn't deferred.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,16 +62,14 @@ class ReadTracer:
         self._mode = _ReadMode(model.parameters(), self._running)
         self._used: set[nn.Parameter] = set()
         self._ran: set[nn.Module] = set()
-        self._undo: list[Callable[[], None]] = []
+        self._undo = ExitStack()
         for module in visible_modules(model):
             if is_compiled(module):
-                self._undo.append(around_call(module, self._pause))
+                self._undo.callback(around_call(module, self._pause))
             else:
-                handles = (
-                    module.register_forward_pre_hook(self._enter),
-                    module.register_forward_hook(self._leave, always_call=True),
-                )
-                self._undo += [handle.remove for handle in handles]
+                self._undo.callback(module.register_forward_pre_hook(self._enter).remove)
+                left = module.register_forward_hook(self._leave, always_call=True)
+                self._undo.callback(left.remove)
 
     def __deepcopy__(self, memo: object) -> ReadTracer:
         """Return itself: a copied model has copies of the hooks, which end with the tracing."""
@@ -93,8 +91,7 @@ class ReadTracer:
     def finish(self) -> Readers:
         """End the tracing; return each module's trainable parameters, owners' included."""
         self._over = True
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
         readers: dict[nn.Module, dict[nn.Parameter, None]] = defaultdict(dict)
         for module, parameters in [*self._owners.items(), *self._mode.reads.items()]:
             readers[module].update(dict.fromkeys(p for p in parameters if p.requires_grad))

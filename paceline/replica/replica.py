@@ -20,7 +20,7 @@ parameters get rank 0's values. It does the same where another exchange continue
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,7 +91,7 @@ class Replica:
         self._scale: Callable[[], float] | None = None
         self._number: int | None = None  # the current step
         self._reduced = False
-        self._undo: list[Callable[[], None]] = []
+        self._state_hooks = ExitStack()
         self._binding = self._bind(known=set())
         self._settle_before_states()
         self._plain_step, self._plain_zero = optimizer.step, optimizer.zero_grad
@@ -231,8 +231,7 @@ class Replica:
 
     def _unbind(self) -> None:
         self._binding.close()
-        while self._undo:
-            self._undo.pop()()
+        self._state_hooks.close()
 
     def _step_optimizer(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Replace `optimizer.step()`: inside a step, end it."""
@@ -248,7 +247,7 @@ class Replica:
             with torch.enable_grad():
                 loss = closure()
         assert self._number is not None
-        self._binding.gradients.refuse_changes()
+        self._binding.gradients.guard.refuse_gradients()
         self._refuse_unexchanged()
         self._binding.synchronizer.end(self._number)
         self._done()
@@ -293,12 +292,12 @@ class Replica:
         def settle_first(*_: object) -> None:
             self.settle()
 
-        for module in self._model.modules():
-            self._undo.append(module.register_state_dict_pre_hook(settle_first).remove)
-            self._undo.append(module.register_load_state_dict_pre_hook(settle_first).remove)
-        optimizer = self._optimizer
-        self._undo.append(optimizer.register_state_dict_pre_hook(settle_first).remove)
-        self._undo.append(optimizer.register_load_state_dict_pre_hook(settle_first).remove)
+        targets: list[Any] = [*self._model.modules(), self._optimizer]
+        for target in targets:
+            saved = target.register_state_dict_pre_hook(settle_first)
+            loaded = target.register_load_state_dict_pre_hook(settle_first)
+            self._state_hooks.callback(saved.remove)
+            self._state_hooks.callback(loaded.remove)
 
     def _train(self, model: nn.Module, mode: bool = True) -> nn.Module:
         """Replace `model.train()`, which `eval()` calls too."""
