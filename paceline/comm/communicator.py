@@ -107,12 +107,22 @@ def broadcast_all(communicator: Communicator, tensors: Sequence[Tensor], operati
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
     for alike in by_dtype.values():
         flat = torch.cat([tensor.detach().flatten() for tensor in alike])
-        communicator.broadcast(flat.view(torch.uint8)).wait(
-            operation
-        )  # some dtypes are unknown to some
+        # as bytes: some dtypes are unknown to some transports
+        communicator.broadcast(flat.view(torch.uint8)).wait(operation)
         sizes = [tensor.numel() for tensor in alike]
         for tensor, values in zip(alike, torch.split(flat, sizes), strict=True):
             tensor.detach().copy_(values.view(tensor.shape))
+
+
+def gather_counts(
+    communicator: Communicator, count: int, device: torch.device, operation: str
+) -> list[int]:
+    """Return each rank's `count` on all ranks; collective, as `gather_bytes`."""
+    counts = torch.zeros(communicator.world_size, dtype=torch.int64, device=device)
+    counts[communicator.rank] = count
+    communicator.all_reduce(counts).wait(operation)
+    gathered: list[int] = counts.tolist()
+    return gathered
 
 
 def gather_bytes(
@@ -129,9 +139,7 @@ def gather_bytes(
     Raises:
         CommError: as `Ticket.wait`.
     """
-    mine = torch.zeros(communicator.world_size, dtype=torch.int64, device=device)
-    mine[communicator.rank] = len(data)
-    sizes = total(communicator, mine, operation).tolist()
+    sizes = gather_counts(communicator, len(data), device, operation)
     parts = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
     if data:
         parts[communicator.rank] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -187,10 +195,7 @@ def gather_all(communicator: Communicator, tensor: Tensor, operation: str) -> li
     Raises:
         CommError: as `Ticket.wait`.
     """
-    sizes = torch.zeros(communicator.world_size, dtype=torch.int64, device=tensor.device)
-    sizes[communicator.rank] = tensor.numel()
-    communicator.all_reduce(sizes).wait(operation)
-    lengths = sizes.tolist()
+    lengths = gather_counts(communicator, tensor.numel(), tensor.device, operation)
     padded = tensor.new_zeros(max(lengths))
     padded[: tensor.numel()] = tensor
     into = [torch.empty_like(padded) for _ in lengths] if communicator.rank == 0 else []

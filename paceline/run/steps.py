@@ -156,7 +156,7 @@ class Steps:
         with span("step", step=number):
             with span("boundary"):
                 self._boundary(number)
-            torch.manual_seed(self._random_word(_RANDOM, number))
+            self._seed_streams(_RANDOM, number)
             sums = torch.zeros(self._values, dtype=torch.float64, device=self._device)
             with span("train"), self._replica.step(number, batch.weight):
                 yield sums
@@ -180,7 +180,7 @@ class Steps:
 
     def seed(self, number: int) -> None:
         """Start the random streams of what a script computes before a step begins."""
-        torch.manual_seed(self._random_word(_BEFORE, number))
+        self._seed_streams(_BEFORE, number)
 
     def end_steps(self) -> list[float]:
         """End an epoch's steps; return their sums, over all ranks. All ranks call it.
@@ -316,7 +316,7 @@ class Steps:
                 "checkpoint", generation=self.generation, step=step, path=path.name
             )
 
-    def _random_word(self, purpose: int, number: int) -> int:
-        """Draw the seed of a step's random streams: a function of (seed, purpose, step, rank)."""
+    def _seed_streams(self, purpose: int, number: int) -> None:
+        """Seed a step's random streams: a function of (seed, purpose, step, rank)."""
         words = splitmix.stream(splitmix.base(self._seed, purpose, number), self._rank + 1)
-        return int(words[self._rank])
+        torch.manual_seed(int(words[self._rank]))
