@@ -149,35 +149,16 @@ def gather_bytes(
     return [part.numpy().tobytes() for part in flat.cpu().split(sizes)]
 
 
-def broadcast_bytes(
-    communicator: Communicator, data: bytes, device: torch.device, operation: str
-) -> bytes:
-    """Return rank 0's `data` on all ranks; collective.
-
-    Args:
-        communicator: the ranks.
-        data: rank 0's; the others' is ignored.
-        device: where the communicator's tensors live.
-        operation: the name of the operation, for errors.
-
-    Raises:
-        CommError: as `Ticket.wait`.
-    """
-    size = torch.tensor([len(data)], dtype=torch.int64, device=device)
-    communicator.broadcast(size).wait(operation)
-    if communicator.rank > 0:
-        data = bytes(int(size))
-    if not data:
-        return data
-    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-    communicator.broadcast(flat).wait(operation)
-    return flat.cpu().numpy().tobytes()
-
-
 def broadcast_state(
     communicator: Communicator, state: Any, device: torch.device, operation: str
 ) -> Any:
     """Return rank 0's tree of tensors and plain values on all ranks, in this machine's memory.
+
+    Args:
+        communicator: the ranks.
+        state: rank 0's; the others' is ignored.
+        device: where the communicator's tensors live.
+        operation: the name of the operation, for errors.
 
     Raises:
         CommError: as `Ticket.wait`.
@@ -185,8 +166,13 @@ def broadcast_state(
     data = io.BytesIO()
     if communicator.rank == 0:
         torch.save(state, data)
-    received = broadcast_bytes(communicator, data.getvalue(), device, operation)
-    return torch.load(io.BytesIO(received), map_location="cpu", weights_only=True)
+    size = torch.tensor([len(data.getbuffer())], dtype=torch.int64, device=device)
+    communicator.broadcast(size).wait(operation)
+    room = bytearray(data.getvalue() or int(size))  # on other ranks zeros, which are replaced
+    flat = torch.frombuffer(room, dtype=torch.uint8).to(device)
+    communicator.broadcast(flat).wait(operation)
+    received = io.BytesIO(flat.cpu().numpy().tobytes())
+    return torch.load(received, map_location="cpu", weights_only=True)
 
 
 def gather_all(communicator: Communicator, tensor: Tensor, operation: str) -> list[Tensor]:

@@ -79,17 +79,15 @@ class ReplicaHooks:
         """After the first step, use the reads that it has traced."""
         if self._tracer is None:
             return
-        outside = self._tracer.outside(self.gradients.parameters)
-        readers = self._tracer.finish()
-        self._tracer = None
-        self._follow(ReadMap(readers=readers, outside=outside))
+        reads, self._tracer = self._tracer.finish(self.gradients.parameters), None
+        self._follow(reads)
         for bucket in self._unread:
             self.synchronizer.before_read(bucket)
 
     def close(self) -> None:
         """Remove the hooks and close the synchronizer."""
         if self._tracer is not None:
-            self._tracer.finish()
+            self._tracer.finish(())
         for handle in self._handles:
             handle.remove()
         self._waits.close()

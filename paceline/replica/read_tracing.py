@@ -79,29 +79,26 @@ class ReadTracer:
         """Note that a parameter got a gradient."""
         self._used.add(parameter)
 
-    def outside(self, parameters: Iterable[nn.Parameter]) -> frozenset[nn.Parameter]:
-        """Return the parameters that are read where no module can wait for them."""
-        owned = {p for own in self._owners.values() for p in own}
-        compiled = {p for m, own in self._owners.items() if is_compiled(m) for p in own}
-        seen = compiled.union(*self._mode.reads.values())
-        return frozenset(
-            p for p in parameters if p not in owned or (p in self._used and p not in seen)
-        )
-
-    def finish(self) -> Readers:
-        """End the tracing; return each module's trainable parameters, owners' included."""
+    def finish(self, parameters: Iterable[nn.Parameter]) -> ReadMap:
+        """End the tracing; return which modules read which parameters, owners included."""
         self._over = True
         self._undo.close()
         readers: dict[nn.Module, dict[nn.Parameter, None]] = defaultdict(dict)
-        for module, parameters in [*self._owners.items(), *self._mode.reads.items()]:
-            readers[module].update(dict.fromkeys(p for p in parameters if p.requires_grad))
+        for module, own in [*self._owners.items(), *self._mode.reads.items()]:
+            readers[module].update(dict.fromkeys(p for p in own if p.requires_grad))
         for module in visible_modules(self._model):
             if module not in self._ran and not is_compiled(module):
-                readers[module].update(dict.fromkeys(self._trained()))
-        return {module: list(parameters) for module, parameters in readers.items()}
-
-    def _trained(self) -> Iterator[nn.Parameter]:
-        return (p for p in self._model.parameters() if p.requires_grad)
+                trained = (p for p in self._model.parameters() if p.requires_grad)
+                readers[module].update(dict.fromkeys(trained))
+        owned = {p for own in self._owners.values() for p in own}
+        compiled = {p for m, own in self._owners.items() if is_compiled(m) for p in own}
+        seen = compiled.union(*self._mode.reads.values())
+        return ReadMap(
+            readers={module: list(own) for module, own in readers.items()},
+            outside=frozenset(
+                p for p in parameters if p not in owned or (p in self._used and p not in seen)
+            ),
+        )
 
     def _enter(self, module: nn.Module, args: object) -> None:
         if self._over:

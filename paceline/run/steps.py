@@ -25,6 +25,7 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
+from paceline.comm.communicator import broadcast_state
 from paceline.data import splitmix
 from paceline.data.batch_slice import BatchSlice
 from paceline.recorder import Recorder
@@ -129,8 +130,11 @@ class Steps:
         self._stopping, self._check_sums = stopping, check_sums
         self._values, self._device = values, device
         self._stop_asked: int | None = None  # the step in which a rank asked to stop
-        saves, steps = summaries.of_rank_0([checkpointer is not None, policy.steps], device)
-        self._saves, self._policy = bool(saves), replace(policy, steps=steps)
+        of_rank_0 = [checkpointer is not None, policy.steps]
+        self._saves, steps = broadcast_state(
+            summaries.communicator, of_rank_0, device, "what rank 0 decides"
+        )
+        self._policy = replace(policy, steps=steps)
         # Rank 0's requests, by the steps that reported them; carried out two boundaries later.
         self._requests = deque([(self.position.number - 2, Request.SNAPSHOT)])
         self._saved_at = time.monotonic()
