@@ -115,7 +115,7 @@ class FaultyWindow(WindowWrapper):
         with self._changed:
             gone = self._changed.wait_for(lambda: not self._under_way[peer] or self._closed, limit)
         if not gone:
-            raise timed_out(self.rank, peer, operation, limit)
+            raise timed_out(self.rank, limit, f"rank {peer}", operation)
         self._window.flush(peer, limit=limit, operation=operation)
 
     def close(self) -> None:

@@ -24,7 +24,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from paceline.comm.communicator import Ticket
-from paceline.errors import CommError, CommTimeout, Message, PeerLost
+from paceline.comm.window import timed_out
+from paceline.errors import CommError, PeerLost
 
 # Words by which the transports report a lost peer; their other errors are about the call.
 _OPENING = threading.Lock()  # guards the process's table of descriptors while one is read
@@ -210,15 +211,8 @@ def _translate(error: RuntimeError, rank: int, operation: str, limit: timedelta)
     cause = _cause(error)
     text = cause.lower()
     if "timed out" in text or "timeout" in text:
-        return CommTimeout(
-            Message(
-                "rank {} waited {:g} s for a peer in {}: one hangs, can't be reached, or needs a "
-                "longer {--timeout} ({--first_iter_timeout} in the start).",
-                rank,
-                limit.total_seconds(),
-                operation,
-            )
-        )
+        what = "one hangs, can't be reached"
+        return timed_out(rank, limit.total_seconds(), "a peer", operation, what)
     if any(word in text for word in _OF_CONNECTIONS):
         return PeerLost(rank=rank, operation=operation, cause=cause)
     return CommError(f"rank {rank} failed in {operation}: {cause}.")

@@ -164,7 +164,7 @@ class BlockingWindow(ABC):
         self._sleep(peer, lambda: ready() or bool(self._error(peer)), limit)
         if not ready():
             self._require(peer, operation)
-            raise timed_out(self.rank, peer, operation, limit)
+            raise timed_out(self.rank, limit, f"rank {peer}", operation)
 
     def _require(self, peer: int, operation: str) -> None:
         """Raise PeerLost if the connection to a peer has ended."""
@@ -241,15 +241,22 @@ def bytes_of(source: Source) -> list[Tensor]:
     ]
 
 
-def timed_out(rank: int, peer: int, operation: str, limit: float) -> CommTimeout:
-    """Return the error of a wait for a peer that reached its limit, in seconds."""
+def timed_out(
+    rank: int,
+    limit: float,
+    peer: str,
+    operation: str,
+    cause: str = "it hangs, can't be reached",
+) -> CommTimeout:
+    """Return the error of a rank's wait that has ended at its limit, in seconds."""
     return CommTimeout(
         Message(
-            "rank {} waited {:g} s for rank {} in {}: it hangs, can't be reached, or needs a "
-            "longer {--timeout}.",
+            "rank {} waited {:g} s for {} in {}: {}, or needs a longer {--timeout} "
+            "({--first_iter_timeout} in the start).",
             rank,
             limit,
             peer,
             operation,
+            cause,
         )
     )

@@ -61,8 +61,7 @@ class Replica:
         model: the same on all ranks but for its values, which become rank 0's.
         optimizer: of any parameters, the model's or others.
         communicator: of all ranks; used at the start and when other parameters are trained.
-        make_synchronizer: makes the synchronizer of given buckets.
-        bucket_bytes: approximate size of a bucket.
+        plan: the exchange to begin with.
         share: this rank's share of each step, set here; shared with the SyncBatchNorm layers.
         next_plan: called when a step begins; returns another plan to continue with, the same on all
             ranks, or None. Without it the first plan stays.
@@ -77,16 +76,14 @@ class Replica:
         model: nn.Module,
         optimizer: Optimizer,
         communicator: Communicator,
-        make_synchronizer: MakeSynchronizer,
+        plan: ExchangePlan,
         *,
-        bucket_bytes: int,
         share: BatchShare | None = None,
         next_plan: Callable[[], ExchangePlan | None] | None = None,
     ) -> None:
         self._model, self._optimizer = model, optimizer
         self._communicator = communicator
-        self._plan = ExchangePlan(make_synchronizer=make_synchronizer, bucket_bytes=bucket_bytes)
-        self._next_plan = next_plan
+        self._plan, self._next_plan = plan, next_plan
         self._share = BatchShare() if share is None else share
         self._scale: Callable[[], float] | None = None
         self._number: int | None = None  # the current step

@@ -143,13 +143,11 @@ def replicate(
     device = next((p.device for p in trained.groups), torch.device("cpu"))
     candidates = candidates_of(config, trained, members.machines, device)
     autotuner = Autotuner(candidates, members, communicator, device, setting or TrialSetting())
-    first = plan(autotuner.first)
     replica = Replica(
         model,
         optimizer,
         communicator,
-        first.make_synchronizer,
-        bucket_bytes=first.bucket_bytes,
+        plan(autotuner.first),
         share=share,
         next_plan=None if autotuner.done else next_plan,
     )

@@ -28,9 +28,9 @@ from torch import Tensor
 
 from paceline.codecs.codec import cut
 from paceline.codecs.codecs import add_up
-from paceline.comm.window import Window
+from paceline.comm.window import Window, timed_out
 from paceline.errors import CommError, CommTimeout, PeerLost
-from paceline.reduce.exchange import Exchange, Timeout, timed_out
+from paceline.reduce.exchange import Exchange, Timeout
 from paceline.reduce.put_engine.bucket_state import BucketState, RankLayout
 from paceline.reduce.put_engine.error_feedback import ErrorFeedback
 from paceline.reduce.put_engine.gradient_views import NOTHING, Contribution, Flags
@@ -260,10 +260,4 @@ class PutExchange(Exchange):
             silent = missing([*peer_owners], SUM) if owner is None else [owner]
         names = ", ".join(map(str, sorted(silent)))
         peer = f"rank{'s' if len(silent) > 1 else ''} {names}" if silent else "itself"
-        return timed_out(
-            ranks.rank,
-            self._timeout,
-            peer,
-            bucket.operation,
-            "it hangs, can't be reached",
-        )
+        return timed_out(ranks.rank, self._timeout.seconds, peer, bucket.operation)
