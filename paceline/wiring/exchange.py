@@ -52,7 +52,7 @@ def _notified(
         open_window=partial(
             peers.open_window, transport=config.transport, connections=config.connections or 1
         ),
-        topology=Topology.flat(peers.members.world_size) if alone else peers.topology,
+        topology=Topology.of([1] * peers.members.world_size) if alone else peers.topology,
         limits=peers.limits,
         steady=peers.communicator.steady,
         codec=CODECS[config.wire],

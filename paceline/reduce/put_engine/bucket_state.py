@@ -215,7 +215,8 @@ class BucketState:
         ]
         if ranks.peer_owners:
             self.contributed_at = layout.cross[group]
-            self.returned_at = layout.sum_of(own) if self.lands else layout.back[group]
+            landing = layout.sums + own.start * spec.dtype.itemsize
+            self.returned_at = landing if self.lands else layout.back[group]
             if spec.codec is not None:
                 self.feedback = ErrorFeedback(layout, local_shard, spec.codec)
         self.returned = [

@@ -50,11 +50,6 @@ class Topology:
     groups: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def flat(cls, world_size: int) -> Topology:
-        """Return groups of one rank each."""
-        return cls(groups=tuple((rank,) for rank in range(world_size)))
-
-    @classmethod
     def of(cls, machines: Sequence[int]) -> Topology:
         """Return one group a machine, given the machines' numbers of ranks."""
         ends = [sum(machines[: number + 1]) for number in range(len(machines))]
@@ -165,11 +160,6 @@ class BucketLayout:
     def shard(self, local_shard: int, group: int) -> slice:
         """Return the values of a local shard that its owner in a group owns."""
         return slice(self.shards[local_shard][group], self.shards[local_shard][group + 1])
-
-    def sum_of(self, values: slice) -> int:
-        """Return the offset of some values' sums in the window, bytes."""
-        start: int = values.start
-        return self.sums + start * self.spec.dtype.itemsize
 
     def traffic(self, local_shard: int | None, group: int) -> tuple[int, int]:
         """Return the bytes that a rank sends to other groups and receives from them in a step.
