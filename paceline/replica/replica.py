@@ -102,11 +102,6 @@ class Replica:
         ]
 
     @property
-    def buckets(self) -> tuple[Bucket, ...]:
-        """The buckets, by when backward completes them."""
-        return self._binding.synchronizer.buckets
-
-    @property
     def ended(self) -> bool:
         """Whether no step is under way: `optimizer.step()` has ended it, or none has begun."""
         return self._number is None
