@@ -70,6 +70,8 @@ def connect_window(
 class ConnectionWindow(BlockingWindow):
     """Window over TCP and shared memory.
 
+    `close` ends the transport; this object holds the shared memory.
+
     Args:
         rank: this process's rank.
         memory: (bytes,) of uint8, this rank's.
@@ -91,8 +93,13 @@ class ConnectionWindow(BlockingWindow):
         self.rank, self.world_size = rank, len(sockets)
         self.memory = memory
         self._mapped = mapped
-        self._transport = Transport(sockets, memory.numpy(), notifications, marks)
-        self.values = self._transport.values
+        self._transport = transport = Transport(sockets, memory.numpy(), notifications, marks)
+        self.values = transport.values
+        self.subscribe, self.wake, self.close = (
+            transport.subscribe,
+            transport.wake,
+            transport.close,
+        )
         self._ends = [end for ends in sockets for end in ends]
         _close_in_children(weakref.ref(self))
 
@@ -126,21 +133,9 @@ class ConnectionWindow(BlockingWindow):
         pieces = [(piece.data_ptr(), piece.nbytes) for piece in data if piece.numel()]
         self._transport.put(peer, pieces, (offset, notification, value), priority, data)
 
-    def subscribe(self, below: int) -> None:
-        """Count only notifications below a number as events."""
-        self._transport.subscribe(below)
-
-    def wake(self) -> None:
-        """Wake the threads that wait for an event."""
-        self._transport.wake()
-
     def flush(self, peer: int, *, limit: float, operation: str) -> None:
         """Sleep until all puts to a peer have been sent."""
         self._sleep_for(peer, lambda: not self._transport.sending(peer), limit, operation)
-
-    def close(self) -> None:
-        """End the event loop and close the connections; this object holds the shared memory."""
-        self._transport.close()
 
     @property
     def _events(self) -> int:

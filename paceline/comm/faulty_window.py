@@ -62,6 +62,7 @@ class FaultyWindow(WindowWrapper):
 
     def __init__(self, window: Window, faults: Faults) -> None:
         super().__init__(window)
+        self.wait, self.wait_for_event = window.wait, window.wait_for_event
         self._faults = faults
         self._random = random.Random(faults.seed)
         self._changed = threading.Condition()

@@ -177,7 +177,7 @@ class BlockingWindow(ABC):
 
 
 class WindowWrapper:
-    """Base of windows that change some methods of another one and pass the others on.
+    """Base of windows that change some methods of another one, and take the others from it.
 
     Attributes:
         rank, world_size, memory, values: the other window's.
@@ -186,34 +186,12 @@ class WindowWrapper:
     def __init__(self, window: Window) -> None:
         self._window = window
         self.rank, self.world_size = window.rank, window.world_size
-        self.memory: Tensor = window.memory
-        self.values: NDArray[np.int64] = window.values
-
-    def peer_memory(self, peer: int) -> Tensor | None:
-        """Return a peer's memory where it is mapped."""
-        return self._window.peer_memory(peer)
-
-    def wait(
-        self, peer: int, notification: int, value: int, *, limit: float, operation: str
-    ) -> None:
-        """Wait for a notification."""
-        self._window.wait(peer, notification, value, limit=limit, operation=operation)
-
-    def subscribe(self, below: int) -> None:
-        """Count only some notifications as events."""
-        self._window.subscribe(below)
-
-    def wake(self) -> None:
-        """Count an event of this process."""
-        self._window.wake()
-
-    def wait_for_event(self, seen: int, limit: float) -> int:
-        """Wait for an event."""
-        return self._window.wait_for_event(seen, limit)
-
-    def close(self) -> None:
-        """Close the other window."""
-        self._window.close()
+        self.memory, self.values = window.memory, window.values
+        self.peer_memory, self.subscribe, self.wake = (
+            window.peer_memory,
+            window.subscribe,
+            window.wake,
+        )
 
 
 class PutEvent(NamedTuple):

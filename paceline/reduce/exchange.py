@@ -31,7 +31,7 @@ class Timeout:
 class Exchange(Protocol):
     """Protocol of a sum over ranks, per bucket of gradients or running statistics.
 
-    Implementations derive from it, and take from it what they don't change.
+    An implementation that derives from it takes from it what it doesn't change.
 
     Attributes:
         zero_copy: values are read where they lie until their sums have come.

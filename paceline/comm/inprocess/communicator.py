@@ -90,7 +90,7 @@ class ThreadCommunicator:
 
     def __init__(self, group: ThreadGroup, rank: int) -> None:
         self.rank, self.world_size = rank, group.world_size
-        self._group = group
+        self._group, self.close = group, group.close
         self._next = 0
 
     def all_reduce(self, tensor: Tensor) -> Ticket:
@@ -114,10 +114,6 @@ class ThreadCommunicator:
 
     def end(self) -> None:
         """Change nothing: other ranks may still compute."""
-
-    def close(self) -> None:
-        """End all waits of the group."""
-        self._group.close()
 
     def _start(self, tensor: Tensor, result_of: _ResultOf) -> Ticket:
         ticket = self._bring(tensor, lambda tensors: tensor.detach().copy_(result_of(tensors)))

@@ -80,6 +80,7 @@ class NixlWindow(BlockingWindow):
         self.memory = memory
         self.values = np.zeros((len(peers), notifications), np.int64)
         self._engine = NixlEngine(agent, peers, self.values)
+        self.close = self._engine.close
 
     def peer_memory(self, peer: int) -> Tensor | None:
         """Return nothing: peers are reached by puts."""
@@ -113,10 +114,6 @@ class NixlWindow(BlockingWindow):
         """Sleep until all puts to a peer have been sent."""
         other = self._engine.peers[peer]
         self._sleep_for(peer, lambda: other is None or other.under_way == 0, limit, operation)
-
-    def close(self) -> None:
-        """End the engine and close the lines."""
-        self._engine.close()
 
     @property
     def _events(self) -> int:
