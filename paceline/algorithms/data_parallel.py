@@ -128,7 +128,8 @@ class DataParallel:
         if self._ended:
             self._open()
         self._sent.add(bucket.index)
-        self._send(bucket.index, bucket.gradients, self._weight, f"bucket {bucket.index}")
+        gradients = [p.grad for p in bucket.parameters]
+        self._send(bucket.index, gradients, self._weight, f"bucket {bucket.index}")
 
     def reduce(self) -> None:
         """Make every `.grad` the global mean; None where no rank used the parameter."""

@@ -16,16 +16,14 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from paceline.errors import ConfigError
+from paceline.state.checkpointer import Stateful
 
 _PLAIN = (Tensor, bool, int, float, complex, str, bytes, type(None))
 _TORCH = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
 
 
-class Trackable(Protocol):
+class Trackable(Stateful, Protocol):
     """Protocol of objects with a state to save, such as schedulers, scalers and averages."""
-
-    def state_dict(self) -> Any:
-        """Return the state."""
 
     def load_state_dict(self, state: Any) -> Any:
         """Restore a state."""

@@ -45,11 +45,6 @@ class Bucket:
     parameters: tuple[nn.Parameter, ...]
     names: tuple[str, ...]
 
-    @property
-    def gradients(self) -> list[Tensor | None]:
-        """The parameters' gradients."""
-        return [p.grad for p in self.parameters]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BucketMemory:

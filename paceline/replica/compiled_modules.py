@@ -65,10 +65,20 @@ def around_call(
         with context():
             return inner(*args, **kwargs)
 
-    def undo() -> None:
-        vars(module)[name] = inner
+    return replace(module, name, call)
 
-    vars(module)[name] = call
+
+def replace(target: object, name: str, value: object) -> Callable[[], None]:
+    """Replace an attribute of one object; return what undoes that."""
+    attributes = vars(target)
+    before = attributes.get(name)
+
+    def undo() -> None:
+        attributes.pop(name, None)
+        if before is not None:
+            attributes[name] = before
+
+    attributes[name] = value
     return undo
 
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from paceline.algorithms.synchronizer import Synchronizer
 from paceline.errors import ConfigError
 from paceline.reduce.buckets import Bucket
-from paceline.replica.compiled_modules import around_call, is_compiled
+from paceline.replica.compiled_modules import around_call, is_compiled, replace
 from paceline.replica.read_tracing import Readers, ReadMap, ReadTracer, owners
 from paceline.replica.trained_parameters import TrainedParameters
 from paceline.update.write_guard import WriteGuard
@@ -107,7 +107,7 @@ class ReplicaHooks:
             return
         assert isinstance(parameter, nn.Parameter)
         if self._tracer is not None:
-            self._tracer.use(parameter)
+            self._tracer.used.add(parameter)
         bucket = self.gradients.arrive(index, parameter, exchanging=self.exchanging)
         if bucket is not None:
             self.synchronizer.gradient_ready(bucket)
@@ -246,20 +246,12 @@ def patch(target: object, name: str, function: Callable[..., Any]) -> Callable[[
 
     The replacement is a bound method, as torch's schedulers expect of `optimizer.step`.
     """
-    attributes = vars(target)
-    before = attributes.get(name)
 
     def method(this: object, *args: object, **kwargs: object) -> object:
         return function(this, *args, **kwargs)
 
-    def undo() -> None:
-        attributes.pop(name, None)
-        if before is not None:
-            attributes[name] = before
-
     method._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers see the replica's
-    attributes[name] = MethodType(method, target)
-    return undo
+    return replace(target, name, MethodType(method, target))
 
 
 def watch_scaler(optimizer: Optimizer, asked: Callable[[], None]) -> Callable[[], None]:
@@ -268,16 +260,8 @@ def watch_scaler(optimizer: Optimizer, asked: Callable[[], None]) -> Callable[[]
     The scaler's kernels aren't counted as writes. But before anything else `GradScaler.step` reads
     a flag of the optimizer, whether its kernel unscales by itself; `_ScalerFlag` replaces the flag.
     """
-    attributes = vars(optimizer)
-    before = attributes.get(_SCALER_FLAG)
-    attributes[_SCALER_FLAG] = _ScalerFlag(bool(before), asked)
-
-    def undo() -> None:
-        del attributes[_SCALER_FLAG]
-        if before is not None:
-            attributes[_SCALER_FLAG] = before
-
-    return undo
+    before = vars(optimizer).get(_SCALER_FLAG)
+    return replace(optimizer, _SCALER_FLAG, _ScalerFlag(bool(before), asked))
 
 
 class _ScalerFlag:

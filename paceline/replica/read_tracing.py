@@ -52,7 +52,11 @@ def owners(model: nn.Module) -> Readers:
 
 
 class ReadTracer:
-    """Tracer of a model's calls: notes which module reads which parameter, until `finish`."""
+    """Tracer of a model's calls: notes which module reads which parameter, until `finish`.
+
+    Attributes:
+        used: the parameters that got a gradient.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -60,7 +64,7 @@ class ReadTracer:
         self._running: list[nn.Module] = []
         self._over = False
         self._mode = _ReadMode(model.parameters(), self._running)
-        self._used: set[nn.Parameter] = set()
+        self.used: set[nn.Parameter] = set()
         self._ran: set[nn.Module] = set()
         self._undo = ExitStack()
         for module in visible_modules(model):
@@ -74,10 +78,6 @@ class ReadTracer:
     def __deepcopy__(self, memo: object) -> ReadTracer:
         """Return itself: a copied model has copies of the hooks, which end with the tracing."""
         return self
-
-    def use(self, parameter: nn.Parameter) -> None:
-        """Note that a parameter got a gradient."""
-        self._used.add(parameter)
 
     def finish(self, parameters: Iterable[nn.Parameter]) -> ReadMap:
         """End the tracing; return which modules read which parameters, owners included."""
@@ -96,7 +96,7 @@ class ReadTracer:
         return ReadMap(
             readers={module: list(own) for module, own in readers.items()},
             outside=frozenset(
-                p for p in parameters if p not in owned or (p in self._used and p not in seen)
+                p for p in parameters if p not in owned or (p in self.used and p not in seen)
             ),
         )
 

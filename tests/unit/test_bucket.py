@@ -96,7 +96,7 @@ def test_gradients_keep_the_parameters_layout_and_the_counts_stand_behind() -> N
     (bucket,) = partition(named([weight, unused]), {weight: 0, unused: 0}, 10**6)
     memory = allocate(bucket.parameters)
     weight.grad = torch.randn_like(weight)
-    memory.pack(bucket.gradients, 0.5)
+    memory.pack([p.grad for p in bucket.parameters], 0.5)
     assert memory.gradients[1].stride() == weight.stride()
     torch.testing.assert_close(memory.gradients[1], weight.grad / 2)
     assert memory.flat.tolist()[-2:] == [0, 1]
@@ -108,5 +108,5 @@ def test_a_borrowed_sample_adds_nothing_whatever_its_gradient_is() -> None:
     (bucket,) = partition(named([weight]), {weight: 0}, 10**6)
     memory = allocate(bucket.parameters)
     weight.grad = torch.tensor([torch.nan, torch.inf, 1.0])
-    memory.pack(bucket.gradients, 0.0)
+    memory.pack([p.grad for p in bucket.parameters], 0.0)
     assert memory.flat.tolist() == [0, 0, 0, 0]
