@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.api.argument_names import in_python
+from paceline.api.argument_names import as_argument, in_python
 from paceline.api.sample_position import SamplePosition
 from paceline.api.session import Session
 from paceline.api.tracked import Trackable, Tracked
@@ -32,7 +32,7 @@ from paceline.cluster.supervision.supervisor import saved_sentence, say
 from paceline.comm.communicator import Communicator, total
 from paceline.data.batch_slice import BatchSlice
 from paceline.data.order import Order
-from paceline.errors import CommError, ConfigError
+from paceline.errors import CommError, ConfigError, PacelineError
 from paceline.observe.trace.step_trace import Trace
 from paceline.recorder import Recorder
 from paceline.replica.hooks import patch
@@ -447,14 +447,15 @@ class World:
         Args:
             operation: what the peer is missing from.
         """
-        with in_python():
-            try:
-                yield
-            except CommError as error:
-                cause = self._session.ended_peer(self.steps, operation)
-                if cause is None:
-                    raise
-                raise cause from error
+        try:
+            yield
+        except PacelineError as error:
+            error.name_of = as_argument
+            lost = isinstance(error, CommError)
+            cause = self._session.ended_peer(self.steps, operation) if lost else None
+            if cause is None:
+                raise
+            raise cause from error
 
     @contextmanager
     def _until_stop(self) -> Iterator[None]:

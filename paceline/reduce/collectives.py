@@ -9,10 +9,9 @@ from torch import Tensor
 
 from paceline.comm.communicator import Communicator, Ticket
 from paceline.reduce.buckets import Bucket, allocate
-from paceline.reduce.exchange import Exchange
 
 
-class Collectives(Exchange):
+class Collectives:
     """Exchange by in-place all-reduce.
 
     Args:

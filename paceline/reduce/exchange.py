@@ -31,15 +31,16 @@ class Timeout:
 class Exchange(Protocol):
     """Protocol of a sum over ranks, per bucket of gradients or running statistics.
 
-    An implementation that derives from it takes from it what it doesn't change.
-
     Attributes:
         zero_copy: values are read where they lie until their sums have come.
         traffic: the bytes that this rank sends and receives for each bucket in a step.
     """
 
-    zero_copy: bool
-    traffic: Sequence[tuple[int, int]]
+    @property
+    def zero_copy(self) -> bool: ...
+
+    @property
+    def traffic(self) -> Sequence[tuple[int, int]]: ...
 
     def begin(self, scale: float) -> None:
         """Expect all buckets of a step whose loss is scaled; those before were waited for."""
@@ -58,8 +59,7 @@ class Exchange(Protocol):
         """
 
     def next(self, index: int) -> int:
-        """Return the bucket to wait for first on the way to bucket `index`: by default itself."""
-        return index
+        """Return the bucket to wait for first on the way to bucket `index`, or `index` itself."""
 
     def wait(self, index: int) -> list[Tensor | None]:
         """Return a bucket's weighted sums, until the next `send`; None where no rank had values.

@@ -72,7 +72,7 @@ class _BucketState:
     summed: int = 0
 
 
-class MachineSums(Exchange):
+class MachineSums:
     """Hierarchical exchange: reduces inside each machine with collectives, then between leaders.
 
     Args:
@@ -124,6 +124,10 @@ class MachineSums(Exchange):
         """Begin a step; the thread has nothing left to do of the one before."""
         if self._inter_machine is not None:
             self._inter_machine.begin(scale)
+
+    def next(self, index: int) -> int:
+        """Return the bucket itself: sums come in the order in which they are needed."""
+        return index
 
     def send(
         self, index: int, values: Sequence[Tensor | None], weight: float, operation: str

@@ -30,7 +30,7 @@ from paceline.codecs.codec import cut
 from paceline.codecs.codecs import add_up
 from paceline.comm.window import Window, timed_out
 from paceline.errors import CommError, CommTimeout, PeerLost
-from paceline.reduce.exchange import Exchange, Timeout
+from paceline.reduce.exchange import Timeout
 from paceline.reduce.put_engine.bucket_state import BucketState, RankLayout
 from paceline.reduce.put_engine.error_feedback import ErrorFeedback
 from paceline.reduce.put_engine.gradient_views import NOTHING, Contribution, Flags
@@ -40,7 +40,7 @@ from paceline.reduce.put_engine.shard_reducer import ShardReducer
 _WAIT_SLICE_S = 0.5  # until a wait for one peer notices that another one is lost
 
 
-class PutExchange(Exchange):
+class PutExchange:
     """Exchange by puts: reduce-scatter of buckets to shard owners and all-gather of the sums.
 
     Args:
@@ -80,6 +80,10 @@ class PutExchange(Exchange):
         for bucket in self._buckets:
             if bucket.feedback is not None:
                 bucket.feedback.begin(scale)
+
+    def next(self, index: int) -> int:
+        """Return the bucket itself: sums come in no order."""
+        return index
 
     def send(
         self, index: int, values: Sequence[Tensor | None], weight: float, operation: str
