@@ -102,6 +102,7 @@ class DataParallel:
     ) -> None:
         self.buckets, self.state = tuple(buckets), state
         self._exchange, self._rule, self._statistics = exchange, rule, statistics
+        self.drain = exchange.drain
         self._world_size, self._steady = world_size, steady
         self._recorder = recorder or NullRecorder()
         self._pending: set[int] = set()  # buckets that were sent and not yet waited for
@@ -127,7 +128,8 @@ class DataParallel:
         if self._ended:
             self._open()
         self._sent.add(bucket.index)
-        self._send(bucket.index, bucket.gradients, self._weight, f"bucket {bucket.index}")
+        gradients = [p.grad for p in bucket.parameters]
+        self._send(bucket.index, gradients, self._weight, f"bucket {bucket.index}")
 
     def reduce(self) -> None:
         """Make every `.grad` the global mean; None where no rank used the parameter."""
@@ -175,10 +177,6 @@ class DataParallel:
         """Settle, if the exchange still reads gradients."""
         if self._exchange.zero_copy:
             self.settle()
-
-    def drain(self) -> None:
-        """Return once the peers have what they need of this rank, or within a limit."""
-        self._exchange.drain()
 
     def close(self) -> None:
         """Release the rule and the exchange."""

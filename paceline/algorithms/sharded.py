@@ -62,6 +62,7 @@ class ShardedUpdate:
         self, buckets: Sequence[Bucket], owner: PutExchange, shards: ShardOptimizer
     ) -> None:
         self._buckets, self._owner, self._shards = buckets, owner, shards
+        self.install, self.close = shards.install, shards.close
         for bucket in buckets:
             if (shard := owner.shard(bucket.index)) is not None:
                 shards.own(bucket.index, *shard)
@@ -86,15 +87,6 @@ class ShardedUpdate:
             given = self._shards.cut(bucket.index) if reduced else None
             self._owner.return_sums(bucket.index, partial(self._update, bucket.index, given))
         return reduced
-
-    def install(self, unit: tuple[Bucket, ...], values: Sequence[Tensor | None]) -> None:
-        """Copy updated parameters."""
-        (bucket,) = unit
-        self._shards.install(bucket, values)
-
-    def close(self) -> None:
-        """Let go of the optimizer."""
-        self._shards.close()
 
     def _update(self, index: int, given: Sequence[Tensor | None] | None) -> None:
         """Update this rank's shard of a bucket, in the shard reducer's thread."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 from itertools import chain
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -15,7 +13,7 @@ from paceline.api.argument_names import as_arguments, in_python, say_in_python
 from paceline.api.tracked import refuse_foreign
 from paceline.api.world import World
 from paceline.cluster.rendezvous.preflight import model_facts
-from paceline.comm.communicator import broadcast_bytes, until_end
+from paceline.comm.communicator import broadcast_state, until_end
 from paceline.comm.nixl.agent import require_nixl
 from paceline.config.world import CHOICES, SyncConfig
 from paceline.errors import ConfigError, Message
@@ -181,11 +179,8 @@ def _group_facts(optimizer: Optimizer) -> dict[str, str]:
 
 def _share_state(optimizer: Optimizer, world: World) -> None:
     """Broadcast the state of rank 0's optimizer, if it has any."""
-    data = io.BytesIO()
-    if world.rank == 0 and optimizer.state:
-        torch.save(optimizer.state_dict(), data)
+    own = optimizer.state_dict() if world.rank == 0 and optimizer.state else None
     what = "the broadcast of rank 0's optimizer state"
-    received = broadcast_bytes(world._communicator, data.getvalue(), world.device, what)
-    if received and world.rank > 0:
-        state = torch.load(io.BytesIO(received), map_location="cpu", weights_only=True)
+    state = broadcast_state(world._communicator, own, world.device, what)
+    if state is not None and world.rank > 0:
         optimizer.load_state_dict(state)

@@ -11,37 +11,16 @@ positions as its `samples`, or one.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
-from paceline.comm.communicator import Communicator
+from paceline.comm.communicator import Communicator, gather_counts
 from paceline.data.batch_slice import BatchSlice
 from paceline.data.order import Order
 from paceline.errors import ConfigError
 from paceline.run.steps import Position
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightedSlice(BatchSlice):
-    """Batch slice with an explicit gradient weight instead of its sample count.
-
-    Attributes:
-        fraction: the weight: this slice's part of the step's gradient, 0 to 1.
-    """
-
-    fraction: float
-
-    @property
-    def weight(self) -> float:
-        """The slice's part of the step's gradient."""
-        return self.fraction
-
-    @classmethod
-    def of(cls, plain: BatchSlice, fraction: float) -> WeightedSlice:
-        """Return a slice with another weight."""
-        return cls(**{f.name: getattr(plain, f.name) for f in fields(plain)}, fraction=fraction)
 
 
 class SamplePosition:
@@ -146,7 +125,7 @@ class SamplePosition:
             )
         *earlier, last = self.waiting
         if samples is not None:
-            return WeightedSlice.of(last, samples / sum(self._counts(samples))), earlier
+            return replace(last, fraction=samples / sum(self._counts(samples))), earlier
         return (self._accumulated(last) if earlier else last), earlier
 
     def trained(self) -> None:
@@ -173,7 +152,7 @@ class SamplePosition:
                 "ranks and can't be accumulated with others: give it a world.step() of its own."
             )
         local = sum(each.count for each in self.waiting)
-        return WeightedSlice.of(last, local / sum(each.global_count for each in self.waiting))
+        return replace(last, fraction=local / sum(each.global_count for each in self.waiting))
 
     def _counted(self, samples: int | None) -> BatchSlice:
         """Take positions of the endless epoch, in rank order."""
@@ -199,10 +178,8 @@ class SamplePosition:
         """Exchange the ranks' numbers of samples."""
         if samples < 0:
             raise ConfigError(f"samples is {samples}; it must be at least 0.")
-        counts = torch.zeros(self._communicator.world_size, dtype=torch.int64, device=self._device)
-        counts[self._communicator.rank] = samples
-        self._communicator.all_reduce(counts).wait("the ranks' numbers of samples")
-        received: list[int] = counts.tolist()
+        what = "the ranks' numbers of samples"
+        received = gather_counts(self._communicator, samples, self._device, what)
         if not sum(received):
             raise ConfigError("samples is 0 on all ranks: a step needs at least one sample.")
         return received

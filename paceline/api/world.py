@@ -449,15 +449,13 @@ class World:
         """
         try:
             yield
-        except CommError as error:
+        except PacelineError as error:
             error.name_of = as_argument
-            cause = self._session.ended_peer(self.steps, operation)
+            lost = isinstance(error, CommError)
+            cause = self._session.ended_peer(self.steps, operation) if lost else None
             if cause is None:
                 raise
             raise cause from error
-        except PacelineError as error:
-            error.name_of = as_argument
-            raise
 
     @contextmanager
     def _until_stop(self) -> Iterator[None]:

@@ -107,12 +107,22 @@ def broadcast_all(communicator: Communicator, tensors: Sequence[Tensor], operati
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
     for alike in by_dtype.values():
         flat = torch.cat([tensor.detach().flatten() for tensor in alike])
-        communicator.broadcast(flat.view(torch.uint8)).wait(
-            operation
-        )  # some dtypes are unknown to some
+        # as bytes: some dtypes are unknown to some transports
+        communicator.broadcast(flat.view(torch.uint8)).wait(operation)
         sizes = [tensor.numel() for tensor in alike]
         for tensor, values in zip(alike, torch.split(flat, sizes), strict=True):
             tensor.detach().copy_(values.view(tensor.shape))
+
+
+def gather_counts(
+    communicator: Communicator, count: int, device: torch.device, operation: str
+) -> list[int]:
+    """Return each rank's `count` on all ranks; collective, as `gather_bytes`."""
+    counts = torch.zeros(communicator.world_size, dtype=torch.int64, device=device)
+    counts[communicator.rank] = count
+    communicator.all_reduce(counts).wait(operation)
+    gathered: list[int] = counts.tolist()
+    return gathered
 
 
 def gather_bytes(
@@ -129,9 +139,7 @@ def gather_bytes(
     Raises:
         CommError: as `Ticket.wait`.
     """
-    mine = torch.zeros(communicator.world_size, dtype=torch.int64, device=device)
-    mine[communicator.rank] = len(data)
-    sizes = total(communicator, mine, operation).tolist()
+    sizes = gather_counts(communicator, len(data), device, operation)
     parts = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
     if data:
         parts[communicator.rank] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -141,35 +149,16 @@ def gather_bytes(
     return [part.numpy().tobytes() for part in flat.cpu().split(sizes)]
 
 
-def broadcast_bytes(
-    communicator: Communicator, data: bytes, device: torch.device, operation: str
-) -> bytes:
-    """Return rank 0's `data` on all ranks; collective.
-
-    Args:
-        communicator: the ranks.
-        data: rank 0's; the others' is ignored.
-        device: where the communicator's tensors live.
-        operation: the name of the operation, for errors.
-
-    Raises:
-        CommError: as `Ticket.wait`.
-    """
-    size = torch.tensor([len(data)], dtype=torch.int64, device=device)
-    communicator.broadcast(size).wait(operation)
-    if communicator.rank > 0:
-        data = bytes(int(size))
-    if not data:
-        return data
-    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-    communicator.broadcast(flat).wait(operation)
-    return flat.cpu().numpy().tobytes()
-
-
 def broadcast_state(
     communicator: Communicator, state: Any, device: torch.device, operation: str
 ) -> Any:
     """Return rank 0's tree of tensors and plain values on all ranks, in this machine's memory.
+
+    Args:
+        communicator: the ranks.
+        state: rank 0's; the others' is ignored.
+        device: where the communicator's tensors live.
+        operation: the name of the operation, for errors.
 
     Raises:
         CommError: as `Ticket.wait`.
@@ -177,8 +166,13 @@ def broadcast_state(
     data = io.BytesIO()
     if communicator.rank == 0:
         torch.save(state, data)
-    received = broadcast_bytes(communicator, data.getvalue(), device, operation)
-    return torch.load(io.BytesIO(received), map_location="cpu", weights_only=True)
+    size = torch.tensor([len(data.getbuffer())], dtype=torch.int64, device=device)
+    communicator.broadcast(size).wait(operation)
+    room = bytearray(data.getvalue() or int(size))  # on other ranks zeros, which are replaced
+    flat = torch.frombuffer(room, dtype=torch.uint8).to(device)
+    communicator.broadcast(flat).wait(operation)
+    received = io.BytesIO(flat.cpu().numpy().tobytes())
+    return torch.load(received, map_location="cpu", weights_only=True)
 
 
 def gather_all(communicator: Communicator, tensor: Tensor, operation: str) -> list[Tensor]:
@@ -187,10 +181,7 @@ def gather_all(communicator: Communicator, tensor: Tensor, operation: str) -> li
     Raises:
         CommError: as `Ticket.wait`.
     """
-    sizes = torch.zeros(communicator.world_size, dtype=torch.int64, device=tensor.device)
-    sizes[communicator.rank] = tensor.numel()
-    communicator.all_reduce(sizes).wait(operation)
-    lengths = sizes.tolist()
+    lengths = gather_counts(communicator, tensor.numel(), tensor.device, operation)
     padded = tensor.new_zeros(max(lengths))
     padded[: tensor.numel()] = tensor
     into = [torch.empty_like(padded) for _ in lengths] if communicator.rank == 0 else []

@@ -22,8 +22,7 @@ from paceline.comm.transport.event_loop import ANY_PEER
 from paceline.comm.transport.shared_memory import connect_locally, share_memory
 from paceline.comm.transport.tcp import connect_by_tcp
 from paceline.comm.transport.transport import Transport
-from paceline.comm.window import FOR_EVENTS, PutEvent, Source, bytes_of, timed_out
-from paceline.errors import PeerLost
+from paceline.comm.window import BlockingWindow, PutEvent, Source, bytes_of
 
 
 def connect_window(
@@ -68,8 +67,10 @@ def connect_window(
         return window
 
 
-class ConnectionWindow:
+class ConnectionWindow(BlockingWindow):
     """Window over TCP and shared memory.
+
+    `close` ends the transport; this object holds the shared memory.
 
     Args:
         rank: this process's rank.
@@ -92,9 +93,13 @@ class ConnectionWindow:
         self.rank, self.world_size = rank, len(sockets)
         self.memory = memory
         self._mapped = mapped
-        self._others = [peer for peer in range(self.world_size) if peer != rank]
-        self._transport = Transport(sockets, memory.numpy(), notifications, marks)
-        self.values = self._transport.values
+        self._transport = transport = Transport(sockets, memory.numpy(), notifications, marks)
+        self.values = transport.values
+        self.subscribe, self.wake, self.close = (
+            transport.subscribe,
+            transport.wake,
+            transport.close,
+        )
         self._ends = [end for ends in sockets for end in ends]
         _close_in_children(weakref.ref(self))
 
@@ -128,58 +133,22 @@ class ConnectionWindow:
         pieces = [(piece.data_ptr(), piece.nbytes) for piece in data if piece.numel()]
         self._transport.put(peer, pieces, (offset, notification, value), priority, data)
 
-    def wait(
-        self, peer: int, notification: int, value: int, *, limit: float, operation: str
-    ) -> None:
-        """Sleep until the notification has come."""
-        values = self.values
-
-        def there() -> bool:
-            return bool(values[peer, notification] >= value)
-
-        self._sleep(peer, there, limit, operation)
-
-    def subscribe(self, below: int) -> None:
-        """Count only notifications below a number as events."""
-        self._transport.subscribe(below)
-
-    def wake(self) -> None:
-        """Wake the threads that wait for an event."""
-        self._transport.wake()
-
-    def wait_for_event(self, seen: int, limit: float) -> int:
-        """Sleep until there is an event."""
-        transport = self._transport
-        transport.sleep(
-            ANY_PEER, lambda: transport.events != seen or self._lost() is not None, limit
-        )
-        if transport.events == seen and (lost := self._lost()) is not None:
-            self._require(lost, FOR_EVENTS)
-        return transport.events
-
     def flush(self, peer: int, *, limit: float, operation: str) -> None:
         """Sleep until all puts to a peer have been sent."""
-        self._sleep(peer, lambda: not self._transport.sending(peer), limit, operation)
+        self._sleep_for(peer, lambda: not self._transport.sending(peer), limit, operation)
 
-    def close(self) -> None:
-        """End the event loop and close the connections; this object holds the shared memory."""
-        self._transport.close()
+    @property
+    def _events(self) -> int:
+        return self._transport.events
 
-    def _sleep(self, peer: int, ready: Callable[[], bool], limit: float, operation: str) -> None:
-        self._transport.sleep(peer, lambda: ready() or bool(self._transport.error(peer)), limit)
-        if ready():
-            return
-        self._require(peer, operation)
-        raise timed_out(self.rank, peer, operation, limit)
+    def _error(self, peer: int) -> str:
+        return self._transport.error(peer)
 
-    def _require(self, peer: int, operation: str) -> None:
-        if error := self._transport.error(peer):
-            raise PeerLost(rank=self.rank, peer=peer, operation=operation, cause=error)
+    def _sleep(self, peer: int | None, ready: Callable[[], bool], limit: float) -> None:
+        self._transport.sleep(ANY_PEER if peer is None else peer, ready, limit)
 
     def _lost(self) -> int | None:
-        if self._transport.whole:
-            return None
-        return next((peer for peer in self._others if self._transport.error(peer)), None)
+        return None if self._transport.whole else super()._lost()
 
 
 def _close_in_children(window: weakref.ref[ConnectionWindow]) -> None:

@@ -62,6 +62,7 @@ class FaultyWindow(WindowWrapper):
 
     def __init__(self, window: Window, faults: Faults) -> None:
         super().__init__(window)
+        self.wait, self.wait_for_event = window.wait, window.wait_for_event
         self._faults = faults
         self._random = random.Random(faults.seed)
         self._changed = threading.Condition()
@@ -115,7 +116,7 @@ class FaultyWindow(WindowWrapper):
         with self._changed:
             gone = self._changed.wait_for(lambda: not self._under_way[peer] or self._closed, limit)
         if not gone:
-            raise timed_out(self.rank, peer, operation, limit)
+            raise timed_out(self.rank, limit, f"rank {peer}", operation)
         self._window.flush(peer, limit=limit, operation=operation)
 
     def close(self) -> None:

@@ -24,7 +24,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from paceline.comm.communicator import Ticket
-from paceline.errors import CommError, CommTimeout, Message, PeerLost
+from paceline.comm.window import timed_out
+from paceline.errors import CommError, PeerLost
 
 # Words by which the transports report a lost peer; their other errors are about the call.
 _OPENING = threading.Lock()  # guards the process's table of descriptors while one is read
@@ -75,31 +76,20 @@ class ProcessGroupCommunicator:
 
     def all_reduce(self, tensor: Tensor) -> Ticket:
         """Start a sum over all ranks."""
-        options = dist.AllreduceOptions()
-        options.timeout = self._limit
-        return self._start(self._group.allreduce, [tensor], options)
+        return self._start(self._group.allreduce, [tensor], dist.AllreduceOptions())
 
     def broadcast(self, tensor: Tensor) -> Ticket:
         """Start a broadcast from rank 0."""
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        options.timeout = self._limit
-        return self._start(self._group.broadcast, [tensor], options)
+        return self._start(self._group.broadcast, [tensor], dist.BroadcastOptions())
 
     def reduce(self, tensor: Tensor) -> Ticket:
         """Start a sum over all ranks, for rank 0."""
-        options = dist.ReduceOptions()
-        options.rootRank = 0
-        options.timeout = self._limit
-        return self._start(self._group.reduce, [tensor], options)
+        return self._start(self._group.reduce, [tensor], dist.ReduceOptions())
 
     def gather(self, tensor: Tensor, into: Sequence[Tensor]) -> Ticket:
         """Start to copy all ranks' tensors to rank 0."""
-        options = dist.GatherOptions()
-        options.rootRank = 0
-        options.timeout = self._limit
         targets = [list(into)] if into else []
-        return self._start(partial(self._group.gather, targets), [tensor], options)
+        return self._start(partial(self._group.gather, targets), [tensor], dist.GatherOptions())
 
     def steady(self) -> None:
         """Use the shorter timeout from now on."""
@@ -117,6 +107,8 @@ class ProcessGroupCommunicator:
         self._group.abort()
 
     def _start(self, collective: Any, tensors: list[Tensor], options: Any) -> Ticket:
+        """Start a collective; the options' own root is rank 0."""
+        options.timeout = self._limit
         try:
             return _WorkTicket(collective(tensors, options), self.rank, self._limit)
         except RuntimeError as error:
@@ -219,15 +211,8 @@ def _translate(error: RuntimeError, rank: int, operation: str, limit: timedelta)
     cause = _cause(error)
     text = cause.lower()
     if "timed out" in text or "timeout" in text:
-        return CommTimeout(
-            Message(
-                "rank {} waited {:g} s for a peer in {}: one hangs, can't be reached, or needs a "
-                "longer {--timeout} ({--first_iter_timeout} in the start).",
-                rank,
-                limit.total_seconds(),
-                operation,
-            )
-        )
+        what = "one hangs, can't be reached"
+        return timed_out(rank, limit.total_seconds(), "a peer", operation, what)
     if any(word in text for word in _OF_CONNECTIONS):
         return PeerLost(rank=rank, operation=operation, cause=cause)
     return CommError(f"rank {rank} failed in {operation}: {cause}.")

@@ -15,7 +15,8 @@ so that a late write of a stopped process reaches nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -23,13 +24,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.errors import CommTimeout, Message
+from paceline.errors import CommTimeout, Message, PeerLost
 
 Source = Tensor | Sequence[Tensor] | None
 THIS_PROCESS_CLOSED = "this process closed the connection"
 PEER_CLOSED = "the peer closed the connection"
 INVALID_PUT = "protocol error: the peer sent an invalid put header"
-FOR_EVENTS = "waiting for notifications"
 
 
 class Window(Protocol):
@@ -113,8 +113,71 @@ class Window(Protocol):
         """Give up connections and memory; waiting threads get `PeerLost`, and no put is sent."""
 
 
+class BlockingWindow(ABC):
+    """Base of windows whose waits sleep until a condition holds or a connection ends.
+
+    Attributes:
+        rank, world_size, values: as in `Window`.
+    """
+
+    rank: int
+    world_size: int
+    values: NDArray[np.int64]
+
+    def wait(
+        self, peer: int, notification: int, value: int, *, limit: float, operation: str
+    ) -> None:
+        """Sleep until the notification has come."""
+        values = self.values
+        self._sleep_for(peer, lambda: bool(values[peer, notification] >= value), limit, operation)
+
+    def wait_for_event(self, seen: int, limit: float) -> int:
+        """Sleep until there is an event."""
+        self._sleep(None, lambda: self._events != seen or self._lost() is not None, limit)
+        if self._events == seen and (lost := self._lost()) is not None:
+            self._require(lost, "waiting for notifications")
+        return self._events
+
+    @property
+    @abstractmethod
+    def _events(self) -> int:
+        """The number of events so far."""
+
+    @abstractmethod
+    def _error(self, peer: int) -> str:
+        """Return why the connection to a peer ended; "" as long as it is open."""
+
+    @abstractmethod
+    def _sleep(self, peer: int | None, ready: Callable[[], bool], limit: float) -> None:
+        """Sleep until a condition holds, or for `limit` seconds.
+
+        Args:
+            peer: the condition changes with what this peer does; None: with any event.
+            ready: the condition.
+            limit: seconds.
+        """
+
+    def _sleep_for(
+        self, peer: int, ready: Callable[[], bool], limit: float, operation: str
+    ) -> None:
+        """Sleep until a condition holds; raises as `Window.wait`."""
+        self._sleep(peer, lambda: ready() or bool(self._error(peer)), limit)
+        if not ready():
+            self._require(peer, operation)
+            raise timed_out(self.rank, limit, f"rank {peer}", operation)
+
+    def _require(self, peer: int, operation: str) -> None:
+        """Raise PeerLost if the connection to a peer has ended."""
+        if error := self._error(peer):
+            raise PeerLost(rank=self.rank, peer=peer, operation=operation, cause=error)
+
+    def _lost(self) -> int | None:
+        others = (peer for peer in range(self.world_size) if peer != self.rank)
+        return next((peer for peer in others if self._error(peer)), None)
+
+
 class WindowWrapper:
-    """Base of windows that change some methods of another one and pass the others on.
+    """Base of windows that change some methods of another one, and take the others from it.
 
     Attributes:
         rank, world_size, memory, values: the other window's.
@@ -123,34 +186,12 @@ class WindowWrapper:
     def __init__(self, window: Window) -> None:
         self._window = window
         self.rank, self.world_size = window.rank, window.world_size
-        self.memory: Tensor = window.memory
-        self.values: NDArray[np.int64] = window.values
-
-    def peer_memory(self, peer: int) -> Tensor | None:
-        """Return a peer's memory where it is mapped."""
-        return self._window.peer_memory(peer)
-
-    def wait(
-        self, peer: int, notification: int, value: int, *, limit: float, operation: str
-    ) -> None:
-        """Wait for a notification."""
-        self._window.wait(peer, notification, value, limit=limit, operation=operation)
-
-    def subscribe(self, below: int) -> None:
-        """Count only some notifications as events."""
-        self._window.subscribe(below)
-
-    def wake(self) -> None:
-        """Count an event of this process."""
-        self._window.wake()
-
-    def wait_for_event(self, seen: int, limit: float) -> int:
-        """Wait for an event."""
-        return self._window.wait_for_event(seen, limit)
-
-    def close(self) -> None:
-        """Close the other window."""
-        self._window.close()
+        self.memory, self.values = window.memory, window.values
+        self.peer_memory, self.subscribe, self.wake = (
+            window.peer_memory,
+            window.subscribe,
+            window.wake,
+        )
 
 
 class PutEvent(NamedTuple):
@@ -178,15 +219,22 @@ def bytes_of(source: Source) -> list[Tensor]:
     ]
 
 
-def timed_out(rank: int, peer: int, operation: str, limit: float) -> CommTimeout:
-    """Return the error of a wait for a peer that reached its limit, in seconds."""
+def timed_out(
+    rank: int,
+    limit: float,
+    peer: str,
+    operation: str,
+    cause: str = "it hangs, can't be reached",
+) -> CommTimeout:
+    """Return the error of a rank's wait that has ended at its limit, in seconds."""
     return CommTimeout(
         Message(
-            "rank {} waited {:g} s for rank {} in {}: it hangs, can't be reached, or needs a "
-            "longer {--timeout}.",
+            "rank {} waited {:g} s for {} in {}: {}, or needs a longer {--timeout} "
+            "({--first_iter_timeout} in the start).",
             rank,
             limit,
             peer,
             operation,
+            cause,
         )
     )

@@ -17,6 +17,7 @@ class BatchSlice:
         last: the position after its last one.
         global_count: samples of the global batch, over all ranks.
         skipped: samples of the share that couldn't be read and are left out.
+        fraction: the weight, where it isn't that of the samples' number.
     """
 
     epoch: int
@@ -26,6 +27,7 @@ class BatchSlice:
     last: int
     global_count: int
     skipped: int = 0
+    fraction: float | None = None
 
     @property
     def number(self) -> int:
@@ -49,4 +51,4 @@ class BatchSlice:
 
         A skipped sample adds nothing, for any number of ranks: the others count as before.
         """
-        return self.count / self.global_count
+        return self.count / self.global_count if self.fraction is None else self.fraction

@@ -18,7 +18,7 @@ ranks that used it: a parameter that no rank used keeps `grad = None`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -44,20 +44,6 @@ class Bucket:
     group: int
     parameters: tuple[nn.Parameter, ...]
     names: tuple[str, ...]
-
-    @property
-    def numel(self) -> int:
-        """The number of values of all parameters."""
-        return sum(p.numel() for p in self.parameters)
-
-    @property
-    def gradients(self) -> list[Tensor | None]:
-        """The parameters' gradients."""
-        return [p.grad for p in self.parameters]
-
-    def allocate(self) -> BucketMemory:
-        """Make the bucket's staging memory."""
-        return allocate(self.parameters)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -128,11 +114,10 @@ def like(parameter: Tensor, flat: Tensor) -> Tensor:
     """View `flat`, (numel,), in the shape and, where the parameter is dense, its strides."""
     if parameter.is_contiguous():
         return flat.view(parameter.shape)
-    dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
-    stride = parameter.stride() if dense else None
-    return (
-        flat.view(parameter.shape) if stride is None else flat.as_strided(parameter.shape, stride)
-    )
+    stride = parameter.stride()
+    if torch.empty_like(parameter, device="meta").stride() == stride:
+        return flat.as_strided(parameter.shape, stride)
+    return flat.view(parameter.shape)
 
 
 def partition(
@@ -147,7 +132,7 @@ def partition(
         bucket_bytes: a bucket is closed before it would exceed this, or, near the first layers,
             less; a larger parameter has a bucket of its own.
     """
-    trained = _trained(names, groups)
+    trained = [p for p in names if p.requires_grad and p in groups]
     ends = accumulate(_bytes([p]) for p in trained)
     before = {p: end - _bytes([p]) for p, end in zip(trained, ends, strict=True)}
     closed: list[tuple[int, int, list[nn.Parameter]]] = []  # (last one's number, group, bucket)
@@ -172,12 +157,6 @@ def partition(
         )
         for index, (_, group, bucket) in enumerate(sorted(closed, key=lambda c: c[0]))
     )
-
-
-def _trained(
-    parameters: Iterable[nn.Parameter], groups: Mapping[nn.Parameter, int]
-) -> list[nn.Parameter]:
-    return [p for p in parameters if p.requires_grad and p in groups]
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.communicator import Communicator, Ticket
-from paceline.reduce.buckets import Bucket
+from paceline.reduce.buckets import Bucket, allocate
 
 
 class Collectives:
@@ -29,7 +29,7 @@ class Collectives:
         statistics: Tensor | None,
     ) -> None:
         self._communicator = communicator
-        self._memory = [bucket.allocate() for bucket in buckets]
+        self._memory = [allocate(bucket.parameters) for bucket in buckets]
         self._flat = [memory.flat for memory in self._memory]
         if statistics is not None:
             self._flat.append(statistics.clone())

@@ -7,8 +7,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from paceline.errors import CommTimeout, Message
-
 
 class Timeout:
     """Limit of each wait for a peer: one value in the first step, another one later.
@@ -28,23 +26,6 @@ class Timeout:
     def steady(self) -> None:
         """End the start: all ranks have exchanged a step."""
         self.seconds = self.later
-
-
-def timed_out(
-    rank: int, timeout: Timeout, peer: str, operation: str, cause: str = "it hangs"
-) -> CommTimeout:
-    """Return the error of a rank's wait that has ended without what it waited for."""
-    return CommTimeout(
-        Message(
-            "rank {} waited {:g} s for {} in {}: {}, or needs a longer {--timeout} "
-            "({--first_iter_timeout} in the start).",
-            rank,
-            timeout.seconds,
-            peer,
-            operation,
-            cause,
-        )
-    )
 
 
 class Exchange(Protocol):

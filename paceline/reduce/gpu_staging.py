@@ -82,6 +82,7 @@ class GpuStaging:
     ) -> None:
         self._exchange, self._timeout = exchange, timeout
         self.traffic = exchange.traffic
+        self.begin, self.next, self.drain = exchange.begin, exchange.next, exchange.drain
         if sums is None:
             sums = [[torch.empty_like(t.detach()) for t in tensors] for tensors in templates]
         self._streams = SideStream([tensor.device for tensors in templates for tensor in tensors])
@@ -96,14 +97,6 @@ class GpuStaging:
         )
         self._thread = threading.Thread(target=self._work, name="staging", daemon=True)
         self._thread.start()
-
-    def begin(self, scale: float) -> None:
-        """Begin a step."""
-        self._exchange.begin(scale)
-
-    def next(self, index: int) -> int:
-        """Return the bucket to wait for first."""
-        return self._exchange.next(index)
 
     def send(
         self, index: int, values: Sequence[Tensor | None], weight: float, operation: str
@@ -148,10 +141,6 @@ class GpuStaging:
         stage = self._sent(index)
         self._exchange.abandon(index)
         stage.borrowed = []
-
-    def drain(self) -> None:
-        """Return once the peers have all their sums, or within a limit."""
-        self._exchange.drain()
 
     def close(self) -> None:
         """End the thread and the exchange."""

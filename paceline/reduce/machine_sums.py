@@ -38,9 +38,10 @@ from typing import Any
 from torch import Tensor
 
 from paceline.comm.communicator import Communicator, Ticket
+from paceline.comm.window import timed_out
 from paceline.errors import CommTimeout, PeerLost
 from paceline.reduce.buckets import BucketMemory, allocate
-from paceline.reduce.exchange import Exchange, Timeout, timed_out
+from paceline.reduce.exchange import Exchange, Timeout
 from paceline.reduce.gpu_staging import GpuStaging, pinned_like
 from paceline.reduce.side_stream import SideStream
 
@@ -185,7 +186,7 @@ class MachineSums:
                 limit = self._timeout.seconds + _GRACE_S
                 if not self._changed.wait_for(progress, limit):
                     peer, cause = "the sum of its machine", "its device hangs"
-                    raise timed_out(self._rank, self._timeout, peer, bucket.operation, cause)
+                    raise self._timed_out(peer, bucket, cause)
             if bucket.summed == bucket.sent:
                 return
         assert self._error is not None
@@ -256,9 +257,12 @@ class MachineSums:
         try:
             start(bucket.memory.flat).wait(bucket.operation)
         except CommTimeout as error:
-            raise timed_out(self._rank, self._timeout, peer, bucket.operation) from error
+            raise self._timed_out(peer, bucket, "it hangs") from error
         except PeerLost as error:
             raise PeerLost(
                 f"rank {self._rank} lost {peer} in {bucket.operation}: the connection inside "
                 "their machine ended."
             ) from error
+
+    def _timed_out(self, peer: str, bucket: _BucketState, cause: str) -> CommTimeout:
+        return timed_out(self._rank, self._timeout.seconds, peer, bucket.operation, cause)

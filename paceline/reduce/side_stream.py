@@ -9,8 +9,8 @@ same code runs there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -27,24 +27,15 @@ class SideStream:
         self._device = next((d for d in devices if d.type == "cuda"), devices[0])
         self._side = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
-    @contextmanager
-    def beside(self) -> Iterator[None]:
+    def beside(self) -> AbstractContextManager[object]:
         """Run a block's work on the side stream, after the caller's stream's work so far."""
-        if self._side is None:
-            yield
-            return
-        self._side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._side):
-            yield
+        if self._side is not None:
+            self._side.wait_stream(torch.cuda.current_stream(self._device))
+        return self.entered()
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
+    def entered(self) -> AbstractContextManager[object]:
         """Run a block's work on the side stream, whatever the caller's stream is given."""
-        if self._side is None:
-            yield
-            return
-        with torch.cuda.stream(self._side):
-            yield
+        return nullcontext() if self._side is None else torch.cuda.stream(self._side)
 
     def record(self) -> Any:
         """Return an event of what the caller's stream was given so far; None: that is done."""

@@ -9,7 +9,8 @@ copy of the module (an average of weights) isn't compiled.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def compile_blocks(blocks: list[nn.Module], backend: str = "inductor") -> None:
     dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, limit)
     for block in blocks:
         block.compile(backend=backend)
-        around_call(block, lambda: _Explained(dynamo.exc.TorchDynamoException))
+        around_call(block, partial(_explained, dynamo.exc.TorchDynamoException))
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -64,22 +65,30 @@ def around_call(
         with context():
             return inner(*args, **kwargs)
 
-    def undo() -> None:
-        vars(module)[name] = inner
+    return replace(module, name, call)
 
-    vars(module)[name] = call
+
+def replace(target: object, name: str, value: object) -> Callable[[], None]:
+    """Replace an attribute of one object; return what undoes that."""
+    attributes = vars(target)
+    before = attributes.get(name)
+
+    def undo() -> None:
+        attributes.pop(name, None)
+        if before is not None:
+            attributes[name] = before
+
+    attributes[name] = value
     return undo
 
 
-class _Explained(AbstractContextManager[None]):
-    """Context that turns a failure of the compiler into a `ConfigError`."""
-
-    def __init__(self, kind: type[Exception]) -> None:
-        self._kind = kind
-
-    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, self._kind):
-            raise refusal(error) from error
+@contextmanager
+def _explained(kind: type[Exception]) -> Iterator[None]:
+    """Turn a failure of the compiler inside the block into a `ConfigError`."""
+    try:
+        yield
+    except kind as error:
+        raise refusal(error) from error
 
 
 def refusal(error: BaseException) -> ConfigError:

@@ -8,7 +8,7 @@ earlier one of the same parameters did; until then each parameter's owner waits 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from paceline.algorithms.synchronizer import Synchronizer
 from paceline.errors import ConfigError
 from paceline.reduce.buckets import Bucket
-from paceline.replica.compiled_modules import around_call, is_compiled
+from paceline.replica.compiled_modules import around_call, is_compiled, replace
 from paceline.replica.read_tracing import Readers, ReadMap, ReadTracer, owners
 from paceline.replica.trained_parameters import TrainedParameters
 from paceline.update.write_guard import WriteGuard
@@ -49,7 +49,7 @@ class ReplicaHooks:
         self._model = model
         self._running = False
         self._unread: tuple[Bucket, ...] = ()  # no module waits for them: updated in `end`
-        self._undo_waits: list[Callable[[], None]] = []
+        self._waits = ExitStack()  # closed, it removes the waits from the model
         self.reads: ReadMap | None = None
         self._tracer: ReadTracer | None = None
         if reads is not None:
@@ -71,7 +71,7 @@ class ReplicaHooks:
     def end(self) -> None:
         """End the step, and update at once the buckets that no module waits for."""
         self._running = False
-        self.gradients.end()
+        self.gradients.guard.clear()
         for bucket in self._unread:
             self.synchronizer.before_read(bucket)
 
@@ -79,20 +79,18 @@ class ReplicaHooks:
         """After the first step, use the reads that it has traced."""
         if self._tracer is None:
             return
-        outside = self._tracer.outside(self.gradients.parameters)
-        readers = self._tracer.finish()
-        self._tracer = None
-        self._follow(ReadMap(readers=readers, outside=outside))
+        reads, self._tracer = self._tracer.finish(self.gradients.parameters), None
+        self._follow(reads)
         for bucket in self._unread:
             self.synchronizer.before_read(bucket)
 
     def close(self) -> None:
         """Remove the hooks and close the synchronizer."""
         if self._tracer is not None:
-            self._tracer.finish()
+            self._tracer.finish(())
         for handle in self._handles:
             handle.remove()
-        self._undo_all_waits()
+        self._waits.close()
         self.synchronizer.close()
 
     def _follow(self, reads: ReadMap) -> None:
@@ -109,21 +107,21 @@ class ReplicaHooks:
             return
         assert isinstance(parameter, nn.Parameter)
         if self._tracer is not None:
-            self._tracer.use(parameter)
+            self._tracer.used.add(parameter)
         bucket = self.gradients.arrive(index, parameter, exchanging=self.exchanging)
         if bucket is not None:
             self.synchronizer.gradient_ready(bucket)
 
     def _wait_in(self, readers: Readers) -> None:
         """Make each reader wait for its buckets, and the end of the forward for all others."""
-        self._undo_all_waits()
+        self._waits.close()
         bucket_of = self.gradients.parameters
         for module, parameters in readers.items():
             buckets = dict.fromkeys(bucket_of[p] for p in parameters if p in bucket_of)
             self._wait_before(module, tuple(buckets))
         if not is_compiled(self._model):
             wait = self._wait_for(self.synchronizer.buckets)
-            self._undo_waits.append(self._model.register_forward_hook(wait).remove)
+            self._waits.callback(self._model.register_forward_hook(wait).remove)
 
     def _wait_before(self, module: nn.Module, buckets: tuple[Bucket, ...]) -> None:
         wait = self._wait_for(buckets)
@@ -134,9 +132,9 @@ class ReplicaHooks:
             yield
 
         if is_compiled(module):
-            self._undo_waits.append(around_call(module, waited))
+            self._waits.callback(around_call(module, waited))
         else:
-            self._undo_waits.append(module.register_forward_pre_hook(wait, prepend=True).remove)
+            self._waits.callback(module.register_forward_pre_hook(wait, prepend=True).remove)
 
     def _wait_for(self, buckets: tuple[Bucket, ...]) -> Callable[..., None]:
         """Make a hook; a function, which a copy of the model shares rather than copies."""
@@ -146,10 +144,6 @@ class ReplicaHooks:
                 self.synchronizer.before_read(bucket)
 
         return wait
-
-    def _undo_all_waits(self) -> None:
-        while self._undo_waits:
-            self._undo_waits.pop()()
 
 
 class StepGradients:
@@ -164,13 +158,14 @@ class StepGradients:
 
     Attributes:
         parameters: the exchanged parameters, with their buckets; a parameter's index is its number.
+        guard: knows the gradients that were sent.
     """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self.parameters = {p: bucket for bucket in buckets for p in bucket.parameters}
         self._buckets = list(self.parameters.values())
         self._names = [name for bucket in buckets for name in bucket.names]
-        self._guard = WriteGuard(buckets, self._late_write)
+        self.guard = WriteGuard(buckets, self._late_write)
         self._sizes = [len(bucket.parameters) for bucket in buckets]
         self.begin(0)
 
@@ -210,7 +205,7 @@ class StepGradients:
         if not exchanging:
             return None
         self._missing[index] = False
-        self._guard.note(index, gradient)
+        self.guard.note(index, gradient)
         if self._sample is None:
             self._sample = (parameter, _first_values(gradient).clone())
         bucket = self._buckets[index]
@@ -221,9 +216,9 @@ class StepGradients:
         """Allow any write: `.grad` becomes the global mean. No more gradients may arrive.
 
         Raises:
-            ConfigError: as `refuse_changes`.
+            ConfigError: a sent gradient was written, replaced or removed.
         """
-        self.refuse_changes()
+        self.guard.refuse_gradients()
         if self._sample is not None and (now := self._sample[0].grad) is not None:
             sent = self._sample[1]
             self._same = ((_first_values(now) == sent) | sent.isnan()).all()
@@ -232,18 +227,6 @@ class StepGradients:
     def reduced_as_sent(self) -> bool:
         """Tell whether gradients were the same when they were sent and when they were reduced."""
         return self._same is None or bool(self._same)
-
-    def end(self) -> None:
-        """Release the gradients."""
-        self._guard.clear()
-
-    def refuse_changes(self) -> None:
-        """Compare all sent gradients with the parameters' present ones.
-
-        Raises:
-            ConfigError: a gradient was written, replaced or removed.
-        """
-        self._guard.refuse_gradients()
 
     def _late_write(self, name: str) -> ConfigError:
         return ConfigError(
@@ -263,20 +246,12 @@ def patch(target: object, name: str, function: Callable[..., Any]) -> Callable[[
 
     The replacement is a bound method, as torch's schedulers expect of `optimizer.step`.
     """
-    attributes = vars(target)
-    before = attributes.get(name)
 
     def method(this: object, *args: object, **kwargs: object) -> object:
         return function(this, *args, **kwargs)
 
-    def undo() -> None:
-        attributes.pop(name, None)
-        if before is not None:
-            attributes[name] = before
-
     method._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers see the replica's
-    attributes[name] = MethodType(method, target)
-    return undo
+    return replace(target, name, MethodType(method, target))
 
 
 def watch_scaler(optimizer: Optimizer, asked: Callable[[], None]) -> Callable[[], None]:
@@ -285,16 +260,8 @@ def watch_scaler(optimizer: Optimizer, asked: Callable[[], None]) -> Callable[[]
     The scaler's kernels aren't counted as writes. But before anything else `GradScaler.step` reads
     a flag of the optimizer, whether its kernel unscales by itself; `_ScalerFlag` replaces the flag.
     """
-    attributes = vars(optimizer)
-    before = attributes.get(_SCALER_FLAG)
-    attributes[_SCALER_FLAG] = _ScalerFlag(bool(before), asked)
-
-    def undo() -> None:
-        del attributes[_SCALER_FLAG]
-        if before is not None:
-            attributes[_SCALER_FLAG] = before
-
-    return undo
+    before = vars(optimizer).get(_SCALER_FLAG)
+    return replace(optimizer, _SCALER_FLAG, _ScalerFlag(bool(before), asked))
 
 
 class _ScalerFlag:

@@ -14,8 +14,8 @@ module owns. No module can wait there, so its update isn't deferred.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +52,11 @@ def owners(model: nn.Module) -> Readers:
 
 
 class ReadTracer:
-    """Tracer of a model's calls: notes which module reads which parameter, until `finish`."""
+    """Tracer of a model's calls: notes which module reads which parameter, until `finish`.
+
+    Attributes:
+        used: the parameters that got a gradient.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -60,51 +64,41 @@ class ReadTracer:
         self._running: list[nn.Module] = []
         self._over = False
         self._mode = _ReadMode(model.parameters(), self._running)
-        self._used: set[nn.Parameter] = set()
+        self.used: set[nn.Parameter] = set()
         self._ran: set[nn.Module] = set()
-        self._undo: list[Callable[[], None]] = []
+        self._undo = ExitStack()
         for module in visible_modules(model):
             if is_compiled(module):
-                self._undo.append(around_call(module, self._pause))
+                self._undo.callback(around_call(module, self._pause))
             else:
-                handles = (
-                    module.register_forward_pre_hook(self._enter),
-                    module.register_forward_hook(self._leave, always_call=True),
-                )
-                self._undo += [handle.remove for handle in handles]
+                self._undo.callback(module.register_forward_pre_hook(self._enter).remove)
+                left = module.register_forward_hook(self._leave, always_call=True)
+                self._undo.callback(left.remove)
 
     def __deepcopy__(self, memo: object) -> ReadTracer:
         """Return itself: a copied model has copies of the hooks, which end with the tracing."""
         return self
 
-    def use(self, parameter: nn.Parameter) -> None:
-        """Note that a parameter got a gradient."""
-        self._used.add(parameter)
-
-    def outside(self, parameters: Iterable[nn.Parameter]) -> frozenset[nn.Parameter]:
-        """Return the parameters that are read where no module can wait for them."""
+    def finish(self, parameters: Iterable[nn.Parameter]) -> ReadMap:
+        """End the tracing; return which modules read which parameters, owners included."""
+        self._over = True
+        self._undo.close()
+        readers: dict[nn.Module, dict[nn.Parameter, None]] = defaultdict(dict)
+        for module, own in [*self._owners.items(), *self._mode.reads.items()]:
+            readers[module].update(dict.fromkeys(p for p in own if p.requires_grad))
+        for module in visible_modules(self._model):
+            if module not in self._ran and not is_compiled(module):
+                trained = (p for p in self._model.parameters() if p.requires_grad)
+                readers[module].update(dict.fromkeys(trained))
         owned = {p for own in self._owners.values() for p in own}
         compiled = {p for m, own in self._owners.items() if is_compiled(m) for p in own}
         seen = compiled.union(*self._mode.reads.values())
-        return frozenset(
-            p for p in parameters if p not in owned or (p in self._used and p not in seen)
+        return ReadMap(
+            readers={module: list(own) for module, own in readers.items()},
+            outside=frozenset(
+                p for p in parameters if p not in owned or (p in self.used and p not in seen)
+            ),
         )
-
-    def finish(self) -> Readers:
-        """End the tracing; return each module's trainable parameters, owners' included."""
-        self._over = True
-        while self._undo:
-            self._undo.pop()()
-        readers: dict[nn.Module, dict[nn.Parameter, None]] = defaultdict(dict)
-        for module, parameters in [*self._owners.items(), *self._mode.reads.items()]:
-            readers[module].update(dict.fromkeys(p for p in parameters if p.requires_grad))
-        for module in visible_modules(self._model):
-            if module not in self._ran and not is_compiled(module):
-                readers[module].update(dict.fromkeys(self._trained()))
-        return {module: list(parameters) for module, parameters in readers.items()}
-
-    def _trained(self) -> Iterator[nn.Parameter]:
-        return (p for p in self._model.parameters() if p.requires_grad)
 
     def _enter(self, module: nn.Module, args: object) -> None:
         if self._over:

@@ -20,7 +20,7 @@ parameters get rank 0's values. It does the same where another exchange continue
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,8 +61,7 @@ class Replica:
         model: the same on all ranks but for its values, which become rank 0's.
         optimizer: of any parameters, the model's or others.
         communicator: of all ranks; used at the start and when other parameters are trained.
-        make_synchronizer: makes the synchronizer of given buckets.
-        bucket_bytes: approximate size of a bucket.
+        plan: the exchange to begin with.
         share: this rank's share of each step, set here; shared with the SyncBatchNorm layers.
         next_plan: called when a step begins; returns another plan to continue with, the same on all
             ranks, or None. Without it the first plan stays.
@@ -77,21 +76,19 @@ class Replica:
         model: nn.Module,
         optimizer: Optimizer,
         communicator: Communicator,
-        make_synchronizer: MakeSynchronizer,
+        plan: ExchangePlan,
         *,
-        bucket_bytes: int,
         share: BatchShare | None = None,
         next_plan: Callable[[], ExchangePlan | None] | None = None,
     ) -> None:
         self._model, self._optimizer = model, optimizer
         self._communicator = communicator
-        self._plan = ExchangePlan(make_synchronizer=make_synchronizer, bucket_bytes=bucket_bytes)
-        self._next_plan = next_plan
+        self._plan, self._next_plan = plan, next_plan
         self._share = BatchShare() if share is None else share
         self._scale: Callable[[], float] | None = None
         self._number: int | None = None  # the current step
         self._reduced = False
-        self._undo: list[Callable[[], None]] = []
+        self._state_hooks = ExitStack()
         self._binding = self._bind(known=set())
         self._settle_before_states()
         self._plain_step, self._plain_zero = optimizer.step, optimizer.zero_grad
@@ -103,11 +100,6 @@ class Replica:
             patch(model, "zero_grad", self._zero_model),
             watch_scaler(optimizer, self._refuse_early_unscaling),
         ]
-
-    @property
-    def buckets(self) -> tuple[Bucket, ...]:
-        """The buckets, by when backward completes them."""
-        return self._binding.synchronizer.buckets
 
     @property
     def ended(self) -> bool:
@@ -231,8 +223,7 @@ class Replica:
 
     def _unbind(self) -> None:
         self._binding.close()
-        while self._undo:
-            self._undo.pop()()
+        self._state_hooks.close()
 
     def _step_optimizer(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Replace `optimizer.step()`: inside a step, end it."""
@@ -248,7 +239,7 @@ class Replica:
             with torch.enable_grad():
                 loss = closure()
         assert self._number is not None
-        self._binding.gradients.refuse_changes()
+        self._binding.gradients.guard.refuse_gradients()
         self._refuse_unexchanged()
         self._binding.synchronizer.end(self._number)
         self._done()
@@ -293,12 +284,12 @@ class Replica:
         def settle_first(*_: object) -> None:
             self.settle()
 
-        for module in self._model.modules():
-            self._undo.append(module.register_state_dict_pre_hook(settle_first).remove)
-            self._undo.append(module.register_load_state_dict_pre_hook(settle_first).remove)
-        optimizer = self._optimizer
-        self._undo.append(optimizer.register_state_dict_pre_hook(settle_first).remove)
-        self._undo.append(optimizer.register_load_state_dict_pre_hook(settle_first).remove)
+        targets: list[Any] = [*self._model.modules(), self._optimizer]
+        for target in targets:
+            saved = target.register_state_dict_pre_hook(settle_first)
+            loaded = target.register_load_state_dict_pre_hook(settle_first)
+            self._state_hooks.callback(saved.remove)
+            self._state_hooks.callback(loaded.remove)
 
     def _train(self, model: nn.Module, mode: bool = True) -> nn.Module:
         """Replace `model.train()`, which `eval()` calls too."""

@@ -20,7 +20,6 @@ a run may change from one to another; a lossy one is used only where the user as
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ import torch
 from torch import Tensor
 
 from paceline.cluster.membership.members import Members
-from paceline.comm.communicator import Communicator, broadcast_bytes, total
+from paceline.comm.communicator import Communicator, broadcast_state, total
 from paceline.config.world import SyncConfig
 from paceline.errors import Message
 from paceline.state.exchange_choice import CHOICE_NAME, Choice, read_choice, write_choice
@@ -132,14 +131,13 @@ class Autotuner:
 
     def _known(self) -> SyncConfig | None:
         """Return the choice that rank 0 has read, if it is still among the candidates."""
-        saved = b""
+        known: list[object] | None = None
         if self._communicator.rank == 0 and self._setting.folder is not None:
             choice = read_choice(self._setting.folder)
             if choice is not None and choice.machines == self._members.machines:
-                saved = json.dumps(_terms(choice)).encode()
+                known = _terms(choice)
         what = "the broadcast of rank 0's exchange"
-        saved = broadcast_bytes(self._communicator, saved, self._device, what)
-        known = json.loads(saved) if saved else None
+        known = broadcast_state(self._communicator, known, self._device, what)
         return next((c for c in self._candidates if _terms(c) == known), None)
 
     def _mean(self, values: Sequence[float]) -> Sequence[float]:

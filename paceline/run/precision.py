@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +37,10 @@ class Precision:
         device: device of the model.
         clip_norm: the largest 2-norm of all gradients together; 0 is off.
         clip_value: the largest absolute value of an element, after `clip_norm`; 0 is off.
+
+    Attributes:
+        scale: returns what the next loss is multiplied by.
+        state_dict, load_state_dict: of the loss scaling; an empty state where there is none.
     """
 
     def __init__(
@@ -50,8 +53,10 @@ class Precision:
     ) -> None:
         self._dtype, self._device = DTYPES[dtype], device
         self._clip_norm, self._clip_value = clip_norm, clip_value
-        scaled = self._dtype is torch.float16
-        self._scaler = torch.amp.GradScaler(device.type, enabled=True) if scaled else None
+        scaled = self._dtype is torch.float16  # a disabled scaler changes nothing
+        self._scaler = scaler = torch.amp.GradScaler(device.type, enabled=scaled)
+        self.scale = scaler.get_scale
+        self.state_dict, self.load_state_dict = scaler.state_dict, scaler.load_state_dict
 
     def forward(self) -> AbstractContextManager[object]:
         """Compute inside the block in this precision."""
@@ -69,33 +74,16 @@ class Precision:
             ConfigError: a rule of the exchange was broken.
             CommError: a peer was lost, or silent.
         """
-        (loss if self._scaler is None else self._scaler.scale(loss)).backward()
-        if self._scaler is not None or self._clip_norm or self._clip_value:
+        self._scaler.scale(loss).backward()
+        if self._scaler.is_enabled() or self._clip_norm or self._clip_value:
             replica.reduce()
-        if self._scaler is None:
-            self._clip(optimizer)
-            optimizer.step()
-        else:
-            self._scaler.unscale_(optimizer)
-            self._clip(optimizer)
-            self._scaler.step(optimizer)
-            self._scaler.update()
+        self._scaler.unscale_(optimizer)
+        self._clip(optimizer)
+        self._scaler.step(optimizer)
+        self._scaler.update()
         updated = replica.ended
         optimizer.zero_grad()
         return updated
-
-    def scale(self) -> float:
-        """Return what the next loss is multiplied by."""
-        return 1.0 if self._scaler is None else self._scaler.get_scale()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the loss scaling's state; nothing where there is none."""
-        return {} if self._scaler is None else self._scaler.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of `state_dict`."""
-        if self._scaler is not None:
-            self._scaler.load_state_dict(state)
 
     def _clip(self, optimizer: Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]

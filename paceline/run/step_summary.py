@@ -14,7 +14,7 @@ further agreement.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -48,23 +48,13 @@ class StepSummaries:
     """
 
     def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
+        self.communicator = communicator
         self._pending: deque[tuple[int, Tensor, Ticket]] = deque()
 
     @property
     def alone(self) -> bool:
         """Whether this rank is the only one."""
-        return self._communicator.world_size == 1
-
-    def of_rank_0(self, values: Sequence[int], device: torch.device) -> list[int]:
-        """Return rank 0's values; collective.
-
-        Raises:
-            CommError: a peer was lost, or silent.
-        """
-        values_of_0 = torch.tensor(values, dtype=torch.int64, device=device)
-        self._communicator.broadcast(values_of_0).wait("what rank 0 decides")
-        return [int(value) for value in values_of_0.tolist()]
+        return self.communicator.world_size == 1
 
     def send(self, step: int, sums: Tensor, *, stop: bool, request: int = 0) -> None:
         """Send this rank's values of a step, and its request; never blocks.
@@ -76,7 +66,7 @@ class StepSummaries:
             request: rank 0's request; 0 on other ranks.
         """
         flat = torch.cat([sums, sums.new_tensor([stop, request])])
-        self._pending.append((step, flat, self._communicator.all_reduce(flat)))
+        self._pending.append((step, flat, self.communicator.all_reduce(flat)))
 
     def receive(self, *, before: int) -> Iterator[StepSummary]:
         """Yield the summaries of steps below `before` that are not yielded yet; waits for them.

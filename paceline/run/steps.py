@@ -25,6 +25,7 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
+from paceline.comm.communicator import broadcast_state
 from paceline.data import splitmix
 from paceline.data.batch_slice import BatchSlice
 from paceline.recorder import Recorder
@@ -129,8 +130,11 @@ class Steps:
         self._stopping, self._check_sums = stopping, check_sums
         self._values, self._device = values, device
         self._stop_asked: int | None = None  # the step in which a rank asked to stop
-        saves, steps = summaries.of_rank_0([checkpointer is not None, policy.steps], device)
-        self._saves, self._policy = bool(saves), replace(policy, steps=steps)
+        of_rank_0 = [checkpointer is not None, policy.steps]
+        self._saves, steps = broadcast_state(
+            summaries.communicator, of_rank_0, device, "what rank 0 decides"
+        )
+        self._policy = replace(policy, steps=steps)
         # Rank 0's requests, by the steps that reported them; carried out two boundaries later.
         self._requests = deque([(self.position.number - 2, Request.SNAPSHOT)])
         self._saved_at = time.monotonic()
@@ -156,7 +160,7 @@ class Steps:
         with span("step", step=number):
             with span("boundary"):
                 self._boundary(number)
-            torch.manual_seed(self._random_word(_RANDOM, number))
+            self._seed_streams(_RANDOM, number)
             sums = torch.zeros(self._values, dtype=torch.float64, device=self._device)
             with span("train"), self._replica.step(number, batch.weight):
                 yield sums
@@ -180,7 +184,7 @@ class Steps:
 
     def seed(self, number: int) -> None:
         """Start the random streams of what a script computes before a step begins."""
-        torch.manual_seed(self._random_word(_BEFORE, number))
+        self._seed_streams(_BEFORE, number)
 
     def end_steps(self) -> list[float]:
         """End an epoch's steps; return their sums, over all ranks. All ranks call it.
@@ -316,7 +320,7 @@ class Steps:
                 "checkpoint", generation=self.generation, step=step, path=path.name
             )
 
-    def _random_word(self, purpose: int, number: int) -> int:
-        """Draw the seed of a step's random streams: a function of (seed, purpose, step, rank)."""
+    def _seed_streams(self, purpose: int, number: int) -> None:
+        """Seed a step's random streams: a function of (seed, purpose, step, rank)."""
         words = splitmix.stream(splitmix.base(self._seed, purpose, number), self._rank + 1)
-        return int(words[self._rank])
+        torch.manual_seed(int(words[self._rank]))

@@ -51,15 +51,16 @@ class RunningStatistics:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._owned: Sequence[tuple[nn.Module, Tensor]] = [
+        owned = [
             (module, buffer)
             for module in model.modules()
             if isinstance(module, _NormBase) and not isinstance(module, SyncBatchNorm)
             for buffer in (module.running_mean, module.running_var)
             if buffer is not None
         ]
-        self._buffers = [buffer for _, buffer in self._owned]
-        self._moving: set[nn.Module] = set()
+        self._modules = [module for module, _ in owned]
+        self._buffers = [buffer for _, buffer in owned]
+        self._moving: Sequence[bool] = ()  # of each buffer: its module trained when it was packed
         self.flat: Tensor | None = None
         if self._buffers:
             self.flat = torch.cat([buffer.detach().flatten() for buffer in self._buffers])
@@ -68,16 +69,15 @@ class RunningStatistics:
         """Copy the statistics of this rank."""
         if self.flat is not None:
             torch.cat([buffer.flatten() for buffer in self._buffers], out=self.flat)
-            self._moving = {module for module, _ in self._owned if module.training}
+            self._moving = [module.training for module in self._modules]
 
     @torch.no_grad()
     def install(self, mean: Tensor) -> None:
         """Copy the ranks' mean, (values,), into the model; statistics of frozen modules stay."""
         means = torch.split(mean, [buffer.numel() for buffer in self._buffers])
-        moving = [module in self._moving for module, _ in self._owned]
-        if any(moving):
-            buffers = list(compress(self._buffers, moving))
-            torch._foreach_copy_(buffers, list(compress(means, moving)))
+        if any(self._moving):
+            buffers = list(compress(self._buffers, self._moving))
+            torch._foreach_copy_(buffers, list(compress(means, self._moving)))
 
 
 class BatchShare:
@@ -107,17 +107,11 @@ class LayerCommunicator:
     """Communicator of the layers, with this rank's share of the global batch."""
 
     def __init__(self, communicator: Communicator, share: BatchShare) -> None:
-        self._communicator = communicator
-        self._share = share
+        self._communicator, self.share = communicator, share
 
     def __deepcopy__(self, memo: object) -> LayerCommunicator:
         """Return itself: a copy of the model has the same peers."""
         return self
-
-    @property
-    def weight(self) -> float:
-        """Weight of this rank's loss in the current step."""
-        return self._share.weight
 
     def sum(self, tensor: Tensor, operation: str) -> Tensor:
         """Replace `tensor` by its sum over the ranks and return it; collective.
@@ -125,7 +119,7 @@ class LayerCommunicator:
         Raises:
             CommError: a peer was lost, or silent.
         """
-        if self._share.begun > 1:  # by now all ranks have compiled their models
+        if self.share.begun > 1:  # by now all ranks have compiled their models
             self._communicator.steady()
         self._communicator.all_reduce(tensor).wait(operation)
         return tensor
@@ -218,7 +212,7 @@ class SyncBatchNorm(_BatchNorm):
         dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
         channels = x.shape[1]
         own = x.new_zeros(1 + 2 * channels, dtype=dtype)  # count | mean | M2
-        count = x.numel() // channels if self._exchange.weight > 0 else 0
+        count = x.numel() // channels if self._exchange.share.weight > 0 else 0
         if count:
             nothing = own.new_zeros(2, channels)  # running statistics to update, in their dtype
             mean, var = torch.batch_norm_update_stats(x, nothing[0], nothing[1], 0.0)
@@ -286,7 +280,7 @@ def _input_gradient(
 
     As  dx = g scale - x slope + shift,  each of them (channels,).
     """
-    own = layer._exchange.weight
+    own = layer._exchange.share.weight
     total = layer._exchange.sum(sums * own, f"the backward of {layer._name}")
     total = total / (count * own) if own > 0 else torch.zeros_like(total)
     inverse = (var + layer.eps).rsqrt()

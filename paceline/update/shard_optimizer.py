@@ -134,13 +134,14 @@ class ShardOptimizer:
         while self._undo:
             self._undo.pop()()
 
-    def install(self, bucket: Bucket, values: Sequence[Tensor | None]) -> None:
-        """Copy updated parameters into the model.
+    def install(self, unit: tuple[Bucket, ...], values: Sequence[Tensor | None]) -> None:
+        """Copy updated parameters of a unit, which is one bucket, into the model.
 
         Raises:
             ConfigError: a parameter was written since `freeze`, or its memory format has changed.
         """
-        self._guard.refuse_parameters((bucket,))
+        (bucket,) = unit
+        self._guard.refuse_parameters(unit)
         self._refuse_other_strides(bucket)
         with torch.inference_mode(False), torch.no_grad():
             for p, value in zip(bucket.parameters, values, strict=True):

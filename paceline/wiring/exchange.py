@@ -53,7 +53,7 @@ def _notified(
         open_window=partial(
             peers.open_window, transport=config.transport, connections=config.connections or 1
         ),
-        topology=Topology.flat(peers.members.world_size) if alone else peers.topology,
+        topology=Topology.of([1] * peers.members.world_size) if alone else peers.topology,
         limits=peers.limits,
         steady=peers.communicator.steady,
         codec=CODECS[config.wire],
@@ -140,13 +140,11 @@ def replicate(
     device = next((p.device for p in trained.groups), torch.device("cpu"))
     candidates = candidates_of(config, trained, members.machines, device)
     autotuner = Autotuner(candidates, members, communicator, device, setting or TrialSetting())
-    first = plan(autotuner.first)
     replica = Replica(
         model,
         optimizer,
         communicator,
-        first.make_synchronizer,
-        bucket_bytes=first.bucket_bytes,
+        plan(autotuner.first),
         share=share,
         next_plan=None if autotuner.done else next_plan,
     )

@@ -7,7 +7,6 @@ is another one: samples would be lost, or trained twice. So this is checked befo
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from paceline.comm.communicator import Communicator, broadcast_bytes
+from paceline.comm.communicator import Communicator, broadcast_state
 from paceline.config.run import OutputConfig
 from paceline.config.train import difference
 from paceline.data.order import Order
@@ -101,14 +100,12 @@ def find_start(
         ConfigError: `--resume` names a file that isn't there.
         CheckpointError: there are checkpoints, and none can be read.
     """
-    data = b""
+    found: dict[str, Any] = {}
     if communicator.rank == 0:
-        file = io.BytesIO()
         start = _look(output, run, identity)
-        torch.save({f.name: getattr(start, f.name) for f in fields(Start)}, file)
-        data = file.getvalue()
-    data = broadcast_bytes(communicator, data, device, "the broadcast of the start position")
-    return Start(**torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+        found = {f.name: getattr(start, f.name) for f in fields(Start)}
+    what = "the broadcast of the start position"
+    return Start(**broadcast_state(communicator, found, device, what))
 
 
 def check_origin(output: OutputConfig, run: Path) -> None:

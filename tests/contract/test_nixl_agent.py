@@ -28,8 +28,8 @@ def write(agent: NixlAgent, name: str, source: Tensor, target: int, peer: NixlAg
 def test_a_write_to_a_peer_that_is_closed_changes_nothing() -> None:
     ours, theirs = NixlAgent("ours"), NixlAgent("theirs")
     source, memory = (torch.full((SIZE,), value, dtype=torch.uint8) for value in (1, 0))
-    ours.take(source)
-    theirs.take(memory)
+    ours.memory.take(source)
+    theirs.memory.take(memory)
     name = ours.connect(theirs.metadata())
     write(ours, name, source, memory.data_ptr(), theirs)
     assert torch.equal(memory, source)

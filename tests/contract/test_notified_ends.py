@@ -192,7 +192,7 @@ def test_a_sum_that_doesnt_come_back_is_missed_by_its_owners_name() -> None:
 
 
 def test_a_put_to_a_peer_that_only_followed_the_lost_one_names_the_lost_one() -> None:
-    layout = lay_out([BucketSpec(lengths=(64,), dtype=torch.float32)], Topology.flat(3))
+    layout = lay_out([BucketSpec(lengths=(64,), dtype=torch.float32)], Topology.of([1] * 3))
     group, ones = WindowGroup(3, layout.size, layout.notifications), torch.ones(64)
     before = set(threading.enumerate())
     exchange = PutExchange(group.window(0), layout, [[ones]], [["weight"]], Timeout(LIMIT, LIMIT))

@@ -49,10 +49,11 @@ def sizes(bucket_layout: BucketLayout) -> list[tuple[BufferArray, int]]:
         bucket_layout.local_shard(c).stop - bucket_layout.local_shard(c).start for c in local_shards
     ]
     shards = [b - a for bounds in bucket_layout.shards for a, b in pairwise(bounds)]
-    coded = max(map(bucket_layout.spec.coded, shards))
+    spec = bucket_layout.spec
+    coded = max(map(spec.coded, shards))
     return [
-        (bucket_layout.local, bucket_layout.head + max(slices) * bucket_layout.spec.dtype.itemsize),
-        (bucket_layout.cross, bucket_layout.head + coded),
+        (bucket_layout.local, spec.head + max(slices) * spec.dtype.itemsize),
+        (bucket_layout.cross, spec.head + coded),
         (bucket_layout.back, coded),
     ]
 
@@ -93,4 +94,5 @@ def test_each_rank_is_in_the_group_of_its_machine(machines: list[int]) -> None:
     assert [len(group) for group in topology.groups] == machines
     assert [rank for group in topology.groups for rank in group] == list(range(sum(machines)))
     assert topology.local_shards == min(machines)
-    assert Topology.of([1] * len(machines)) == Topology.flat(len(machines))
+    alone = Topology.of([1] * len(machines))
+    assert alone.groups == tuple((rank,) for rank in range(len(machines)))

@@ -141,7 +141,8 @@ def test_forward_computes_in_the_asked_precision(
 
 def test_the_size_of_a_bucket_decides_how_many_there_are(tmp_path: Path) -> None:
     few, many = (
-        trainer_of(tmp_path, "--bucket_mb", size).replica.buckets for size in ("100", "0.1")
+        trainer_of(tmp_path, "--bucket_mb", size).replica._binding.synchronizer.buckets
+        for size in ("100", "0.1")
     )
     assert len(few) == 3  # with decay, without, and the first layers with it
     assert len(many) > 8

@@ -250,7 +250,10 @@ def _piece(rows, row, begin, n, weights):
 
 @_jit
 def _weigh(sources, at, weight, before, out, begin, end):
-    """Write weight * source + before to out[begin:end]; return the number of the next source."""
+    """Write weight * source + before to out[begin:end]; return the number of the next source.
+
+    `before` may be `out`, or 0: then there is nothing to add.
+    """
     weight = np.float32(weight)
     while begin < end:
         source, first, last = sources[3 * at], sources[3 * at + 1], sources[3 * at + 2]
@@ -259,12 +262,17 @@ def _weigh(sources, at, weight, before, out, begin, end):
         old, new = _floats(before, begin, n), _floats(out, begin, n)
         if source != 0 and weight != 0:
             values = _floats(source, begin - first, n)
-            if before == out:  # what LLVM can't know, and wouldn't vectorise
+            if before == 0:
+                for i in range(n):
+                    new[i] = weight * values[i]
+            elif before == out:  # what LLVM can't know, and wouldn't vectorise
                 for i in range(n):
                     new[i] = weight * values[i] + new[i]
             else:
                 for i in range(n):
                     new[i] = weight * values[i] + old[i]
+        elif before == 0:
+            new[:] = 0
         elif before != out:
             new[:] = old
         begin = stop
@@ -298,7 +306,7 @@ def _reduce_bf16(parts, sources, weight, before, data, after, out, numel):
         end = min(begin + _CHUNK, numel)
         for k in range(len(parts)):
             if parts[k] == 0:
-                at = _take(sources, at, weight, out, begin, end, k > 0)
+                at = _weigh(sources, at, weight, out if k > 0 else 0, out, begin, end)
             else:
                 _decode_bf16(parts[k] + 2 * begin, out + 4 * begin, end - begin, k > 0)
         n = end - begin
@@ -315,31 +323,6 @@ def _reduce_bf16(parts, sources, weight, before, data, after, out, numel):
             values[i] = _widened(code)
             error = value - values[i]
             new[i] = error if abs(error) < np.inf else np.float32(0)
-
-
-@_jit
-def _take(sources, at, weight, out, begin, end, add):
-    """Write or add weight * source to out[begin:end]; return the number of the next source."""
-    weight = np.float32(weight)
-    while begin < end:
-        source, first, last = sources[3 * at], sources[3 * at + 1], sources[3 * at + 2]
-        stop = min(end, last)
-        n = stop - begin
-        total = _floats(out, begin, n)
-        if source != 0 and weight != 0:
-            values = _floats(source, begin - first, n)
-            if add:
-                for i in range(n):
-                    total[i] = total[i] + weight * values[i]
-            else:
-                for i in range(n):
-                    total[i] = weight * values[i]
-        elif not add:
-            total[:] = 0
-        begin = stop
-        if stop == last:
-            at += 1
-    return at
 
 
 @_jit
@@ -392,7 +375,7 @@ def _reduce_int8(parts, sources, weight, before, data, after, out, numel, codes,
         n, blocks = end - begin, begin // block
         for k in range(len(parts)):
             if parts[k] == 0:
-                at = _take(sources, at, weight, out, begin, end, k > 0)
+                at = _weigh(sources, at, weight, out if k > 0 else 0, out, begin, end)
             else:
                 scales, coded = parts[k] + 4 * blocks, parts[k] + codes + begin
                 _decode_int8(scales, coded, out + 4 * begin, n, block, k > 0)

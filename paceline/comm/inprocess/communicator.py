@@ -90,7 +90,7 @@ class ThreadCommunicator:
 
     def __init__(self, group: ThreadGroup, rank: int) -> None:
         self.rank, self.world_size = rank, group.world_size
-        self._group = group
+        self._group, self.close = group, group.close
         self._next = 0
 
     def all_reduce(self, tensor: Tensor) -> Ticket:
@@ -107,7 +107,7 @@ class ThreadCommunicator:
 
     def gather(self, tensor: Tensor, into: Sequence[Tensor]) -> Ticket:
         """Start to copy all ranks' tensors to rank 0."""
-        return _Gathering(self._bring(tensor), into)
+        return self._bring(tensor, lambda tensors: _copy_each(tensors, into))
 
     def steady(self) -> None:
         """Change nothing: there is one limit."""
@@ -115,65 +115,37 @@ class ThreadCommunicator:
     def end(self) -> None:
         """Change nothing: other ranks may still compute."""
 
-    def close(self) -> None:
-        """End all waits of the group."""
-        self._group.close()
-
     def _start(self, tensor: Tensor, result_of: _ResultOf) -> Ticket:
-        collective = self._bring(tensor)
+        ticket = self._bring(tensor, lambda tensors: tensor.detach().copy_(result_of(tensors)))
         if tensor.is_floating_point():
             tensor.detach().fill_(float("nan"))  # finds reads and writes before `wait`
-        return _ThreadTicket(collective, tensor, result_of)
+        return ticket
 
-    def _bring(self, tensor: Tensor) -> _Begun:
+    def _bring(self, tensor: Tensor, finish: Callable[[Sequence[Tensor]], object]) -> Ticket:
         number, self._next = self._next, self._next + 1
         self._group.bring(number, self.rank, tensor)
-        return _Begun(self._group, number, self.rank)
-
-
-@dataclass(frozen=True)
-class _Begun:
-    """Collective that this rank has started but not completed."""
-
-    group: ThreadGroup
-    number: int
-    rank: int
-
-    def done(self) -> bool:
-        return self.group.complete(self.number)
-
-    def tensors(self, operation: str) -> list[Tensor]:
-        return self.group.fetch(self.number, self.rank, operation)
-
-
-@dataclass(frozen=True)
-class _Gathering:
-    """Handle of a gather."""
-
-    begun: _Begun
-    into: Sequence[Tensor]
-
-    def done(self) -> bool:
-        return self.begun.done()
-
-    def wait(self, operation: str) -> None:
-        for target, tensor in zip(self.into, self.begun.tensors(operation), strict=False):
-            target.copy_(tensor)
+        return _ThreadTicket(self._group, number, self.rank, finish)
 
 
 @dataclass(frozen=True)
 class _ThreadTicket:
-    """Handle of a collective whose result replaces its tensor."""
+    """Handle of a collective; `finish` takes all ranks' tensors once they are there."""
 
-    begun: _Begun
-    tensor: Tensor
-    result_of: _ResultOf
+    group: ThreadGroup
+    number: int
+    rank: int
+    finish: Callable[[Sequence[Tensor]], object]
 
     def done(self) -> bool:
-        return self.begun.done()
+        return self.group.complete(self.number)
 
     def wait(self, operation: str) -> None:
-        self.tensor.detach().copy_(self.result_of(self.begun.tensors(operation)))
+        self.finish(self.group.fetch(self.number, self.rank, operation))
+
+
+def _copy_each(tensors: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+    for target, tensor in zip(into, tensors, strict=False):
+        target.copy_(tensor)
 
 
 def _total(tensors: Sequence[Tensor]) -> Tensor:

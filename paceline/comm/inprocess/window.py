@@ -14,14 +14,12 @@ import torch
 from torch import Tensor
 
 from paceline.comm.window import (
-    FOR_EVENTS,
     PEER_CLOSED,
     THIS_PROCESS_CLOSED,
+    BlockingWindow,
     Source,
     bytes_of,
-    timed_out,
 )
-from paceline.errors import PeerLost
 
 
 class WindowGroup:
@@ -52,7 +50,7 @@ class WindowGroup:
         return InProcessWindow(self, rank)
 
 
-class InProcessWindow:
+class InProcessWindow(BlockingWindow):
     """Window between threads of one process."""
 
     def __init__(self, group: WindowGroup, rank: int) -> None:
@@ -86,21 +84,6 @@ class InProcessWindow:
             group.events[peer] += notification < group.subscribed[peer]
             group.changed.notify_all()
 
-    def wait(
-        self, peer: int, notification: int, value: int, *, limit: float, operation: str
-    ) -> None:
-        """Wait until the value is there."""
-
-        def there() -> bool:
-            return bool(self.values[peer, notification] >= value)
-
-        with self._group.changed:
-            self._wait(lambda: there() or bool(self._lost(peer)), limit)
-            if there():
-                return
-            self._require(peer, operation)
-        raise timed_out(self.rank, peer, operation, limit)
-
     def subscribe(self, below: int) -> None:
         """Count only notifications below a number as events."""
         self._group.subscribed[self.rank] = below
@@ -111,17 +94,6 @@ class InProcessWindow:
             self._group.events[self.rank] += 1
             self._group.changed.notify_all()
 
-    def wait_for_event(self, seen: int, limit: float) -> int:
-        """Wait until there is an event."""
-        events = self._group.events
-        others = [peer for peer in range(self.world_size) if peer != self.rank]
-        with self._group.changed:
-            self._wait(lambda: events[self.rank] != seen or any(map(self._lost, others)), limit)
-            if events[self.rank] == seen:
-                for peer in others:
-                    self._require(peer, FOR_EVENTS)
-            return events[self.rank]
-
     def flush(self, peer: int, *, limit: float, operation: str) -> None:
         """Return at once: a put is complete when it returns."""
 
@@ -131,15 +103,16 @@ class InProcessWindow:
             self._group.closed.add(self.rank)
             self._group.changed.notify_all()
 
-    def _wait(self, ready: Callable[[], bool], limit: float) -> None:
-        self._group.changed.wait_for(ready, limit)
+    @property
+    def _events(self) -> int:
+        return self._group.events[self.rank]
 
-    def _lost(self, peer: int) -> str:
+    def _error(self, peer: int) -> str:
         closed = self._group.closed
         if self.rank in closed:
             return THIS_PROCESS_CLOSED
         return PEER_CLOSED if peer in closed else ""
 
-    def _require(self, peer: int, operation: str) -> None:
-        if error := self._lost(peer):
-            raise PeerLost(rank=self.rank, peer=peer, operation=operation, cause=error)
+    def _sleep(self, peer: int | None, ready: Callable[[], bool], limit: float) -> None:
+        with self._group.changed:
+            self._group.changed.wait_for(ready, limit)

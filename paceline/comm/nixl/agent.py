@@ -15,8 +15,6 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from torch import Tensor
-
 from paceline.comm.nixl.memory_registration import RegisteredMemory
 from paceline.errors import CommError, ConfigError, Message
 
@@ -49,6 +47,9 @@ class NixlAgent:
     Args:
         name: made unique here.
 
+    Attributes:
+        memory: what NIXL may read and write.
+
     Raises:
         ConfigError: NIXL is not installed.
         CommError: it cannot start.
@@ -60,20 +61,12 @@ class NixlAgent:
         config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
         self._peers: list[str] = []
         self._open: list[Any] = []  # transfers
-        self._registered = RegisteredMemory(self._register, self._deregister)
         self._agent: Any = _quiet(api.nixl_agent, f"{name} {secrets.token_hex(8)}", config)
+        self.memory = RegisteredMemory(self._agent)
         try:
             _quiet(self._agent.create_backend, "UCX", {"engine_config": _TRANSPORTS})
         except Exception as error:  # NIXL's have no base of their own
             raise CommError(f"NIXL cannot start UCX: {error}.") from error
-
-    def take(self, memory: Tensor) -> None:
-        """Let NIXL read and write (bytes,) of uint8."""
-        self._registered.take(memory.data_ptr(), memory.numel())
-
-    def give_back(self, memory: Tensor) -> None:
-        """End one use of memory by NIXL."""
-        self._registered.give_back(memory.data_ptr(), memory.numel())
 
     def metadata(self) -> bytes:
         """Return what a peer needs to write into this process."""
@@ -155,7 +148,7 @@ class NixlAgent:
         for name in self._peers:
             with suppress(Exception):
                 self._agent.remove_remote_agent(name)
-        self._registered.close()
+        self.memory.close()
         self._agent = None
 
     def _release(self, transfer: Any) -> None:
@@ -165,12 +158,6 @@ class NixlAgent:
                 return
             self.arrived()
         transfer._released = True  # keeps `__del__` from trying once more
-
-    def _register(self, address: int, size: int) -> Any:
-        return self._agent.register_memory([(address, size, 0, "")], "DRAM")
-
-    def _deregister(self, registration: Any) -> None:
-        self._agent.deregister_memory(registration)
 
 
 def _quiet(call: Any, *arguments: Any) -> Any:

@@ -154,8 +154,7 @@ class NixlEngine:
         self, rank: int, sources: list[Tensor], offset: int, target: tuple[int, int], priority: int
     ) -> None:
         """Queue a put of (bytes,) of uint8 each, for (notification, value); not while it closes."""
-        peer = self.peers[rank]
-        assert peer is not None
+        peer = self._peer(rank)
         with self.changed:
             if self._closing:
                 return
@@ -231,7 +230,11 @@ class NixlEngine:
     def _begin_piece(self, peer: Peer, put: Put) -> None:
         peer.put = put
         if not put.begun:
-            self._begin(peer, put)
+            put.begun = True
+            peer.owed += PROMISE
+            for source in put.sources:
+                self._agent.memory.take(source)
+                put.left.append((source.data_ptr(), source.numel()))
         pieces = put.cut(PIECE)
         if not pieces:
             self._agent.notify(peer.name, put.message)
@@ -239,13 +242,6 @@ class NixlEngine:
         message = b"" if put.left else put.message
         peer.transfer = self._agent.write(peer.name, pieces, peer.memory + put.offset, message)
         put.offset += sum(size for _, size in pieces)
-
-    def _begin(self, peer: Peer, put: Put) -> None:
-        put.begun = True
-        peer.owed += PROMISE
-        for source in put.sources:
-            self._agent.take(source)
-            put.left.append((source.data_ptr(), source.numel()))
 
     def _finish_piece(self, peer: Peer) -> bool:
         put = peer.put
@@ -256,7 +252,7 @@ class NixlEngine:
             heapq.heappush(peer.puts, put)
             return True
         for source in put.sources:
-            self._agent.give_back(source)
+            self._agent.memory.give_back(source)
         with self.changed:
             peer.finished += 1
             peer.under_way -= 1

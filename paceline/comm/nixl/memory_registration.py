@@ -6,54 +6,50 @@ an address a transfer uses, so none ends while an overlapping one is in use.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
 from typing import Any
 
+from torch import Tensor
+
 _Range = tuple[int, int]  # address, bytes
-
-
-@dataclass
-class _Entry:
-    """A registration and the number of its users."""
-
-    registration: Any
-    users: int = 0
 
 
 class RegisteredMemory:
     """Reference-counted cache of NIXL memory registrations.
 
     Args:
-        register: makes one, of an address and a number of bytes.
-        deregister: ends it.
+        agent: NIXL's, which makes and ends registrations.
     """
 
-    def __init__(
-        self, register: Callable[[int, int], Any], deregister: Callable[[Any], None]
-    ) -> None:
-        self._register, self._deregister = register, deregister
-        self._entries: dict[_Range, _Entry] = {}
+    def __init__(self, agent: Any) -> None:
+        self._agent = agent
+        self._registrations: dict[_Range, Any] = {}
+        self._users: Counter[_Range] = Counter()
 
-    def take(self, address: int, size: int) -> None:
-        """Register a range, or use it once more."""
-        key = address, size
-        if key not in self._entries:
-            self._entries[key] = _Entry(self._register(address, size))
-        self._entries[key].users += 1
+    def take(self, memory: Tensor) -> None:
+        """Register (bytes,) of uint8, or use them once more."""
+        key = _range(memory)
+        if key not in self._registrations:
+            self._registrations[key] = self._agent.register_memory([(*key, 0, "")], "DRAM")
+        self._users[key] += 1
 
-    def give_back(self, address: int, size: int) -> None:
-        """Use a range once less; end unused ranges that overlap no used one."""
-        self._entries[address, size].users -= 1
-        used = [key for key, entry in self._entries.items() if entry.users]
-        for key in [key for key, entry in self._entries.items() if not entry.users]:
-            if not any(_overlap(key, other) for other in used):
-                self._deregister(self._entries.pop(key).registration)
+    def give_back(self, memory: Tensor) -> None:
+        """Use (bytes,) once less; end unused registrations that overlap no used one."""
+        self._users[_range(memory)] -= 1
+        self._users = +self._users
+        for key in self._registrations.keys() - self._users.keys():
+            if not any(_overlap(key, used) for used in self._users):
+                self._agent.deregister_memory(self._registrations.pop(key))
 
     def close(self) -> None:
-        """End all."""
-        while self._entries:
-            self._deregister(self._entries.popitem()[1].registration)
+        """End all, and let go of the agent."""
+        while self._registrations:
+            self._agent.deregister_memory(self._registrations.popitem()[1])
+        self._agent = None
+
+
+def _range(memory: Tensor) -> _Range:
+    return memory.data_ptr(), memory.numel()
 
 
 def _overlap(one: _Range, other: _Range) -> bool:

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from paceline.comm.nixl.agent import NixlAgent
 from paceline.comm.nixl.engine import NixlEngine, Peer
-from paceline.comm.transport.bootstrap import Bootstrap
+from paceline.comm.transport.bootstrap import Bootstrap, receive
 from paceline.comm.transport.tcp import connect_by_tcp
-from paceline.comm.window import FOR_EVENTS, PEER_CLOSED, Source, bytes_of, timed_out
+from paceline.comm.window import PEER_CLOSED, BlockingWindow, Source, bytes_of
 from paceline.errors import CommError, CommTimeout, PeerLost
 
 _HEAD = struct.Struct("!QI")  # the memory's address, bytes of NIXL's metadata that follow
@@ -47,7 +47,7 @@ def nixl_window(bootstrap: Bootstrap, address: str, size: int, notifications: in
     with ExitStack() as stack:
         agent = NixlAgent(f"paceline {bootstrap.rank}")
         stack.callback(agent.close)
-        agent.take(memory)
+        agent.memory.take(memory)
         lines = [next(iter(ends), None) for ends in connect_by_tcp(bootstrap, address)]
         for line in filter(None, lines):
             stack.callback(line.close)
@@ -57,7 +57,7 @@ def nixl_window(bootstrap: Bootstrap, address: str, size: int, notifications: in
         return window
 
 
-class NixlWindow:
+class NixlWindow(BlockingWindow):
     """Window over NIXL.
 
     Args:
@@ -80,6 +80,7 @@ class NixlWindow:
         self.memory = memory
         self.values = np.zeros((len(peers), notifications), np.int64)
         self._engine = NixlEngine(agent, peers, self.values)
+        self.close = self._engine.close
 
     def peer_memory(self, peer: int) -> Tensor | None:
         """Return nothing: peers are reached by puts."""
@@ -99,17 +100,6 @@ class NixlWindow:
         data = [part for part in bytes_of(source) if part.numel()]
         self._engine.put(peer, data, offset, (notification, value), priority)
 
-    def wait(
-        self, peer: int, notification: int, value: int, *, limit: float, operation: str
-    ) -> None:
-        """Sleep until the notification has come."""
-        values = self.values
-
-        def there() -> bool:
-            return bool(values[peer, notification] >= value)
-
-        self._sleep(peer, there, limit, operation)
-
     def subscribe(self, below: int) -> None:
         """Count only notifications below a number as events."""
         self._engine.subscribed = below
@@ -120,45 +110,22 @@ class NixlWindow:
             self._engine.events += 1
             self._engine.changed.notify_all()
 
-    def wait_for_event(self, seen: int, limit: float) -> int:
-        """Sleep until there is an event."""
-        engine = self._engine
-        with engine.changed:
-            engine.changed.wait_for(
-                lambda: engine.events != seen or self._lost() is not None, limit
-            )
-            if engine.events == seen and (lost := self._lost()) is not None:
-                self._require(lost, FOR_EVENTS)
-            return engine.events
-
     def flush(self, peer: int, *, limit: float, operation: str) -> None:
         """Sleep until all puts to a peer have been sent."""
         other = self._engine.peers[peer]
-        self._sleep(peer, lambda: other is None or other.under_way == 0, limit, operation)
+        self._sleep_for(peer, lambda: other is None or other.under_way == 0, limit, operation)
 
-    def close(self) -> None:
-        """End the engine and close the lines."""
-        self._engine.close()
-
-    def _sleep(self, peer: int, ready: Callable[[], bool], limit: float, operation: str) -> None:
-        changed = self._engine.changed
-        with changed:
-            changed.wait_for(lambda: ready() or bool(self._error(peer)), limit)
-            if ready():
-                return
-            self._require(peer, operation)
-        raise timed_out(self.rank, peer, operation, limit)
+    @property
+    def _events(self) -> int:
+        return self._engine.events
 
     def _error(self, peer: int) -> str:
         other = self._engine.peers[peer]
         return "" if other is None else other.error
 
-    def _require(self, peer: int, operation: str) -> None:
-        if error := self._error(peer):
-            raise PeerLost(rank=self.rank, peer=peer, operation=operation, cause=error)
-
-    def _lost(self) -> int | None:
-        return next((peer for peer in range(self.world_size) if self._error(peer)), None)
+    def _sleep(self, peer: int | None, ready: Callable[[], bool], limit: float) -> None:
+        with self._engine.changed:
+            self._engine.changed.wait_for(ready, limit)
 
 
 def _exchange_metadata(
@@ -211,11 +178,7 @@ def _named(bootstrap: Bootstrap, rank: int) -> Iterator[None]:
 
 
 def _read(line: socket.socket, size: int, deadline: float) -> bytes:
-    data = b""
-    while len(data) < size:
-        line.settimeout(max(0.01, deadline - time.monotonic()))
-        part = line.recv(size - len(data))
-        if not part:
-            raise ConnectionError(PEER_CLOSED)
-        data += part
+    data = receive(line, size, deadline)
+    if len(data) < size:
+        raise ConnectionError(PEER_CLOSED)
     return data

@@ -129,7 +129,7 @@ def _call(
     try:
         end = call(where, max(0.1, deadline - time.monotonic()))
         end.sendall(bootstrap.greeting)
-        answer = _received(end, max(0.1, deadline - time.monotonic()))
+        answer = receive(end, _GREETING.size, max(deadline, time.monotonic() + 0.1))
     except TimeoutError as error:
         raise _missing(bootstrap, [peer]) from error
     except OSError as error:
@@ -161,7 +161,8 @@ def _answer(
             break
         left = deadline - time.monotonic()
         with suppress(OSError):
-            peer = bootstrap.rank_in(_received(end, min(_WAIT_SLICE_S, max(0.1, left))))
+            limit = min(_WAIT_SLICE_S, max(0.1, left))
+            peer = bootstrap.rank_in(receive(end, _GREETING.size, time.monotonic() + limit))
             if peer in missing:
                 end.sendall(bootstrap.greeting)
                 return peer, end
@@ -170,12 +171,16 @@ def _answer(
     raise _missing(bootstrap, missing)
 
 
-def _received(end: socket.socket, limit: float) -> bytes:
-    """Receive a greeting, or what arrived of it before the other end closed."""
-    deadline, data = time.monotonic() + limit, b""
-    while len(data) < _GREETING.size:
+def receive(end: socket.socket, size: int, deadline: float) -> bytes:
+    """Receive so many bytes, or what arrived of them before the other end closed.
+
+    Raises:
+        TimeoutError: the moment of the deadline, by the monotonic clock, has passed.
+    """
+    data = b""
+    while len(data) < size:
         end.settimeout(max(0.01, deadline - time.monotonic()))
-        chunk = end.recv(_GREETING.size - len(data))
+        chunk = end.recv(size - len(data))
         if not chunk:
             break
         data += chunk

@@ -49,7 +49,8 @@ def connect_by_tcp(
 def _connect(bootstrap: Bootstrap, address: str, number: int) -> list[socket.socket | None]:
     """Make one connection to each peer."""
     purpose = f"{bootstrap.purpose}/{number}" if number else bootstrap.purpose
-    with socket.create_server((address, 0), family=_family(address)) as server:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family) as server:
         where = f"{address} {server.getsockname()[1]}"
         return connect_all(replace(bootstrap, purpose=purpose), server, where, _call)
 
@@ -93,7 +94,3 @@ def round_trip(info: bytes) -> float:
 def _call(where: str, limit: float) -> socket.socket:
     host, port = where.split()
     return socket.create_connection((host, int(port)), limit)
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET

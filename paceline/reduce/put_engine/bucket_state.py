@@ -68,8 +68,8 @@ class RankLayout:
         self, member: int, at: int, size: int, bucket: BucketLayout
     ) -> ReceiveBuffer:
         """View the receive buffer of a contribution of so many bytes in a member's window."""
-        memory = self.bytes_of(member, at, bucket.head + size)
-        return ReceiveBuffer(memory, bucket.head, len(bucket.spec.lengths))
+        memory = self.bytes_of(member, at, bucket.spec.head + size)
+        return ReceiveBuffer(memory, bucket.spec.head, len(bucket.spec.lengths))
 
 
 def _memory(window: Window, peer: int) -> Tensor:
@@ -161,7 +161,7 @@ class BucketState:
         names: Sequence[str],
     ) -> None:
         spec = layout.spec
-        self.index, self._header_size = layout.index, layout.head
+        self.index, self._header_size = layout.index, spec.head
         self.holds_sums, self.lands = spec.updated, layout.back.count == 0
         self.gradients = GradientViews(layout, templates, names)
         sums = rank_layout.bytes_of(
@@ -215,7 +215,8 @@ class BucketState:
         ]
         if ranks.peer_owners:
             self.contributed_at = layout.cross[group]
-            self.returned_at = layout.sum_of(own) if self.lands else layout.back[group]
+            landing = layout.sums + own.start * spec.dtype.itemsize
+            self.returned_at = landing if self.lands else layout.back[group]
             if spec.codec is not None:
                 self.feedback = ErrorFeedback(layout, local_shard, spec.codec)
         self.returned = [

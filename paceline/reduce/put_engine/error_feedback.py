@@ -27,11 +27,12 @@ class ErrorFeedback:
         codec: encodes it.
 
     Attributes:
+        data: the last encoding of each group's shard, (bytes,).
         scale: the scale of the loss in the last step, and so of the residual.
     """
 
     def __init__(self, layout: BucketLayout, local_shard: int, codec: Codec) -> None:
-        self._codec = codec
+        self.codec = codec
         self.scale = 1.0
         values = layout.local_shard(local_shard)
         self._first = values.start
@@ -41,16 +42,16 @@ class ErrorFeedback:
         groups = range(len(layout.shards[local_shard]) - 1)
         shards = [layout.shard(local_shard, group) for group in groups]
         self._shards = [slice(s.start - self._first, s.stop - self._first) for s in shards]
-        self._data = [
+        self.data = [
             torch.zeros(codec.size(shard.stop - shard.start), dtype=torch.uint8)
             for shard in self._shards
         ]
 
     def encode(self, group: int, pieces: Sequence[Piece], weight: float) -> Tensor:
         """Encode the contribution to a group's shard, given in pieces; return (bytes,)."""
-        shard, data = self._shards[group], self._data[group]
+        shard, data = self._shards[group], self.data[group]
         before, after = self._residual[shard], self._next_residual[shard]
-        self._codec.encode(pieces, weight, before, data, after)
+        self.codec.encode(pieces, weight, before, data, after)
         return data
 
     def reduce(
@@ -70,18 +71,14 @@ class ErrorFeedback:
             weight: what these are still to be multiplied by.
             sums: (values,), of the shard.
         """
-        shard, data = self._shards[group], self._data[group]
+        shard, data = self._shards[group], self.data[group]
         before, after = self._residual[shard], self._next_residual[shard]
-        self._codec.reduce(contributions, own, weight, before, data, after, sums)
-
-    def encoded(self, group: int) -> Tensor:
-        """Return the last encoding of a group's shard, (bytes,)."""
-        return self._data[group]
+        self.codec.reduce(contributions, own, weight, before, data, after, sums)
 
     def encode_sums(self, group: int, sums: Tensor) -> Tensor:
         """Encode this rank's shard, (values,), and write what the other owners decode to it."""
         data = self.encode(group, [(0, len(sums), sums)], 1.0)
-        self._codec.decode(data, sums)
+        self.codec.decode(data, sums)
         return data
 
     def complete_sums(self, group: int, sums: Tensor) -> None:
@@ -92,10 +89,6 @@ class ErrorFeedback:
         shard = self._shards[group]
         sums += self._residual[shard]
         self._next_residual[shard] = 0
-
-    def decode(self, data: Tensor, sums: Tensor, *, add: bool = False) -> None:
-        """Write the values that another group sent, or add them."""
-        self._codec.decode(data, sums, add=add)
 
     def begin(self, scale: float) -> None:
         """Begin a step whose loss has a scale."""

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.codecs.codec import Piece, cut
+from paceline.codecs.codec import Piece
 from paceline.errors import ConfigError
 from paceline.reduce.buckets import like
 from paceline.reduce.put_engine.layout import BucketLayout
@@ -48,10 +48,6 @@ class Contribution:
     full: bool
     borrowed: Sequence[tuple[str, Tensor, int]]
     sample: tuple[Tensor, list[float]] | None
-
-    def within(self, values: slice) -> list[Piece]:
-        """Cut the pieces to a range of values, and count from the first of these."""
-        return cut(self.pieces, values)
 
     def refuse_writes(self) -> None:
         """Check that no borrowed gradient was written.

@@ -50,11 +50,6 @@ class Topology:
     groups: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def flat(cls, world_size: int) -> Topology:
-        """Return groups of one rank each."""
-        return cls(groups=tuple((rank,) for rank in range(world_size)))
-
-    @classmethod
     def of(cls, machines: Sequence[int]) -> Topology:
         """Return one group a machine, given the machines' numbers of ranks."""
         ends = [sum(machines[: number + 1]) for number in range(len(machines))]
@@ -96,6 +91,11 @@ class BucketSpec:
     dtype: torch.dtype
     codec: Codec | None = None
     updated: bool = False
+
+    @property
+    def head(self) -> int:
+        """Bytes of a contribution's header."""
+        return _aligned(WEIGHT + len(self.lengths))
 
     def coded(self, numel: int) -> int:
         """Return the bytes of so many values between groups."""
@@ -161,16 +161,6 @@ class BucketLayout:
         """Return the values of a local shard that its owner in a group owns."""
         return slice(self.shards[local_shard][group], self.shards[local_shard][group + 1])
 
-    def sum_of(self, values: slice) -> int:
-        """Return the offset of some values' sums in the window, bytes."""
-        start: int = values.start
-        return self.sums + start * self.spec.dtype.itemsize
-
-    @property
-    def head(self) -> int:
-        """Bytes of a contribution's header."""
-        return _header(self.spec)
-
     def traffic(self, local_shard: int | None, group: int) -> tuple[int, int]:
         """Return the bytes that a rank sends to other groups and receives from them in a step.
 
@@ -187,8 +177,9 @@ class BucketLayout:
             return 0, 0
         sizes = [b - a for a, b in pairwise(self.shards[local_shard])]
         own = sizes.pop(group)
-        there, back = self.head + self.spec.coded(own), self._returned(own)
-        sent = sum(self.head + self.spec.coded(size) for size in sizes) + back * len(sizes)
+        spec, back = self.spec, self._returned(own)
+        there = spec.head + spec.coded(own)
+        sent = sum(spec.head + spec.coded(size) for size in sizes) + back * len(sizes)
         return sent, sum(map(self._returned, sizes)) + there * len(sizes)
 
     def _returned(self, numel: int) -> int:
@@ -237,13 +228,12 @@ def _lay_out_bucket(index: int, spec: BucketSpec, topology: Topology, at: int) -
     item, numel = spec.dtype.itemsize, sum(spec.lengths)
     slices = _cut(0, numel, topology.local_shards, item)
     shards = tuple(_cut(start, stop, groups, item) for start, stop in pairwise(slices))
-    head = _header(spec)
     widest = max(b - a for a, b in pairwise(slices))
     longest = max(b - a for shard in shards for a, b in pairwise(shard))
     coded = spec.coded(longest)
     passed_on = groups > 1 and (sharing > 1 or spec.codec is not None)
-    local = _buffers(at, head + widest * item, sharing if sharing > 1 else 0)
-    cross = _buffers(local.end, head + coded, groups if groups > 1 else 0)
+    local = _buffers(at, spec.head + widest * item, sharing if sharing > 1 else 0)
+    cross = _buffers(local.end, spec.head + coded, groups if groups > 1 else 0)
     returned = max(coded, longest * item) if spec.updated else coded
     back = _buffers(cross.end, returned, groups if passed_on else 0)
     return BucketLayout(
@@ -263,11 +253,6 @@ def _cut(start: int, stop: int, parts: int, itemsize: int) -> tuple[int, ...]:
     line = _ALIGN // itemsize
     lines = (stop - start) // line
     return (*(start + line * (part * lines // parts) for part in range(parts)), stop)
-
-
-def _header(spec: BucketSpec) -> int:
-    """Return the bytes of a contribution's header."""
-    return _aligned(WEIGHT + len(spec.lengths))
 
 
 def _buffers(at: int, size: int, count: int) -> BufferArray:

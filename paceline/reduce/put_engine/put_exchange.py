@@ -26,10 +26,11 @@ from contextlib import suppress
 
 from torch import Tensor
 
+from paceline.codecs.codec import cut
 from paceline.codecs.codecs import add_up
-from paceline.comm.window import Window
+from paceline.comm.window import Window, timed_out
 from paceline.errors import CommError, CommTimeout, PeerLost
-from paceline.reduce.exchange import Timeout, timed_out
+from paceline.reduce.exchange import Timeout
 from paceline.reduce.put_engine.bucket_state import BucketState, RankLayout
 from paceline.reduce.put_engine.error_feedback import ErrorFeedback
 from paceline.reduce.put_engine.gradient_views import NOTHING, Contribution, Flags
@@ -195,7 +196,7 @@ class PutExchange:
         index, version = bucket.index, int(self._reducer.sent[bucket.index]) + 1
         for owner, local_shard, buffer, values in bucket.to_owners:
             buffer.write_header(1.0, contribution.flags)
-            pieces = contribution.within(local_shard)
+            pieces = cut(contribution.pieces, local_shard)
             add_up([pieces], [contribution.weight], values, past_caches=True)
             self._window.put(owner, 0, None, index, version, -index)
         if not self._ranks.group_peers and bucket.feedback is None:
@@ -263,10 +264,4 @@ class PutExchange:
             silent = missing([*peer_owners], SUM) if owner is None else [owner]
         names = ", ".join(map(str, sorted(silent)))
         peer = f"rank{'s' if len(silent) > 1 else ''} {names}" if silent else "itself"
-        return timed_out(
-            ranks.rank,
-            self._timeout,
-            peer,
-            bucket.operation,
-            "it hangs, can't be reached",
-        )
+        return timed_out(ranks.rank, self._timeout.seconds, peer, bucket.operation)

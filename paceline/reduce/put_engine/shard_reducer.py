@@ -184,7 +184,7 @@ class ShardReducer:
             for peer in self._peer_owners:
                 self._put(bucket, peer, 0, None, CONTRIBUTION, version)
         else:
-            ours = contribution.within(bucket.local_shard)
+            ours = cut(contribution.pieces, bucket.local_shard)
             bucket.gathered, bucket.weight = ours, contribution.weight
             bucket.flags = contribution.flags
             if self._group_peers:
@@ -235,7 +235,7 @@ class ShardReducer:
         else:  # an update gets the sum before it is encoded
             for number, buffer in enumerate(buffers):
                 if buffer is not None:
-                    bucket.feedback.decode(buffer.values, own, add=number > 0)
+                    bucket.feedback.codec.decode(buffer.values, own, add=number > 0)
                 elif number:
                     add_up([[(0, len(own), own)], ours], [1.0, bucket.weight], own)
                 else:
@@ -253,7 +253,7 @@ class ShardReducer:
             bucket.update()
         elif feedback is not None:
             encoded = not bucket.holds_sums
-            source = feedback.encoded(group) if encoded else feedback.encode_sums(group, source)
+            source = feedback.data[group] if encoded else feedback.encode_sums(group, source)
         self._returned[bucket.index] = version
         for peer in self._peer_owners:
             self._put(bucket, peer, bucket.returned_at, source, SUM, version)
@@ -263,7 +263,7 @@ class ShardReducer:
         version = int(self.done[bucket.index]) + 1
         for sums, encoded, plain in bucket.returned:
             if bucket.feedback is not None and bucket.update is None:
-                bucket.feedback.decode(encoded, sums)
+                bucket.feedback.codec.decode(encoded, sums)
             else:
                 sums.copy_(plain)
         for peer in self._group_peers:

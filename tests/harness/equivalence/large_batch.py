@@ -223,13 +223,11 @@ def replicate(
         change = next(changes, None)
         return None if change is None else plan(*change)
 
-    first = plan(kind, bucket_bytes)
     return Replica(
         model,
         optimizer,
         communicator,
-        first.make_synchronizer,
-        bucket_bytes=bucket_bytes,
+        plan(kind, bucket_bytes),
         share=share,
         next_plan=next_plan,
     )

@@ -70,7 +70,7 @@ def notified(
 
     def make(buckets: Sequence[Bucket], communicator: Communicator, *parts: Any) -> Any:
         rank, world_size = communicator.rank, communicator.world_size
-        topology = Topology.of(machines) if machines else Topology.flat(world_size)
+        topology = Topology.of(machines or [1] * world_size)
 
         def open_window(size: int, notifications: int) -> Window:
             if inside is not None and rank not in topology.leaders.ranks:
