@@ -29,7 +29,7 @@ from paceline.api.sample_position import SamplePosition
 from paceline.api.session import Session
 from paceline.api.tracked import Tracked
 from paceline.cluster.supervision.supervisor import saved_sentence, say
-from paceline.comm.communicator import Communicator, total
+from paceline.comm.communicator import Communicator, gather_texts, total
 from paceline.data.batch_slice import BatchSlice
 from paceline.data.order import Order
 from paceline.errors import CommError, ConfigError, PacelineError
@@ -201,7 +201,8 @@ class World:
             tensor: of the same shape and dtype on all ranks; a bool tensor is counted as int64.
 
         Raises:
-            ConfigError: a step is active whose gradient exchange isn't complete.
+            ConfigError: a step is active whose gradient exchange isn't complete, or another rank's
+                tensor has another shape or dtype.
             CommError: a peer is lost, silent, or has ended.
         """
         self._require_open("world.total()")
@@ -212,8 +213,18 @@ class World:
             )
         values = tensor.detach().to(self.device)
         values = values.long() if values.dtype is torch.bool else values
+        what = "world.total(), which all ranks must call"
         with self._explained("world.total()"):
-            return total(self._communicator, values, "world.total()").to(tensor.device)
+            given = f"{values.dtype} of shape {tuple(values.shape)}"
+            for rank, other in enumerate(
+                gather_texts(self._communicator, given, self.device, what)
+            ):
+                if other != given:
+                    raise ConfigError(
+                        f"world.total() got {given} on rank {self.rank} and {other} on rank "
+                        f"{rank}: pass tensors of the same shape and dtype."
+                    )
+            return total(self._communicator, values, what).to(tensor.device)
 
     def track(self, *objects: Restorable, **named: Restorable) -> None:
         """Save the state of more objects in checkpoints; a resumed run restores it at once.

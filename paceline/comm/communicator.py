@@ -96,6 +96,25 @@ def total(communicator: Communicator, tensor: Tensor, operation: str) -> Tensor:
     return result
 
 
+def gather_texts(
+    communicator: Communicator, text: str, device: torch.device, operation: str
+) -> list[str]:
+    """Return the first 64 bytes of each rank's `text`, on all ranks; collective.
+
+    A rank that is in another collective meanwhile lets this one time out. The transport itself
+    would abort the process if the two were all-reduces of different sizes.
+
+    Raises:
+        CommError: as `Ticket.wait`.
+    """
+    mine = torch.tensor(list(text.encode()[:64].ljust(64)), dtype=torch.uint8, device=device)
+    rows = [torch.empty_like(mine) for _ in range(communicator.world_size)]
+    communicator.gather(mine, rows if communicator.rank == 0 else []).wait(operation)
+    table = torch.stack(rows)
+    communicator.broadcast(table).wait(operation)
+    return [bytes(row).decode(errors="replace").rstrip() for row in table.tolist()]
+
+
 def broadcast_all(communicator: Communicator, tensors: Sequence[Tensor], operation: str) -> None:
     """Give all ranks rank 0's values of `tensors`, one broadcast a dtype; collective.
 

@@ -118,3 +118,55 @@ def test_a_rank_that_ended_early_is_named_with_its_steps() -> None:
     where = r"^rank 1 on machine 0 \(.*\) closed its world after"
     assert re.search(rf"{where} 3 steps and is missing from the next step: all ranks", step), step
     assert re.search(rf"{where} 0 steps and is missing from world\.total\(\): all", total), total
+
+
+def total_of_one_rank(communicator: Communicator, ports: list[int]) -> list[str]:
+    """Call `world.total()` on one rank in mid-training; return each rank's sentences."""
+    said, worlds = [], []
+    for caller, port in enumerate(ports):
+        place(communicator, port)
+        model = network()
+        optimizer = sgd(model)
+        try:
+            with paceline.join(timeout=2) as world:
+                paceline.parallelize(model, optimizer, world, sync="allreduce")
+                for step in range(6):
+                    with world.step(samples=4):
+                        loss_of(model, *samples(4)[:]).backward()
+                        optimizer.step()
+                    if step == 3 and world.rank == caller:
+                        world.total(torch.ones(7))
+        except CommError as error:
+            said.append(str(error))
+        worlds.append(sys.excepthook)
+    return said
+
+
+@pytest.mark.filterwarnings("ignore:.*no_sync")
+def test_a_total_of_one_rank_alone_times_out_on_all() -> None:
+    said = spawn(2, total_of_one_rank, free_ports(2))
+    for caller in (0, 1):
+        assert "in world.total(), which all ranks must call" in said[caller][caller]
+        assert "timeout" in said[1 - caller][caller] or "lost" in said[1 - caller][caller]
+
+
+def totals_that_differ(communicator: Communicator, port: int) -> list[str]:
+    place(communicator, port)
+    said = []
+    with paceline.join(timeout=20) as world:
+        for own in (
+            torch.ones(2 + world.rank),
+            torch.ones(2, dtype=(torch.int8, torch.int64)[world.rank]),
+        ):
+            try:
+                world.total(own)
+            except ConfigError as error:
+                said.append(str(error))
+        assert world.total(torch.ones(2)).tolist() == [2, 2]
+    return said
+
+
+def test_totals_of_other_shapes_and_dtypes_are_named() -> None:
+    (shape, dtype), _ = spawn(2, totals_that_differ, free_ports(1)[0])
+    assert "shape (2,) on rank 0 and torch.float32 of shape (3,) on rank 1" in shape
+    assert "torch.int8 of shape (2,) on rank 0 and torch.int64 of shape (2,) on rank 1" in dtype
