@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from paceline.algorithms.data_parallel import DataParallel, ReplicatedUpdate
+from paceline.algorithms.data_parallel import DataParallel, ReplicatedUpdate, UpdateRule
 from paceline.codecs.codec import Codec
 from paceline.comm.communicator import Communicator
 from paceline.comm.window import Window
@@ -28,11 +28,15 @@ from paceline.reduce.gpu_staging import GpuStaging, pinned_like
 from paceline.reduce.machine_sums import MachineSums
 from paceline.reduce.put_engine.layout import BucketSpec, Topology, lay_out
 from paceline.reduce.put_engine.put_exchange import PutExchange
+from paceline.reduce.rank_state import RankState
 from paceline.reduce.residuals import EncodedBucket, Residuals
 from paceline.update.batch_norm import RunningStatistics
 from paceline.update.updater import Updater
 
 OpenWindow = Callable[[int, int], Window]  # of a size and a number of notifications
+
+
+MakeRule = Callable[[PutExchange | None, RankState | None], tuple[UpdateRule, RankState | None]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,25 +65,6 @@ class PutOptions:
     intra_machine: Communicator | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class PutMethod:
-    """Parts of a synchronizer that exchanges by puts.
-
-    Attributes:
-        exchange: of the buckets, and of the running statistics.
-        owner: the exchange by this rank's window; None where another rank of the machine has one.
-        residuals: what the codec has yet to send; None without one, or without other groups.
-        world_size: the number of ranks.
-        steady: to be called after the first step.
-    """
-
-    exchange: Exchange
-    owner: PutExchange | None
-    residuals: Residuals | None
-    world_size: int
-    steady: Callable[[], None]
-
-
 def make_notified(
     buckets: Sequence[Bucket],
     updater: Updater,
@@ -87,32 +72,33 @@ def make_notified(
     options: PutOptions,
 ) -> DataParallel:
     """Make a synchronizer that uses puts with notifications; every rank updates its whole copy."""
-    made = make_put_method(buckets, statistics, options)
-    return DataParallel(
+    return make_with_puts(
         buckets,
-        made.exchange,
-        ReplicatedUpdate(updater),
         statistics,
-        made.world_size,
-        made.steady,
-        made.residuals,
-        options.recorder,
+        options,
+        lambda owner, residuals: (ReplicatedUpdate(updater), residuals),
     )
 
 
-def make_put_method(
+def make_with_puts(
     buckets: Sequence[Bucket],
     statistics: RunningStatistics,
     options: PutOptions,
+    make_rule: Callable[
+        [PutExchange | None, RankState | None], tuple[UpdateRule, RankState | None]
+    ],
     *,
     updated: bool = False,
-) -> PutMethod:
-    """Open a window and make the exchange over it.
+) -> DataParallel:
+    """Open a window, and make a synchronizer that exchanges over it.
 
     Args:
         buckets: what is exchanged; fewer bytes a bucket, a finer order.
         statistics: the model's running statistics, exchanged in every step.
         options: of the exchange.
+        make_rule: makes the update rule and the rank state of the exchange by this rank's window
+            (None if another rank of the machine has the window) and of its residuals (None without
+            a codec or without other machines).
         updated: buckets may return updated parameters in place of sums.
     """
     templates: list[list[Tensor]] = [list(bucket.parameters) for bucket in buckets]
@@ -161,12 +147,17 @@ def make_put_method(
         )
         if bucket.spec.codec is not None and len(exchanging.groups) > 1
     ]
-    return PutMethod(
-        exchange=exchange,
-        owner=owners[0] if owners else None,
-        residuals=Residuals(encoded, exchanging, window.rank) if encoded else None,
-        world_size=window.world_size,
-        steady=steady,
+    residuals = Residuals(encoded, exchanging, window.rank) if encoded else None
+    rule, state = make_rule(owners[0] if owners else None, residuals)
+    return DataParallel(
+        buckets,
+        exchange,
+        rule,
+        statistics,
+        window.world_size,
+        steady,
+        state,
+        options.recorder,
     )
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from paceline.algorithms.data_parallel import DataParallel
-from paceline.algorithms.notified import PutOptions, make_put_method
+from paceline.algorithms.notified import PutOptions, make_with_puts
 from paceline.comm.communicator import Communicator
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.put_engine.put_exchange import PutExchange
@@ -35,18 +35,14 @@ def make_sharded(
     options: PutOptions,
 ) -> DataParallel:
     """Make a synchronizer over puts with sharded optimizer state; every rank has a window."""
-    made = make_put_method(buckets, statistics, options, updated=True)
-    assert made.owner is not None
-    return DataParallel(
-        buckets,
-        made.exchange,
-        ShardedUpdate(buckets, made.owner, shards),
-        statistics,
-        made.world_size,
-        made.steady,
-        ShardedState(made.residuals, shards),
-        options.recorder,
-    )
+
+    def make_rule(
+        owner: PutExchange | None, residuals: RankState | None
+    ) -> tuple[ShardedUpdate, ShardedState]:
+        assert owner is not None
+        return ShardedUpdate(buckets, owner, shards), ShardedState(residuals, shards)
+
+    return make_with_puts(buckets, statistics, options, make_rule, updated=True)
 
 
 class ShardedUpdate:

@@ -1,4 +1,4 @@
-"""ResNet-18/34/50/101/152 for images of some 200 pixels (He et al. 2015, arXiv:1512.03385).
+"""ResNets for images of some 200 pixels, and of some 32 (He et al. 2015, arXiv:1512.03385).
 
 Where a stage halves the image, a bottleneck's stride is in its 3x3 convolution ("v1.5"), as in
 fb.resnet.torch and Caffe2's resnet50_trainer: half a per cent more accurate than the paper's. Names
@@ -6,7 +6,8 @@ in the state dict are torchvision's, so that public weights load.
 
     image > 7x7 /2 > max pool /2 > stage 1 > stage 2 /2 > stage 3 /2 > stage 4 /2 > mean > fc
 
-Initial weights are a pure function of torch's seed.
+ResNet-20 and ResNet-56 are the paper's for small images: 6n + 2 layers in three stages of n basic
+blocks. Initial weights are a pure function of torch's seed.
 """
 
 from __future__ import annotations
@@ -69,13 +70,16 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """ResNet: four stages of blocks between a stem and a linear classifier.
+    """ResNet: a stem, stages of blocks that double the channels, and a linear classifier.
 
     Args:
         block: the kind of block.
-        depths: blocks in each of the four stages.
+        depths: blocks in each stage.
         num_labels: classes.
         num_channels: channels of an image.
+        small: for images of some 32 pixels (the paper's 4.2): 16 channels in the first stage, a 3x3
+            stem without pooling, and shortcuts without parameters. Otherwise 64 channels, a 7x7
+            stem with pooling, and projections.
     """
 
     def __init__(
@@ -85,24 +89,48 @@ class ResNet(nn.Module):
         *,
         num_labels: int,
         num_channels: int,
+        small: bool = False,
     ) -> None:
         super().__init__()
-        self.conv1 = convolution(num_channels, 64, 7, stride=2)
-        self.bn1 = nn.BatchNorm2d(64)
-        self.layer1 = stage(block, 64, 64, depths[0], 1, _projection)
-        self.layer2 = stage(block, 64 * block.expansion, 128, depths[1], 2, _projection)
-        self.layer3 = stage(block, 128 * block.expansion, 256, depths[2], 2, _projection)
-        self.layer4 = stage(block, 256 * block.expansion, 512, depths[3], 2, _projection)
-        self.fc = nn.Linear(512 * block.expansion, num_labels)
+        width, shortcut = (16, PadShortcut) if small else (64, _projection)
+        self.conv1 = convolution(num_channels, width, 3 if small else 7, 1 if small else 2)
+        self.bn1 = nn.BatchNorm2d(width)
+        self._pools, self._stages = not small, [f"layer{n + 1}" for n in range(len(depths))]
+        channels = width
+        for number, depth in enumerate(depths):
+            layer = stage(block, channels, width << number, depth, min(number, 1) + 1, shortcut)
+            self.add_module(self._stages[number], layer)
+            channels = (width << number) * block.expansion
+        self.fc = nn.Linear(channels, num_labels)
         initialise(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map images (n, num_channels, h, w) of any size to logits (n, num_labels)."""
         x = F.relu(self.bn1(self.conv1(x)), inplace=True)
-        x = F.max_pool2d(x, kernel_size=3, stride=2, padding=1)
-        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        if self._pools:
+            x = F.max_pool2d(x, kernel_size=3, stride=2, padding=1)
+        for name in self._stages:
+            x = self.get_submodule(name)(x)
         logits: Tensor = self.fc(F.adaptive_avg_pool2d(x, 1).flatten(1))
         return logits
+
+
+class PadShortcut(nn.Module):
+    """Shortcut without parameters: halves height and width, and appends channels of zeros.
+
+    The paper's option A: where the shape changes, every other pixel is taken.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
+        super().__init__()
+        assert stride == 2, "a shortcut without parameters halves the image"
+        self.new_channels = out_channels - in_channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (n, channels, h, w) to (n, channels + new_channels, h/2, w/2), rounded up."""
+        # As x[:, :, ::2, ::2], which would lose the channels-last layout.
+        halved = F.avg_pool2d(x, kernel_size=1, stride=2)
+        return F.pad(halved, (0, 0, 0, 0, 0, self.new_channels))
 
 
 def convolution(in_channels: int, channels: int, size: int, stride: int = 1) -> nn.Conv2d:

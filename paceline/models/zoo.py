@@ -1,6 +1,6 @@
 """Models by name: the zoo's, and a user's own as `package.module:function`.
 
-Somebody's own function gets `num_labels=` and `num_channels=`, each only if it takes an argument of
+A user's own function gets `num_labels=` and `num_channels=`, each only if it takes an argument of
 that name, and returns an `nn.Module`.
 """
 
@@ -16,7 +16,6 @@ from typing import Any
 from torch import nn
 
 from paceline.errors import ConfigError
-from paceline.models.cifar import CifarResNet
 from paceline.models.error_origin import described, is_ours
 from paceline.models.resnet import BasicBlock, Bottleneck, ResNet
 
@@ -26,8 +25,8 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "resnet50": partial(ResNet, Bottleneck, (3, 4, 6, 3)),
     "resnet101": partial(ResNet, Bottleneck, (3, 4, 23, 3)),
     "resnet152": partial(ResNet, Bottleneck, (3, 8, 36, 3)),
-    "resnet20": partial(CifarResNet, 3),
-    "resnet56": partial(CifarResNet, 9),
+    "resnet20": partial(ResNet, BasicBlock, (3, 3, 3), small=True),
+    "resnet56": partial(ResNet, BasicBlock, (9, 9, 9), small=True),
 }
 
 

@@ -73,7 +73,7 @@ class Console(NullRecorder):
             "step": self._step,
             "evaluate": self._evaluate,
             "epoch": self._epoch,
-            "note": self._note,
+            "note": lambda fields: self._terminal.line(fields["text"]),
             "end": self._end,
         }
         if name in show:
@@ -141,9 +141,6 @@ class Console(NullRecorder):
         parts += [f"lr {fields['learning_rate']:.4g}", duration(fields["seconds"])]
         text = f"epoch {fields['epoch'] + 1}/{self._epochs}: {', '.join(parts)}"
         self._terminal.line(text, style="bold")
-
-    def _note(self, fields: Mapping[str, Any]) -> None:
-        self._terminal.line(fields["text"])
 
     def _end(self, fields: Mapping[str, Any]) -> None:
         self._terminal.line(f"Finished after {duration(self._clock() - self._started)}.")

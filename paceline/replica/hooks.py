@@ -165,7 +165,14 @@ class StepGradients:
         self.parameters = {p: bucket for bucket in buckets for p in bucket.parameters}
         self._buckets = list(self.parameters.values())
         self._names = [name for bucket in buckets for name in bucket.names]
-        self.guard = WriteGuard(buckets, self._late_write)
+        self.guard = WriteGuard(
+            buckets,
+            lambda name: ConfigError(
+                f"the gradient of {name} was modified between backward and optimizer.step() in "
+                f"step {self._number}, after it was sent: call reduce() after backward before "
+                "modifying gradients; zero gradients after optimizer.step()."
+            ),
+        )
         self._sizes = [len(bucket.parameters) for bucket in buckets]
         self.begin(0)
 
@@ -227,13 +234,6 @@ class StepGradients:
     def reduced_as_sent(self) -> bool:
         """Tell whether gradients were the same when they were sent and when they were reduced."""
         return self._same is None or bool(self._same)
-
-    def _late_write(self, name: str) -> ConfigError:
-        return ConfigError(
-            f"the gradient of {name} was modified between backward and optimizer.step() in step "
-            f"{self._number}, after it was sent: call reduce() after backward before modifying "
-            "gradients; zero gradients after optimizer.step()."
-        )
 
 
 def _first_values(gradient: Tensor) -> Tensor:

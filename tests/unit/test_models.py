@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.errors import ConfigError
-from paceline.models.cifar import PadShortcut
+from paceline.models.resnet import PadShortcut
 from paceline.models.zoo import MODELS, build_model
 
 # Parameters as torchvision's documentation and, for CIFAR-10, He et al.'s table 6 (0.27 and 0.85

@@ -99,7 +99,7 @@ class ThreadCommunicator:
 
     def broadcast(self, tensor: Tensor) -> Ticket:
         """Start a broadcast from rank 0."""
-        return self._start(tensor, _first)
+        return self._start(tensor, lambda tensors: tensors[0])
 
     def reduce(self, tensor: Tensor) -> Ticket:
         """Start a sum over all ranks, in rank order, for rank 0."""
@@ -153,10 +153,6 @@ def _total(tensors: Sequence[Tensor]) -> Tensor:
     for other in tensors[1:]:
         result += other
     return result
-
-
-def _first(tensors: Sequence[Tensor]) -> Tensor:
-    return tensors[0]
 
 
 def _spoilt(tensors: Sequence[Tensor]) -> Tensor:

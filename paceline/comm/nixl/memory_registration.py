@@ -38,7 +38,8 @@ class RegisteredMemory:
         self._users[_range(memory)] -= 1
         self._users = +self._users
         for key in self._registrations.keys() - self._users.keys():
-            if not any(_overlap(key, used) for used in self._users):
+            start, size = key
+            if not any(start < at + length and at < start + size for at, length in self._users):
                 self._agent.deregister_memory(self._registrations.pop(key))
 
     def close(self) -> None:
@@ -50,7 +51,3 @@ class RegisteredMemory:
 
 def _range(memory: Tensor) -> _Range:
     return memory.data_ptr(), memory.numel()
-
-
-def _overlap(one: _Range, other: _Range) -> bool:
-    return one[0] < other[0] + other[1] and other[0] < one[0] + one[1]
