@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from paceline.comm.communicator import Communicator, total
 from paceline.data.loader import Batch, DatabaseLoader
 from paceline.models.output_check import check_output, explained_errors, explained_memory
-from paceline.observe.score_counter import TOLD, Scores, add_scores, scores
+from paceline.observe.score_counter import BATCH_SUMS, Scores, add_scores, scores
 from paceline.recorder import Recorder
 from paceline.replica.replica import Replica
 from paceline.run.precision import Precision
@@ -79,8 +79,10 @@ class Trainer:
         with self.steps.step(batch.place, learning_rate=rate) as sums:
             logits, loss = self._predict(batch)
             updated = self.precision.backward_and_update(loss, self.replica, self.optimizer)
-            add_scores(sums[:TOLD], loss.detach(), logits.detach(), batch.labels, batch.place.count)
-            sums[TOLD] = not updated
+            add_scores(
+                sums[:BATCH_SUMS], loss.detach(), logits.detach(), batch.labels, batch.place.count
+            )
+            sums[BATCH_SUMS] = not updated
         self.schedule.step()
 
     def _predict(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -93,7 +95,7 @@ class Trainer:
     def _evaluate(self, epoch: int) -> Scores:
         assert self.test is not None
         self.model.eval()
-        sums = torch.zeros(TOLD, dtype=torch.float64, device=self.device)
+        sums = torch.zeros(BATCH_SUMS, dtype=torch.float64, device=self.device)
         for step in range(self.test.steps):
             batch = self.test.batch(epoch, step)
             logits, loss = self._predict(batch)

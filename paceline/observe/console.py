@@ -18,7 +18,7 @@ from typing import Any, TextIO
 from rich.text import Text
 
 from paceline.observe.progress_rate import ProgressRate, duration, many
-from paceline.observe.score_counter import TOLD
+from paceline.observe.score_counter import BATCH_SUMS
 from paceline.observe.terminal import Terminal
 from paceline.recorder import NullRecorder
 
@@ -106,7 +106,7 @@ class Console(NullRecorder):
             return
         self._shown = now
         left = self._rate.seconds_left(self._epochs * fields["steps"] - fields["step"] - 1, now)
-        loss, right, _, samples = fields["sums"][:TOLD]
+        loss, right, _, samples = fields["sums"][:BATCH_SUMS]
         parts = [  # what matters most first
             *([] if left is None else [f"{duration(left)} left"]),
             f"{self._rate.samples_per_second(now):,.0f} images/s",

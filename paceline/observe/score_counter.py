@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-TOLD = 4  # sums of a batch
+BATCH_SUMS = 4  # the number of sums of a batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ def add_scores(sums: Tensor, loss: Tensor, logits: Tensor, labels: Tensor, count
 
 def scores(sums: Sequence[float]) -> Scores:
     """Read sums, those of `add_scores`, as means."""
-    loss, top1, top5, samples = sums[:TOLD]
+    loss, top1, top5, samples = sums[:BATCH_SUMS]
     return Scores(
         loss=loss / samples, accuracy=top1 / samples, top5=top5 / samples, samples=round(samples)
     )

@@ -36,8 +36,7 @@ class Exchange(Protocol):
         traffic: the bytes that this rank sends and receives for each bucket in a step.
     """
 
-    @property
-    def zero_copy(self) -> bool: ...
+    zero_copy: bool
 
     @property
     def traffic(self) -> Sequence[tuple[int, int]]: ...

@@ -16,7 +16,7 @@ from paceline.comm.communicator import Communicator
 from paceline.config.train import TrainConfig
 from paceline.data.source import Source
 from paceline.observe.loss_watch import LossWatch
-from paceline.observe.score_counter import TOLD
+from paceline.observe.score_counter import BATCH_SUMS
 from paceline.recorder import NullRecorder, Recorder
 from paceline.run.autotune import TrialSetting
 from paceline.run.learning_rate import LearningRate
@@ -124,7 +124,7 @@ def build_trainer(
         policy=SavePolicy(steps=output.checkpoint_steps, minutes=output.checkpoint_minutes),
         stopping=stopping,
         check_sums=watch_of(config, of_losses, folder, start.generation, train.steps).check,
-        values=TOLD + 1,
+        values=BATCH_SUMS + 1,
         device=device,
     )
     return Trainer(

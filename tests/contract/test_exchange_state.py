@@ -25,7 +25,7 @@ from tests.harness.equivalence.exchange_state import (
     with_ranks,
 )
 from tests.harness.equivalence.large_batch import replicate
-from tests.harness.equivalence.put_synchronizers import MakeNear, in_threads, notified
+from tests.harness.equivalence.put_synchronizers import MakeIntraMachine, in_threads, notified
 from tests.harness.equivalence.rank_threads import run_ranks
 
 MACHINES = [(1, 1), (1, 1, 1), (2, 1), (2, 2)]
@@ -43,7 +43,7 @@ def named(value: object) -> str:
 )
 @pytest.mark.parametrize("wire", ["bf16", "int8"])
 def test_a_run_goes_on_with_the_bits_of_one_that_never_stopped(
-    machines: tuple[int, ...], intra_machine: MakeNear | None, wire: str
+    machines: tuple[int, ...], intra_machine: MakeIntraMachine | None, wire: str
 ) -> None:
     whole = train(machines, wire, range(6), intra_machine=intra_machine)
     half = train(machines, wire, range(3), intra_machine=intra_machine)
@@ -66,7 +66,7 @@ def test_what_was_missed_has_the_parameters_names_and_shapes() -> None:
     ids=named,
 )
 def test_other_buckets_and_more_ranks_a_machine_keep_each_machines_part(
-    machines: tuple[int, ...], bucket_bytes: int, intra_machine: MakeNear | None
+    machines: tuple[int, ...], bucket_bytes: int, intra_machine: MakeIntraMachine | None
 ) -> None:
     state = train((1, 1), "int8", range(3))
     again = train(

@@ -10,6 +10,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial, reduce
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from paceline.comm.communicator import Ticket
 from paceline.errors import CommTimeout, PeerLost
 
 _ResultOf = Callable[[Sequence[Tensor]], Tensor]
+_in_rank_order: _ResultOf = partial(reduce, torch.add)
 
 
 @dataclass(eq=False)
@@ -95,7 +97,7 @@ class ThreadCommunicator:
 
     def all_reduce(self, tensor: Tensor) -> Ticket:
         """Start a sum over all ranks, in rank order."""
-        return self._start(tensor, _total)
+        return self._start(tensor, _in_rank_order)
 
     def broadcast(self, tensor: Tensor) -> Ticket:
         """Start a broadcast from rank 0."""
@@ -103,11 +105,13 @@ class ThreadCommunicator:
 
     def reduce(self, tensor: Tensor) -> Ticket:
         """Start a sum over all ranks, in rank order, for rank 0."""
-        return self._start(tensor, _spoilt if self.rank else _total)
+        return self._start(tensor, _spoilt if self.rank else _in_rank_order)
 
     def gather(self, tensor: Tensor, into: Sequence[Tensor]) -> Ticket:
         """Start to copy all ranks' tensors to rank 0."""
-        return self._bring(tensor, lambda tensors: _copy_each(tensors, into))
+        return self._bring(
+            tensor, lambda tensors: torch._foreach_copy_(list(into), list(tensors[: len(into)]))
+        )
 
     def steady(self) -> None:
         """Change nothing: there is one limit."""
@@ -141,18 +145,6 @@ class _ThreadTicket:
 
     def wait(self, operation: str) -> None:
         self.finish(self.group.fetch(self.number, self.rank, operation))
-
-
-def _copy_each(tensors: Sequence[Tensor], into: Sequence[Tensor]) -> None:
-    for target, tensor in zip(into, tensors, strict=False):
-        target.copy_(tensor)
-
-
-def _total(tensors: Sequence[Tensor]) -> Tensor:
-    result = tensors[0].clone()
-    for other in tensors[1:]:
-        result += other
-    return result
 
 
 def _spoilt(tensors: Sequence[Tensor]) -> Tensor:
