@@ -43,12 +43,13 @@ class StepSummary:
 class StepSummaries:
     """Step summaries: reports of all ranks, summed by all-reduce.
 
-    Args:
+    Attributes:
         communicator: the ranks.
+        alone: whether this rank is the only one.
     """
 
     def __init__(self, communicator: Communicator) -> None:
-        self.communicator = communicator
+        self.communicator, self.alone = communicator, communicator.world_size == 1
         self._pending: deque[tuple[int, Tensor, Ticket]] = deque()
 
     @property
