@@ -52,11 +52,6 @@ class StepSummaries:
         self.communicator, self.alone = communicator, communicator.world_size == 1
         self._pending: deque[tuple[int, Tensor, Ticket]] = deque()
 
-    @property
-    def alone(self) -> bool:
-        """Whether this rank is the only one."""
-        return self.communicator.world_size == 1
-
     def send(self, step: int, sums: Tensor, *, stop: bool, request: int = 0) -> None:
         """Send this rank's values of a step, and its request; never blocks.
 

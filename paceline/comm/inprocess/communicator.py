@@ -110,7 +110,7 @@ class ThreadCommunicator:
     def gather(self, tensor: Tensor, into: Sequence[Tensor]) -> Ticket:
         """Start to copy all ranks' tensors to rank 0."""
         return self._bring(
-            tensor, lambda tensors: torch._foreach_copy_(list(into), list(tensors[: len(into)]))
+            tensor, lambda tensors: [to.copy_(own) for to, own in zip(into, tensors, strict=False)]
         )
 
     def steady(self) -> None:
