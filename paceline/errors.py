@@ -1,4 +1,4 @@
-"""What can go wrong, in the caller's words or the world's.
+"""Exceptions: mistakes of the caller (exit status 2); failures of peers, disk or data (1).
 
 Every message is one or two sentences: what was given, what the rule is, what to do. `status` is
 the exit status of a command that ends with it: 2 for the caller's mistake, 1 for the world's.

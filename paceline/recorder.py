@@ -1,4 +1,4 @@
-"""What measures: spans of time, counts and events.
+"""The `Recorder` protocol of measurements (spans, counts, events), and its null.
 
 The steps of a run report to a recorder what happens; where that goes (a log, a file, a terminal) is
 `paceline.observe`'s matter. The null recorder is the default, and measuring changes no code path.

@@ -1,1 +1,1 @@
-"""The synchronization methods: each is a composition of an exchange, an updater and a rule."""
+"""Synchronization methods: each composes an exchange (who sums) and an update rule."""

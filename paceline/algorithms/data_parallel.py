@@ -1,4 +1,4 @@
-"""Data parallelism: each step sums the gradients over the ranks, and a rule updates parameters.
+"""Data-parallel step: sum gradients over the ranks, then apply an update rule (`UpdateRule`).
 
 A step is the same whatever carries the sums and whoever updates. A method is a composition of
 

@@ -1,4 +1,4 @@
-"""`--update sharded` is ZeRO-1: the owner of a shard updates it, and the parameters return.
+"""Method notified with `--update sharded` (ZeRO-1): a shard's owner updates its parameters.
 
     gradient_ready        put each shard to its owner: reduce-scatter
     end                   hyperparameters are frozen: owners may update

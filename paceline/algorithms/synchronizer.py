@@ -1,4 +1,4 @@
-"""The `Synchronizer` protocol, the one contract of all methods: four instants in a step.
+"""The `Synchronizer` protocol: `begin`, `before_read`, `gradient_ready` and `end` of a step.
 
     begin ── forward ─────────────── backward ─────────────────── end ── next forward ──▶
              before_read(bucket)     gradient_ready(bucket)              before_read(bucket)

@@ -1,4 +1,4 @@
-"""One entry to the world, whatever started this process.
+"""Joins a world, whatever launched this process: reads its variables, finds the others.
 
     launcher   started by                      the processes meet
     paceline   a supervisor of `paceline`      in the store that its environment names

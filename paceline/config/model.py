@@ -14,8 +14,8 @@ class ModelConfig:
 
     model: str = ""
     """Name of a built-in model (resnet18, …, resnet152; resnet20, resnet56 for CIFAR), or
-    package.module:function. The default is resnet<num_layers>; Caffe2's value resnext
-    selects the same model."""
+    package.module:function. The default, and Caffe2's value resnext, select
+    resnet<num_layers>."""
 
     num_layers: int = 50
     """Number of layers of the ResNet, if --model is not given."""

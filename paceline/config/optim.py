@@ -55,7 +55,7 @@ class OptimConfig:
 
     max_loss_at: Literal["step", "epoch"] = "step"
     """When --max_loss is checked: after each step, or only after the last step of each epoch, as in
-    Caffe2. The command resnet50_trainer has the default epoch."""
+    Caffe2. For the command resnet50_trainer, the default is "epoch"."""
 
     seed: int = 0
     """Random seed for initial weights, sample order and augmentation."""

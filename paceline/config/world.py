@@ -23,7 +23,8 @@ class WorldConfig:
 
     num_workers: int = 0
     """Number of workers on this machine if neither --gpus nor --num_gpus is given. 0 means one
-    worker; in `paceline launch`, which also takes -n, one worker per GPU."""
+    worker in `paceline train`, and one worker per GPU in `paceline launch`. `paceline launch` also
+    accepts -n for this flag."""
 
     use_cpu: bool = False
     """Use CPUs even if GPUs are available."""

@@ -1,4 +1,4 @@
-"""Residuals of lossy codecs in a checkpoint: by parameter, for each group.
+"""Residuals of lossy codecs in a checkpoint: by parameter, for each machine that sends.
 
     {"scale": 1.0, "missed": [ {"fc.weight": (10, 512), …} of group 0, {…} of group 1, … ]}
 

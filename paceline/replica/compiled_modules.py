@@ -1,4 +1,4 @@
-"""Modules that torch.compile compiles: how to compile them, and how to wait around their calls.
+"""Modules under torch.compile: compile blocks, and wait for parameters outside them.
 
 Inside a compiled module no hook can wait: its hooks are traced once and for all. So a compiled
 module is one reader of all its parameters, and the wait for them happens around its compiled call,

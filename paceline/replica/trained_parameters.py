@@ -1,4 +1,4 @@
-"""Trained parameters: the ones that are exchanged, and the state that shows a change of them.
+"""Trained parameters: those exchanged now, and a check whether some were frozen or added.
 
 A parameter is exchanged if the optimizer has it and it isn't frozen, be it the model's or not (a
 loss's own, say). Layers may be frozen and unfrozen, and parameters and groups added to the

@@ -1,4 +1,4 @@
-"""Step summaries: sums over all ranks, whether a rank asks to stop, and rank 0's request.
+"""Step summaries: sums over ranks, requests to stop, and rank 0's request for a checkpoint.
 
 Each rank reports a few numbers after its slice of a step. An all-reduce sums them while the next
 step computes, and is received one step later, so that no rank waits for it:

@@ -1,1 +1,1 @@
-"""What changes parameters: optimizers by bucket or by shard, running statistics, batch norm."""
+"""Updates of parameters: optimizers by bucket or shard, running statistics, batch norm."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.observe.score_counter import TOLD, add_scores, scores
+from paceline.observe.score_counter import BATCH_SUMS, add_scores, scores
 
 LOGITS = torch.tensor([[9.0, 1, 2, 3, 4, 5], [0, 9, 8, 7, 6, 5], [1, 2, 3, 4, 5, 0]])
 LABELS = torch.tensor([0, 2, 5])  # right at once, right among five, wrong
 
 
 def test_scores_are_means_over_samples() -> None:
-    sums = torch.zeros(TOLD, dtype=torch.float64)
+    sums = torch.zeros(BATCH_SUMS, dtype=torch.float64)
     add_scores(sums, torch.tensor(2.0), LOGITS, LABELS, 3)
     add_scores(sums, torch.tensor(4.0), LOGITS[:1], LABELS[:1], 1)
     result = scores(sums.tolist())
@@ -21,7 +21,7 @@ def test_scores_are_means_over_samples() -> None:
 
 
 def test_a_borrowed_sample_does_not_count() -> None:
-    sums = torch.zeros(TOLD, dtype=torch.float64)
+    sums = torch.zeros(BATCH_SUMS, dtype=torch.float64)
     add_scores(sums, torch.tensor(1.0), LOGITS, LABELS, 3)
     add_scores(sums, torch.tensor(99.0), LOGITS[:1], LABELS[:1], 0)
     assert scores(sums.tolist()).samples == 3
@@ -29,6 +29,6 @@ def test_a_borrowed_sample_does_not_count() -> None:
 
 
 def test_fewer_than_five_classes_are_all_among_the_first_five() -> None:
-    sums = torch.zeros(TOLD, dtype=torch.float64)
+    sums = torch.zeros(BATCH_SUMS, dtype=torch.float64)
     add_scores(sums, torch.tensor(1.0), torch.tensor([[1.0, 0.0]]), torch.tensor([1]), 1)
     assert scores(sums.tolist()).top5 == pytest.approx(1)

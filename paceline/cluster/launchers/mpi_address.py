@@ -1,4 +1,4 @@
-"""Where the processes that mpirun started meet: rank 0's address, broadcast by MPI.
+"""Rendezvous address under mpirun: rank 0's, broadcast by MPI.
 
 Only bytes are exchanged, JSON, by `mpi_broadcast.py`; nothing is unpickled. See the extra `mpi`.
 """

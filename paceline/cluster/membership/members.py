@@ -1,4 +1,4 @@
-"""Who is in the world: one membership of it, as every worker knows it.
+"""Members: a frozen list of the world's ranks, with their machines and addresses.
 
 Ranks are counted machine by machine: with workers (2, 3) machine 0 has ranks 0 and 1, machine 1
 has 2, 3 and 4. Machines may have different numbers of workers.

@@ -1,4 +1,4 @@
-"""Where the processes that a launcher started meet.
+"""Store for the rendezvous of processes that torchrun, srun or mpirun started.
 
     a launcher with a store     in that store: torchrun's
     one that gives an address   in rank 0's TCP store there: srun, torchrun without a store

@@ -1,4 +1,4 @@
-"""Arithmetic with non-temporal stores: its results bypass the caches, a line of memory at a time.
+"""Sums of contributions with non-temporal stores, whose results bypass the caches.
 
 In a cache, results that are read much later, or by another core, would displace this core's data.
 """

@@ -1,4 +1,4 @@
-"""A rank's view of an exchange: its groups and peers, and each bucket's memory and last version.
+"""State of the exchange by puts: the groups of ranks, and each bucket's memory and version.
 
 What a step needs of the layout is computed here once: a step looks up slices, offsets and views.
 """

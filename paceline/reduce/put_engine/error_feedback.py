@@ -1,4 +1,4 @@
-"""Error feedback of a bucket: its values between groups, encoded by a lossy codec.
+"""Error feedback of a bucket: adds the codec's last rounding error to what machines exchange.
 
 The residual has two sections: of what this rank's group contributes to the other owners, and of the
 sums that this rank returns as one. It is added to the next step's values. There are two memories: a
