@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import signal
 
 import torch
+
+# Whichever test starts multiprocessing's fork server first: its processes have what they need.
+multiprocessing.set_forkserver_preload(
+    [
+        *("torch", "torch.distributed", "torch._dynamo", "numpy", "numba"),
+        *("paceline", "paceline.cli.main", "tests.harness.processes.gloo_processes"),
+    ]
+)
 
 torch.set_num_threads(1)  # several ranks, as threads or processes, share the machine's few cores
 

@@ -40,7 +40,6 @@ def on_processes(
 ) -> list[Any]:
     """Call `function(store, number, count)` on several processes that began together."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", __name__])
     with ProcessPoolExecutor(count, mp_context=context) as pool:
         calls = [pool.submit(_call, spec, number, count, function) for number in range(count)]
         return [call.result(timeout=60) for call in calls]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import traceback
 from collections.abc import Callable
+from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -12,7 +13,6 @@ import torch
 from torch.distributed import TCPStore
 
 from paceline.comm.process_group import ProcessGroupCommunicator
-from tests.harness.processes.forkserver import context
 
 LIMIT = 60.0
 
@@ -27,9 +27,11 @@ def spawn(world_size: int, function: Callable[..., Any], *args: object) -> list[
     ends: list[Connection] = []
     ranks = []
     for rank in range(world_size):
-        ours, theirs = context().Pipe(duplex=False)
+        ours, theirs = get_context("forkserver").Pipe(duplex=False)
         place = (rank, world_size, store.port)
-        process = context().Process(target=_rank, args=(theirs, place, function, args), daemon=True)
+        process = get_context("forkserver").Process(
+            target=_rank, args=(theirs, place, function, args), daemon=True
+        )
         process.start()
         theirs.close()
         ends.append(ours)

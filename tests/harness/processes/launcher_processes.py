@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from paceline.cluster.environment import read_environment
 from tests.harness.network.ports import free_port
 from tests.harness.processes import launched_program as joiner
 from tests.harness.processes.fork_server import ServedPopen
-from tests.harness.processes.forkserver import context
 
 LIMIT = 100.0
 BIN = Path(sys.executable).parent
@@ -89,7 +89,7 @@ class Task:
         self._log = fresh_log(folder)
         self._log.touch()
         place = (dict(variables), list(words), str(folder), str(self._log))
-        self.process = context().Process(target=_join, args=place)
+        self.process = get_context("forkserver").Process(target=_join, args=place)
         self.process.start()
 
     def wait(self, limit: float = LIMIT) -> End:

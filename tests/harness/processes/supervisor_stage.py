@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import get_context
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -22,7 +23,6 @@ from paceline.cluster.environment import WorkerEnvironment
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.supervision.failure_report import FailureReport
 from paceline.cluster.supervision.supervisor import supervise
-from tests.harness.processes.forkserver import context
 
 LIMIT = 30.0
 LIGHT = "tests.harness.processes.light_worker"
@@ -108,7 +108,9 @@ class Stage:
         """Start a machine's supervisor, which marks the end of its run by the file `finish`."""
         log = self.folder / f"supervisor{len(self._supervisors)}.log"
         argv = [sys.executable, "-m", worker, str(self._listener.getsockname()[1])]
-        process = context().Process(target=_supervise, args=(plan, argv, str(log), finish))
+        process = get_context("forkserver").Process(
+            target=_supervise, args=(plan, argv, str(log), finish)
+        )
         log.touch()
         process.start()
         supervisor = Supervisor(process=process, log=log)
