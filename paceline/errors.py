@@ -28,7 +28,7 @@ def as_flag(option: str) -> str:
 
 
 class Message(str):
-    """A sentence with options in it, rendered by the surface that shows it; as text, with flags.
+    """Message that mentions options: text with flags, which the Python API renders as arguments.
 
     Args:
         template: text with an option's place as `{--name}` and a value's as `{}` or `{0}`.

@@ -79,7 +79,8 @@ class DataParallel:
 
     Args:
         buckets: what is exchanged.
-        exchange: of the buckets, and, behind them, of the running statistics if there are any.
+        exchange: exchanges the buckets and then, if the model has any, the running statistics,
+            under the index after the last bucket.
         rule: updates parameters.
         statistics: the model's running statistics.
         world_size: the number of ranks.

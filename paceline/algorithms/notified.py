@@ -51,8 +51,9 @@ class PutOptions:
         codec: encodes gradients in float32 between groups; None: all travel as they are.
         recorder: measures, as `DataParallel` says.
         staged: parameters are in a device's memory, and their gradients go through the CPU's.
-        intra_machine: connects the ranks of this group, which sum by its collectives on the device;
-            the first of them alone stages the sums and exchanges them by its window.
+        intra_machine: communicator of this group's ranks. They sum on the device with its
+            collectives; then only the group's first rank copies the sums to the CPU and exchanges
+            them through its window.
     """
 
     open_window: OpenWindow

@@ -51,7 +51,7 @@ class ShardedUpdate:
     Args:
         buckets: all of them.
         owner: the exchange that sums the gradients of this rank's shards.
-        shards: updates them.
+        shards: the optimizer that updates this rank's shards.
     """
 
     def __init__(

@@ -21,7 +21,8 @@ class Synchronizer(Protocol):
 
     Attributes:
         buckets: what is exchanged.
-        state: what a checkpoint must save besides model and optimizer; None on all ranks or none.
+        state: what a checkpoint must save besides model and optimizer, or None; if it is None on
+            one rank, it is None on all.
     """
 
     buckets: tuple[Bucket, ...]

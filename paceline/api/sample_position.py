@@ -35,7 +35,7 @@ class SamplePosition:
         order: the order of the training loader, or None.
         waiting: slices that the loader has yielded and no step has trained.
         iterating: the loader's iteration is active.
-        begun: this process has advanced the run, or could have.
+        begun: this process has made a step, or has reached a point where it might have made one.
     """
 
     def __init__(

@@ -61,7 +61,8 @@ class Environment:
 
     Attributes:
         worker: this process is a worker of one of our supervisors.
-        launched: the process, if another launcher started it, one of several.
+        launched: this process as the launcher describes it, if another launcher started it as one
+            of several; else None.
     """
 
     worker: WorkerEnvironment | None = None

@@ -45,8 +45,9 @@ class Joined:
         members: the world as this process sees it.
         store: where process groups meet; keep this object for as long as one uses it.
         token: the job token.
-        ending: reports why this process fails, or leaves the world well.
-        launcher: what started the processes: paceline, alone, or a name in `LAUNCHERS`.
+        ending: reports this process's failure, or performs its normal exit.
+        launcher: what started the processes: "paceline", "alone" (one process without a launcher),
+            or a name in `LAUNCHERS`.
         meeting: where they met, HOST:PORT, where that is a TCP store; else "".
     """
 
@@ -126,7 +127,7 @@ def join_world_of(
             launcher="alone" if launched is None else launched.launcher,
             ending=ProcessEnd(),
         )
-    remedy = Message("see what they say, or give a longer {--first_iter_timeout}")
+    remedy = Message("check their output, or give a longer {--first_iter_timeout}")
     # With many processes, a line on what each waits for would be many lines.
     deadline = Deadline(first_iter_timeout, ignore, time.sleep, remedy)
     server, space = meet(launched, meeting, wanted, first_iter_timeout, say)

@@ -44,7 +44,7 @@ class Faults:
 
 @dataclass(order=True, frozen=True)
 class _Late:
-    """Put that waits for its time, in the order of the times."""
+    """Delayed put; delayed puts are ordered by the time at which they are due."""
 
     due: float
     number: int

@@ -17,7 +17,8 @@ class BatchSlice:
         last: the position after its last one.
         global_count: samples of the global batch, over all ranks.
         skipped: samples of the share that couldn't be read and are left out.
-        fraction: the weight, where it isn't that of the samples' number.
+        fraction: the slice's weight in the global batch, if it differs from the slice's fraction of
+            the samples.
     """
 
     epoch: int

@@ -44,8 +44,8 @@ class Batch:
     Attributes:
         images: float32, normalised, shape (n, channels, image_size, image_size), on the device.
         labels: int64, shape (n,), on the device.
-        place: the batch slice; where its `count` is 0, `images` holds one that counts nothing, a
-            borrowed one or a blank.
+        place: the batch slice; if its `count` is 0, `images` holds a single image of weight 0:
+            another slice's sample, or a blank image.
     """
 
     images: Tensor

@@ -37,7 +37,8 @@ class MappedLoader:
 
     Args:
         dataset: samples by number, from 0 to its length.
-        order: which samples stand where; of as many samples as the data set has.
+        order: the order of the samples in each epoch; it must be made for as many samples as the
+            data set has.
         rank: this rank.
         world_size: the number of ranks that share a global batch.
         num_workers: processes that load; 0 loads in this one.

@@ -35,8 +35,8 @@ class Order:
         size: records of the source.
         batch_size: samples of a global batch, over all ranks.
         seed: another number, another order.
-        epoch_size: samples of an epoch; at most `size` count. A smaller epoch takes a fresh subset
-            each time. None: all records.
+        epoch_size: samples per epoch; values above `size` are treated as `size`. A smaller epoch
+            takes a fresh subset each time. None: all records.
         shuffle: False visits the first records in their own order, as evaluation does.
 
     Raises:

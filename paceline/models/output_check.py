@@ -48,7 +48,7 @@ def check_output(output: object, num_labels: int, count: int) -> Tensor:
     if tuple(output.shape) != (count, num_labels):
         raise ConfigError(
             f"The model returned a Tensor of {tuple(output.shape)}: {rule}; flatten or average "
-            "what is left over."
+            "the other dimensions."
         )
     return output
 

@@ -33,9 +33,8 @@ class Console(NullRecorder):
     Events, and the fields that are looked at:
         run: model, world_size, machines, device, samples and steps (of an epoch), epochs, log,
             labels (their number).
-        step: epoch, step (of the run), epoch_step, steps (of an epoch), samples (of all ranks),
-            learning_rate, sums (of the epoch so far, as a counter's), exposed_ms (what the rank
-            waited for the exchange; where it was measured).
+        ... sums (of the epoch so far, in the form that the score counter returns), exposed_ms (how
+            long the rank waited for the exchange, if measured).
         evaluate: step, steps.
         epoch: epoch, seconds, samples, loss, accuracy, learning_rate, test_accuracy and top5 (None
             without test data).

@@ -97,7 +97,7 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
         event = json.loads(line)
     except ValueError as error:
         raise DataError(
-            f"{where}: not an event ({error}); the file was damaged, put it back."
+            f"{where}: not an event ({error}); the file is damaged, restore it from a copy."
         ) from error
     if not isinstance(event, dict):
         raise DataError(f"{where}: not an event but {type(event).__name__}; not our file.")

@@ -27,7 +27,8 @@ class StepAccount:
 
     Fields that it adds to an event `step`, where the step was in a span `train`:
         compute_ms: what the step took, without the following three.
-        exposed_ms: what it, and what settled since the step before, waited for the exchange.
+        exposed_ms: time spent waiting for the exchange in this step and in calls of `settle` since
+            the previous step.
         send_ms, update_ms: the time to hand gradients over, and to update parameters.
         waits_ms: of each bucket that was waited for 0.2 ms or more, by its number, how long.
         sent, received: bytes.

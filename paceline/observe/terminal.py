@@ -28,7 +28,8 @@ class Terminal:
         width: its columns; None asks it.
 
     Attributes:
-        live: whether a status is drawn over, on a terminal, rather than a line in a pipe.
+        live: True on a terminal, where the status line is overwritten; False in a pipe, where each
+            status is a new line.
         columns: how wide a status may be; the full width would wrap.
         ascii_only: whether the file's encoding has no line-drawing characters.
     """

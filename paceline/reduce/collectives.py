@@ -17,7 +17,8 @@ class Collectives:
     Args:
         buckets: what is exchanged.
         communicator: of all ranks.
-        statistics: of the size of the running statistics, (numel,), if there are any.
+        statistics: a tensor of shape (numel,) with the size of the running statistics, or None if
+            there are none.
     """
 
     zero_copy = False

@@ -44,7 +44,8 @@ class _Stage:
         sums: what returns, likewise, where the parameters are.
         borrowed: the gradients that are copied, with autograd's counts of writes.
         operation: names the last version in errors.
-        queued: the versions that the thread was given.
+        queued: how many versions (exchanges of this bucket, counted from 1) the staging thread was
+            given.
         sent: the versions that it has sent; the staging thread writes it.
     """
 
@@ -63,7 +64,8 @@ class GpuStaging:
     Args:
         exchange: takes values on the CPU, and reads them until their sums have come.
         templates: of each bucket, tensors of its parameters' shapes, strides and devices.
-        pinned: made by `pinned_like` of them; what the exchange gets.
+        pinned: the pinned buffers that `pinned_like(templates)` returned; they are passed to
+            `exchange`.
         names: of each bucket, the parameters' names.
         timeout: limits each copy.
         sums: of each bucket, the sums' memory on the device; by default this object's own.

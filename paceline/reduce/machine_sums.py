@@ -81,7 +81,8 @@ class MachineSums:
         make_exchange: makes, on a leader, the exchange of leaders' values, on the CPU.
         templates: of each bucket, tensors of its parameters' shapes, strides and devices.
         names: of each bucket, the parameters' names.
-        gradients: how many of the buckets hold gradients; the running statistics' goes first.
+        gradients: the number of buckets that hold gradients; a bucket of running statistics, if
+            any, is exchanged before them.
         timeout: limits each wait for a rank of this machine.
     """
 

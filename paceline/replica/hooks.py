@@ -157,7 +157,8 @@ class StepGradients:
         buckets: the buckets that are exchanged.
 
     Attributes:
-        parameters: the exchanged parameters, with their buckets; a parameter's index is its number.
+        parameters: the exchanged parameters with their buckets; a parameter's index is its position
+            in this list.
         guard: knows the gradients that were sent.
     """
 

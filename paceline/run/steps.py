@@ -78,7 +78,7 @@ class SavePolicy:
 
 
 class Request(IntEnum):
-    """Request of rank 0 for a boundary."""
+    """What rank 0 asks all ranks to do at the next step boundary."""
 
     NOTHING = 0
     SNAPSHOT = 1

@@ -34,7 +34,7 @@ class Choice:
     Attributes:
         sync: the method.
         bucket_mb: a bucket's size in MiB.
-        wire: what gradients are on their way.
+        wire: the encoding of gradients during transfer.
         connections: how many each pair of ranks has, with puts; 0: the method's own number.
         machines: the number of workers of each machine.
         milliseconds: a step's, of each exchange that was tried, by its name.

@@ -189,8 +189,8 @@ def next_generation(run: Path, at_least: int = 0) -> int:
         if not text.isdigit() or len(text) > _LONGEST_NUMBER:
             raise PacelineError(
                 Message(
-                    "{} is damaged, it should hold the number of the run's last start: put it "
-                    "back, or give another {--run_id}.",
+                    "{} is damaged, it should hold the number of the run's last start: "
+                    "write that number, or give another {--run_id}.",
                     path,
                 )
             )

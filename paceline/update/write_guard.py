@@ -90,6 +90,6 @@ class WriteGuard:
 def late_write(name: str) -> ConfigError:
     """Return the error for a parameter that was written before its update was installed."""
     return ConfigError(
-        f"{name} was written between optimizer.step() and its update, which the next forward "
-        "installs: call settle() after optimizer.step(), then write."
+        f"{name} was written after optimizer.step() and before its update, which the next "
+        "forward installs: call settle() after optimizer.step(), then write."
     )

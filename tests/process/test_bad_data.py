@@ -96,8 +96,8 @@ AT_ONCE = {
     ),
     "create of parts": Bad(
         words="db create parts made",
-        said="parts has test/ and train/ with the classes inside: make a database of each, the "
-        "first one of parts/train.",
+        said="parts has test/ and train/ with the classes inside: make a database of each, "
+        "beginning with parts/train.",
     ),
     "create of nothing": Bad(
         words="db create missing made",

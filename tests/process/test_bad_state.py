@@ -200,7 +200,7 @@ def test_a_damaged_number_of_the_last_start_is_named(
     (here / RUN / "generation").write_text("")
     said = (
         WHO + "runs/r/generation is damaged, it should hold the number of the run's last start: "
-        "put it back, or give another --run_id."
+        "write that number, or give another --run_id."
     )
     require_answer(Bad(words=WORDS, said=said, status=1), here, capfd)
 

@@ -145,7 +145,7 @@ def test_a_rank_that_never_comes_is_named(tmp_path: Path, late: int) -> None:
     assert [end.status for end in ends] == [1, 1]
     for end in ends:
         assert f"rank {late} of 3" in end.text
-        assert "didn't come within 2 s: see what they say, or give a longer" in end.text
+        assert "didn't come within 2 s: check their output, or give a longer" in end.text
 
 
 def test_a_process_of_mpirun_that_never_comes_is_a_sentence(tmp_path: Path) -> None:

@@ -25,4 +25,4 @@ def test_an_mpi_that_cant_be_loaded_is_a_sentence(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(CommError) as caught:
         share_address(FIRST, ["127.0.0.1"], 1, 20)
     assert "mpi4py couldn't connect the processes that mpirun started (" in str(caught.value)
-    assert "install the MPI that this mpirun is of, or give them" in str(caught.value)
+    assert "that this mpirun belongs to, or give them" in str(caught.value)

@@ -18,7 +18,8 @@ class LaunchedProcess:
 
     Attributes:
         launcher: the launcher's name in `LAUNCHERS`.
-        rank: the launcher's number of the process; ours may differ, which counts by machines.
+        rank: the rank that the launcher gave the process; our rank, which is numbered machine by
+            machine, may differ.
         world_size: how many processes it started.
         local_rank: the process's number on its machine.
         local_world_size: how many it started on this machine.
@@ -69,7 +70,7 @@ def read_numbers(
     if local_rank > rank or local_size > size:
         words = ", ".join(f"{name} {variables[name]}" for name in names)
         raise ConfigError(
-            f"{words}: a machine's number can't be larger than the world's; see what set them."
+            f"{words}: a machine can't have more processes than the world; see what set them."
         )
     return LaunchedProcess(
         launcher=launcher,

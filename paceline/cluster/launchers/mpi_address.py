@@ -51,8 +51,8 @@ def share_address(
     except subprocess.TimeoutExpired as error:
         raise CommError(
             Message(
-                "Some of the {} processes that mpirun started didn't come within {:g} s: see what "
-                "they say, or give a longer {--first_iter_timeout}.",
+                "Some of the {} processes that mpirun started didn't come within {:g} s: check "
+                "their output, or give a longer {--first_iter_timeout}.",
                 launched.world_size,
                 timeout,
             )
@@ -60,8 +60,8 @@ def share_address(
     except subprocess.CalledProcessError as error:
         said = error.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"]
         raise CommError(
-            f"mpi4py couldn't connect the processes that mpirun started ({said[-1]}): install the "
-            f"MPI that this mpirun is of, {_OTHERS}."
+            f"mpi4py couldn't connect the processes that mpirun started ({said[-1]}): use an "
+            f"mpi4py of the MPI that this mpirun belongs to, {_OTHERS}."
         ) from error
     shared, port = json.loads(done.stdout)
     return tuple(shared), port

@@ -14,8 +14,8 @@ _CLOSE_S = 2.0
 class Heartbeat:
     """Calls `beat(1)`, `beat(2)`, … each half a second until closed.
 
-    A beat that fails is tried again: losing the store ends no run. The first failure of a row is
-    reported, once.
+    A beat that fails is tried again: losing the store ends no run. Of several consecutive failures
+    only the first is reported.
 
     Args:
         beat: advances the lease to a number; its first call is made here, by the caller's thread.

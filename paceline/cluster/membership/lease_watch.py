@@ -16,7 +16,7 @@ class LeaseWatch:
     """Watch on the lease of one registered machine.
 
     Args:
-        store: the start's.
+        store: the store of this start (one launch attempt) of the run.
         registration: the registration whose lease is watched.
         here: this process.
     """

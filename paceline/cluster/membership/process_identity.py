@@ -20,7 +20,8 @@ class ProcessIdentity:
 
     Attributes:
         host: the machine's name, for people; nothing is compared with it.
-        kernel: boot id and process-number namespace: where equal, `pid` can be asked for.
+        kernel: boot id and PID namespace; if they are equal to this process's, the kernel can be
+            asked whether `pid` is alive.
         network: boot id and network namespace: where equal, 127.0.0.1 is the same place.
         pid: the process number.
         started: its start, in clock ticks since boot.

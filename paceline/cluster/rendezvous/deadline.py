@@ -13,7 +13,7 @@ _PAUSE_S = 0.1
 
 
 class DeadlinePassed(CommError):
-    """What a start waits for didn't come within the limit."""
+    """Something that the start of a run was waiting for didn't happen before the deadline."""
 
 
 class Deadline:

@@ -52,7 +52,7 @@ class FormedWorld:
         members: the world.
         token: the job token.
         space: this start's space in the store.
-        store: the same, open.
+        store: the opened store at `space`.
     """
 
     members: Members

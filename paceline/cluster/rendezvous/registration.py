@@ -50,11 +50,11 @@ class Registration(JsonRecord):
         id: a random name of this registration.
         process: the supervisor, or the launcher's process.
         workers: the number of workers of the machine; 1 for a process.
-        rank: the launcher's number of the process; a machine's number.
+        rank: for a launcher's process, its rank there; for a machine, the machine's number.
         node: the launcher's number of the process's machine, if it has one.
         local_rank: the process's number on its machine.
         addresses: where peers may try to reach the machine, the preferred ones first.
-        port: where the machine listens while they do.
+        port: where the machine listens while peers try its addresses.
     """
 
     id: str = field(default_factory=lambda: uuid.uuid4().hex)

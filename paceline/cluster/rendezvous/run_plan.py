@@ -24,7 +24,8 @@ class RunPlan:
         first_iter_timeout: seconds to wait for the others at the start.
         timeout: seconds to wait for the others afterwards.
         command: whether the workers are the command given to `paceline launch`.
-        begun: whether this machine was in the run before, which may be finished elsewhere.
+        begun: whether this machine took part in the run earlier; if so, the other machines may
+            already have finished it.
     """
 
     run_id: str = "local"

@@ -59,8 +59,8 @@ class FolderStore(ChangedStore):
         address: a folder that is there.
         space: the store's folder in it.
         timeout: the limit of `get` and of a `wait` that gives none.
-        make: make the store's folder where it isn't there; otherwise it is empty until another
-            process does, and can't be written.
+        make: create the store's folder if it is missing. If False, the store reads as empty and
+            can't be written until another process has created the folder.
 
     Raises:
         ConfigError: the folder isn't there, or can't be made or written.
@@ -127,7 +127,7 @@ class FolderStore(ChangedStore):
                 if heads:  # a listing in the middle of a rename may show no head, or two
                     head = max(heads)
                     return head, (folder / head.rpartition("=")[2]).read_bytes()
-        raise DistStoreError(f"{folder} names no value: remove it, it is damaged.")
+        raise DistStoreError(f"{folder} is damaged, it names no value: remove it.")
 
     def replace(self, key: str, seen: str | None, value: bytes) -> bool:
         with self._sentences():

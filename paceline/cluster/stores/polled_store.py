@@ -34,7 +34,8 @@ class PolledStore(Store):
         make: make the space first, where a store has to.
 
     Attributes:
-        served_by_run: whether a process of the run serves the store, which ends with it.
+        served_by_run: whether a process of the run serves the store; such a store ends when that
+            process ends.
     """
 
     served_by_run: ClassVar[bool] = False
@@ -171,7 +172,9 @@ class ChangedStore(PolledStore):
             if self.replace(key, seen, new):
                 return new
             if time.monotonic() > deadline:
-                raise DistStoreError(f"{key}: others changed it for {self.limit:g} s.")
+                raise DistStoreError(
+                    f"{key} couldn't be changed for {self.limit:g} s: others kept changing it."
+                )
             time.sleep(random.uniform(0, 0.002))
 
     def add(self, key: str, value: int) -> int:

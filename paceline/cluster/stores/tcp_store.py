@@ -114,7 +114,9 @@ class TcpStore(PolledStore):
     def _ask(self, request: bytes, size: int | None) -> bytes:
         """Send a request; return the answer of `size` bytes, or of a length that it gives."""
         if not self._lock.acquire(timeout=2 * _ANSWER_S):
-            raise CommError(f"The store at {self.address} answers another thread too slowly.")
+            raise CommError(
+                f"The store at {self.address} didn't answer another thread of this process in time."
+            )
         try:
             if self._connection is None:
                 self._connection = self._connect()

@@ -40,7 +40,7 @@ _PAUSE_S = 0.05
 
 
 class ProcessEnd:
-    """End of a process: a failure, a status other than 0, or a good end; here of one alone."""
+    """Process end, by a failure or normal. This base class is for a process alone."""
 
     def fail(self, error: BaseException) -> int:
         """Report why the process fails and leave; return the exit status."""
@@ -73,7 +73,7 @@ class LaunchedEnd(ProcessEnd):
 
     Args:
         world: the world that it leaves.
-        meeting: the job's space in the store, which the world's is inside of.
+        meeting: the job's space in the store, which contains the world's space.
         server: the store's server, where this process serves it.
         stays: whether this process stays until the others have left, and cleans up.
         timeout: seconds that it stays for them after a good end.

@@ -73,7 +73,8 @@ class Peer:
     Attributes:
         name: NIXL's name for it.
         memory: the address of its memory in its process.
-        puts: a heap of those that wait; `put` and `transfer` are what moves.
+        puts: a heap of waiting puts; `put` is the one in progress, and `transfer` its current NIXL
+            transfer.
         promised, came: puts from it that have begun; that have arrived.
         finished, confirmed: puts to it that have left; that have arrived.
         owed: bytes still to be sent on the line.
@@ -124,7 +125,7 @@ class NixlEngine:
     Attributes:
         changed: is notified when `values`, `events` or a peer's error changes.
         events: the number of `subscribed` notifications and of calls of the window's `wake`.
-        subscribed: notifications with smaller numbers count.
+        subscribed: notifications with numbers below this value are counted in `events`.
     """
 
     def __init__(

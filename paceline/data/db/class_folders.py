@@ -72,8 +72,8 @@ def scan(folder: Path) -> ClassFolders:
         for label, name in enumerate(classes):
             if len(name.splitlines()) > 1 or any("\ud800" <= c <= "\udfff" for c in name):
                 raise ConfigError(
-                    f"{str(folder / name)!r}: a class's name is written as a line of UTF-8; rename "
-                    "the folder without line breaks and other bytes."
+                    f"{str(folder / name)!r}: the name of a class must be UTF-8 without line "
+                    "breaks; rename the folder."
                 )
             for path in _walk(folder / name, name):
                 if path is None:
@@ -128,8 +128,8 @@ def _refuse_parts(found: ClassFolders) -> None:
         folders = " and ".join(f"{name}/" for name in parts)
         first = next((name for name in parts if name.lower().startswith("train")), parts[0])
         raise ConfigError(
-            f"{found.folder} has {folders} with the classes inside: make a database of each, the "
-            f"first one of {found.folder / first}."
+            f"{found.folder} has {folders} with the classes inside: make a database of each, "
+            f"beginning with {found.folder / first}."
         )
 
 

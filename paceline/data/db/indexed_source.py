@@ -71,7 +71,8 @@ class IndexedSource:
 
     Args:
         database: an open database, closed if this fails.
-        folder: where it is, with its index and label names; of a minidb perhaps a file.
+        folder: the database's folder, which also holds its index and label names; for a minidb it
+            may be the path of a file.
         cache_dir: where its index goes if the folder can't be written.
 
     Attributes:

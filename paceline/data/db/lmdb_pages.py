@@ -55,7 +55,7 @@ def check_pages(path: Path, environment: lmdb.Environment, *, leaves: bool) -> N
                 children = []
                 for number in level:
                     if number > last:
-                        raise ValueError(f"page {number} is behind the last one, {last}")
+                        raise ValueError(f"page {number} is beyond the last one, {last}")
                     page = os.pread(file.fileno(), page_size, number * page_size)
                     children += _children(page, number, _BRANCH if height else _LEAF)
                 level = children

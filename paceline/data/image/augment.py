@@ -47,7 +47,7 @@ class View:
 
     Attributes:
         box: left, top, right, bottom of the part to use, in whole source pixels.
-        size: the box is resized to size × size pixels, and so large is the result.
+        size: the box is resized to size × size pixels, which is also the size of the result.
         shift: (down, right), pixels by which the resized and mirrored box is moved; what it
             leaves empty is filled with the mean.
         flip: mirror left and right.
@@ -66,10 +66,10 @@ class Transform:
     """Image transform: random for training, fixed for evaluation.
 
     Attributes:
-        augment: `caffe2` and `inception` scale for evaluation the short side to `scale` and take
-            the centre; `pad` and `none` scale it to `image_size`.
+        augment: the method. For evaluation, `caffe2` and `inception` scale the short side to
+            `scale` and crop the centre; `pad` and `none` scale it to `image_size`.
         image_size: height and width of a sample.
-        scale: pixels of the short side of which a crop is a part.
+        scale: length in pixels of the short side of the resized image from which a crop is taken.
         channels: 1 (grey) or 3 (RGB).
         color_jitter: brightness, contrast and saturation each change by up to this part; 0 is off.
         seed: of the random numbers.

@@ -51,7 +51,7 @@ class Stretch:
         epoch: as the lines name it.
         start: the first step of the run.
         end: the step after the last one.
-        first: the first column; positions count from the batch's first one.
+        first: the first column, that is, the position of a sample within the batch, counted from 0.
         last: the column after the last one.
         skipped: samples of each step that couldn't be read.
     """
@@ -71,7 +71,8 @@ class Generation:
     """Records of one generation, as its ranks wrote them.
 
     Attributes:
-        world_sizes: how many ranks there are; one number, if they agree.
+        world_sizes: the set of world sizes that the ranks recorded; it has one element if the ranks
+            agree.
         restores: before which step it resumes; one number, if they agree, none if it didn't begin.
         foreign: it resumes from another run's checkpoint.
         saved: steps that its newest checkpoint holds.

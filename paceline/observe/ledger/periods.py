@@ -53,7 +53,8 @@ class Timeline:
 
     Attributes:
         periods: gapless; the first begins where the run did.
-        committed: steps that a checkpoint, a later generation or the run's end holds.
+        committed: number of steps that can't be undone, because a checkpoint contains them, a later
+            generation resumed after them, or the run ended.
         done: steps that must be exact: the committed ones, and those that all ranks passed.
         begun: steps that some rank wrote.
     """

@@ -52,7 +52,8 @@ class Proof:
         extent: what the run has to train.
         starts: how often it was started.
         base: steps that came with another run's checkpoint: not this run's to prove.
-        committed: steps that a checkpoint, a later generation or the run's end holds.
+        committed: number of steps that can't be undone, because a checkpoint contains them, a later
+            generation resumed after them, or the run ended.
         done: steps that must be exact: the committed ones, and those that all ranks passed.
         begun: steps that some rank wrote.
         accounts: the samples of each epoch up to `done`.

@@ -27,10 +27,11 @@ class Segment:
         end: the step after the last one.
         begin: the position in the epoch at which the first step's batch begins.
         length: samples of the batch.
-        owed: they must be exact; otherwise they are under way.
+        owed: whether each sample of these steps must have been trained exactly once; if False, the
+            steps may be unfinished.
         shares: what was trained.
         absent: ranks without a share.
-        holes: those of them that wrote later lines.
+        holes: the absent ranks whose event files continue after these steps.
     """
 
     epoch: int

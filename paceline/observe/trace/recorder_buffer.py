@@ -45,7 +45,7 @@ class RecorderBuffer:
     Attributes:
         rank, machine: of the process that recorded it.
         system: the running system, whose clock the times are of.
-        spans: in the order of their ends, a thread.
+        spans: the spans; those of each thread are in the order of their ends.
         moments: in their order.
         names: of each window, what its notifications announce.
         buckets: of each bucket, its parameters' names.

@@ -130,7 +130,7 @@ class BucketState:
         to_owners: for each other owner of the group, its local shard's values, and this rank's
             receive buffer there, with its values.
         shard: the values of this rank's shard, and their sums; None where it owns no local shard.
-            What follows to `returned` is there only where it does.
+            The attributes from here to `returned` exist only if it owns one.
         own: (values,), the sums of this rank's shard.
         local_shard: the values of this rank's local shard.
         own_shard: the values of its shard, counted from the local shard's first.
@@ -150,7 +150,7 @@ class BucketState:
         flags: of `gathered`, then of the sum.
         update: replaces the sums of the shard by updated parameters, if these are to return.
         operation: names the last version in errors.
-        empty: the last version exchanges no gradients: `update` was given them before.
+        empty: the last version exchanges no gradients, because `update` has received their sums.
     """
 
     def __init__(

@@ -134,7 +134,8 @@ class BucketLayout:
         index: the bucket's number.
         spec: its shape.
         shards: (local shards, groups + 1), where shards begin and end, in values.
-        local, cross, back: receive buffers.
+        local, cross, back: receive buffers for contributions within the group, for contributions
+            from other groups, and for returned sums.
         sums: offset of the sums in the window, bytes.
         flags: offset of the flags in the window, bytes.
     """

@@ -42,7 +42,8 @@ class ShardReducer:
 
     Attributes:
         sent: (buckets,), the versions that this rank has sent; the caller's thread writes it.
-        done: (buckets,), the versions of which all sums of this rank's local shard are in place.
+        done: (buckets,), for each bucket the last version for which all sums of this rank's local
+            shard are in place.
         error: what ended the thread.
     """
 

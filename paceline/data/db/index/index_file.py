@@ -31,8 +31,8 @@ class Index:
 
     Attributes:
         keys: every record's key, in the order of their bytes.
-        offsets: int64 of shape (records,), where each record begins in its file, of a database that
-            can't find a key itself.
+        offsets: int64 of shape (records,), the position of each record in its file; only for
+            databases that have no lookup by key.
         labels: int64 of shape (records,), where known.
         label_names: the classes' names in the order of their labels, where known.
         format: the format of all records, where known.

@@ -123,7 +123,9 @@ def _locked_path(base: Path) -> tuple[Path, int]:
         if os.fstat(lock).st_nlink:
             return path, lock
         os.close(lock)  # the cleaner was even done with it
-    raise DataError(f"{base}: no view could be locked in {_ATTEMPTS} attempts; try again.")
+    raise DataError(
+        f"{base}: no private LevelDB view could be locked in {_ATTEMPTS} attempts; try again."
+    )
 
 
 def _fill(view: Path, database: Path) -> int:
