@@ -36,10 +36,11 @@ class Window(Protocol):
     """Protocol of one-sided communication: this rank's memory, and puts into peers' memory.
 
     Attributes:
-        rank: this process's rank. world_size: the number of ranks. memory: (bytes,) of uint8, into
-        which peers write. values: (world_size, notifications), the last value that each peer has
-        notified; starts at 0. Once a value has been read here, the data of the puts that it
-        notifies of has arrived in `memory`.
+        rank: this process's rank.
+        world_size: the number of ranks.
+        memory: (bytes,) of uint8, into which peers write.
+        values: (world_size, notifications), the last value that each peer has notified; starts at
+            0. Once a value has been read here, the data of the puts before it are in `memory`.
     """
 
     rank: int
