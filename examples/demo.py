@@ -66,7 +66,7 @@ def train(run_id: str) -> int:
         "model": "resnet20",
         "num_workers": 2,
         "batch_size": 64,
-        "num_epochs": 6,
+        "num_epochs": 5,
         "lr_policy": "cosine",
         "output_dir": RUNS,
         "run_id": run_id,

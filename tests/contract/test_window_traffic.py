@@ -29,10 +29,10 @@ def traffic(kind: str, world_size: int, lanes: list[int], operations: int) -> in
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5])
 def test_many_random_operations_between_threads(world_size: int) -> None:
-    assert traffic("inprocess", world_size, SMALL, 50_000) >= 50_000
+    assert traffic("inprocess", world_size, SMALL, 20_000) >= 20_000
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, 5])
+@pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("kind", kinds("inprocess"))
 def test_ten_thousand_random_operations(kind: str, world_size: int) -> None:
     assert traffic(kind, world_size, MIXED, 2_500) >= 2_500

@@ -17,8 +17,9 @@ def train(communicator: Communicator, training: Training, bucket_bytes: int) -> 
     return training.on_rank(communicator, bucket_bytes)
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 2_000, 10**9])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("world_size", "bucket_bytes"), [(1, 2_000), (2, 1), (2, 10**9), (4, 2_000)]
+)
 def test_processes_train_as_one_process_does(world_size: int, bucket_bytes: int) -> None:
     torch.manual_seed(4)
     training = Training.of(convnet())
