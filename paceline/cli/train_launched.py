@@ -35,7 +35,7 @@ from paceline.config.world import WorldConfig
 from paceline.errors import ConfigError, Message, PacelineError
 from paceline.state.run_folder import RunFolder, choose_run_id
 
-_MEETING = ("file_store_path", "redis_host", "redis_url", "master")
+_RENDEZVOUS = ("file_store_path", "redis_host", "redis_url", "master")
 _UNNAMED = "unnamed"  # the id of a run until rank 0 chooses one
 
 
@@ -61,7 +61,7 @@ def train_launched(config: TrainConfig, environment: Environment) -> int:
             environment,
             first_iter_timeout=plan.first_iter_timeout,
             timeout=plan.timeout,
-            meeting=plan.meeting,
+            rendezvous=plan.rendezvous,
             wanted=plan.interfaces,
         )
     except PacelineError as error:
@@ -109,13 +109,13 @@ def fitted(world: WorldConfig, joined: Joined) -> WorldConfig:
                 rule=f"contradicts the launcher: {command_of(joined.launcher)} started {started}",
                 remedy=Message(f"remove {{--{flag}}}, or start a matching number of processes"),
             )
-    placed = machines == 1 or any(_given(world, flag) for flag in _MEETING)
+    placed = machines == 1 or any(_given(world, flag) for flag in _RENDEZVOUS)
     return replace(
         world,
         num_shards=machines,
         shard_id=machine,
         num_workers=0 if counted in ("gpus", "num_gpus") else workers,
-        master=world.master if placed else joined.meeting,
+        master=world.master if placed else joined.rendezvous,
     )
 
 

@@ -2,7 +2,7 @@
 
     launcher   started by                      the processes meet
     paceline   a supervisor of `paceline`      in the store that its environment names
-    others     a row of `LAUNCHERS`            where `meeting` says
+    others     a row of `LAUNCHERS`            where `rendezvous` says
     alone      a user                          nowhere: it is the whole world
 
 From there on all is the same: ranks, addresses, a store, a job token, and a way to leave.
@@ -48,7 +48,7 @@ class Joined:
         ending: reports this process's failure, or performs its normal exit.
         launcher: what started the processes: "paceline", "alone" (one process without a launcher),
             or a name in `LAUNCHERS`.
-        meeting: where they met, HOST:PORT, where that is a TCP store; else "".
+        rendezvous: where they met, HOST:PORT, where that is a TCP store; else "".
     """
 
     members: Members
@@ -56,7 +56,7 @@ class Joined:
     token: str
     launcher: str
     ending: ProcessEnd
-    meeting: str = ""
+    rendezvous: str = ""
 
     def from_rank_0(self, name: str, value: str, timeout: float) -> str:
         """Return rank 0's `value`; collective.
@@ -92,7 +92,7 @@ def join_world_of(
     *,
     first_iter_timeout: float,
     timeout: float,
-    meeting: StoreSpec | None = None,
+    rendezvous: StoreSpec | None = None,
     wanted: Sequence[str] = (),
 ) -> Joined:
     """Find this process's place in the world; collective.
@@ -101,7 +101,7 @@ def join_world_of(
         environment: what started the process.
         first_iter_timeout: seconds to wait for the others at the start.
         timeout: seconds that the store's server waits for the others at the end.
-        meeting: where flags say to meet.
+        rendezvous: where flags say to meet.
         wanted: the network interfaces to use; none: all.
 
     Raises:
@@ -130,7 +130,7 @@ def join_world_of(
     remedy = Message("check their output, or give a longer {--first_iter_timeout}")
     # With many processes, a line on what each waits for would be many lines.
     deadline = Deadline(first_iter_timeout, ignore, time.sleep, remedy)
-    server, space = meet(launched, meeting, wanted, first_iter_timeout, say)
+    server, space = meet(launched, rendezvous, wanted, first_iter_timeout, say)
     world = gather(space, launched, wanted, deadline)
     world.store.set_timeout(timedelta(seconds=first_iter_timeout))
     return Joined(
@@ -138,6 +138,6 @@ def join_world_of(
         store=world.store,
         token=world.token,
         launcher=launched.launcher,
-        meeting=space.address if space.served_by_run else "",
+        rendezvous=space.address if space.served_by_run else "",
         ending=LaunchedEnd(world, space, server, stays=launched.rank == 0, timeout=timeout),
     )

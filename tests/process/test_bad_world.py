@@ -265,8 +265,8 @@ def test_a_rank_that_never_comes_is_named_within_the_limit(
 ) -> None:
     port, this = str(free_port()), str(rank)
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": this, "LOCAL_RANK": this}
-    meeting = {"GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    for variable, value in {**place, **meeting}.items():
+    rendezvous = {"GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for variable, value in {**place, **rendezvous}.items():
         monkeypatch.setenv(variable, value)
     said = (
         rf"rank {rank} of 2 on {HOST}: {missing.format(port)} didn't come within 1 s: see what "
@@ -280,10 +280,10 @@ def test_a_flag_that_contradicts_torchruns_count_names_both(
     here: Path,
 ) -> None:
     alone = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    meeting = {"GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    rendezvous = {"GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with nobody_left() as environment:
         words = f"{NULL} --model own:net --num_workers 3".split()
-        command = Command(*words, folder=here, environment={**environment, **alone, **meeting})
+        command = Command(*words, folder=here, environment={**environment, **alone, **rendezvous})
         ended = command.wait(LIMIT)
     said = (
         "--num_workers 3: contradicts the launcher: torchrun started 1 on this machine; remove "

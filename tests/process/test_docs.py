@@ -140,7 +140,7 @@ def stop(command: Command, rank: int, number: signal.Signals) -> None:
             process.send_signal(number)
 
 
-def test_a_run_without_its_meeting_place_and_a_worker_says_what_is_quoted(
+def test_a_run_without_its_rendezvous_and_a_worker_says_what_is_quoted(
     trained: Path,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],

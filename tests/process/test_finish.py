@@ -11,7 +11,7 @@ import pytest
 
 from paceline.cluster.rendezvous.machine_rendezvous import answer_finished
 from paceline.cluster.stores.store_spec import StoreSpec
-from tests.harness.network.rendezvous import KINDS, left_behind, meeting_of, plan
+from tests.harness.network.rendezvous import KINDS, left_behind, plan, rendezvous_of
 from tests.harness.processes.supervisor_stage import Actor, Stage, Supervisor
 
 HOST = os.uname().nodename
@@ -24,8 +24,8 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
 
 
 @pytest.fixture(params=KINDS)
-def meeting(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoreSpec]:
-    with meeting_of(request.param, tmp_path) as made:
+def rendezvous(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoreSpec]:
+    with rendezvous_of(request.param, tmp_path) as made:
         yield made
 
 
@@ -36,11 +36,11 @@ def marks(tmp_path: Path) -> list[Path]:
 
 
 def started(
-    stage: Stage, meeting: StoreSpec, marks: list[Path]
+    stage: Stage, rendezvous: StoreSpec, marks: list[Path]
 ) -> tuple[list[Supervisor], list[Actor]]:
     """Start both machines with a worker each."""
     machines = [
-        stage.start(plan(meeting, machine, timeout=1.0), finish=marks[machine])
+        stage.start(plan(rendezvous, machine, timeout=1.0), finish=marks[machine])
         for machine in (0, 1)
     ]
     return machines, stage.actors(2)
@@ -56,39 +56,39 @@ def kill(supervisor: Supervisor) -> None:
     assert supervisor.status() == -signal.SIGKILL
 
 
-def test_all_machines_mark_the_end(stage: Stage, meeting: StoreSpec, marks: list[Path]) -> None:
-    machines, actors = started(stage, meeting, marks)
+def test_all_machines_mark_the_end(stage: Stage, rendezvous: StoreSpec, marks: list[Path]) -> None:
+    machines, actors = started(stage, rendezvous, marks)
     end(actors[1])
     assert not any(mark.exists() for mark in marks)  # machine 0 still trains
     end(actors[0])
     assert [machine.status() for machine in machines] == [0, 0]
     assert all(mark.exists() for mark in marks)
-    assert left_behind(meeting) == []
+    assert left_behind(rendezvous) == []
 
 
 def test_a_machine_killed_before_its_mark_learns_that_the_run_is_finished(
-    stage: Stage, meeting: StoreSpec, marks: list[Path]
+    stage: Stage, rendezvous: StoreSpec, marks: list[Path]
 ) -> None:
-    machines, actors = started(stage, meeting, marks)
+    machines, actors = started(stage, rendezvous, marks)
     end(actors[1])
     kill(machines[1])
     end(actors[0])
     assert machines[0].status() == 0
     assert [mark.exists() for mark in marks] == [True, False]
-    back = stage.start(plan(meeting, 1, begun=True), finish=marks[1])
-    answer_finished(plan(meeting, 0), limit=60)  # until it has come, and no longer
+    back = stage.start(plan(rendezvous, 1, begun=True), finish=marks[1])
+    answer_finished(plan(rendezvous, 0), limit=60)  # until it has come, and no longer
     assert back.status() == 0
     assert back.text.splitlines()[-1] == (
         "paceline: run r is finished; give another --run_id to train again."
     )
     assert marks[1].exists()
-    assert left_behind(meeting) == []
+    assert left_behind(rendezvous) == []
 
 
 def test_where_machine_0_was_killed_before_its_mark_nobody_says_finished(
-    stage: Stage, meeting: StoreSpec, marks: list[Path]
+    stage: Stage, rendezvous: StoreSpec, marks: list[Path]
 ) -> None:
-    machines, actors = started(stage, meeting, marks)
+    machines, actors = started(stage, rendezvous, marks)
     end(actors[1])
     kill(machines[0])
     assert machines[1].status() == 1
@@ -100,7 +100,7 @@ def test_where_machine_0_was_killed_before_its_mark_nobody_says_finished(
 def test_a_new_run_of_a_finished_ones_name_isnt_finished(
     stage: Stage, tmp_path: Path, marks: list[Path]
 ) -> None:
-    with meeting_of("folder", tmp_path) as folder:
+    with rendezvous_of("folder", tmp_path) as folder:
         machines, actors = started(stage, folder, marks)
         end(actors[1])
         kill(machines[1])
@@ -114,6 +114,6 @@ def test_a_new_run_of_a_finished_ones_name_isnt_finished(
 
 
 def test_nobody_who_asks_is_no_error(tmp_path: Path) -> None:
-    with meeting_of("folder", tmp_path) as folder:
+    with rendezvous_of("folder", tmp_path) as folder:
         answer_finished(plan(folder, 0), limit=0.3)
         assert left_behind(folder) == []

@@ -80,7 +80,9 @@ def test_survivors_name_the_rank_that_was_lost_and_what_it_was_needed_for(
     words += ["--timeout", "3"] if "freezes" in model else []
     with nobody_left() as mark:
         variables = [
-            {**own, **meeting, **mark} for meeting in [place()] for own in srun_variables(nodes)
+            {**own, **rendezvous, **mark}
+            for rendezvous in [place()]
+            for own in srun_variables(nodes)
         ]
         folders = [tmp_path] * len(variables)
         with by_variables(words, folders, variables) as programs:

@@ -83,9 +83,9 @@ def test_workers_connect_with_their_machines_and_end_well(tmp_path: Path, progra
         assert f"rank {rank} of ranks {ranks} drains" in end.text
 
 
-def bench_of(c: Communicator, model: nn.Module, meeting: Path) -> Bench:
+def bench_of(c: Communicator, model: nn.Module, rendezvous: Path) -> Bench:
     """Make a rank's bench as a worker does."""
-    peers = peers_on_gloo(MACHINES, c, FileStore(str(meeting), -1), 30.0)
+    peers = peers_on_gloo(MACHINES, c, FileStore(str(rendezvous), -1), 30.0)
     bench = Bench.of(c, model)
     bench.replica.close()
     config = SyncConfig(sync="notified", bucket_mb=0.002)
@@ -93,8 +93,8 @@ def bench_of(c: Communicator, model: nn.Module, meeting: Path) -> Bench:
     return bench
 
 
-def loses_a_rank(c: Communicator, model: nn.Module, meeting: Path) -> str:
-    bench = bench_of(c, model, meeting)
+def loses_a_rank(c: Communicator, model: nn.Module, rendezvous: Path) -> str:
+    bench = bench_of(c, model, rendezvous)
     for number in range(STEP + 3):
         if (c.rank, number) == (LOST, STEP):
             return ""  # and its process ends, without a word
@@ -115,7 +115,7 @@ def model() -> nn.Module:
 def test_a_process_that_ends_is_named_by_its_neighbour_and_nobody_hangs(
     model: nn.Module, tmp_path: Path
 ) -> None:
-    *others, leader, _ = spawn(sum(MACHINES), loses_a_rank, model, tmp_path / "meeting")
+    *others, leader, _ = spawn(sum(MACHINES), loses_a_rank, model, tmp_path / "rendezvous")
     assert leader.startswith(f"rank 2 lost rank {LOST} in bucket ")
     assert others[0].startswith("rank 0 lost rank 2 in ")
     assert others[1].startswith("rank 1 lost rank 0 in bucket ")

@@ -18,7 +18,7 @@ from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.stores.store_spec import StoreSpec, open_store
 from paceline.cluster.stores.tcp_store import split_address
 from paceline.cluster.supervision.failure_report import FAILURE, FailureReport
-from tests.harness.network.rendezvous import SPACE, meeting_of, plan
+from tests.harness.network.rendezvous import SPACE, plan, rendezvous_of
 from tests.harness.processes.supervisor_stage import Actor, Stage, Supervisor, at_most
 
 LIMIT = timedelta(seconds=5)
@@ -31,15 +31,15 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
 
 
 @pytest.fixture
-def meeting(tmp_path: Path) -> Iterator[StoreSpec]:
-    with meeting_of("tcp", tmp_path) as made:
+def rendezvous(tmp_path: Path) -> Iterator[StoreSpec]:
+    with rendezvous_of("tcp", tmp_path) as made:
         yield made
 
 
-def formed(stage: Stage, meeting: StoreSpec) -> tuple[list[Supervisor], list[Actor]]:
+def formed(stage: Stage, rendezvous: StoreSpec) -> tuple[list[Supervisor], list[Actor]]:
     """Two machines with a worker each."""
     machines = [
-        stage.start(plan(meeting, machine), finish=Path(f"{stage.folder}/mark.{machine}"))
+        stage.start(plan(rendezvous, machine), finish=Path(f"{stage.folder}/mark.{machine}"))
         for machine in (0, 1)
     ]
     return machines, stage.actors(2)
@@ -53,9 +53,9 @@ def said(supervisor: Supervisor, text: str) -> bool:
 
 
 def test_a_stopped_machine_0_keeps_no_other_at_the_runs_end(
-    stage: Stage, meeting: StoreSpec
+    stage: Stage, rendezvous: StoreSpec
 ) -> None:
-    machines, actors = formed(stage, meeting)
+    machines, actors = formed(stage, rendezvous)
     machines[0].send(signal.SIGSTOP)
     actors[1].tell("exit 0")
     with at_most(20):
@@ -65,9 +65,9 @@ def test_a_stopped_machine_0_keeps_no_other_at_the_runs_end(
 
 
 def test_a_signal_ends_a_machine_whose_machine_0_is_stopped(
-    stage: Stage, meeting: StoreSpec
+    stage: Stage, rendezvous: StoreSpec
 ) -> None:
-    machines, actors = formed(stage, meeting)
+    machines, actors = formed(stage, rendezvous)
     machines[0].send(signal.SIGSTOP)
     machines[1].send(signal.SIGTERM)
     with at_most(12):
@@ -75,36 +75,38 @@ def test_a_signal_ends_a_machine_whose_machine_0_is_stopped(
     assert actors[1].ended()
 
 
-def test_a_stopped_machine_0_keeps_no_other_at_the_start(stage: Stage, meeting: StoreSpec) -> None:
-    first = stage.start(plan(meeting, 0, 3))
+def test_a_stopped_machine_0_keeps_no_other_at_the_start(
+    stage: Stage, rendezvous: StoreSpec
+) -> None:
+    first = stage.start(plan(rendezvous, 0, 3))
     assert said(first, "waiting for machines 1, 2 of 3")
-    second = stage.start(plan(meeting, 1, 3, first_iter_timeout=4.0))
+    second = stage.start(plan(rendezvous, 1, 3, first_iter_timeout=4.0))
     assert said(second, "waiting for machine 2 of 3")
     first.send(signal.SIGSTOP)
-    third = stage.start(plan(meeting, 2, 3, first_iter_timeout=4.0))
+    third = stage.start(plan(rendezvous, 2, 3, first_iter_timeout=4.0))
     with at_most(25):
         assert [second.status(), third.status()] == [1, 1]
     assert "machine 0 of 3" in third.text
 
 
-def write_failure(meeting: StoreSpec, record: bytes) -> None:
+def write_failure(rendezvous: StoreSpec, record: bytes) -> None:
     """Write, with torch's own client, that the run failed with status 0."""
-    client = TCPStore(*split_address(meeting.address), is_master=False, timeout=LIMIT)
+    client = TCPStore(*split_address(rendezvous.address), is_master=False, timeout=LIMIT)
     inside = PrefixStore(f"{SPACE}/{RunRecord.from_text(record).generation}", client)
     inside.set(FAILURE, FailureReport(text="all is well.", status=0).to_text())
 
 
-def test_a_failure_with_status_0_is_no_good_end(stage: Stage, meeting: StoreSpec) -> None:
-    machines, _ = formed(stage, meeting)
-    record = open_store(meeting, LIMIT).get("run")
-    write_failure(meeting, record)
+def test_a_failure_with_status_0_is_no_good_end(stage: Stage, rendezvous: StoreSpec) -> None:
+    machines, _ = formed(stage, rendezvous)
+    record = open_store(rendezvous, LIMIT).get("run")
+    write_failure(rendezvous, record)
     assert [machine.status() for machine in machines] == [1, 1]
 
 
-def test_a_process_without_the_secret_ends_no_run(stage: Stage, meeting: StoreSpec) -> None:
-    meeting = replace(meeting, secret="open sesame")
-    machines, actors = formed(stage, meeting)
-    write_failure(meeting, open_store(meeting, LIMIT).get("run"))
+def test_a_process_without_the_secret_ends_no_run(stage: Stage, rendezvous: StoreSpec) -> None:
+    rendezvous = replace(rendezvous, secret="open sesame")
+    machines, actors = formed(stage, rendezvous)
+    write_failure(rendezvous, open_store(rendezvous, LIMIT).get("run"))
     assert all(said(m, "written without this run's secret") for m in machines)
     for actor in actors:
         actor.tell("exit 3")
@@ -119,17 +121,17 @@ def test_two_runs_at_once_on_a_machine_have_ports_of_their_own() -> None:
 
 
 def test_a_run_without_a_secret_warns_once_where_others_reach_its_port(
-    meeting: StoreSpec, monkeypatch: pytest.MonkeyPatch
+    rendezvous: StoreSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
     with monkeypatch.context() as patch:
         place = "paceline.cluster.rendezvous.machine_rendezvous.listening_address"
         patch.setattr(place, lambda name, available, wanted: "")
-        for spec in (replace(meeting, secret="open sesame"), meeting):
+        for spec in (replace(rendezvous, secret="open sesame"), rendezvous):
             server, _ = host(plan(spec, 0), lines.append)
             del server
     assert len(lines) == 1
     assert "any process that reaches port" in lines[0]
     assert "PACELINE_SECRET" in lines[0]
-    host(plan(meeting, 0), lines.append)
+    host(plan(rendezvous, 0), lines.append)
     assert len(lines) == 1  # on 127.0.0.1 only this machine's users reach it

@@ -20,7 +20,7 @@ from paceline.cluster.rendezvous.registration import Registration, RunRecord
 from paceline.cluster.stores.store_spec import StoreSpec, open_store
 from paceline.cluster.supervision.worker import join_world
 from tests.harness.network.redis_server import redis_server
-from tests.harness.network.rendezvous import KINDS, SPACE, left_behind, meeting_of, plan
+from tests.harness.network.rendezvous import KINDS, SPACE, left_behind, plan, rendezvous_of
 from tests.harness.processes.supervisor_stage import Actor, Stage, Supervisor, at_most
 
 
@@ -32,13 +32,13 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[StoreSpec]:
-    with meeting_of("folder", tmp_path) as made:
+    with rendezvous_of("folder", tmp_path) as made:
         yield made
 
 
 @pytest.fixture(params=KINDS)
-def meeting(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoreSpec]:
-    with meeting_of(request.param, tmp_path) as made:
+def rendezvous(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoreSpec]:
+    with rendezvous_of(request.param, tmp_path) as made:
         yield made
 
 
@@ -57,11 +57,11 @@ def said(supervisor: Supervisor, text: str) -> bool:
 
 
 def test_machines_with_different_numbers_of_workers_form_one_world(
-    stage: Stage, meeting: StoreSpec
+    stage: Stage, rendezvous: StoreSpec
 ) -> None:
     counts = (2, 1, 3)
     supervisors = [
-        stage.start(plan(meeting, machine, 3, workers=counts[machine])) for machine in (2, 0, 1)
+        stage.start(plan(rendezvous, machine, 3, workers=counts[machine])) for machine in (2, 0, 1)
     ]
     actors = stage.actors(6)
     worlds = [join_world(actor.place) for actor in actors]
@@ -78,45 +78,47 @@ def test_machines_with_different_numbers_of_workers_form_one_world(
     assert worlds[5][1].get("from rank 0") == b"hello"
     del worlds
     end(actors, supervisors)
-    assert left_behind(meeting) == []
+    assert left_behind(rendezvous) == []
 
 
-def test_a_machine_alone_uses_the_meeting_place_too(stage: Stage, folder: StoreSpec) -> None:
+def test_a_machine_alone_uses_the_rendezvous_too(stage: Stage, folder: StoreSpec) -> None:
     supervisor = stage.start(plan(folder, 0, 1))
     end(stage.actors(1), [supervisor])
     assert left_behind(folder) == []
 
 
-def test_who_waits_says_for_whom(stage: Stage, meeting: StoreSpec) -> None:
-    last = stage.start(plan(meeting, 2, 3))
+def test_who_waits_says_for_whom(stage: Stage, rendezvous: StoreSpec) -> None:
+    last = stage.start(plan(rendezvous, 2, 3))
     assert said(last, "paceline: waiting for machine 0 of 3")
-    first = stage.start(plan(meeting, 0, 3))
+    first = stage.start(plan(rendezvous, 0, 3))
     assert said(first, "waiting for machine 1 of 3\n")
     assert said(last, "waiting for machine 1 of 3\n")
-    second = stage.start(plan(meeting, 1, 3))
+    second = stage.start(plan(rendezvous, 1, 3))
     for supervisor in (first, second, last):
         assert said(supervisor, "all 3 machines have met; rank 0 is on ")
     end(stage.actors(3), [first, second, last])
 
 
-def test_a_machine_that_never_comes_is_named_at_the_limit(stage: Stage, meeting: StoreSpec) -> None:
-    first = stage.start(plan(meeting, 0, 4, first_iter_timeout=2.5))
-    last = stage.start(plan(meeting, 2, 4, first_iter_timeout=5.0))
+def test_a_machine_that_never_comes_is_named_at_the_limit(
+    stage: Stage, rendezvous: StoreSpec
+) -> None:
+    first = stage.start(plan(rendezvous, 0, 4, first_iter_timeout=2.5))
+    last = stage.start(plan(rendezvous, 2, 4, first_iter_timeout=5.0))
     with at_most(12):
         assert first.status() == 1
         assert last.status() == 1
     assert "machines 1, 3 of 4 didn't come within 2.5 s: start them with --run_id r" in first.text
-    assert left_behind(meeting) == []
+    assert left_behind(rendezvous) == []
 
 
 def test_a_live_run_is_not_disturbed_by_another_of_its_name(
-    stage: Stage, meeting: StoreSpec
+    stage: Stage, rendezvous: StoreSpec
 ) -> None:
-    if meeting.kind == "tcp":
+    if rendezvous.kind == "tcp":
         pytest.skip("there the port itself is taken: tests/contract/test_store_errors.py")
-    live = stage.start(plan(meeting, 0, 1))
+    live = stage.start(plan(rendezvous, 0, 1))
     actors = stage.actors(1)
-    another = stage.start(plan(meeting, 0, 1))
+    another = stage.start(plan(rendezvous, 0, 1))
     with at_most(8):
         assert another.status() == 2
     host = os.uname().nodename
@@ -144,10 +146,12 @@ def test_of_two_that_open_a_run_at_once_one_wins(stage: Stage, folder: StoreSpec
     assert left_behind(folder) == []
 
 
-def test_a_machines_number_that_a_live_one_has_is_refused(stage: Stage, meeting: StoreSpec) -> None:
-    supervisors = [stage.start(plan(meeting, machine)) for machine in (0, 1)]
+def test_a_machines_number_that_a_live_one_has_is_refused(
+    stage: Stage, rendezvous: StoreSpec
+) -> None:
+    supervisors = [stage.start(plan(rendezvous, machine)) for machine in (0, 1)]
     actors = stage.actors(2)
-    another = stage.start(plan(meeting, 1))
+    another = stage.start(plan(rendezvous, 1))
     with at_most(8):
         assert another.status() == 2
     assert "--shard_id 1 of run 'r' is taken by a live machine" in another.text
@@ -155,74 +159,74 @@ def test_a_machines_number_that_a_live_one_has_is_refused(stage: Stage, meeting:
 
 
 def test_machines_that_disagree_on_their_number_all_say_so(
-    stage: Stage, meeting: StoreSpec
+    stage: Stage, rendezvous: StoreSpec
 ) -> None:
-    first = stage.start(plan(meeting, 0, 2))
-    other = stage.start(plan(meeting, 1, 3))
+    first = stage.start(plan(rendezvous, 0, 2))
+    other = stage.start(plan(rendezvous, 1, 3))
     assert [first.status(), other.status()] == [2, 2]
     for supervisor in (first, other):
         assert "--num_shards 3 on machine 1, but 2 on machine 0" in supervisor.text
         assert "give the same number on all machines" in supervisor.text
 
 
-def test_a_killed_run_starts_again_at_once(stage: Stage, meeting: StoreSpec) -> None:
-    killed = [stage.start(plan(meeting, machine)) for machine in (0, 1)]
+def test_a_killed_run_starts_again_at_once(stage: Stage, rendezvous: StoreSpec) -> None:
+    killed = [stage.start(plan(rendezvous, machine)) for machine in (0, 1)]
     old = stage.actors(2)
     for supervisor in killed:
         supervisor.send(signal.SIGKILL)
         assert supervisor.status() == -signal.SIGKILL
     assert all(actor.ended() for actor in old)
-    follower = stage.start(plan(meeting, 1))  # finds the dead run first
+    follower = stage.start(plan(rendezvous, 1))  # finds the dead run first
     assert said(follower, "waiting for machine 0 of 2")
     with at_most(LIMIT_S + 5):
-        leader = stage.start(plan(meeting, 0))
+        leader = stage.start(plan(rendezvous, 0))
         new = stage.actors(2)
     assert {actor.place.generation for actor in new}.isdisjoint(
         {actor.place.generation for actor in old}
     )
     end(new, [leader, follower])
-    assert left_behind(meeting) == []
+    assert left_behind(rendezvous) == []
 
 
 def test_a_machine_killed_before_all_had_come_can_come_again(
-    stage: Stage, meeting: StoreSpec
+    stage: Stage, rendezvous: StoreSpec
 ) -> None:
-    leader = stage.start(plan(meeting, 0, 3))
-    killed = stage.start(plan(meeting, 1, 3))
+    leader = stage.start(plan(rendezvous, 0, 3))
+    killed = stage.start(plan(rendezvous, 1, 3))
     assert said(killed, "waiting for machine 2 of 3")
     killed.send(signal.SIGKILL)
     assert killed.status() is not None
     assert said(leader, "waiting for machines 1, 2 of 3")
-    again = stage.start(plan(meeting, 1, 3))
-    last = stage.start(plan(meeting, 2, 3))
+    again = stage.start(plan(rendezvous, 1, 3))
+    last = stage.start(plan(rendezvous, 2, 3))
     end(stage.actors(3), [leader, again, last])
 
 
 def test_machines_that_wait_find_machine_0_after_it_was_killed_and_came_again(
-    stage: Stage, meeting: StoreSpec
+    stage: Stage, rendezvous: StoreSpec
 ) -> None:
-    killed = stage.start(plan(meeting, 0, 3))
-    follower = stage.start(plan(meeting, 1, 3))
+    killed = stage.start(plan(rendezvous, 0, 3))
+    follower = stage.start(plan(rendezvous, 1, 3))
     assert said(follower, "waiting for machine 2 of 3")
     killed.send(signal.SIGKILL)
     assert killed.status() is not None
-    leader = stage.start(plan(meeting, 0, 3))
-    last = stage.start(plan(meeting, 2, 3))
+    leader = stage.start(plan(rendezvous, 0, 3))
+    last = stage.start(plan(rendezvous, 2, 3))
     end(stage.actors(3), [leader, follower, last])
-    assert left_behind(meeting) == []
+    assert left_behind(rendezvous) == []
 
 
 def test_a_machine_that_comes_back_to_a_run_in_its_course_waits_for_the_next_start(
-    stage: Stage, meeting: StoreSpec
+    stage: Stage, rendezvous: StoreSpec
 ) -> None:
-    first, killed = (stage.start(plan(meeting, machine, timeout=1.0)) for machine in (0, 1))
+    first, killed = (stage.start(plan(rendezvous, machine, timeout=1.0)) for machine in (0, 1))
     old = stage.actors(2)
     killed.send(signal.SIGKILL)
     assert killed.status() is not None
-    back = stage.start(plan(meeting, 1))
+    back = stage.start(plan(rendezvous, 1))
     assert said(back, "waiting for machine 0 of 2")
     end(old[:1], [first])
-    leader = stage.start(plan(meeting, 0))
+    leader = stage.start(plan(rendezvous, 0))
     new = stage.actors(2)
     assert {actor.place.generation for actor in new}.isdisjoint(
         {actor.place.generation for actor in old}
@@ -231,11 +235,11 @@ def test_a_machine_that_comes_back_to_a_run_in_its_course_waits_for_the_next_sta
 
 
 def test_a_wrong_number_of_machines_doesnt_end_a_run_in_its_course(
-    stage: Stage, meeting: StoreSpec
+    stage: Stage, rendezvous: StoreSpec
 ) -> None:
-    running = [stage.start(plan(meeting, machine)) for machine in (0, 1)]
+    running = [stage.start(plan(rendezvous, machine)) for machine in (0, 1)]
     actors = stage.actors(2)
-    stranger = stage.start(plan(meeting, 2, 3))
+    stranger = stage.start(plan(rendezvous, 2, 3))
     assert stranger.status() == 2
     assert "--num_shards 3 on machine 2, but 2 on machine 0" in stranger.text
     assert not join_world(actors[0].place)[1].check(["failure"])
@@ -244,14 +248,14 @@ def test_a_wrong_number_of_machines_doesnt_end_a_run_in_its_course(
 
 @pytest.mark.parametrize("machine", [0, 1])
 def test_a_signal_ends_the_wait_and_leaves_nothing(
-    stage: Stage, meeting: StoreSpec, machine: int
+    stage: Stage, rendezvous: StoreSpec, machine: int
 ) -> None:
-    supervisor = stage.start(plan(meeting, machine))
+    supervisor = stage.start(plan(rendezvous, machine))
     assert said(supervisor, "waiting for")
     with at_most(3):
         supervisor.send(signal.SIGINT)
         assert supervisor.status() == 130
-    assert left_behind(meeting) == []
+    assert left_behind(rendezvous) == []
 
 
 def elsewhere(machines: int) -> RunRecord:

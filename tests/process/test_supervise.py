@@ -23,19 +23,19 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
 
 
 @pytest.fixture
-def meeting(tmp_path: Path) -> StoreSpec:
+def rendezvous(tmp_path: Path) -> StoreSpec:
     folder = tmp_path / "meet"
     folder.mkdir()
     return StoreSpec(kind="folder", address=str(folder), space=run_space("r"))
 
 
-def machine(number: int, meeting: StoreSpec, **changes: object) -> RunPlan:
+def machine(number: int, rendezvous: StoreSpec, **changes: object) -> RunPlan:
     """One of two machines, each with one worker."""
     values = {
         "run_id": "r",
         "machine": number,
         "machines": 2,
-        "meeting": meeting,
+        "rendezvous": rendezvous,
         "first_iter_timeout": 20.0,
         "timeout": 5.0,
     }
@@ -221,8 +221,8 @@ def test_a_command_that_isnt_there_is_a_sentence(
     assert "/nowhere/python can't be started: No such file" in supervisor.text
 
 
-def test_all_machines_say_the_one_cause(stage: Stage, meeting: StoreSpec) -> None:
-    supervisors = [stage.start(machine(number, meeting)) for number in (0, 1)]
+def test_all_machines_say_the_one_cause(stage: Stage, rendezvous: StoreSpec) -> None:
+    supervisors = [stage.start(machine(number, rendezvous)) for number in (0, 1)]
     first, second = stage.actors(2)
     first.fail(PeerLost("rank 1 ended its connection."))
     assert first.ended()
@@ -235,21 +235,21 @@ def test_all_machines_say_the_one_cause(stage: Stage, meeting: StoreSpec) -> Non
         assert "ended its connection" not in supervisor.text
 
 
-def test_a_signal_on_one_machine_ends_the_others(stage: Stage, meeting: StoreSpec) -> None:
-    supervisors = [stage.start(machine(number, meeting)) for number in (0, 1)]
+def test_a_signal_on_one_machine_ends_the_others(stage: Stage, rendezvous: StoreSpec) -> None:
+    supervisors = [stage.start(machine(number, rendezvous)) for number in (0, 1)]
     actors = stage.actors(2)
     with at_most(5):
         supervisors[1].send(signal.SIGINT)
         assert [s.status() for s in supervisors] == [130, 130]
     assert all("stopped by SIGINT on machine 1" in s.text for s in supervisors)
     assert all(actor.ended() for actor in actors)
-    assert os.listdir(meeting.address) == []
+    assert os.listdir(rendezvous.address) == []
 
 
-def test_a_lost_meeting_place_ends_nobodys_run(stage: Stage, meeting: StoreSpec) -> None:
-    supervisor = stage.start(machine(0, meeting, machines=1))
+def test_a_lost_rendezvous_ends_nobodys_run(stage: Stage, rendezvous: StoreSpec) -> None:
+    supervisor = stage.start(machine(0, rendezvous, machines=1))
     (actor,) = stage.actors(1)
-    os.rename(meeting.address, f"{meeting.address}.gone")
+    os.rename(rendezvous.address, f"{rendezvous.address}.gone")
     while "the rendezvous is lost" not in supervisor.text:
         assert supervisor.status(within=0.1) is None
     actor.tell("exit 0")

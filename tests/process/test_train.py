@@ -96,7 +96,7 @@ def test_a_leveldb_trains_as_the_lmdb_does(data: Path, tmp_path: Path) -> None:
 
 
 @contextmanager
-def meeting_place(kind: str, folder: Path) -> Iterator[list[str]]:
+def rendezvous_flags(kind: str, folder: Path) -> Iterator[list[str]]:
     if kind == "folder":
         (folder / "meet").mkdir()
         yield ["--file_store_path", str(folder / "meet")]
@@ -113,7 +113,7 @@ def meeting_place(kind: str, folder: Path) -> Iterator[list[str]]:
 
 @pytest.mark.parametrize("kind", ["folder", "redis", "redis with password", "tcp"])
 def test_two_machines_of_two_workers_are_one_run(data: Path, tmp_path: Path, kind: str) -> None:
-    with meeting_place(kind, tmp_path) as meet:
+    with rendezvous_flags(kind, tmp_path) as meet:
         words = train(data, "--num_gpus", "2", "--num_shards", "2", "--run_id", "r", *meet)
         machines = [
             Command(*words, "--shard_id", str(i), "--output_dir", f"out{i}", folder=tmp_path)
@@ -139,7 +139,7 @@ def test_two_machines_of_two_workers_are_one_run(data: Path, tmp_path: Path, kin
 def test_a_machine_without_its_mark_hears_of_machine_0_that_the_run_is_finished(
     data: Path, tmp_path: Path
 ) -> None:
-    with meeting_place("tcp", tmp_path) as meet:
+    with rendezvous_flags("tcp", tmp_path) as meet:
         words = train(data, "--num_epochs", "1", "--num_shards", "2", "--run_id", "r", *meet)
         for _ in range(2):
             machines = [

@@ -31,7 +31,7 @@ def joined(launcher: str, machines: tuple[int, ...], machine: int = 0) -> Joined
         token="t",
         launcher=launcher,
         ending=ProcessEnd(),
-        meeting="node0:1234",
+        rendezvous="node0:1234",
     )
 
 
@@ -104,7 +104,7 @@ def test_mpiruns_processes_need_a_name_for_a_place_that_lasts(
     )
 
 
-def test_torchruns_own_store_leaves_a_given_meeting_place_unused() -> None:
+def test_torchruns_own_store_leaves_a_given_rendezvous_unused() -> None:
     world = WorldConfig(file_store_path="meet", num_workers=2)
     config = TrainConfig(data=DataConfig(train_data="db"), world=world)
     told = "--file_store_path is ignored: rendezvous uses torchrun's own store."

@@ -117,11 +117,11 @@ def test_a_plan_meets_where_the_flags_say(flags: dict[str, str], kind: str, addr
         **flags,  # type: ignore[arg-type]
     )
     plan = RunPlan.of(world, workers=world.workers)
-    assert plan.meeting == StoreSpec(kind=kind, address=address, space="paceline-a%20b")  # type: ignore[arg-type]
+    assert plan.rendezvous == StoreSpec(kind=kind, address=address, space="paceline-a%20b")  # type: ignore[arg-type]
     assert (plan.machine, plan.machines, plan.workers) == (1, 2, 3)
 
 
-def test_a_plan_for_one_machine_needs_no_meeting_place() -> None:
+def test_a_plan_for_one_machine_needs_no_rendezvous() -> None:
     plan = RunPlan.of(WorldConfig(distributed_interfaces="eth0, ib0"), workers=1)
-    assert plan.meeting is None
+    assert plan.rendezvous is None
     assert plan.interfaces == ("eth0", "ib0")

@@ -53,19 +53,19 @@ def follow(
         DeadlinePassed: a machine didn't come; names it.
         Finished: this machine was in the run before, and it is over.
     """
-    meeting = plan.meeting
-    assert meeting is not None
+    rendezvous = plan.rendezvous
+    assert rendezvous is not None
 
     def register(live: _Live) -> RegisteredMachine:
         name = live.record.generation
-        return RegisteredMachine(plan, meeting, name, registration, notice=notice, warn=warn)
+        return RegisteredMachine(plan, rendezvous, name, registration, notice=notice, warn=warn)
 
-    if not meeting.served_by_run:  # machine 0 serves that one, and may be yet to start
-        open_store(meeting, STORE_LIMIT)
+    if not rendezvous.served_by_run:  # machine 0 serves that one, and may be yet to start
+        open_store(rendezvous, STORE_LIMIT)
     while True:
         reason = ""
         try:
-            live = _live_generation(meeting, registration, plan, deadline)
+            live = _live_generation(rendezvous, registration, plan, deadline)
             if _finished(live, plan):
                 with suppress(*STORE_ERRORS):  # another machine has removed the start
                     register(live).leave()
@@ -104,16 +104,16 @@ class _Live:
 
 
 def _live_generation(
-    meeting: StoreSpec, registration: Registration, plan: RunPlan, deadline: Deadline
+    rendezvous: StoreSpec, registration: Registration, plan: RunPlan, deadline: Deadline
 ) -> _Live:
     """Wait for a start that is alive or finished."""
-    store = open_store(meeting, STORE_LIMIT)
+    store = open_store(rendezvous, STORE_LIMIT)
     live: _Live | None = None
     while True:
         text = peek(store, "run")
         if text is not None and (live is None or text != live.text):
             record = RunRecord.from_text(text)
-            inside = open_store(meeting.within(record.generation), STORE_LIMIT)
+            inside = open_store(rendezvous.within(record.generation), STORE_LIMIT)
             leader = LeaseWatch(inside, record.leader, registration.process)
             live = _Live(text=text, record=record, store=inside, leader=leader)
         if (

@@ -53,13 +53,13 @@ def meet(
     space = run_space(launched.start)
     if flags is None or launched.serves:
         secret = read_secret() if flags is None else flags.secret
-        meeting = StoreSpec(kind="tcp", address=launched.master, space=space, secret=secret)
+        rendezvous = StoreSpec(kind="tcp", address=launched.master, space=space, secret=secret)
     else:
-        meeting = replace(flags, space=space if launched.start else flags.space)
-    if not meeting.served_by_run or launched.serves or launched.rank > 0:
-        return None, meeting
+        rendezvous = replace(flags, space=space if launched.start else flags.space)
+    if not rendezvous.served_by_run or launched.serves or launched.rank > 0:
+        return None, rendezvous
     given = "MASTER_PORT" if flags is None else "--master"
-    return serve(meeting, tuple(wanted), report, given)
+    return serve(rendezvous, tuple(wanted), report, given)
 
 
 def _meet_by_mpi(

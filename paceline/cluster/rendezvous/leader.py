@@ -29,7 +29,7 @@ _ENDING_S = 15.0
 
 
 def take_over(
-    plan: RunPlan, meeting: StoreSpec, registration: Registration, deadline: Deadline
+    plan: RunPlan, rendezvous: StoreSpec, registration: Registration, deadline: Deadline
 ) -> str:
     """Make a new start the run's newest; return its name.
 
@@ -41,16 +41,16 @@ def take_over(
     """
     record = RunRecord(generation=uuid.uuid4().hex, machines=plan.machines, leader=registration)
     while True:
-        store = open_store(meeting, STORE_LIMIT, make=True)
+        store = open_store(rendezvous, STORE_LIMIT, make=True)
         found = peek(store, "run")
         old = None if found is None else RunRecord.from_text(found)
         if old is not None:
-            _wait_until_over(plan, meeting, old, registration.process, deadline)
+            _wait_until_over(plan, rendezvous, old, registration.process, deadline)
         expected, wanted = "" if found is None else found.decode(), record.to_text()
         with suppress(FolderRemoved):  # just now, by the last machine of the run before
             if store.compare_set("run", expected, wanted) == wanted.encode():
                 if old is not None:
-                    erase(meeting.within(old.generation))
+                    erase(rendezvous.within(old.generation))
                 return record.generation
 
 
@@ -85,10 +85,10 @@ def _missing(registered: RegisteredMachine, watches: dict[int, LeaseWatch]) -> l
 
 
 def _wait_until_over(
-    plan: RunPlan, meeting: StoreSpec, old: RunRecord, here: ProcessIdentity, deadline: Deadline
+    plan: RunPlan, rendezvous: StoreSpec, old: RunRecord, here: ProcessIdentity, deadline: Deadline
 ) -> None:
     """Wait until no machine of a start is alive; its machine 0 alive is an error at once."""
-    store = open_store(meeting.within(old.generation), STORE_LIMIT)
+    store = open_store(rendezvous.within(old.generation), STORE_LIMIT)
     there = [*read_registrations(store, "machine", old.machines).values(), old.leader]
     entries = {registration.id: registration for registration in there}
     watches = [LeaseWatch(store, registration, here) for registration in entries.values()]

@@ -92,10 +92,10 @@ def open_run(
         server: TCPStore | None = None
         try:
             if plan.machine == 0:
-                server, meeting = host(plan, report)
-                generation = take_over(plan, meeting, registration, deadline)
+                server, rendezvous = host(plan, report)
+                generation = take_over(plan, rendezvous, registration, deadline)
                 registered = RegisteredMachine(
-                    plan, meeting, generation, registration, notice=notice, warn=warn
+                    plan, rendezvous, generation, registration, notice=notice, warn=warn
                 )
                 undo.callback(registered.abandon)
                 world = complete_world(registered, deadline)
@@ -127,18 +127,20 @@ def answer_finished(plan: RunPlan, limit: float = 5.0) -> None:
     """
     deadline = Deadline(limit, ignore, time.sleep, "")
     with suppress(*STORE_ERRORS), closing(ProbeListener()) as listener:
-        server, meeting = host(plan, ignore)
+        server, rendezvous = host(plan, ignore)
         found = (
-            None if server is not None else peek(open_store(meeting, STORE_LIMIT, make=True), "run")
+            None
+            if server is not None
+            else peek(open_store(rendezvous, STORE_LIMIT, make=True), "run")
         )
         if found is not None:
-            last = meeting.within(RunRecord.from_text(found).generation)
+            last = rendezvous.within(RunRecord.from_text(found).generation)
             if peek(open_store(last, STORE_LIMIT), FINISHED) is not None:
                 return  # it was left for a machine that was killed
         registration = registration_of(plan, listener)
-        generation = take_over(plan, meeting, registration, deadline)
+        generation = take_over(plan, rendezvous, registration, deadline)
         registered = RegisteredMachine(
-            plan, meeting, generation, registration, notice=ignore, warn=ignore
+            plan, rendezvous, generation, registration, notice=ignore, warn=ignore
         )
         try:
             registered.store.set(FINISHED, "1")
@@ -170,19 +172,19 @@ def host(plan: RunPlan, report: Callable[[str], None]) -> tuple[TCPStore | None,
     Returns:
         the store's server, if there is one, and the way to the store from this machine.
     """
-    meeting = plan.meeting
-    if meeting is None:
+    rendezvous = plan.rendezvous
+    if rendezvous is None:
         server = serve_tcp("127.0.0.1", 0, STORE_LIMIT)
         return server, StoreSpec(
             kind="tcp", address=f"127.0.0.1:{server.port}", space=run_space(plan.run_id)
         )
-    if not meeting.served_by_run:
-        return None, meeting
-    return serve(meeting, plan.interfaces, report)
+    if not rendezvous.served_by_run:
+        return None, rendezvous
+    return serve(rendezvous, plan.interfaces, report)
 
 
 def serve(
-    meeting: StoreSpec,
+    rendezvous: StoreSpec,
     wanted: tuple[str, ...],
     report: Callable[[str], None],
     given: str = "--master",
@@ -190,7 +192,7 @@ def serve(
     """Serve a TCP store on the interface of its address.
 
     Args:
-        meeting: the store, as an option or a launcher gives it.
+        rendezvous: the store, as an option or a launcher gives it.
         wanted: the network interfaces to use; none: all.
         report: receives a line if any process that reaches the store can join.
         given: the option or variable that names the port.
@@ -201,12 +203,12 @@ def serve(
     Raises:
         ConfigError: the port can't be had.
     """
-    name, port = split_address(meeting.address)
+    name, port = split_address(rendezvous.address)
     address = listening_address(name, interfaces(), wanted)
     server = serve_tcp(address, port, STORE_LIMIT, given)
-    if not address.startswith("127.") and not meeting.secret:
+    if not address.startswith("127.") and not rendezvous.secret:
         report(OPEN_STORE.format(address or "all interfaces", server.port))
-    return server, replace(meeting, address=f"{address or '127.0.0.1'}:{server.port}")
+    return server, replace(rendezvous, address=f"{address or '127.0.0.1'}:{server.port}")
 
 
 OPEN_STORE = (

@@ -62,12 +62,12 @@ class FormedWorld:
 
 
 def gather(
-    meeting: StoreSpec, launched: LaunchedProcess, wanted: Sequence[str], deadline: Deadline
+    rendezvous: StoreSpec, launched: LaunchedProcess, wanted: Sequence[str], deadline: Deadline
 ) -> FormedWorld:
     """Find the others; collective.
 
     Args:
-        meeting: the job's space in a store that all processes reach.
+        rendezvous: the job's space in a store that all processes reach.
         launched: this process's place by its launcher.
         wanted: the network interfaces to use; none: all.
         deadline: the limit.
@@ -87,7 +87,7 @@ def gather(
         )
         try:
             meet = _open if launched.rank == 0 else _find
-            space, world = meet(meeting, own, launched.world_size, deadline)
+            space, world = meet(rendezvous, own, launched.world_size, deadline)
             store = open_store(space, STORE_LIMIT)
             members = _members(world, own, store, listener, wanted, deadline)
         except DistError as error:
@@ -98,17 +98,17 @@ def gather(
 
 
 def _open(
-    meeting: StoreSpec, own: Registration, world_size: int, deadline: Deadline
+    rendezvous: StoreSpec, own: Registration, world_size: int, deadline: Deadline
 ) -> tuple[StoreSpec, RegisteredWorld]:
     """Make a start, and wait for all."""
-    outer = open_store(meeting, STORE_LIMIT, make=True)
+    outer = open_store(rendezvous, STORE_LIMIT, make=True)
     old, name = peek(outer, START), uuid.uuid4().hex
-    space = meeting.within(name)
+    space = rendezvous.within(name)
     store = open_store(space, STORE_LIMIT, make=True)
     store.set(f"here/{own.rank}", own.to_text())
     outer.set(START, name)
     if old is not None:
-        erase(meeting.within(old.decode()))
+        erase(rendezvous.within(old.decode()))
     try:
         while missing := absent(store, "here", world_size):
             deadline.wait(numbered("rank", missing, world_size))
@@ -135,17 +135,17 @@ def _give_up(store: Store, world_size: int, why: str, deadline: Deadline) -> Non
 
 
 def _find(
-    meeting: StoreSpec, own: Registration, world_size: int, deadline: Deadline
+    rendezvous: StoreSpec, own: Registration, world_size: int, deadline: Deadline
 ) -> tuple[StoreSpec, RegisteredWorld]:
     """Wait for a start, and for a world in it that this process is in."""
-    outer = _reached(meeting, world_size, deadline)
+    outer = _reached(rendezvous, world_size, deadline)
     found: bytes | None = None
     missing = [0]
     while True:
         name = peek(outer, START)
         with suppress(FolderRemoved):  # an earlier start's space, just now
             if name is not None and name != found:
-                space = meeting.within(name.decode())
+                space = rendezvous.within(name.decode())
                 store = open_store(space, STORE_LIMIT)
                 store.set(f"here/{own.rank}", own.to_text())
                 found = name
@@ -161,11 +161,11 @@ def _find(
         deadline.wait(numbered("rank", missing, world_size))
 
 
-def _reached(meeting: StoreSpec, world_size: int, deadline: Deadline) -> Store:
+def _reached(rendezvous: StoreSpec, world_size: int, deadline: Deadline) -> Store:
     """Open the store once it is there: rank 0 may be yet to serve it."""
     while True:
         try:
-            return open_store(meeting, STORE_LIMIT)
+            return open_store(rendezvous, STORE_LIMIT)
         except CommError as error:
             deadline.wait(f"{numbered('rank', [0], world_size)} ({str(error).rstrip('.')})")
 

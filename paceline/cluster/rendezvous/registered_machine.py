@@ -36,7 +36,7 @@ class RegisteredMachine:
 
     Args:
         plan: this machine's part.
-        meeting: the run's space, as this machine reaches it.
+        rendezvous: the run's space, as this machine reaches it.
         generation: the start's name.
         registration: this machine's.
         notice: called in the heartbeat's thread with the failure that ended the run.
@@ -46,7 +46,7 @@ class RegisteredMachine:
     def __init__(
         self,
         plan: RunPlan,
-        meeting: StoreSpec,
+        rendezvous: StoreSpec,
         generation: str,
         registration: Registration,
         *,
@@ -54,13 +54,13 @@ class RegisteredMachine:
         warn: Callable[[str], None],
     ) -> None:
         self.plan, self.registration = plan, registration
-        self.meeting, self.generation = meeting, generation
-        self.space = meeting.within(generation)
+        self.rendezvous, self.generation = rendezvous, generation
+        self.space = rendezvous.within(generation)
         self.store = open_store(self.space, STORE_LIMIT, make=self.leads)
-        self.run_store = open_store(meeting, STORE_LIMIT)
+        self.run_store = open_store(rendezvous, STORE_LIMIT)
         # The heartbeat has connections of its own: a wait on one blocks its other users.
         self._lease_store = open_store(self.space, STORE_LIMIT)
-        self._run_lease_store = open_store(meeting, STORE_LIMIT)
+        self._run_lease_store = open_store(rendezvous, STORE_LIMIT)
         self._notice: Callable[[FailureReport], None] | None = notice
         self._heartbeat = Heartbeat(
             self._beat,
@@ -108,7 +108,7 @@ class RegisteredMachine:
 
     def _remove_run(self) -> None:
         """Remove this start, and the run's record if it is this start's."""
-        if self.meeting.served_by_run:
+        if self.rendezvous.served_by_run:
             return  # its entries end with the server
         if self._is_newest():
             self.run_store.delete_key("run")

@@ -19,7 +19,7 @@ class RunPlan:
         machine: this machine's number (Caffe2's shard_id).
         machines: the number of machines (Caffe2's num_shards).
         workers: the number of workers to start here.
-        meeting: the run's space in a store that all machines reach; None: this machine alone.
+        rendezvous: the run's space in a store that all machines reach; None: this machine alone.
         interfaces: network interfaces to use; none: all.
         first_iter_timeout: seconds to wait for the others at the start.
         timeout: seconds to wait for the others afterwards.
@@ -32,7 +32,7 @@ class RunPlan:
     machine: int = 0
     machines: int = 1
     workers: int = 1
-    meeting: StoreSpec | None = None
+    rendezvous: StoreSpec | None = None
     interfaces: tuple[str, ...] = ()
     first_iter_timeout: float = 1200.0
     timeout: float = 60.0
@@ -53,7 +53,7 @@ class RunPlan:
             machine=world.shard_id,
             machines=world.num_shards,
             workers=workers,
-            meeting=StoreSpec.of(world, run_space(run_id), read_secret(world.secret_file)),
+            rendezvous=StoreSpec.of(world, run_space(run_id), read_secret(world.secret_file)),
             interfaces=tuple(name for name in names if name),
             first_iter_timeout=world.first_iter_timeout,
             timeout=world.timeout,

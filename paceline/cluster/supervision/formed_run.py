@@ -114,7 +114,7 @@ class FormedRun:
                 else:
                     pause(_PAUSE_S)
         except STORE_ERRORS as error:
-            if not self.registered.meeting.served_by_run:
+            if not self.registered.rendezvous.served_by_run:
                 return
             reason = f"its store is lost: {first_line(error)}"
         raise CommError(

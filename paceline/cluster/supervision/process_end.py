@@ -73,7 +73,7 @@ class LaunchedEnd(ProcessEnd):
 
     Args:
         world: the world that it leaves.
-        meeting: the job's space in the store, which contains the world's space.
+        rendezvous: the job's space in the store, which contains the world's space.
         server: the store's server, where this process serves it.
         stays: whether this process stays until the others have left, and cleans up.
         timeout: seconds that it stays for them after a good end.
@@ -82,13 +82,13 @@ class LaunchedEnd(ProcessEnd):
     def __init__(
         self,
         world: FormedWorld,
-        meeting: StoreSpec,
+        rendezvous: StoreSpec,
         server: TCPStore | None,
         *,
         stays: bool,
         timeout: float,
     ) -> None:
-        self._world, self._meeting, self._server = world, meeting, server
+        self._world, self._rendezvous, self._server = world, rendezvous, server
         self._stays, self._timeout = stays, timeout
         members = world.members
         self._name = members.describe(members.rank)
@@ -149,8 +149,8 @@ class LaunchedEnd(ProcessEnd):
             if peek(store, FAILURE) is not None:
                 deadline = min(deadline, time.monotonic() + _CAUSE_S)
             time.sleep(_PAUSE_S)
-        if not self._meeting.served_by_run:  # a folder or Redis keeps what is of this start
-            outer = open_store(self._meeting, STORE_LIMIT)
+        if not self._rendezvous.served_by_run:  # a folder or Redis keeps what is of this start
+            outer = open_store(self._rendezvous, STORE_LIMIT)
             if peek(outer, START) == self._world.space.space.rpartition("/")[2].encode():
                 outer.delete_key(START)
             erase(self._world.space)

@@ -19,7 +19,7 @@ KINDS = ("folder", "redis", "tcp")
 
 
 @contextmanager
-def meeting_of(kind: str, parent: Path) -> Iterator[StoreSpec]:
+def rendezvous_of(kind: str, parent: Path) -> Iterator[StoreSpec]:
     """Make the rendezvous of run r; machine 0 serves a TCP store itself."""
     if kind == "folder":
         path = parent / "meet"
@@ -32,18 +32,18 @@ def meeting_of(kind: str, parent: Path) -> Iterator[StoreSpec]:
         yield StoreSpec(kind="tcp", address=f"127.0.0.1:{free_port()}", space=SPACE)
 
 
-def plan(meeting: StoreSpec, machine: int, machines: int = 2, **changes: object) -> RunPlan:
+def plan(rendezvous: StoreSpec, machine: int, machines: int = 2, **changes: object) -> RunPlan:
     """A machine's part in run r, with short limits."""
     values = {"run_id": "r", "first_iter_timeout": 20.0, "timeout": 5.0}
-    return RunPlan(machine=machine, machines=machines, meeting=meeting, **(values | changes))  # type: ignore[arg-type]
+    return RunPlan(machine=machine, machines=machines, rendezvous=rendezvous, **(values | changes))  # type: ignore[arg-type]
 
 
-def left_behind(meeting: StoreSpec) -> list[object]:
+def left_behind(rendezvous: StoreSpec) -> list[object]:
     """List what is in the rendezvous; a TCP store goes with its server."""
-    if meeting.kind == "folder":
-        return list(os.listdir(meeting.address))
-    if meeting.kind == "redis":
-        client = redis.Redis.from_url(meeting.address)
+    if rendezvous.kind == "folder":
+        return list(os.listdir(rendezvous.address))
+    if rendezvous.kind == "redis":
+        client = redis.Redis.from_url(rendezvous.address)
         keys = list(client.scan_iter())
         client.close()
         return keys

@@ -41,7 +41,7 @@ def bootstraps(
     limit: float = LIMIT,
     store: HashStore | None = None,
 ) -> list[Bootstrap]:
-    """Return each rank's meeting in one store, a fresh one or this."""
+    """Return each rank's rendezvous in one store, a fresh one or this."""
     store = store or HashStore()
     return [
         Bootstrap(

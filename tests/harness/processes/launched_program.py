@@ -26,12 +26,14 @@ from tests.harness.processes.gloo_all_reduce import sum_of_ranks
 
 def main(environment: Environment, limit: float, order: str, folder: str = "") -> int:
     """Join, obey and leave; return the exit status."""
-    meeting = StoreSpec(kind="folder", address=folder, space=run_space("r")) if folder else None
+    rendezvous = StoreSpec(kind="folder", address=folder, space=run_space("r")) if folder else None
     launched = environment.launched
     if launched is not None and order == f"late={launched.rank}":
         signal.pause()
     try:
-        joined = join_world_of(environment, first_iter_timeout=limit, timeout=10, meeting=meeting)
+        joined = join_world_of(
+            environment, first_iter_timeout=limit, timeout=10, rendezvous=rendezvous
+        )
     except PacelineError as error:
         print(f"not joined: {error}", flush=True)
         return error.status

@@ -147,7 +147,7 @@ def srun(
         nodes: the tasks of each.
         each: more arguments for the tasks of these numbers.
     """
-    variables = [{**own, **meeting} for meeting in [place()] for own in srun_variables(nodes)]
+    variables = [{**own, **rendezvous} for rendezvous in [place()] for own in srun_variables(nodes)]
     with by_variables(argv, [folder] * len(variables), variables, each=each) as programs:
         yield programs
 
@@ -182,8 +182,8 @@ def joiners(
         words: what the joiners are told.
         meet: name a free port for them to meet at.
     """
-    meeting = place() if meet else {}
-    tasks = [Task({**own, **meeting}, words, folder) for own in variables]
+    rendezvous = place() if meet else {}
+    tasks = [Task({**own, **rendezvous}, words, folder) for own in variables]
     try:
         yield tasks
     finally:

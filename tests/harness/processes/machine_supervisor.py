@@ -30,7 +30,7 @@ def main() -> int:
         machine=int(machine),
         machines=int(machines),
         workers=int(workers),
-        meeting=StoreSpec(kind="folder", address=folder, space=run_space(run_id)),
+        rendezvous=StoreSpec(kind="folder", address=folder, space=run_space(run_id)),
         interfaces=tuple(interfaces.split()),
         first_iter_timeout=40.0,
         timeout=10.0,
