@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -167,28 +168,33 @@ def _stop_listening(opened: dict[int, str], address: str) -> None:
         address: the IP address on which it listens.
     """
     with ExitStack() as stack:
-        loops = [
-            stack.enter_context(select.epoll.fromfd(os.dup(number)))
-            for number, target in opened.items()
-            if target == "anon_inode:[eventpoll]"
-        ]
         for number, target in opened.items():
             if target.startswith("socket:") and _listens(number, address):
-                _replace(number, loops)
+                loops = [
+                    stack.enter_context(select.epoll.fromfd(os.dup(loop)))
+                    for loop, kind in opened.items()
+                    if kind == "anon_inode:[eventpoll]" and _watches(loop, number)
+                ]
+                if loops:  # otherwise it is another thread's port, opened meanwhile
+                    _replace(number, loops)
+
+
+def _watches(loop: int, number: int) -> bool:
+    """Return whether an event loop has a descriptor; another thread's loop may be closed by now."""
+    with suppress(OSError):
+        return f"tfd: {number:8} " in Path(f"/proc/self/fdinfo/{loop}").read_text()
+    return False
 
 
 def _listens(number: int, address: str) -> bool:
-    try:
-        copy = os.dup(number)
-    except OSError:  # another thread's, closed since
-        return False
-    with socket.socket(fileno=copy) as port:
-        listens = port.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-        return bool(listens) and port.getsockname()[0] == address
+    with suppress(OSError), socket.socket(fileno=os.dup(number)) as port:
+        accepts = port.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        return bool(accepts) and port.getsockname()[0] == address
+    return False
 
 
 def _replace(number: int, loops: Sequence[select.epoll]) -> None:
-    """Give a listening descriptor another socket, of which the event loops get no event."""
+    """Give a listening descriptor another socket, of which its event loops get no event."""
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(f"\0paceline-{secrets.token_hex(16)}")
         silent.listen(0)

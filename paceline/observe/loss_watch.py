@@ -59,8 +59,10 @@ class LossWatch:
         if skipped:
             return
         if not math.isfinite(loss):
-            value = "NaN" if math.isnan(loss) else "infinite"
-            raise Diverged(f"The loss became {value} in step {step}. {self._remedy}")
+            raise Diverged(
+                f"The loss became {'NaN' if math.isnan(loss) else 'infinite'} in step {step}. "
+                f"{self._remedy}"
+            )
         if 0 < self._max_loss < loss and (step + 1) % self._every == 0:
             raise Diverged(
                 f"The loss became {loss:.4g} in step {step}; --max_loss is {self._max_loss:g}. "

@@ -212,8 +212,8 @@ def test_damaged_events_are_named_by_their_line(
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([*lines[:3], "damaged\n", *lines[4:]]))
     said = (
-        r"\S+/runs/r/events.rank0.jsonl, line 4: not an event \(.*\); the file was damaged, put it "
-        r"back."
+        r"\S+/runs/r/events.rank0.jsonl, line 4: not an event \(.*\); the file is damaged, restore "
+        r"it from a copy."
     )
     require_answer(Bad(words="ledger r", said=said, status=1), here, capfd)
     path.write_text("".join([*lines[:4], *lines[6:]]))

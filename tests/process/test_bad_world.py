@@ -269,8 +269,8 @@ def test_a_rank_that_never_comes_is_named_within_the_limit(
     for variable, value in {**place, **rendezvous}.items():
         monkeypatch.setenv(variable, value)
     said = (
-        rf"rank {rank} of 2 on {HOST}: {missing.format(port)} didn't come within 1 s: see what "
-        "they say, or give a longer --first_iter_timeout."
+        rf"rank {rank} of 2 on {HOST}: {missing.format(port)} didn't come within 1 s: check "
+        "their output, or give a longer --first_iter_timeout."
     )
     words = f"{NULL} --model own:net --first_iter_timeout 1"
     require_answer(Bad(words=words, said=said, status=1), here, capfd)

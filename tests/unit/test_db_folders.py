@@ -100,7 +100,7 @@ def test_a_class_name_that_is_no_line_of_text_is_refused(tmp_path: Path, name: b
     import os
 
     os.mkdir(os.fsencode(tmp_path) + b"/" + name)
-    with pytest.raises(ConfigError, match="line of UTF-8"):
+    with pytest.raises(ConfigError, match="UTF-8 without line breaks"):
         scan(tmp_path)
 
 

@@ -191,7 +191,7 @@ def without(variables: dict[str, str], name: str) -> dict[str, str]:
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set and RANK, LOCAL_RANK, LOCAL_WORLD_SIZE aren't"),
         (TORCHRUN | {"RANK": "4"}, "RANK 4 and WORLD_SIZE 4: RANK must be less than WORLD_SIZE"),
         (TORCHRUN | {"LOCAL_RANK": "2"}, "LOCAL_RANK 2 and LOCAL_WORLD_SIZE 2"),
-        (TORCHRUN | {"LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE 5: a machine's number"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE 5: a machine can't have more"),
         (TORCHRUN | {"RANK": "-1"}, "RANK is '-1' in the environment: it must be a whole number"),
         (TORCHRUN | {"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'"),
         (TORCHRUN | {"MASTER_PORT": "70000"}, "MASTER_PORT is 70000"),

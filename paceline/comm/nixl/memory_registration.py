@@ -38,8 +38,9 @@ class RegisteredMemory:
         self._users[_range(memory)] -= 1
         self._users = +self._users
         for key in self._registrations.keys() - self._users.keys():
-            start, size = key
-            if not any(start < at + length and at < start + size for at, length in self._users):
+            if not any(
+                key[0] < start + size and start < key[0] + key[1] for start, size in self._users
+            ):
                 self._agent.deregister_memory(self._registrations.pop(key))
 
     def close(self) -> None:
