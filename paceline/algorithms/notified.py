@@ -34,8 +34,6 @@ from paceline.update.batch_norm import RunningStatistics
 from paceline.update.updater import Updater
 
 OpenWindow = Callable[[int, int], Window]  # of a size and a number of notifications
-
-
 MakeRule = Callable[[PutExchange | None, RankState | None], tuple[UpdateRule, RankState | None]]
 
 
@@ -85,9 +83,7 @@ def make_with_puts(
     buckets: Sequence[Bucket],
     statistics: RunningStatistics,
     options: PutOptions,
-    make_rule: Callable[
-        [PutExchange | None, RankState | None], tuple[UpdateRule, RankState | None]
-    ],
+    make_rule: MakeRule,
     *,
     updated: bool = False,
 ) -> DataParallel:

@@ -28,10 +28,10 @@ from paceline.comm.communicator import Ticket
 from paceline.comm.window import timed_out
 from paceline.errors import CommError, PeerLost
 
-# Words by which the transports report a lost peer; their other errors are about the call.
 _OPENING = threading.Lock()  # guards the process's table of descriptors while one is read
 _PLACE = re.compile(r"\[[^\]]*\.\w+:\d+\] ?|[^\s\[]+\.(?:cc|cpp|hpp|h|cu):\d+,? ?")
 _ADDRESS = re.compile(r"\[([^\]\s]+)\]:\d+")
+# Words by which the transports report a lost peer; their other errors are about the call.
 _OF_CONNECTIONS = ("connect", "peer", "socket", "pipe", "closed", "abort", "remote process")
 
 

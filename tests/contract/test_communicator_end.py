@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import select
 import socket
 import threading
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import psutil
+import pytest
 import torch
 
 from paceline.comm.communicator import Communicator, broadcast_all, total
+from paceline.comm.process_group import _stop_listening
 from paceline.comm.single_rank import SingleRankCommunicator
 from paceline.errors import PeerLost
 from tests.harness.equivalence.rank_threads import run_ranks
@@ -57,6 +61,20 @@ def connect_to_own_ports(c: Communicator) -> tuple[int, int, float]:
 
 def test_gloo_listens_no_longer_once_the_ranks_are_connected() -> None:
     assert spawn(3, connect_to_own_ports) == [(0, 0, 3.0)] * 3
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_only_a_port_of_gloos_event_loop_is_closed(watched: bool) -> None:
+    """Another thread may open a port and an event loop while Gloo opens its own."""
+    with socket.create_server(("127.0.0.1", 0)) as port, select.epoll() as loop:
+        if watched:
+            loop.register(port.fileno(), select.EPOLLIN)
+        address = port.getsockname()
+        opened = {n: os.readlink(f"/proc/self/fd/{n}") for n in (port.fileno(), loop.fileno())}
+        _stop_listening(opened, "127.0.0.1")
+        refused = pytest.raises(ConnectionRefusedError) if watched else nullcontext()
+        with refused:
+            socket.create_connection(address, LIMIT).close()
 
 
 def lose_a_peer(c: Communicator) -> str:

@@ -239,9 +239,9 @@ def test_a_wrong_number_of_machines_doesnt_end_a_run_in_its_course(
 ) -> None:
     running = [stage.start(plan(rendezvous, machine)) for machine in (0, 1)]
     actors = stage.actors(2)
-    stranger = stage.start(plan(rendezvous, 2, 3))
-    assert stranger.status() == 2
-    assert "--num_shards 3 on machine 2, but 2 on machine 0" in stranger.text
+    other = stage.start(plan(rendezvous, 2, 3))
+    assert other.status() == 2
+    assert "--num_shards 3 on machine 2, but 2 on machine 0" in other.text
     assert not join_world(actors[0].place)[1].check(["failure"])
     end(actors, running)
 
