@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.network.namespaces import Machine, two_machines
+from tests.harness.processes.fork_server import ServedPopen
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 60
@@ -30,7 +31,7 @@ def run_on(machines: tuple[Machine, Machine], folder: Path, interfaces: str) -> 
             sys.executable, "-m", "tests.harness.processes.machine_supervisor", *arguments
         )
         running.append(
-            subprocess.Popen(
+            ServedPopen(
                 command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
             )
         )

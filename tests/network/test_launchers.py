@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.network.namespaces import Machine, two_machines
+from tests.harness.processes.fork_server import ServedPopen
 from tests.harness.processes.launcher_processes import facts, srun_variables
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +41,7 @@ def test_tasks_of_two_machines_find_each_other_over_the_cable(
         ]
         command = machines[int(variables["SLURM_NODEID"])].inside(*joiner)
         running.append(
-            subprocess.Popen(
+            ServedPopen(
                 command, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
             )
         )

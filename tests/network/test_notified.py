@@ -14,6 +14,7 @@ import pytest
 from tests.harness.network.namespaces import Machine, cut, two_machines
 from tests.harness.processes.bad_inputs import NULL
 from tests.harness.processes.command import run
+from tests.harness.processes.fork_server import ServedPopen
 from tests.harness.processes.run_folders import losses, until_step, write_net
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +44,7 @@ def started(
         own = f"{words} {PLACE} --shard_id {number} --num_workers {number + 1}".split()
         command = ["env", f"PYTHONPATH={ROOT}", sys.executable, "-m", "paceline.cli.main", *own]
         running.append(
-            subprocess.Popen(
+            ServedPopen(
                 machine.inside(*command),
                 cwd=here,
                 text=True,

@@ -27,7 +27,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_the_example_has_the_same_losses_under(
     launcher: str, alone: list[str], tmp_path: Path
 ) -> None:
-    ended = run(launcher, EXAMPLE, folder=tmp_path, real=launcher == "torchrun")
+    ended = run(launcher, EXAMPLE, folder=tmp_path, real=launcher == "mpirun")
     assert ended.status == 0, ended.text
     assert ended.text.splitlines() == alone
     assert len(alone) == 4

@@ -6,8 +6,10 @@
 
 A program that imports torch and what torch imports with its first optimizer takes five processor
 seconds before it does anything; a fork takes a tenth of one. What a fork starts by `subprocess` is
-forked as well, where it is a Python program of the same environment. Everything else is real:
-processes, parents, sessions, signals, streams, exit statuses, the environment, the current folder.
+forked as well, where it is a Python program of the same environment. Other programs (mpirun, bash,
+ip) start `stand_in.py` for Python, which asks the server for a fork. Everything else is real:
+processes, sessions, signals, streams, exit statuses, the environment, the current folder, network
+namespaces.
 
 A fork differs from a program of its own in what happens before its first line: no import of the
 package, no seed of string hashes, no interpreter flags. So each seam has one test with a real
@@ -17,102 +19,39 @@ process (`real=True`), and a program with flags or variables for its interpreter
 from __future__ import annotations
 
 import atexit
-import fcntl
 import functools
 import gc
 import inspect
 import json
-import multiprocessing.util
 import os
-import random
-import runpy
 import select
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import threading
-import traceback
-import types
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import psutil
 
-ROOT = Path(__file__).parents[3]
-ENVIRONMENT = "environment"  # the memory file of a fork that holds it
+from tests.harness.processes import fork_child
+from tests.harness.processes.python_program import BIN, ROOT, Program
+from tests.harness.processes.stand_in import NAMESPACES
+
 PREPARED = (
     *("torch", "torch.distributed", "torch._dynamo", "torch.utils.data", "numpy", "numba"),
-    *("sklearn.datasets", "PIL.Image", "safetensors.torch"),
+    *("torch.distributed.run", "sklearn.datasets", "PIL.Image", "safetensors.torch"),
     *("paceline", "paceline.cli.main", "paceline.cli.train", "paceline.cli.launch"),
     *("paceline.codecs.kernels.compiled", "paceline.cli.worker", "paceline.cli.train_launched"),
 )
-_HARMLESS = {"-I", "-S", "-P", "-u", "-B"}  # options that change nothing once torch is there
-_STREAMS = ("p2cread", "c2pwrite", "errwrite")
+STAND_IN = Path(__file__).with_name("stand_in.py")
 _ARGUMENTS = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
-
-
-@dataclass(frozen=True)
-class Program:
-    """A Python program: a module, a file or code, and its arguments."""
-
-    kind: str
-    name: str
-    arguments: Sequence[str]
-
-    @classmethod
-    def of(cls, argv: Sequence[str], environment: Mapping[str, str]) -> Program | None:
-        """Read a command; None where it is no Python program of this environment."""
-        first, *words = map(os.fspath, argv)
-        found = shutil.which(first, path=environment.get("PATH"))
-        if found is None or Path(found).absolute().parent != Path(sys.executable).parent:
-            return None
-        if not Path(found).name.startswith("python"):
-            with Path(found).open("rb") as file:
-                python = file.readline() == f"#!{sys.executable}\n".encode()
-            return cls("file", found, words) if python else None
-        while words and words[0] in _HARMLESS:
-            words.pop(0)
-        if len(words) >= 2 and words[0] in ("-m", "-c"):
-            return cls({"-m": "module", "-c": "code"}[words[0]], words[1], words[2:])
-        return cls("file", words[0], words[1:]) if words and words[0][:1] != "-" else None
-
-    def has_other_paceline(self, folder: Path | str | None, environment: Mapping[str, str]) -> bool:
-        """Return whether it imports Paceline from another checkout than this one."""
-        here = Path(folder or ".").absolute()
-        first = here / Path(self.name).parent if self.kind == "file" else here
-        own = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
-        path = [first, *(here / name for name in own)]
-        found = [each for each in path if (each / "paceline/__init__.py").exists()]
-        return bool(found) and found[0].resolve() != ROOT
-
-    def run(self) -> None:
-        """Run it as the interpreter would."""
-        start = {"module": os.getcwd(), "code": "", "file": str(Path(self.name).absolute().parent)}
-        own = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        sys.path[:] = [start[self.kind], *filter(None, own), *_server_path]
-        sys.argv[:] = [{"module": self.name, "code": "-c", "file": self.name}[self.kind]]
-        sys.argv += self.arguments
-        if self.kind == "module":
-            sys.modules.pop(self.name, None)
-            runpy.run_module(self.name, run_name="__main__", alter_sys=True)
-        elif self.kind == "file":
-            main = types.ModuleType("__main__")
-            main.__file__ = self.name
-            sys.modules["__main__"] = main
-            exec(compile(Path(self.name).read_bytes(), self.name, "exec"), main.__dict__)
-        else:
-            main = types.ModuleType("__main__")
-            sys.modules["__main__"] = main
-            exec(compile(self.name, "<string>", "exec"), main.__dict__)
-
-
+_stand_ins: Path | None = None  # the folder of the server of which this process is a fork
 RealPopen = subprocess.Popen  # where a test replaces it
 
 
@@ -120,15 +59,23 @@ class _Popen(subprocess.Popen[Any]):
     """A `Popen` that starts Python programs of this environment in its own way."""
 
     def _execute_child(self, *given: Any) -> None:
-        arguments = _ARGUMENTS.bind(self, *given).arguments
+        bound = _ARGUMENTS.bind(self, *given)
+        arguments = bound.arguments
         environment = os.environ if arguments["env"] is None else arguments["env"]
-        plain = not arguments["shell"] and not arguments["preexec_fn"] and not arguments["pass_fds"]
         argv = arguments["args"]
-        program = None
-        if plain and not isinstance(argv, str) and _same_interpreter(environment):
-            program = Program.of(argv, environment)
-        if program is None or program.has_other_paceline(arguments["cwd"], environment):
+        special = arguments["preexec_fn"] or arguments["pass_fds"] or not arguments["close_fds"]
+        if isinstance(argv, str) or special:
             super()._execute_child(*given)  # type: ignore[misc]
+            return
+        program = Program.of(argv, environment)
+        if program is None:
+            folder = self._stand_in_folder()
+            own = str(folder / "python")
+            arguments["args"] = [own if word == sys.executable else word for word in argv]
+            path = f"{folder}{os.pathsep}{environment.get('PATH', os.defpath)}"
+            arguments["env"] = {**environment, "PATH": path}
+        if program is None or Program.forkable(argv, arguments["cwd"], environment) is None:
+            super()._execute_child(*bound.args[1:])  # type: ignore[misc]
             return
         self.pid = self._start(program, {**arguments, "env": dict(environment)})
         self._child_created = True
@@ -140,17 +87,33 @@ class _Popen(subprocess.Popen[Any]):
     def _start(self, program: Program, arguments: dict[str, Any]) -> int:
         raise NotImplementedError
 
+    def _stand_in_folder(self) -> Path:
+        raise NotImplementedError
+
 
 class ForkingPopen(_Popen):
-    """A `Popen` that forks this process."""
+    """A `Popen` that forks this process.
+
+    Args:
+        like: what the fork has of the process for which it stands; `fork_child.become` lists it.
+        given: as for `subprocess.Popen`.
+    """
+
+    def __init__(self, *argv: Any, like: Mapping[str, Any] | None = None, **given: Any) -> None:
+        self._like = like or {}
+        super().__init__(*argv, **given)
 
     def _start(self, program: Program, arguments: dict[str, Any]) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()
         if not pid:
-            _become(program, arguments)
+            fork_child.become(program, arguments, **self._like)
         return pid
+
+    def _stand_in_folder(self) -> Path:
+        assert _stand_ins is not None
+        return _stand_ins
 
 
 class ServedPopen(_Popen):
@@ -167,13 +130,16 @@ class ServedPopen(_Popen):
         }
         streams = [
             number if arguments[name] == -1 else arguments[name]
-            for number, name in enumerate(_STREAMS)
+            for number, name in enumerate(fork_child.STREAMS)
         ]
         socket.send_fds(server().control, [json.dumps(request).encode()], [*streams, told])
         os.close(told)
         pid = int.from_bytes(os.read(self._status, 8), "little")
         assert pid, "the fork server ended"
         return pid
+
+    def _stand_in_folder(self) -> Path:
+        return server().stand_ins
 
     def _try_wait(self, flags: int) -> tuple[int, int]:
         if not hasattr(self, "_status"):
@@ -204,21 +170,29 @@ class Server:
     Attributes:
         control: takes requests.
         pid: the server's process.
+        stand_ins: a folder with a `stand_in.py` for each Python program of the environment.
     """
 
     def __init__(self) -> None:
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        self.stand_ins = Path(tempfile.mkdtemp(prefix="paceline-forks-"))
         threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
         quiet = {"OMP_WAIT_POLICY": "PASSIVE", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-        self._process = RealPopen(
-            [sys.executable, "-m", __name__, str(theirs.fileno())],
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
-            env={**environment, **threads, **quiet},
-        )
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(str(_make_stand_ins(self.stand_ins)))
+            listener.listen(64)
+            self._process = RealPopen(
+                [
+                    *(sys.executable, "-m", __name__),
+                    *(str(theirs.fileno()), str(listener.fileno()), str(self.stand_ins)),
+                ],
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno(), listener.fileno()],
+                env={**environment, **threads, **quiet},
+            )
         self.pid = self._process.pid
         theirs.close()
         atexit.register(self.close)
@@ -227,6 +201,7 @@ class Server:
         """Let the server end."""
         self.control.close()
         self._process.wait()
+        shutil.rmtree(self.stand_ins, ignore_errors=True)
 
 
 @functools.cache
@@ -239,194 +214,124 @@ def environment_of(process: psutil.Process) -> dict[str, str]:
     """Return the environment of a process, which may be a fork."""
     with suppress(OSError):  # it may end meanwhile
         for link in Path(f"/proc/{process.pid}/fd").iterdir():
-            if os.readlink(link).startswith(f"/memfd:{ENVIRONMENT} "):
+            if os.readlink(link).startswith(f"/memfd:{fork_child.ENVIRONMENT} "):
                 return dict(json.loads(link.read_text()))
     return dict(process.environ())
 
 
-def _same_interpreter(environment: Mapping[str, str]) -> bool:
-    """Tell whether no variable is for the interpreter's start alone."""
-
-    def own(variables: Mapping[str, str]) -> dict[str, str]:
-        return {k: v for k, v in variables.items() if k[:6] == "PYTHON" and k != "PYTHONPATH"}
-
-    return own(environment) == own(os.environ)
-
-
-_server_path: list[str] = []
-_server_modules: set[str] = set()
-_parents: list[Any] = []  # streams that a fork doesn't use and mustn't close
-_torch_state: Any = None
+def _make_stand_ins(folder: Path) -> Path:
+    """Fill a folder with stand-ins; return where their server listens."""
+    (folder / "bin").symlink_to(BIN)
+    program = folder / "stand_in"
+    program.write_text(f"#!{sys.executable} -IS\n{STAND_IN.read_text()}")
+    program.chmod(0o755)
+    for name in os.listdir(BIN):
+        if Program.of([str(BIN / name)], {}) or name.startswith("python"):
+            (folder / name).symlink_to(program)
+    return folder / "socket"
 
 
-def _serve(number: int) -> None:
-    """Fork programs on request, until the test's process has gone."""
-    global _torch_state
-    for name in PREPARED:
-        try:
-            import_module(name)
-        except ImportError:
-            continue
-    import torch
+class _Serving:
+    """The server's own side: what it has forked, for the test and for stand-ins."""
 
-    torch.set_num_threads(1)
-    _torch_state = torch.get_rng_state()
-    _server_path[:] = sys.path[1:]
-    _server_modules.update(sys.modules)
-    assert len(os.listdir("/proc/self/task")) == 1, "a thread would be missing in the forks"
-    subprocess.Popen = ForkingPopen  # type: ignore[misc]
-    gc.collect()
-    gc.freeze()
-    control = socket.socket(fileno=number)
-    running: dict[int, tuple[ForkingPopen, int]] = {}  # by a descriptor of the process
-    while True:
-        ready, _, _ = select.select([control, *running], [], [])
-        for each in ready:
-            if each is control:
-                message, descriptors, _, _ = socket.recv_fds(control, 1 << 20, 4)
-                if not message:
-                    return
-                process, told = _fork(json.loads(message), descriptors)
-                running[os.pidfd_open(process.pid)] = process, told
-            else:
-                process, told = running.pop(each)
-                os.close(each)
-                _, status = os.waitpid(process.pid, 0)
-                process.returncode = os.waitstatus_to_exitcode(status)
-                _tell(told, status)
-                os.close(told)
+    def __init__(self, control: socket.socket, listener: socket.socket) -> None:
+        self._control, self._listener = control, listener
+        self._running: dict[int, tuple[ForkingPopen, int]] = {}  # by a descriptor of the process
+        self._stand_ins: dict[socket.socket, int] = {}  # the process of each
 
+    def serve(self) -> None:
+        """Fork programs on request, until the test's process has gone."""
+        while True:
+            waited = [self._control, self._listener, *self._running, *self._stand_ins]
+            for each in select.select(waited, [], [])[0]:
+                if each is self._control:
+                    message, descriptors, _, _ = socket.recv_fds(self._control, 1 << 20, 4)
+                    if not message:
+                        return
+                    self._fork(json.loads(message), descriptors[:3], descriptors[3])
+                elif each is self._listener:
+                    self._take(self._listener.accept()[0])
+                elif isinstance(each, socket.socket):
+                    self._lose(each)
+                else:
+                    self._end(each)
 
-def _fork(request: dict[str, Any], descriptors: Sequence[int]) -> tuple[ForkingPopen, int]:
-    *streams, told = descriptors
-    stdin, stdout, stderr = streams
-    argv = request.pop("argv")
-    process = ForkingPopen(argv, stdin=stdin, stdout=stdout, stderr=stderr, **request)
-    for stream in streams:
-        os.close(stream)
-    _tell(told, process.pid)
-    return process, told
+    def _take(self, stand_in: socket.socket) -> None:
+        """Fork what a stand-in asks for, in its namespaces; or tell it to run that itself."""
+        message, descriptors, _, _ = socket.recv_fds(stand_in, 1 << 20, 100)
+        if not message:
+            stand_in.close()
+            return
+        request = json.loads(message)
+        if Program.forkable(request["argv"], request["cwd"], request["env"]) is None:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            stand_in.close()
+            return
+        count = len(NAMESPACES)
+        files = dict(zip(request.pop("files"), descriptors[count:], strict=True))
+        streams = [files.pop(number) for number in range(3)]
+        others = [
+            descriptor
+            for descriptor, name in zip(descriptors[:count], NAMESPACES, strict=True)
+            if not os.path.samestat(os.fstat(descriptor), os.stat(f"/proc/self/ns/{name}"))
+        ]
+        like = {"namespaces": others, "files": files, "ignored": request.pop("ignored")}
+        request.update(like=like, start_new_session=True)
+        self._stand_ins[stand_in] = self._fork(request, streams, os.dup(stand_in.fileno()))
+        for descriptor in (*descriptors[:count], *files.values()):
+            os.close(descriptor)
+
+    def _fork(self, request: dict[str, Any], streams: Sequence[int], told: int) -> int:
+        stdin, stdout, stderr = streams
+        argv = request.pop("argv")
+        process = ForkingPopen(argv, stdin=stdin, stdout=stdout, stderr=stderr, **request)
+        for stream in streams:
+            os.close(stream)
+        self._running[os.pidfd_open(process.pid)] = process, told
+        _tell(told, process.pid)
+        return process.pid
+
+    def _lose(self, stand_in: socket.socket) -> None:
+        """End the program of a stand-in that was killed."""
+        process = self._stand_ins.pop(stand_in)
+        stand_in.close()
+        if process in {running.pid for running, _ in self._running.values()}:
+            os.kill(process, signal.SIGKILL)
+
+    def _end(self, descriptor: int) -> None:
+        process, told = self._running.pop(descriptor)
+        os.close(descriptor)
+        _, status = os.waitpid(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        _tell(told, status)
+        os.close(told)
 
 
 def _tell(told: int, number: int) -> None:
-    try:
+    with suppress(BrokenPipeError, ConnectionResetError):  # nobody waits for it
         os.write(told, number.to_bytes(8, "little"))
-    except BrokenPipeError:
-        return  # the test doesn't wait for it
 
 
-def _become(program: Program, arguments: dict[str, Any]) -> NoReturn:
-    """Make this fork what a new process is at its first line, and run the program."""
-    status = 1
-    try:
-        if arguments["start_new_session"]:
-            os.setsid()
-        _reset_signals()
-        _take_streams([arguments[name] for name in _STREAMS])
-        _forget()
-        os.environ.clear()
-        os.environ.update(arguments["env"])
-        _show_environment(arguments["env"])
-        if arguments["cwd"] is not None:
-            os.chdir(arguments["cwd"])
-        sys.orig_argv[:] = list(map(os.fspath, arguments["args"]))
-        status = _status_of(program.run)
-        _at_exit()
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(status)
+def _serve(control: int, listener: int, stand_ins: str) -> None:
+    """Prepare what programs import, and serve."""
+    global _stand_ins
+    _stand_ins = Path(stand_ins)
+    subprocess.Popen = ForkingPopen  # type: ignore[misc]  # torchrun's modules take it by name
+    for name in PREPARED:
+        with suppress(ImportError):
+            import_module(name)
+    import torch
 
-
-def _reset_signals() -> None:
-    signal.set_wakeup_fd(-1)
-    for number in signal.valid_signals():
-        if callable(signal.getsignal(number)):
-            signal.signal(number, signal.SIG_DFL)
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])
-
-
-def _take_streams(streams: Sequence[int]) -> None:
-    """Have these three streams, the ones of the parent where a number is -1, and nothing else."""
-    high = [-1 if fd == -1 else fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in streams]
-    for number, fd in enumerate(high):
-        if fd != -1:
-            os.dup2(fd, number)
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        old = getattr(sys, name)
-        _parents.append(old)
-        how = {"mode": "w" if number else "r", "encoding": old.encoding, "errors": old.errors}
-        new = os.fdopen(number, closefd=False, buffering=1 if number == 2 else -1, **how)
-        setattr(sys, name, new)
-        setattr(sys, f"__{name}__", new)
-
-
-def _forget() -> None:
-    """Forget what the parent did since its imports."""
-    gc.freeze()  # what the parent holds isn't this process's to close
-    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
-    multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]
-    sys.excepthook, threading.excepthook = sys.__excepthook__, threading.__excepthook__
-    for name in set(sys.modules) - _server_modules:
-        file = getattr(sys.modules[name], "__file__", None) or ""
-        if not file.startswith((sys.prefix, sys.base_prefix, str(ROOT / "paceline"))):
-            del sys.modules[name]
-    random.seed()
-    sys.modules["torch"].set_rng_state(_torch_state)
-    sys.modules["numpy"].random.seed()
-
-
-def _show_environment(variables: Mapping[str, str]) -> None:
-    """Hold the environment where `environment_of` finds it: /proc shows the server's."""
-    with os.fdopen(os.memfd_create(ENVIRONMENT, os.MFD_CLOEXEC), "w", closefd=False) as file:
-        json.dump(dict(variables), file)
-
-
-def _status_of(run: Callable[[], None]) -> int:
-    """Run a program to its end, as the interpreter does; return its exit status."""
-    try:
-        run()
-    except SystemExit as end:
-        return _exit_status(end)
-    except BaseException as error:
-        try:
-            sys.excepthook(type(error), error, _own_frames(error.__traceback__))
-        except SystemExit as end:
-            return _exit_status(end)
-        if isinstance(error, KeyboardInterrupt):
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            sys.stdout.flush()
-            os.kill(os.getpid(), signal.SIGINT)
-        return 1
-    return 0
-
-
-def _exit_status(end: SystemExit) -> int:
-    if end.code is None or isinstance(end.code, int):
-        return (end.code or 0) & 0xFF
-    print(end.code, file=sys.stderr)
-    return 1
-
-
-def _own_frames(found: types.TracebackType | None) -> types.TracebackType | None:
-    """Leave out the frames of this file, in which a program of its own doesn't run."""
-    while found is not None and found.tb_frame.f_code.co_filename == __file__:
-        found = found.tb_next
-    return found
-
-
-def _at_exit() -> None:
-    """Do what the interpreter does at its end."""
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    torch.set_num_threads(1)
+    fork_child.remember()
+    assert len(os.listdir("/proc/self/task")) == 1, "a thread would be missing in the forks"
+    gc.collect()
+    gc.freeze()
+    _Serving(socket.socket(fileno=control), socket.socket(fileno=listener)).serve()
 
 
 if __name__ == "__main__":
     main = sys.modules["__main__"]
     sys.modules[main.__spec__.name] = main  # type: ignore[union-attr]
-    _serve(int(sys.argv[1]))
+    _serve(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
