@@ -13,18 +13,11 @@ import pytest
 from tests.harness.processes.launcher_processes import ROOT
 
 
-@pytest.mark.parametrize("kind", ["shared", "tcp"])
-def test_nothing_grows(kind: str) -> None:
+@pytest.mark.usefixtures("one_core")  # the process started here inherits it
+def test_nothing_grows_on_windows_of_shared_memory_and_of_tcp() -> None:
+    words = ["--steps", "1000", "--kinds", "shared", "tcp"]
     ended = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "tests.harness.equivalence.memory_growth",
-            "--steps",
-            "1000",
-            "--kinds",
-            kind,
-        ],
+        [sys.executable, "-m", "tests.harness.equivalence.memory_growth", *words],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -27,6 +27,8 @@ from tests.harness.equivalence.exchange_state import (
 from tests.harness.equivalence.put_synchronizers import notified
 from tests.harness.equivalence.rank_threads import run_ranks
 
+pytestmark = pytest.mark.usefixtures("one_core")
+
 MACHINES = [(1, 1), (1, 1, 1), (2, 1), (2, 2)]
 
 

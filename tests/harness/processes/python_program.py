@@ -7,6 +7,7 @@ import runpy
 import shutil
 import sys
 import types
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ class Program:
     kind: str
     name: str
     arguments: Sequence[str]
+    warnings_are_errors: bool = False
 
     @classmethod
     def of(cls, argv: Sequence[str], environment: Mapping[str, str]) -> Program | None:
@@ -38,9 +40,13 @@ class Program:
             return cls("file", found, words) if python else None
         while words and words[0] in _HARMLESS:
             words.pop(0)
+        if errors := words[:2] == ["-W", "error"]:
+            del words[:2]
         if len(words) >= 2 and words[0] in ("-m", "-c"):
-            return cls({"-m": "module", "-c": "code"}[words[0]], words[1], words[2:])
-        return cls("file", words[0], words[1:]) if words and words[0][:1] != "-" else None
+            return cls({"-m": "module", "-c": "code"}[words[0]], words[1], words[2:], errors)
+        if not words or words[0][:1] == "-":
+            return None
+        return cls("file", words[0], words[1:], errors)
 
     @classmethod
     def forkable(
@@ -63,6 +69,9 @@ class Program:
 
     def run(self) -> None:
         """Run it as the interpreter would."""
+        if self.warnings_are_errors:
+            warnings.simplefilter("error")
+            sys.warnoptions.append("error")
         start = {"module": os.getcwd(), "code": "", "file": str(Path(self.name).absolute().parent)}
         own = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         sys.path[:] = [start[self.kind], *filter(None, own), *_search_path]
