@@ -4,12 +4,14 @@ Transforms draw from the streams of Python, numpy and torch, which belong to the
 give depends on all earlier draws of the process. So each sample is made with streams of its own,
 and the caller's are put back behind it:
 
-    dataset[epoch, 7]     caller's streams aside │ seeded by (seed, epoch, 7): dataset[7] │ back
+    batch of 7 and 2     caller's streams aside │ seeded by (seed, epoch, 7): dataset[7] │
+                         seeded by (seed, epoch, 2): dataset[2] │ caller's streams back
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -41,17 +43,23 @@ class SeededDataset(Dataset[Any]):
         self._dataset = dataset
         self._seed = seed
 
-    def __getitem__(self, place: tuple[int, int]) -> Any:
-        """Make a sample with its own streams of the CPU; a device's aren't touched."""
-        epoch, index = place
-        seed = splitmix.base(self._seed, _TRANSFORM, epoch, index)
+    def __getitems__(self, places: Sequence[tuple[int, int]]) -> list[Any]:
+        """Make the samples of a batch, each with its own CPU random streams.
+
+        A `DataLoader` calls this method once per batch, where a data set has it. The random streams
+        of devices are not changed.
+        """
         ours, numpys, torchs = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        torch.default_generator.manual_seed(seed)
         try:
-            return self._dataset[index]
+            return [self._make(epoch, index) for epoch, index in places]
         finally:
             random.setstate(ours)
             np.random.set_state(numpys)
             torch.set_rng_state(torchs)
+
+    def _make(self, epoch: int, index: int) -> Any:
+        seed = splitmix.base(self._seed, _TRANSFORM, epoch, index)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.default_generator.manual_seed(seed)
+        return self._dataset[index]
