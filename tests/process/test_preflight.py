@@ -120,7 +120,7 @@ def test_a_rank_that_stops_in_the_start_is_named_within_the_limit(
     with srun([*words, "--model", "own:small"], tmp_path) as programs:
         end = programs[0].wait()
     assert end.status == 1
-    told = f"rank 1 on machine 0 ({HOST}) said nothing of its model within 10 s: see what it says."
+    told = f"rank 1 on machine 0 ({HOST}) didn't report its model within 10 s: check its output."
     assert told in end.text
     assert "Traceback" not in end.text
 

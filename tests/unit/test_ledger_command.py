@@ -96,7 +96,7 @@ def test_a_run_that_ended_before_it_began_is_told(run: Path, events: str | None)
     new.close()
     if events is not None:
         (run / "new" / "events.rank0.jsonl").write_text(events)
-    with pytest.raises(DataError, match=r"the start of a run: .* again by the same command"):
+    with pytest.raises(DataError, match=r"the start of a run: .* again with the same command"):
         main(["new"])
 
 

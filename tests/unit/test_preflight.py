@@ -95,17 +95,17 @@ def test_shape_type_and_order_of_a_model_count() -> None:
 @pytest.mark.parametrize(
     ("subject", "advice"),
     [
-        ("versions", "see what it says."),
+        ("versions", "check its output."),
         (
             "loader 1",
-            "see what it says; all ranks must call paceline.loader(), not rank 0 alone.",
+            "check its output; all ranks must call paceline.loader(), not rank 0 alone.",
         ),
     ],
 )
 def test_a_rank_that_says_nothing_is_named(subject: str, advice: str) -> None:
     with pytest.raises(CommTimeout) as caught:
         compare(HashStore(), member(0), subject, version_facts(), timeout=0.05)
-    late = f"rank 1 on machine 1 (b), rank 2 on machine 2 (c) said nothing of its {subject} within"
+    late = f"rank 1 on machine 1 (b), rank 2 on machine 2 (c) didn't report its {subject} within"
     assert str(caught.value) == f"{late} 0.05 s: {advice}"
 
 

@@ -154,7 +154,7 @@ def test_another_models_weights_are_refused_with_the_first_differences(
     before = {name: value.clone() for name, value in model.state_dict().items()}
     save_weights(tmp_path / "w.pt", network())
     with pytest.raises(
-        ConfigError, match=rf"w\.pt: the weights are another model's: .*{difference}"
+        ConfigError, match=rf"w\.pt: the weights belong to another model: .*{difference}"
     ):
         load_weights(tmp_path / "w.pt", model)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
@@ -227,7 +227,7 @@ def test_a_plain_pickle_of_code_is_named_and_not_run(
 
 def test_a_file_without_names_is_named(tmp_path: Path) -> None:
     torch.save([torch.ones(3)], tmp_path / "w.pt")
-    with pytest.raises(CheckpointError, match=r"w\.pt: holds no weights by name"):
+    with pytest.raises(CheckpointError, match=r"w\.pt: contains no named weights"):
         load_weights(tmp_path / "w.pt", nn.Linear(1, 1))
 
 

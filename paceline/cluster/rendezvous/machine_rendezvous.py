@@ -235,7 +235,8 @@ def _form(
                 if verdict.state == "dead":
                     raise CommError(
                         f"Machine {peer} ({machines[peer].process.host}) ended during the start "
-                        f"({verdict.reason}): see what it says, and start the run again."
+                        f"({verdict.reason}): check the output "
+                        "of that machine, and start the run again."
                     )
 
         addresses = agreed_addresses(

@@ -60,8 +60,8 @@ def compare(
         ranks = ", ".join(members.describe(int(key.rpartition("/")[2])) for key in missing)
         # To a script's loader a silent rank may not have come at all.
         calls = "; all ranks must call paceline.loader(), not rank 0 alone"
-        advice = "see what it says" + (calls if subject.startswith("loader ") else "")
-        return f"{ranks} said nothing of its {subject} within {timeout:g} s: {advice}."
+        advice = "check its output" + (calls if subject.startswith("loader ") else "")
+        return f"{ranks} didn't report its {subject} within {timeout:g} s: {advice}."
 
     await_keys(store, keys, timeout, late)
     digests = store.multi_get(keys)
