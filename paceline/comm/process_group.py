@@ -117,7 +117,7 @@ class ProcessGroupCommunicator:
 
 
 class _WorkTicket:
-    """Handle of a collective of a process group."""
+    """Handle of an asynchronous collective of a process group."""
 
     def __init__(self, work: dist.Work, rank: int, limit: timedelta) -> None:
         self._work, self._rank, self._limit = work, rank, limit

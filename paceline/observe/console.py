@@ -30,22 +30,23 @@ BAR_WIDTH = 24  # columns, where there is room
 class Console(NullRecorder):
     """Recorder that shows the progress of a run on a terminal or in a pipe.
 
-    Events, and the fields that are looked at:
-        run: model, world_size, machines, device, samples and steps (of an epoch), epochs, log,
-            labels (their number).
-        ... sums (of the epoch so far, in the form that the score counter returns), exposed_ms (how
-            long the rank waited for the exchange, if measured).
+    Events, and the fields that it reads:
+        run: model, world_size, machines, device, samples (per epoch), steps (per epoch), epochs,
+            log, labels (their number).
+        step: epoch, epoch_step, step, steps (per epoch), samples, learning_rate, sums (of the epoch
+            so far, in the form that the score counter returns), exposed_ms (how long the rank
+            waited for the exchange, if measured).
         evaluate: step, steps.
         epoch: epoch, seconds, samples, loss, accuracy, learning_rate, test_accuracy and top5 (None
             without test data).
         note: text.
-        end: nothing.
+        end: none.
 
     Args:
-        file: where to; standard output by default.
-        terminal: whether it is a terminal; None asks it.
-        width: its columns; None asks it.
-        clock: seconds since any moment.
+        file: output stream; by default, standard output.
+        terminal: whether `file` is a terminal; None: detected.
+        width: number of columns of the terminal; None: detected.
+        clock: returns seconds since an arbitrary origin.
     """
 
     def __init__(

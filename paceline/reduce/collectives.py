@@ -15,8 +15,8 @@ class Collectives:
     """Exchange by in-place all-reduce.
 
     Args:
-        buckets: what is exchanged.
-        communicator: of all ranks.
+        buckets: the buckets to exchange.
+        communicator: connects all ranks.
         statistics: a tensor of shape (numel,) with the size of the running statistics, or None if
             there are none.
     """

@@ -21,7 +21,7 @@ ENDED = "ended"
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """A judgement and its reason, in words."""
+    """Verdict on a lease: its state, and the reason in words."""
 
     state: Literal["alive", "dead", "unknown"]
     reason: str

@@ -28,12 +28,12 @@ _LOST = "See what became of it, and give the same command again."
 
 @dataclass(frozen=True, kw_only=True)
 class FailureReport(JsonRecord):
-    """Failure report: a reason to end a run, and the exit status that follows.
+    """Failure report: the reason why a run ends, and the resulting exit status.
 
     Attributes:
-        text: a sentence, or the traceback of an unexpected error.
-        status: the exit status that a command ends with.
-        consequence: whether it only follows from another process's failure.
+        text: the reason, as a sentence or as the traceback of an unexpected error.
+        status: the exit status of the command.
+        consequence: whether this failure is only a consequence of another process's failure.
     """
 
     text: str

@@ -15,15 +15,15 @@ MAX_PIXELS = 2**27  # of an image: 384 MiB in RGB
 
 
 class DamagedImage(Exception):
-    """Error of an image that can't be decoded; the text is the reason."""
+    """Error of an image that can't be decoded; its text is the reason."""
 
 
 class ImageFormat(NamedTuple):
-    """Image format, as its files are recognized.
+    """Image format, and how its files are recognized.
 
     Attributes:
-        magic: a file begins with one of these.
-        suffixes: a file's name ends with one of these.
+        magic: byte strings: a file of this format begins with one of them.
+        suffixes: suffixes: the name of a file of this format ends with one of them.
     """
 
     magic: tuple[bytes, ...]

@@ -45,7 +45,7 @@ _NAMES: dict[RecordFormat, str] = {"tensorprotos": "TensorProtos", "datum": "Dat
 
 
 class UnfitRecord(ValueError):
-    """Error of a record without a usable image or label; the text is the reason."""
+    """Error of a record without a usable image or label; its text is the reason."""
 
 
 def decode_record(
