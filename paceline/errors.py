@@ -113,7 +113,7 @@ class CommError(PacelineError):
 
 
 class PeerLost(CommError):
-    """Error of an operation in the middle of which a peer's connection ended.
+    """Error of an operation during which a peer's connection ended.
 
     Args:
         message: the error's sentence, if none of the other fields is known.
@@ -159,4 +159,4 @@ class CheckpointError(PacelineError):
 
 
 class Diverged(PacelineError):
-    """Error of a training that diverged: the loss is NaN, infinite or far too large."""
+    """Error of a diverged run: the loss is NaN, infinite or too large, or gradients overflow."""

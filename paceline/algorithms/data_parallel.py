@@ -26,7 +26,7 @@ from paceline.update.updater import Updater
 
 
 class UpdateRule(Protocol):
-    """Protocol of the rule by which a step's sums become updated parameters."""
+    """Protocol of an update rule, which turns a step's sums into updated parameters."""
 
     def unit(self, bucket: Bucket) -> tuple[Bucket, ...]:
         """Return the buckets that are installed together with one, itself included."""

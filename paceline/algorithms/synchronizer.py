@@ -17,7 +17,7 @@ from paceline.reduce.rank_state import RankState
 
 
 class Synchronizer(Protocol):
-    """Protocol of gradient synchronization: the ranks' steps are one step of large-batch training.
+    """Protocol of gradient synchronization: the ranks' steps together equal one large-batch step.
 
     Attributes:
         buckets: the buckets of parameters whose gradients are exchanged.

@@ -58,7 +58,7 @@ class WorkerEnvironment(JsonRecord):
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """What started this process: a supervisor, a launcher, or a user.
+    """Environment of this process: what started it (a supervisor, a launcher, or a user).
 
     Attributes:
         worker: the worker environment, if a Paceline supervisor started this process; else None.

@@ -76,7 +76,7 @@ class Joined:
         if self.members.rank == 0:
             self.store.set(key, value)
             return value
-        self.await_all([key], f"{self.members.describe(0)} didn't say the {name}", timeout)
+        self.await_all([key], f"{self.members.describe(0)} didn't report the {name}", timeout)
         return self.store.get(key).decode()
 
     def await_all(self, keys: Sequence[str], late: str, timeout: float) -> None:

@@ -10,7 +10,7 @@ from paceline.errors import CommError
 
 
 class JsonRecord:
-    """A frozen dataclass of numbers, strings, tuples and other records that converts to JSON."""
+    """Base class of frozen dataclasses that convert to and from JSON."""
 
     def to_text(self) -> str:
         """Return the record as JSON."""

@@ -31,8 +31,8 @@ class Faults:
         cut_after: the number of puts that are sent before all connections end; None: they stay
             open.
         shuffled: whether puts get random priorities instead of their own.
-        ordered: first number of the notifications for which several puts are in flight at once, so
-            that their order matters.
+        ordered: notifications with this number or a higher one have several puts in flight at once,
+            whose order matters.
         seed: seed of the random delays and priorities.
     """
 

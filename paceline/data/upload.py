@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Upload:
-    """Copy of uint8 images to a device, which normalises them there.
+    """Uploader of uint8 images to a device, on which it normalises them.
 
     Args:
         mean: mean of each channel, in 0..255; a single value is used for all channels.

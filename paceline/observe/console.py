@@ -1,6 +1,6 @@
 """Console output of a run: rank 0's progress on a terminal, or lines in a pipe.
 
-    Training resnet20: 2 workers on 1 machine (cpu), 50,000 images, 391 steps an epoch, 30 epochs.
+    Training resnet20: 2 workers on 1 machine (cpu), 50,000 images, 391 steps per epoch, 30 epochs.
     epoch 2/30  ━━━━━━───────  180/391  21:07 left  1,204 images/s  loss 1.219  accuracy 56.1%  …
     epoch 1/30: 1,198 images/s, loss 1.713, accuracy 36.9%, test accuracy 41.0%, …
 
@@ -91,7 +91,7 @@ class Console(NullRecorder):
         self._terminal.line(
             f"Training {fields['model']}: {many(fields['world_size'], 'worker')} on "
             f"{many(fields['machines'], 'machine')} ({fields['device']}), "
-            f"{many(fields['samples'], 'image')} and {many(fields['steps'], 'step')} an epoch, "
+            f"{many(fields['samples'], 'image')} and {many(fields['steps'], 'step')} per epoch, "
             f"{many(fields['epochs'], 'epoch')}."
         )
         self._terminal.line(f"Log: {fields['log']}")

@@ -17,8 +17,7 @@ class Collectives:
     Args:
         buckets: the buckets to exchange.
         communicator: connects all ranks.
-        statistics: a tensor of shape (numel,) with the size of the running statistics, or None if
-            there are none.
+        statistics: a tensor of the running statistics' shape, (numel,); None if there are none.
     """
 
     zero_copy = False

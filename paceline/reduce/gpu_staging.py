@@ -42,8 +42,8 @@ class _Stage:
         names: the parameters' names, for errors.
         pinned: the values to send, one pinned tensor per parameter, with the parameter's strides.
         sums: the returned sums, one tensor per parameter, on the parameters' device.
-        borrowed: the gradients being copied: parameter name, gradient, and autograd's version
-            counter of it.
+        borrowed: for each gradient that is being copied: the parameter's name, the gradient, and
+            its autograd version counter when it was borrowed.
         operation: description of the last version, for errors.
         queued: the number of versions (exchanges of this bucket, counted from 1) that were given to
             the staging thread.

@@ -65,7 +65,7 @@ class Residuals:
         feedbacks = [bucket.feedback for bucket in self._buckets if bucket.feedback is not None]
         held = [feedback.residual for feedback in feedbacks]
         flat = torch.cat(held) if held else torch.empty(0, dtype=torch.float32)
-        what = "the gathering of what lossy wires missed, for which all ranks must come"
+        what = "the gather of the error-feedback residuals (collective: all ranks must call it)"
         device = self._buckets[0].templates[0].device
         flats = [flat.cpu() for flat in gather_all(communicator, flat.to(device), what)]
         if communicator.rank > 0:

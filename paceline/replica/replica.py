@@ -70,8 +70,8 @@ class Replica:
             ranks, or None to keep the present one. Without it, the first plan is kept.
 
     Raises:
-        ConfigError: a lazy module has no shapes yet, or the optimizer is not supported. CommError:
-        a peer was lost, or silent.
+        ConfigError: a lazy module has no shapes yet, or the optimizer is not supported.
+        CommError: a peer was lost, or silent.
     """
 
     def __init__(

@@ -16,8 +16,8 @@ class LearningRate:
     """Learning-rate schedule: the factor of the base learning rate at each step.
 
     Attributes:
-        policy: "step": a tenth every 30 epochs; "cosine": half a cosine period, down to 0 at the
-            end.
+        policy: "step": divided by ten every 30 epochs; "cosine": half a cosine period, down to 0 at
+            the end.
         steps_per_epoch: optimizer steps per epoch.
         epochs: number of epochs of the run.
         warmup_epochs: number of epochs of linear warmup: the policy's factor is multiplied by a

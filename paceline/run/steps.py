@@ -39,7 +39,7 @@ _RANDOM, _BEFORE = 3, 4  # purposes of the seed's, beside the data's
 
 
 class Stop(Exception):
-    """Raised at a step boundary to stop the run, after the state has been saved."""
+    """Exception that stops the run at a step boundary, after the state has been saved."""
 
 
 @dataclass(kw_only=True)
@@ -51,7 +51,7 @@ class Position:
         step: number of completed steps in the epoch.
         number: number of completed steps in the run.
         sums: sums over the epoch's completed steps and all ranks.
-        best: the best test accuracy of all completed epochs; None without one.
+        best: the best test accuracy of all completed epochs; None if there is none.
     """
 
     epoch: int = 0
@@ -133,7 +133,7 @@ class Steps:
         self._stop_asked: int | None = None  # the step in which a rank asked to stop
         of_rank_0 = [checkpointer is not None, policy.steps]
         self._saves, steps = broadcast_state(
-            summaries.communicator, of_rank_0, device, "what rank 0 decides"
+            summaries.communicator, of_rank_0, device, "the broadcast of rank 0's decisions"
         )
         self._policy = replace(policy, steps=steps)
         # Rank 0's requests, by the steps that reported them; carried out two boundaries later.

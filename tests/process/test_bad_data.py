@@ -27,8 +27,8 @@ from tests.harness.processes.run_folders import events
 
 WORDS = TRAIN + "--model own:net --train_data "
 NO_RECORD = (
-    "its 4 bytes are neither a TensorProtos nor a Datum record; it is damaged or not of an image "
-    "database: write it again."
+    "its 4 bytes are neither a TensorProtos nor a Datum record: the record is damaged, or this is "
+    "not an image database; create it again."
 )
 AT_ONCE = {
     "missing": Bad(
@@ -143,8 +143,8 @@ REMEDIES = " Use --bad_records skip to leave out such records, or `paceline db i
 LATER = {
     "one-garbage": f"{KEY}one-garbage: {NO_RECORD}",
     "cut": f"{KEY}cut can't be decoded: Premature end of JPEG file.",
-    "mixed": f"{KEY}mixed: it is a TensorProtos in a database of Datum records, and a database has "
-    "one format: write it again from one source.",
+    "mixed": f"{KEY}mixed: it is a TensorProtos in a database of Datum records, but a database has "
+    "only one format: create the database again from one source.",
     "label-9": f"{KEY}label-9 has the label 9, but with --num_labels 3, labels must be 0 to 2: "
     "change --num_labels, or create the database again.",
 }

@@ -180,8 +180,8 @@ WEIGHTS = {
 LATER_WEIGHTS = {
     "malicious.pt": (
         1,
-        "malicious.pt: not a file of weights: loading it would call print, which could be any "
-        r"code; give one that holds a model's state_dict\(\) alone.",
+        "malicious.pt: not a file of weights: loading it would call print, which could run any "
+        r"code; give a file that holds a model's state_dict\(\) alone.",
     ),
     "other.pt": (
         2,

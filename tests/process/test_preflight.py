@@ -98,7 +98,7 @@ def test_another_version_is_named_with_both(data: Path, tmp_path: Path) -> None:
     second["PYTHONNODEBUGRANGES"] = "1"  # a process of its own, not a fork
     with by_variables(words, [tmp_path, tmp_path], [first, second]) as programs:
         ends = [program.wait() for program in programs]
-    refused(ends, f"and 2.0.1 on rank 1 ({HOST}): install the same on all machines.")
+    refused(ends, f"and 2.0.1 on rank 1 ({HOST}): install the same version on all machines.")
 
 
 def test_two_supervised_machines_that_disagree_both_say_it(data: Path, tmp_path: Path) -> None:

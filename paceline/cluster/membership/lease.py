@@ -49,7 +49,7 @@ def judge(
     if process == "runs":
         return Verdict(state="alive", reason="its process runs on this machine")
     if age > LIMIT_S:
-        return Verdict(state="dead", reason=f"its lease has stood still for {age:.1f} s")
+        return Verdict(state="dead", reason=f"its lease has not advanced for {age:.1f} s")
     if advanced:
         return Verdict(state="alive", reason=f"its lease advanced {age:.1f} s ago")
     return Verdict(state="unknown", reason=f"its lease has been watched for {age:.1f} s only")

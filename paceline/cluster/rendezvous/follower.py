@@ -156,7 +156,7 @@ def _refuse_live_holder(holder: LeaseWatch, plan: RunPlan, deadline: Deadline) -
     """
     host = holder.registration.process.host
     while (verdict := holder.verdict()).state == "unknown":
-        deadline.wait(f"a sign of life of machine {plan.machine} ({host})")
+        deadline.wait(f"a heartbeat of machine {plan.machine} ({host})")
     if verdict.state == "alive":
         raise ConfigError(
             f"--shard_id {plan.machine} of run {plan.run_id!r} is taken by a live machine, host "

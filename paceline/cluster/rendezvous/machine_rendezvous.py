@@ -213,7 +213,7 @@ def serve(
 
 OPEN_STORE = (
     "any process that reaches port {1} on {0} can join this run and read its job token: give all "
-    "machines the same secret, as PACELINE_SECRET or by --secret_file."
+    "machines the same secret, with PACELINE_SECRET or --secret_file."
 )
 
 

@@ -28,7 +28,7 @@ FINISHED = "finished"
 
 
 class Finished(Exception):
-    """Signal that an earlier start finished the run, so that nothing is left to do."""
+    """Exception of a start that has nothing to do, because an earlier start finished the run."""
 
 
 class RegisteredMachine:
@@ -66,7 +66,7 @@ class RegisteredMachine:
             self._beat,
             lambda error: warn(
                 f"the rendezvous is lost ({first_line(error)}); the run continues, but no other "
-                "machine finds it."
+                "machine can join it."
             ),
         )
 

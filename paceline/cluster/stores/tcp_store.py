@@ -62,8 +62,8 @@ class TcpStore(PolledStore):
         make: unused: a prefix needs no creation.
 
     Raises:
-        ConfigError: the host name can't be resolved. CommError: no store answers at the address
-        (yet).
+        ConfigError: the host name can't be resolved.
+        CommError: no store answers at the address (yet).
     """
 
     served_by_run = True

@@ -32,7 +32,7 @@ end, or a note for the user, which ends nothing."""
 
 
 class Interrupted(Exception):
-    """Raised by a pause that an event ended."""
+    """Exception that a pause raises when an event ends it."""
 
     def __init__(self, event: signal.Signals | FailureReport) -> None:
         super().__init__(event)

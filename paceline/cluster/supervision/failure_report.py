@@ -23,7 +23,7 @@ from paceline.errors import CommTimeout, PacelineError, PeerLost
 FAILURE = "failure"
 """The key, in the store, of the first report on why a run ended."""
 
-_LOST = "See what became of it, and give the same command again."
+_LOST = "Check the output of the lost process, and start the same command again."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class FailureReport(JsonRecord):
             return cls(text=text, status=returncode, consequence=stopped)
         hint = ""
         if -returncode == signal.SIGKILL:
-            hint = " If no user did that, the machine ran out of memory: try a smaller batch."
+            hint = " If no user killed it, the machine ran out of memory: try a smaller batch."
         names = {number.value: number.name for number in signal.Signals}
         name = names.get(-returncode, f"signal {-returncode}")  # real-time signals have no names
         return cls(text=f"{process} was killed by {name}.{hint}", status=1)

@@ -40,7 +40,7 @@ _PAUSE_S = 0.05
 
 
 class ProcessEnd:
-    """End of a process, after a failure or normal.
+    """End of a process, normal or after a failure.
 
     This base class serves a single process, without supervisor or launcher.
     """

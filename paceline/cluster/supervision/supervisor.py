@@ -172,7 +172,9 @@ class _Workers:
             try:
                 self._workers[local_rank] = WorkerProcess(argv, worker, self._events)
             except OSError as error:
-                sentence = f"{argv[0]} can't be started: {error.strerror}; see if it is installed."
+                sentence = (
+                    f"{argv[0]} can't be started: {error.strerror}; check that it is installed."
+                )
                 return FailureReport.of(ConfigError(sentence)).by(self._name(local_rank))
         return None
 

@@ -51,7 +51,8 @@ class NixlAgent:
         memory: registrations of the memory that NIXL may read and write.
 
     Raises:
-        ConfigError: NIXL is not installed. CommError: NIXL cannot start.
+        ConfigError: NIXL is not installed.
+        CommError: NIXL cannot start.
     """
 
     def __init__(self, name: str) -> None:

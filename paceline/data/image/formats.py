@@ -58,7 +58,7 @@ def open_image(data: bytes) -> Image.Image:
     """
     name = next((name for name, known in FORMATS.items() if data.startswith(known.magic)), None)
     if name is None:
-        raise DamagedImage("it is no image of a known format")
+        raise DamagedImage("it is not an image of a known format")
     if name not in Image.OPEN:
         Image.init()
     try:
@@ -78,7 +78,7 @@ def check_size(width: int, height: int) -> None:
     """
     if width * height > MAX_PIXELS:
         raise DamagedImage(
-            f"it has {width:,} × {height:,} pixels, and the limit is {MAX_PIXELS:,} in all; scale "
+            f"it has {width:,} × {height:,} pixels, but the limit is {MAX_PIXELS:,} in all; scale "
             "it down"
         )
 

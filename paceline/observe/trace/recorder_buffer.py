@@ -44,7 +44,7 @@ class RecorderBuffer:
 
     Attributes:
         rank, machine: rank and machine number of the process that recorded the trace.
-        system: identifies the running system (boot) whose clock gave the times.
+        system: identifier of the running system (boot) whose clock gave the times.
         spans: the spans; those of one thread are in the order in which they ended.
         moments: the traced puts, in the order of their times.
         names: for each window, what each of its notifications announces.

@@ -118,7 +118,7 @@ class BucketState:
         layout: layout of the bucket.
         rank_layout: layout of this rank.
         templates: tensors of the parameters' shapes and strides.
-        names: of its parameters, for errors.
+        names: the parameters' names, for errors.
 
     Attributes:
         index: the bucket's number.
@@ -128,12 +128,12 @@ class BucketState:
         used_at: offset of `used` in a leader's window, in bytes.
         lands: whether the other owners put their sums directly into `sums`, without a receive
             buffer.
-        holds_sums: the owner sends the sums back only after their release, because updated
-            parameters may be sent in their place.
+        holds_sums: whether the owner sends the sums back only after their release; updated
+            parameters may then be sent in their place.
         to_owners: for each other owner of the group: its rank, the range of its local shard, this
             rank's receive buffer in its window, and that buffer as values.
         shard: the range of this rank's shard, and its sums; None if this rank owns no local shard.
-            In that case the attributes from here to `returned` don't exist.
+            In that case the attributes from `own` to `returned` don't exist.
         own: (values,), the sums of this rank's shard.
         local_shard: the range of this rank's local shard.
         own_shard: the range of this rank's shard, relative to the start of the local shard.
@@ -154,7 +154,7 @@ class BucketState:
         flags: flags of `gathered`; after the sum over groups, flags of the sum.
         update: replaces the shard's sums by updated parameters; None if sums are to be sent back.
         operation: description of the last version, for errors.
-        empty: ranks send no gradients in the last version, because `update` already has the
+        empty: whether ranks send no gradients in the last version, because `update` already has the
             gradient sums of this shard.
     """
 

@@ -28,7 +28,7 @@ class ErrorFeedback:
 
     Attributes:
         data: for each group, the last encoding of its shard, (bytes,).
-        scale: the loss scale of the last step, by which the residual is multiplied, too.
+        scale: the loss scale of the last step, which also scales the residual.
     """
 
     def __init__(self, layout: BucketLayout, local_shard: int, codec: Codec) -> None:

@@ -31,8 +31,8 @@ class LevelDb:
         cache_dir: parent of the working folder; None: the system's temporary folder.
 
     Raises:
-        ConfigError: the working folder can't be written. DataError: the database is damaged, or the
-        disk has too little room for the working folder.
+        ConfigError: the working folder can't be written.
+        DataError: the database is damaged, or the disk has too little room for the working folder.
     """
 
     def __init__(self, folder: Path, cache_dir: Path | None) -> None:
