@@ -28,10 +28,10 @@ def as_flag(option: str) -> str:
 
 
 class Message(str):
-    """Message that mentions options: text with flags, which the Python API renders as arguments.
+    """Message that mentions options: text with flags, which the Python API shows as arguments.
 
     Args:
-        template: text with an option's place as `{--name}` and a value's as `{}` or `{0}`.
+        template: text in which `{--name}` stands for an option, and `{}` or `{0}` for a value.
         values: values of the template's `{}` fields, in order.
     """
 
@@ -59,10 +59,11 @@ class PacelineError(Exception):
     """Base class of errors that a command reports in one sentence, without a traceback.
 
     Args:
-        message: the sentence.
+        message: the error's sentence.
 
     Attributes:
-        name_of: how the surface that shows the error calls an option, given its name.
+        name_of: returns the spelling of an option (--flag or argument) for the interface that shows
+            the error, from the option's name.
     """
 
     status = 1
@@ -78,14 +79,14 @@ class PacelineError(Exception):
 
 
 class ConfigError(PacelineError, ValueError):
-    """A value that the caller gave breaks a rule; nothing has been written.
+    """Error of a value that the caller gave: it breaks a rule, and nothing has been written.
 
     Args:
-        message: the sentence, where it is about no single option.
-        flag: the option, without dashes.
-        value: what was given, as it should be shown.
-        rule: what must be true of it.
-        remedy: what to do.
+        message: the error's sentence, if the error isn't about one option.
+        flag: the option's name, without dashes.
+        value: the value given, in the form in which to show it.
+        rule: the rule that the value breaks.
+        remedy: what the caller can do.
     """
 
     status = 2
@@ -108,17 +109,18 @@ class ConfigError(PacelineError, ValueError):
 
 
 class CommError(PacelineError):
-    """The exchange with other processes failed."""
+    """Error of communication with other processes."""
 
 
 class PeerLost(CommError):
-    """A peer's connection ended in the middle of an operation.
+    """Error of an operation during which a peer's connection ended.
 
     Args:
-        message: the sentence, where none of the fields is known.
-        rank: the rank that noticed.
-        peer: the rank that was lost; None where the transport doesn't name it.
-        operation: what was under way, with the step if there is one: "bucket 3 in step 7".
+        message: the error's sentence, if none of the other fields is known.
+        rank: the rank that detected the loss.
+        peer: the rank that was lost; None if the transport doesn't report it.
+        operation: the interrupted operation, with the step if there is one, such as "bucket 3 in
+            step 7".
         cause: why the connection ended.
     """
 
@@ -145,16 +147,16 @@ class PeerLost(CommError):
 
 
 class CommTimeout(CommError):
-    """A peer said nothing within an operation's limit."""
+    """Error of an operation that reached its timeout without an answer from a peer."""
 
 
 class DataError(PacelineError):
-    """A database, a record or an image can't be read."""
+    """Error of a database, a record or an image that can't be read."""
 
 
 class CheckpointError(PacelineError):
-    """A file of weights or of a run's state can't be read or written."""
+    """Error of a checkpoint or a file of weights that can't be read or written."""
 
 
 class Diverged(PacelineError):
-    """Training doesn't learn any more: the loss is not a number, or far too large."""
+    """Error of a diverged run: the loss is NaN, infinite or too large, or gradients overflow."""

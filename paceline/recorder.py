@@ -29,7 +29,7 @@ class Recorder(Protocol):
 
 
 class NullRecorder:
-    """A recorder that listens to nothing."""
+    """Recorder that ignores everything."""
 
     def span(self, name: str, **fields: object) -> AbstractContextManager[None]:
         """Do nothing around the block."""

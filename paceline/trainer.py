@@ -23,7 +23,7 @@ from paceline.run.steps import Steps
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """Training loop with its components."""
+    """Training loop, and the components that it uses."""
 
     model: nn.Module
     criterion: nn.Module

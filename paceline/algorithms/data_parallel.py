@@ -26,7 +26,7 @@ from paceline.update.updater import Updater
 
 
 class UpdateRule(Protocol):
-    """Protocol of the rule by which a step's sums become updated parameters."""
+    """Protocol of an update rule, which turns a step's sums into updated parameters."""
 
     def unit(self, bucket: Bucket) -> tuple[Bucket, ...]:
         """Return the buckets that are installed together with one, itself included."""
@@ -52,10 +52,10 @@ class UpdateRule(Protocol):
 
 
 class ReplicatedUpdate:
-    """Update rule of replicas: every rank updates its whole copy of the model.
+    """Update rule of replicated training: every rank updates its whole copy of the model.
 
     Args:
-        updater: updates parameters from sums.
+        updater: updates the parameters from the sums.
     """
 
     def __init__(self, updater: Updater) -> None:
@@ -78,16 +78,16 @@ class DataParallel:
     """Data-parallel synchronizer: a composition of an exchange and an update rule.
 
     Args:
-        buckets: what is exchanged.
-        exchange: exchanges the buckets and then, if the model has any, the running statistics,
-            under the index after the last bucket.
-        rule: updates parameters.
+        buckets: the buckets of parameters whose gradients are exchanged.
+        exchange: exchanges the buckets and then, if the model has any, the running statistics, as
+            one more bucket with the next index.
+        rule: updates the parameters from the exchanged sums.
         statistics: the model's running statistics.
         world_size: the number of ranks.
-        steady: is called after the first step.
-        state: what a checkpoint must save besides model and optimizer.
-        recorder: measures what this rank's own thread does for the exchange: spans `wait` (for
-            others), `send` and `update`, each with its bucket, and the bytes `sent` and `received`.
+        steady: called once, after the first step.
+        state: state that a checkpoint must save in addition to model and optimizer, or None.
+        recorder: receives this thread's spans `wait` (for peers), `send` and `update`, each with
+            its bucket, and the numbers of bytes `sent` and `received`.
     """
 
     def __init__(

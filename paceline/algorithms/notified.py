@@ -42,16 +42,18 @@ class PutOptions:
     """Settings of an exchange by puts.
 
     Attributes:
-        open_window: opens this rank's window, collectively; ranks of a group share memory there.
-        topology: the groups, which reduce inside themselves first.
-        limits: seconds to wait for a peer, in the first step and later.
-        steady: is called after the first step.
-        codec: encodes gradients in float32 between groups; None: all travel as they are.
-        recorder: measures, as `DataParallel` says.
-        staged: parameters are in a device's memory, and their gradients go through the CPU's.
-        intra_machine: communicator of this group's ranks. They sum on the device with its
-            collectives; then only the group's first rank copies the sums to the CPU and exchanges
-            them through its window.
+        open_window: opens this rank's window; collective. Ranks of one group share their windows'
+            memory.
+        topology: the groups of ranks; gradients are first summed inside each group.
+        limits: seconds to wait for a peer: in the first step, and in later steps.
+        steady: called once, after the first step.
+        codec: encodes float32 gradients that are sent between groups; None: all are sent unencoded.
+        recorder: receives the same spans and counts as the recorder of `DataParallel`.
+        staged: whether parameters are in GPU memory, so that gradients are copied through CPU
+            memory.
+        intra_machine: communicator of this group's ranks, or None. If it is given, the ranks sum on
+            their GPUs with its collectives; then only the group's first rank copies the sums to the
+            CPU and exchanges them through its window.
     """
 
     open_window: OpenWindow

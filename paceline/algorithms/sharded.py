@@ -46,11 +46,11 @@ def make_sharded(
 
 
 class ShardedUpdate:
-    """Update rule of ZeRO-1: the owner of a shard updates it, and the others copy the parameters.
+    """Update rule of ZeRO-1: each rank updates its shards; updated parameters are all-gathered.
 
     Args:
-        buckets: all of them.
-        owner: the exchange that sums the gradients of this rank's shards.
+        buckets: all buckets of parameters.
+        owner: the exchange, which sums the gradients of this rank's shards.
         shards: the optimizer that updates this rank's shards.
     """
 
@@ -91,7 +91,7 @@ class ShardedUpdate:
 
 
 class ShardedState:
-    """Rank state of ZeRO-1: the shards of the optimizer's state, and residuals if there are any."""
+    """Rank state of ZeRO-1: shards of the optimizer's state, and any error-feedback residuals."""
 
     def __init__(self, residuals: RankState | None, shards: ShardOptimizer) -> None:
         self._residuals, self._shards = residuals, shards

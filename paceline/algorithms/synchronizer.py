@@ -17,12 +17,12 @@ from paceline.reduce.rank_state import RankState
 
 
 class Synchronizer(Protocol):
-    """Protocol of gradient synchronization: the ranks' steps are one step of large-batch training.
+    """Protocol of gradient synchronization: the ranks' steps together equal one large-batch step.
 
     Attributes:
-        buckets: what is exchanged.
-        state: what a checkpoint must save besides model and optimizer, or None; if it is None on
-            one rank, it is None on all.
+        buckets: the buckets of parameters whose gradients are exchanged.
+        state: state that a checkpoint must save in addition to model and optimizer, or None; either
+            all ranks have one or no rank does.
     """
 
     buckets: tuple[Bucket, ...]

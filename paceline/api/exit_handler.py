@@ -36,13 +36,13 @@ class ExitHandler:
     """Exit handler: reports the failure of a script and sets the exit status.
 
     Args:
-        environment: the launcher of the process.
+        environment: what started the process.
 
     Attributes:
-        failed: the script has failed.
-        active: the world is open.
-        rescue: writes the newest state in memory to the disk.
-        asked: the status of the script's `sys.exit`; 0 before that.
+        failed: whether the script has failed.
+        active: whether the world is open.
+        rescue: writes the newest in-memory snapshot to disk.
+        asked: the exit status that the script passed to `sys.exit`; 0 until then.
     """
 
     def __init__(self, environment: Environment) -> None:

@@ -180,7 +180,7 @@ def _device(given: str | torch.device | None, members: Members) -> torch.device:
     else:
         raise ConfigError(
             f"{members.local_world_size} processes share the {gpus} GPUs of this machine: start "
-            "one for each GPU, or give device='cpu'."
+            "one process per GPU, or pass device='cpu'."
         )
     if device.type == "cuda":
         device = torch.device("cuda", members.local_rank if device.index is None else device.index)

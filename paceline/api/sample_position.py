@@ -27,15 +27,15 @@ class SamplePosition:
     """Position tracker: determines which samples each step of a script's loop trains.
 
     Args:
-        position: of the run; the steps advance it.
+        position: the run's position, which each step advances.
         communicator: connects the ranks.
-        device: where its tensors live.
+        device: device of the tensors that are communicated.
 
     Attributes:
-        order: the order of the training loader, or None.
-        waiting: slices that the loader has yielded and no step has trained.
-        iterating: the loader's iteration is active.
-        begun: this process has made a step, or has reached a point where it might have made one.
+        order: the sample order of the training loader, or None.
+        waiting: batch slices that the loader has yielded and that no step has trained yet.
+        iterating: whether an iteration of the loader is in progress.
+        begun: whether this process has made a step or has begun an iteration of the loader.
     """
 
     def __init__(
@@ -75,19 +75,19 @@ class SamplePosition:
         if self.order is not None:
             raise ConfigError(
                 "this world already has a training loader, which defines the position of the run: "
-                "give train=False to loaders for evaluation."
+                "pass train=False to loaders for evaluation."
             )
         if self._taken:
             raise ConfigError(
                 f"the run has already made {self.position.number} steps without a loader: create "
-                "the loader before the first step, or give another run."
+                "the loader before the first step, or pass a different run= to paceline.join()."
             )
         for name, saved in (self._saved_order or {}).items():
             if getattr(order, name) != saved:
                 subject = {"size": "the data set's length"}.get(name, name)
                 raise ConfigError(
                     f"{subject} is {getattr(order, name)}, but was {saved} when the checkpoint was "
-                    "written: give the same, or another run."
+                    "written: pass the same value, or a different run= to paceline.join()."
                 )
         self.order = order
 
@@ -101,7 +101,7 @@ class SamplePosition:
             raise ConfigError(
                 f"the epoch ended with {len(self.waiting)} batches that no world.step() used: to "
                 "accumulate gradients, make a step at the last batch too (loader.step + 1 == "
-                "len(loader)); for a loop that doesn't train, give the loader train=False."
+                "len(loader)); if the loop doesn't train, pass train=False to the loader."
             )
 
     def take(self, samples: int | None) -> tuple[BatchSlice, Sequence[BatchSlice]]:
@@ -148,8 +148,9 @@ class SamplePosition:
         world_size = self._communicator.world_size
         if any(each.global_count < world_size for each in self.waiting):
             raise ConfigError(
-                f"the batch before position {last.last} has fewer samples than the {world_size} "
-                "ranks and can't be accumulated with others: give it a world.step() of its own."
+                f"a batch accumulated up to position {last.last} has fewer samples than there are "
+                f"ranks ({world_size}), so it can't be accumulated with others: give it a "
+                "world.step() of its own."
             )
         local = sum(each.count for each in self.waiting)
         return replace(last, fraction=local / sum(each.global_count for each in self.waiting))
@@ -159,7 +160,8 @@ class SamplePosition:
         if self._saved_order is not None:
             raise ConfigError(
                 "the run's checkpoint was written with a training loader, but this script has "
-                "none: create the loader before the first step, or give another run."
+                "none: create the loader before the first step, or pass a different run= to "
+                "paceline.join()."
             )
         world_size, rank = self._communicator.world_size, self._communicator.rank
         counts = [1] * world_size if samples is None else self._counts(samples)

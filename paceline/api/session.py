@@ -29,15 +29,15 @@ class Session:
     """Session of one process: its world, device, timeouts, run folder and open resources.
 
     Attributes:
-        joined: the world.
-        device: where the tensors of collectives live.
-        limits: timeouts in seconds, for the start and the first step, and for later operations.
+        joined: the joined world.
+        device: device of the tensors in collectives.
+        limits: timeouts in seconds: for the start and the first step, and for later operations.
         run: the run folder, or None.
-        output: when to save and what to resume from.
-        seed: of the data order and of each step's random streams.
-        signals: SIGTERM and SIGINT, as requests to stop.
+        output: when to save checkpoints, and from which one to resume.
+        seed: seed of the sample order and of each step's random streams.
+        signals: receives SIGTERM and SIGINT as requests to stop.
         exit_handler: reports a failure of the script.
-        resources: what the end of the world closes, last opened first.
+        resources: what `close` of the world closes, in reverse order of opening.
     """
 
     joined: Joined
@@ -109,7 +109,8 @@ class Session:
                         return CommError(
                             f"{members.describe(rank)} closed its world after {made} steps and is "
                             f"missing from {operation}: all ranks must make the same steps and "
-                            "calls; a rank without samples left calls world.step(samples=0)."
+                            "calls; a rank that has no more samples must call "
+                            "world.step(samples=0)."
                         )
             return None
 

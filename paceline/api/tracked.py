@@ -26,7 +26,7 @@ class Tracked:
     """Registry of the objects passed to `world.track()`, whose state is in checkpoints.
 
     Args:
-        saved: their states in the checkpoint from which the run resumes, or None.
+        saved: the objects' states in the checkpoint from which the run resumes, or None.
     """
 
     def __init__(self, saved: Mapping[str, Any] | None) -> None:
@@ -87,7 +87,7 @@ class Tracked:
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
             raise ConfigError(
                 f"world.track(): {name} is a {type(part).__name__}, which has no state_dict() and "
-                "load_state_dict(); give objects that have both."
+                "load_state_dict(); pass objects that have both methods."
             )
         refuse_foreign(name, part.state_dict())
 

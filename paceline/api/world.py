@@ -49,8 +49,8 @@ _TERMINATED = 143  # the status where another process received the signal
 class World:
     """World of the processes that train one model together, from the view of one rank.
 
-    `paceline.join` makes it. As a context manager it ends with `close`; otherwise the end of the
-    script closes it.
+    `paceline.join` makes it. Used as a context manager, the world is closed at the end of the
+    block; otherwise, at the end of the script.
     """
 
     def __init__(
@@ -427,7 +427,7 @@ class World:
     def _require_open(self, call: str) -> None:
         """Raise ConfigError if the world is closed."""
         if self._closed:
-            raise ConfigError(f"{call} was used after world.close(): join again.")
+            raise ConfigError(f"{call} was used after world.close(): call paceline.join() again.")
 
     def _bound(self, call: str) -> Replica:
         """Return the model's replica; raise ConfigError if there is none or the world is closed."""
@@ -435,7 +435,7 @@ class World:
         if self._replica is None:
             raise ConfigError(
                 f"{call} was called before paceline.parallelize(model, optimizer, world): call "
-                "that first."
+                "paceline.parallelize() first."
             )
         return self._replica
 
@@ -443,7 +443,7 @@ class World:
         self._bound(call)
         assert self._steps is not None
         if self._inside:
-            raise ConfigError(f"{call} was called inside a step: call it outside.")
+            raise ConfigError(f"{call} was called inside a step: call it between steps.")
         if self._broken:
             raise ConfigError(
                 f"{call} was called after an error inside a step: close() the world and join "

@@ -30,18 +30,19 @@ _DEFAULTS = {"OMP_WAIT_POLICY": "PASSIVE", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerEnvironment(JsonRecord):
-    """A worker's rank and machine in a run, and the run's store: what its supervisor gives it.
+    """Worker environment: what a supervisor passes to a worker, such as its machine and local rank.
 
     Attributes:
         run_id: the run's name.
-        generation: this start of the run.
+        generation: the name of this start of the run.
         machine: the machine's number (Caffe2's shard_id).
-        local_rank: the worker's number on this machine.
-        store: where the world is written, and where process groups meet; may hold a password.
-        first_iter_timeout: seconds to wait for the others at the start.
-        timeout: seconds to wait for the others afterwards.
-        error_file: where to write why the worker failed.
-        command: whether the worker is the command given to `paceline launch`.
+        local_rank: the worker's local rank.
+        store: address of the store in which the generation's membership is recorded and process
+            groups rendezvous; may hold a password.
+        first_iter_timeout: seconds to wait for the other workers at the start.
+        timeout: seconds to wait for the other workers after the start.
+        error_file: path of the file to which the worker writes why it failed.
+        command: whether the worker runs the command given to `paceline launch`.
     """
 
     run_id: str
@@ -57,12 +58,12 @@ class WorkerEnvironment(JsonRecord):
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """What started this process: a supervisor, a launcher, or a user.
+    """Environment of this process: what started it (a supervisor, a launcher, or a user).
 
     Attributes:
-        worker: this process is a worker of one of our supervisors.
-        launched: this process as the launcher describes it, if another launcher started it as one
-            of several; else None.
+        worker: the worker environment, if a Paceline supervisor started this process; else None.
+        launched: the process as its launcher describes it, if another launcher started it as one of
+            several; else None.
     """
 
     worker: WorkerEnvironment | None = None

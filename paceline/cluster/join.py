@@ -42,13 +42,15 @@ class Joined:
     """Joined world: the members, the store and the job token, as this process sees them.
 
     Attributes:
-        members: the world as this process sees it.
-        store: where process groups meet; keep this object for as long as one uses it.
+        members: the members, and this process's rank among them.
+        store: the store for the rendezvous of process groups; keep a reference to it as long as any
+            process group uses it.
         token: the job token.
         ending: reports this process's failure, or performs its normal exit.
         launcher: what started the processes: "paceline", "alone" (one process without a launcher),
             or a name in `LAUNCHERS`.
-        rendezvous: where they met, HOST:PORT, where that is a TCP store; else "".
+        rendezvous: HOST:PORT of the TCP store through which the processes found each other; "" if
+            they used another store.
     """
 
     members: Members
@@ -74,7 +76,7 @@ class Joined:
         if self.members.rank == 0:
             self.store.set(key, value)
             return value
-        self.await_all([key], f"{self.members.describe(0)} didn't say the {name}", timeout)
+        self.await_all([key], f"{self.members.describe(0)} didn't report the {name}", timeout)
         return self.store.get(key).decode()
 
     def await_all(self, keys: Sequence[str], late: str, timeout: float) -> None:

@@ -10,7 +10,7 @@ from paceline.errors import CommError
 
 
 class JsonRecord:
-    """A frozen dataclass of numbers, texts, tuples and other records, with its JSON."""
+    """Base class of frozen dataclasses that convert to and from JSON."""
 
     def to_text(self) -> str:
         """Return the record as JSON."""

@@ -27,8 +27,9 @@ _ALIGN = 64  # bytes, a cache line
 class Codec(Protocol):
     """Protocol of a lossy encoding of float32 values; all tensors are flat, contiguous, on the CPU.
 
-    `out` and `after` are written, and overlap nothing that is read, but `after` may be `before`.
-    All implementations of one codec give the same bits, except those of a NaN.
+    `out` and `after` are written and must not overlap the inputs, with one exception: `after` may
+    be the same tensor as `before`. All implementations of one codec give the same bits, except for
+    NaNs.
     """
 
     def size(self, numel: int) -> int:
@@ -78,7 +79,7 @@ class Codec(Protocol):
 
 
 class MultiPassCodec:
-    """Base class of codecs whose `reduce` consists of separate passes of `encode` and `decode`."""
+    """Base class of codecs that implement `reduce` as separate passes of `encode` and `decode`."""
 
     def reduce(
         self: Codec,

@@ -17,7 +17,7 @@ from paceline.codecs.codec import Codec, Piece
 
 
 class WeightedSum(Protocol):
-    """Protocol of a weighted sum of contributions, which releases the interpreter's lock."""
+    """Protocol of a weighted sum of contributions, which runs with the GIL released."""
 
     def __call__(
         self,

@@ -70,15 +70,15 @@ def connect_window(
 class ConnectionWindow(BlockingWindow):
     """Window over TCP and shared memory.
 
-    `close` ends the transport; this object holds the shared memory.
+    `close` stops the transport; the shared memory is released with this object.
 
     Args:
         rank: this process's rank.
-        memory: (bytes,) of uint8, this rank's.
-        sockets: each rank's connected streams; none of this one.
-        mapped: the peers' memory where it is mapped here, else None.
-        notifications: how many each peer has.
-        marks: how many put events to keep, the newest.
+        memory: (bytes,) of uint8, this rank's memory.
+        sockets: for each rank, its connected streams; empty for this rank.
+        mapped: for each rank, its memory if it is mapped into this process, else None.
+        notifications: the number of notifications of each peer.
+        marks: the number of newest put events to retain.
     """
 
     def __init__(

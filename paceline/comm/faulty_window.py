@@ -27,11 +27,13 @@ class Faults:
 
     Attributes:
         delay: the largest delay of a put, in seconds.
-        lost: whether the put of (peer, notification, value) gets lost.
-        cut_after: the number of puts that are sent before all connections end. None: they stay.
-        shuffled: puts have random priorities in place of their own.
-        ordered: notifications from this number on have several puts under way, whose order counts.
-        seed: of the delays and priorities.
+        lost: returns whether the put with a given (peer, notification, value) gets lost.
+        cut_after: the number of puts that are sent before all connections end; None: they stay
+            open.
+        shuffled: whether puts get random priorities instead of their own.
+        ordered: notifications with this number or a higher one have several puts in flight at once,
+            whose order matters.
+        seed: seed of the random delays and priorities.
     """
 
     delay: float = 0.001
@@ -44,7 +46,7 @@ class Faults:
 
 @dataclass(order=True, frozen=True)
 class _Late:
-    """Delayed put; delayed puts are ordered by the time at which they are due."""
+    """Delayed put; delayed puts are sorted by due time."""
 
     due: float
     number: int
@@ -57,7 +59,7 @@ class FaultyWindow(WindowWrapper):
     """Fault-injecting wrapper around a window.
 
     Attributes:
-        rank, world_size, memory, values: the other window's.
+        rank, world_size, memory, values: those of the wrapped window.
     """
 
     def __init__(self, window: Window, faults: Faults) -> None:

@@ -117,7 +117,7 @@ class ProcessGroupCommunicator:
 
 
 class _WorkTicket:
-    """Handle of a collective of a process group."""
+    """Handle of an asynchronous collective of a process group."""
 
     def __init__(self, work: dist.Work, rank: int, limit: timedelta) -> None:
         self._work, self._rank, self._limit = work, rank, limit
@@ -217,7 +217,7 @@ def _translate(error: RuntimeError, rank: int, operation: str, limit: timedelta)
     cause = _cause(error)
     text = cause.lower()
     if "timed out" in text or "timeout" in text:
-        what = "one hangs, can't be reached"
+        what = "a peer hangs, can't be reached"
         return timed_out(rank, limit.total_seconds(), "a peer", operation, what)
     if any(word in text for word in _OF_CONNECTIONS):
         return PeerLost(rank=rank, operation=operation, cause=cause)

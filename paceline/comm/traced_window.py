@@ -10,10 +10,10 @@ class TracedWindow(WindowWrapper):
     """Tracing wrapper around a window: records a span for each put and wait.
 
     Args:
-        window: any.
-        number: which of this process's windows it is, in the spans.
-        recorder: gets spans `put` and `wait for rank` with peer, notification and value, `flush`
-            and `wait for notification`.
+        window: the window to wrap.
+        number: the number by which spans name this window among the process's windows.
+        recorder: receives spans `put` and `wait for rank` (with peer, notification and value), and
+            spans `flush` and `wait for notification`.
     """
 
     def __init__(self, window: Window, number: int, recorder: Recorder) -> None:

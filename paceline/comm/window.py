@@ -38,9 +38,10 @@ class Window(Protocol):
     Attributes:
         rank: this process's rank.
         world_size: the number of ranks.
-        memory: (bytes,) of uint8, into which peers write.
-        values: (world_size, notifications), the last value that each peer has notified; starts at
-            0. Once a value has been read here, the data of the puts before it are in `memory`.
+        memory: (bytes,) of uint8, this rank's memory, into which peers write.
+        values: (world_size, notifications), the last value that each peer has notified, initially
+            0. Once a value can be read here, the data of the peer's puts up to that value is in
+            `memory`.
     """
 
     rank: int
@@ -114,7 +115,7 @@ class Window(Protocol):
 
 
 class BlockingWindow(ABC):
-    """Base of windows whose waits sleep until a condition holds or a connection ends.
+    """Base class of windows whose waits block until a condition holds or a connection ends.
 
     Attributes:
         rank, world_size, values: as in `Window`.
@@ -177,10 +178,10 @@ class BlockingWindow(ABC):
 
 
 class WindowWrapper:
-    """Base of windows that change some methods of another one, and take the others from it.
+    """Base class of wrappers that replace some methods of a window and delegate the others.
 
     Attributes:
-        rank, world_size, memory, values: the other window's.
+        rank, world_size, memory, values: those of the wrapped window.
     """
 
     def __init__(self, window: Window) -> None:
@@ -195,13 +196,13 @@ class WindowWrapper:
 
 
 class PutEvent(NamedTuple):
-    """Timestamp of a put: when its send completed, or when its notification arrived.
+    """Timestamp of a put's completion here, or of the arrival of a peer's notification.
 
     Attributes:
-        arrived: the peer's notification has arrived here; otherwise the put to it has been sent.
+        arrived: True: the peer's notification arrived here; False: the put to the peer was sent.
         peer: the other rank.
-        notification, value: the put's.
-        at: nanoseconds of the system's monotonic clock.
+        notification, value: the notification's number and value.
+        at: the time, in nanoseconds of the system's monotonic clock.
     """
 
     arrived: bool
@@ -230,7 +231,7 @@ def timed_out(
     return CommTimeout(
         Message(
             "rank {} waited {:g} s for {} in {}: {}, or needs a longer {--timeout} "
-            "({--first_iter_timeout} in the start).",
+            "({--first_iter_timeout} at the start).",
             rank,
             limit,
             peer,

@@ -10,7 +10,7 @@ from paceline.config.rules import at_least, positive, within
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """SGD with Nesterov momentum and its schedule."""
+    """SGD with Nesterov momentum, and its learning-rate schedule."""
 
     batch_size: int = 32
     """Batch size per machine, divided among its workers; it need not be divisible by their

@@ -50,7 +50,7 @@ def file_name(flag: str, value: str) -> None:
         ConfigError: it has slashes, line breaks or the like, only blanks or dots, or is too long.
     """
     if "/" in value or "\\" in value or not value.isprintable() or not value.strip(" ."):
-        remedy = r"use printable characters but / and \, and not only blanks and dots"
+        remedy = r"use printable characters except / and \, and not only blanks and dots"
         raise _unfit_name(flag, repr(value), remedy)
     if len(value.encode()) > 200:
         raise _unfit_name(flag, f"{value[:20]}…", "use at most 200 characters")

@@ -24,7 +24,8 @@ class OutputConfig:
     """Number of steps between checkpoints; 0: save by time and at the end of epochs only."""
 
     checkpoint_minutes: float = 5.0
-    """Minutes between checkpoints, in addition to the one after each epoch; 0 disables it."""
+    """Minutes between timed checkpoints; 0 disables them. A checkpoint is also saved after each
+    epoch."""
 
     keep_checkpoints: int = 2
     """Number of newest checkpoints to retain; the checkpoint of the best epoch is always retained
@@ -61,7 +62,7 @@ class OutputConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LegacyConfig:
-    """Ignored; accepted for compatibility with Caffe2's command lines."""
+    """Options that are accepted only for compatibility with Caffe2's command lines."""
 
     use_nccl: bool = False
     """Ignored: GPUs always use NCCL."""
@@ -94,7 +95,7 @@ class LegacyConfig:
                 raise ConfigError(
                     flag=flag,
                     value=getattr(self, flag),
-                    rule=f"only ResNets are built in, of {flag} {supported}",
+                    rule=f"the built-in models are ResNets with {flag} {supported} only",
                     remedy=Message("give your own model with {--model} package.module:function"),
                 )
 

@@ -55,8 +55,9 @@ class WorldConfig:
     """Rendezvous at machine 0, HOST:PORT."""
 
     secret_file: str = ""
-    """File with a secret that all machines share; without it no process can join the run or read
-    its entries in the store. The environment variable PACELINE_SECRET is an alternative."""
+    """File with a secret that all machines share. A process without the secret can neither join the
+    run nor read the run's entries in the store. The environment variable
+    PACELINE_SECRET is an alternative."""
 
     first_iter_timeout: float = 1200.0
     """Timeout in seconds for all machines to join, and for the first step."""
@@ -156,7 +157,7 @@ else:
 
 @dataclass(frozen=True, kw_only=True)
 class SyncConfig:
-    """Exchange of gradients."""
+    """Gradient exchange."""
 
     sync: Sync = "auto"
     """Exchange method. allreduce: collectives (NCCL on GPUs, Gloo on CPUs). notified: one-sided
@@ -179,11 +180,12 @@ class SyncConfig:
 
     connections: int = 0
     """With notified, the number of TCP connections to each worker of another machine. Use several
-    if one cannot fill the link (high latency or packet loss). 0: chosen by auto, else one."""
+    if one cannot fill the link (high latency or packet loss). 0: with --sync auto, chosen by the
+    measurement; otherwise, one."""
 
     bucket_mb: float = 0.0
-    """Bucket size in MiB. 0: chosen by auto, else the method's default (allreduce: 8, notified:
-    16)."""
+    """Bucket size in MiB. 0: with --sync auto, chosen by the measurement; otherwise, the method's
+    default (allreduce: 8, notified: 16)."""
 
     def __post_init__(self) -> None:
         at_least(self, 0, "bucket_mb")

@@ -10,15 +10,14 @@ class BatchSlice:
     """Batch slice: positions `first` to `last` - 1 of an epoch's order.
 
     Attributes:
-        epoch: the epoch, from 0.
-        step: the step of the epoch, from 0.
-        steps: the steps of an epoch.
-        first: the share's first position in the epoch's order.
-        last: the position after its last one.
-        global_count: samples of the global batch, over all ranks.
-        skipped: samples of the share that couldn't be read and are left out.
-        fraction: the slice's weight in the global batch, if it differs from the slice's fraction of
-            the samples.
+        epoch: the epoch's number, from 0.
+        step: the step's number within the epoch, from 0.
+        steps: the number of steps per epoch.
+        first: the slice's first position in the epoch's order.
+        last: the position after the slice's last one.
+        global_count: the number of samples of the global batch, over all ranks.
+        skipped: the number of samples of the slice that couldn't be read and are left out.
+        fraction: the slice's weight in the global batch; None: its fraction of the samples.
     """
 
     epoch: int

@@ -33,19 +33,19 @@ from paceline.data.upload import Upload
 from paceline.errors import DataError
 
 _CHUNK = 4  # records a task: few enough to share out evenly, more than a task's own cost
-_REMEDY = "Leave such records out by --bad_records skip, or find them by `paceline db info`."
+_REMEDY = "Use --bad_records skip to leave out such records, or `paceline db info` to find them."
 _CLOSE_LIMIT = 2.0  # seconds; Ctrl-C must end a run within five
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Batch slice of one rank, on its device.
+    """Batch of one rank on its device: the images and labels of its batch slice.
 
     Attributes:
         images: float32, normalised, shape (n, channels, image_size, image_size), on the device.
         labels: int64, shape (n,), on the device.
-        place: the batch slice; if its `count` is 0, `images` holds a single image of weight 0:
-            another slice's sample, or a blank image.
+        place: the batch slice. If its `count` is 0, `images` holds a single placeholder of weight
+            0: another slice's sample, or a blank image.
     """
 
     images: Tensor
@@ -71,26 +71,27 @@ class DatabaseLoader:
     """Batch loader of one rank: reads, decodes and augments images in threads.
 
     Args:
-        source: the records; stays the caller's to close.
-        order: which records stand where.
-        transform: what is made of an image.
-        mean: of each channel, in 0..255; one value serves all channels.
-        std: of each channel, in 0..255; one value serves all channels.
+        source: the source of records, which the caller must close.
+        order: the order in which each epoch reads the records.
+        transform: the transform of each image.
+        mean: mean of each channel, in 0..255; a single value is used for all channels.
+        std: standard deviation of each channel, in 0..255; a single value is used for all channels.
         rank: this rank.
         world_size: the number of ranks that share a global batch.
-        device: where batches go.
+        device: device to which batches are copied.
         threads: the number of threads that read and decode; at least 1.
-        prefetch: batches to make ahead.
-        num_labels: labels are 0 to num_labels - 1; None checks nothing.
-        epochs: of the run: nothing is made ahead beyond them. None: there is no end.
-        skip_bad: skip bad records, instead of raising the first one's error.
-        warn: receives sentences about skipped records, in the caller's thread.
-        channels_last: keep the channels of a pixel together in memory.
-        timeout: seconds that `batch` waits at most.
+        prefetch: number of batches to prepare in advance.
+        num_labels: number of classes: labels must be 0 to num_labels - 1; None: labels are not
+            checked.
+        epochs: number of epochs of the run, after which no batches are prepared; None: unlimited.
+        skip_bad: whether to skip bad records instead of raising the error of the first one.
+        warn: called in the caller's thread with sentences about skipped records.
+        channels_last: whether images are in channels-last memory format.
+        timeout: the longest time that `batch` waits, in seconds.
 
     Attributes:
-        samples: of an epoch, over all ranks.
-        steps: of an epoch.
+        samples: number of samples per epoch, over all ranks.
+        steps: number of steps per epoch.
     """
 
     def __init__(
@@ -219,6 +220,7 @@ class DatabaseLoader:
             work.cancel()
             raise DataError(
                 f"the batch of {name} wasn't read within {self._timeout:g} s: the database's disk "
-                "or network doesn't respond; repair it, and give the same command to resume."
+                "or network doesn't respond; repair it, and start the same command again to "
+                "resume."
             )
         return bad

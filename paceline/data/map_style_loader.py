@@ -33,25 +33,25 @@ _WORKERS = 5  # a purpose: the seeds of worker processes, from which only collat
 
 
 class MappedLoader:
-    """Loads one rank's shares of a data set's epochs.
+    """Loader of one rank's batch slices of a map-style data set.
 
     Args:
-        dataset: samples by number, from 0 to its length.
-        order: the order of the samples in each epoch; it must be made for as many samples as the
-            data set has.
+        dataset: map-style data set: samples by number, from 0 to its length - 1.
+        order: the order of the samples in each epoch; its `size` must be the data set's length.
         rank: this rank.
         world_size: the number of ranks that share a global batch.
-        num_workers: processes that load; 0 loads in this one.
-        collate: makes a batch of a list of samples; None takes torch's.
-        pin_memory: leave batches in memory from which copies to a GPU are fast; without a GPU it
-            has no effect.
-        prefetch_factor: batches that each worker process makes ahead.
-        multiprocessing_context: how worker processes start: "fork", "forkserver" or "spawn".
-        timeout: seconds that a batch from worker processes is waited for at most.
+        num_workers: number of worker processes that load samples; 0: this process loads them.
+        collate: makes a batch from a list of samples; None: torch's default collation.
+        pin_memory: whether batches are put into pinned memory, from which copies to a GPU are fast;
+            without a GPU it has no effect.
+        prefetch_factor: number of batches that each worker process prepares in advance.
+        multiprocessing_context: start method of the worker processes: "fork", "forkserver" or
+            "spawn".
+        timeout: the longest time to wait for a batch from the worker processes, in seconds.
 
     Raises:
-        ConfigError: the data set has no length or no numbered samples, or another length than the
-            order; a number below 0.
+        ConfigError: the data set has no length or no numbered samples, its length differs from the
+            order's size, or `num_workers` is negative.
     """
 
     def __init__(
@@ -133,21 +133,21 @@ def _check(dataset: MapStyle, order: Order, num_workers: int) -> None:
     name = type(dataset).__name__
     if isinstance(dataset, DataLoader):
         raise ConfigError(
-            f"{name} makes batches of its own, and every rank would get them all: give its data "
-            "set, loader.dataset; paceline cuts the batches."
+            f"{name} makes its own batches, and every rank would get all of them: pass its data "
+            "set (loader.dataset); Paceline makes the batches."
         )
     numbered = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if isinstance(dataset, IterableDataset) or not numbered:
         raise ConfigError(
-            f"{name} is no map-style data set: without a length and numbered samples (`__len__` "
-            "and `__getitem__`) no rank knows its own samples. Give one that has both, or iterate "
-            "over your own DataLoader and make each step with world.step(samples=n), where n is "
-            "the number of samples in this rank's batch."
+            f"{name} is not a map-style data set: a rank selects its samples by number, for which "
+            "it needs `__len__` and `__getitem__`. Pass a data set that has both, or iterate over "
+            "your own DataLoader and make each step with world.step(samples=n), where n is the "
+            "number of samples in this rank's batch."
         )
     if len(dataset) != order.size:
         raise ConfigError(
-            f"{name} has {len(dataset)} samples and the order {order.size}: make the order with "
-            "the data set's length."
+            f"{name} has {len(dataset)} samples, but the order has {order.size}: make the order "
+            "with the data set's length."
         )
     if num_workers < 0:
         raise ConfigError(f"num_workers is {num_workers}; it must be at least 0.")

@@ -32,15 +32,16 @@ class Order:
     """Sample order: the order in which each epoch reads the records of a source.
 
     Attributes:
-        size: records of the source.
-        batch_size: samples of a global batch, over all ranks.
-        seed: another number, another order.
-        epoch_size: samples per epoch; values above `size` are treated as `size`. A smaller epoch
-            takes a fresh subset each time. None: all records.
-        shuffle: False visits the first records in their own order, as evaluation does.
+        size: number of records of the source.
+        batch_size: number of samples per global batch, over all ranks.
+        seed: seed of the order; different seeds give different orders.
+        epoch_size: number of samples per epoch; values above `size` are treated as `size`. If it is
+            below `size`, each epoch takes a different subset. None: all records.
+        shuffle: False: each epoch reads the first records in their stored order, as evaluation
+            does.
 
     Raises:
-        ConfigError: nothing to visit, or a size below 1.
+        ConfigError: there are no records, or a size is below 1.
     """
 
     size: int

@@ -22,10 +22,12 @@ class SampleMaker:
     """Sample maker: reads records, checks labels, augments and decodes.
 
     Attributes:
-        source: the records.
-        transform: what is made of an image.
-        fill: the colour of what an image leaves empty, uint8 of shape (channels,).
-        num_labels: labels are 0 to num_labels - 1; None checks nothing.
+        source: the source of records.
+        transform: the transform of each image.
+        fill: the colour of the parts of a sample that the image doesn't cover, uint8 of shape
+            (channels,).
+        num_labels: number of classes: labels must be 0 to num_labels - 1; None: labels are not
+            checked.
     """
 
     source: Source
@@ -63,9 +65,9 @@ class SampleMaker:
         record = self.source[index]
         if self.num_labels is not None and not 0 <= record.label < self.num_labels:
             raise DataError(
-                f"{self.source.name(index)} has the label {record.label}; with --num_labels "
-                f"{self.num_labels} labels are 0 to {self.num_labels - 1}: change --num_labels, or "
-                "write the database anew."
+                f"{self.source.name(index)} has the label {record.label}, but with --num_labels "
+                f"{self.num_labels}, labels must be 0 to {self.num_labels - 1}: change "
+                "--num_labels, or create the database again."
             )
         plan = partial(self.transform.view, numbers=numbers)
         decode(record.image, plan, out, fill=self.fill, name=partial(self.source.name, index))

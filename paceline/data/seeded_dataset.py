@@ -32,11 +32,11 @@ class MapStyle(Protocol):
 
 
 class SeededDataset(Dataset[Any]):
-    """Data set wrapper whose random transforms depend on (seed, epoch, sample) alone.
+    """Data set wrapper whose random transforms depend only on seed, epoch and sample number.
 
     Args:
-        dataset: makes the samples.
-        seed: another number, other random transforms.
+        dataset: the map-style data set that makes the samples.
+        seed: seed of the random transforms; different seeds give different transforms.
     """
 
     def __init__(self, dataset: MapStyle, seed: int) -> None:

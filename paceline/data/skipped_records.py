@@ -19,7 +19,7 @@ class SkippedRecords:
     """Counter and log of the bad records that one rank skips.
 
     Args:
-        warn: receives sentences.
+        warn: called with sentences about skipped records.
     """
 
     def __init__(self, warn: Callable[[str], object]) -> None:

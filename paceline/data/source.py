@@ -17,12 +17,12 @@ Pixels = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Image and its label.
+    """Image and its label, as a source returns them.
 
     Attributes:
-        image: the bytes of an encoded file (JPEG, PNG, …), or decoded pixels of shape
-            (height, width, channels) in uint8, channels 1 (grey) or 3 (RGB).
-        label: the class, 0-based.
+        image: the bytes of an encoded file (JPEG, PNG, …), or decoded pixels: uint8 of shape
+            (height, width, channels), with 1 (grey) or 3 (RGB) channels.
+        label: the class number, from 0.
     """
 
     image: bytes | Pixels
@@ -30,14 +30,16 @@ class Record:
 
 
 class Source(Protocol):
-    """Protocol of image records by index; safe to read from several threads at once.
+    """Protocol of a source of image records by number; safe to read from several threads at once.
 
     Attributes:
-        labels: the label of every record, int64 of shape (records,), where the index knows them.
-        label_names: the classes' names in the order of their labels, where they are known.
-        index_note: a sentence for the user about opening it, or "" (an index that can't be
-            saved makes every opening slow).
-        fingerprint: equal for equal data sets: a digest of their size and of a sample of records.
+        labels: int64 of shape (records,), the label of every record; None if the index doesn't hold
+            them.
+        label_names: the classes' names in the order of their labels; None if unknown.
+        index_note: a sentence for the user if the index couldn't be saved, so that every opening is
+            slow; else None.
+        fingerprint: digest of the number of records and of a sample of them; equal for equal data
+            sets.
     """
 
     labels: npt.NDArray[np.int64] | None

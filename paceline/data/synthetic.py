@@ -15,14 +15,14 @@ _IMAGE = 3  # a purpose beside those of the order
 
 
 class SyntheticSource(Source):
-    """Source of noise images with random labels, made when they are read.
+    """Source of random noise images with random labels, generated when they are read.
 
     Args:
-        records: how many there are.
+        records: number of records.
         image_size: height and width in pixels.
         channels: 1 (grey) or 3 (RGB).
-        num_labels: labels are 0 to num_labels - 1.
-        seed: other seeds give other images.
+        num_labels: number of classes: labels are 0 to num_labels - 1.
+        seed: seed of the images; different seeds give different images.
     """
 
     labels = label_names = index_note = None  # labels are made with their images

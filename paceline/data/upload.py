@@ -15,15 +15,15 @@ from torch import Tensor
 
 
 class Upload:
-    """Transfer of uint8 images to a device, where they are normalised.
+    """Uploader of uint8 images to a device, on which it normalises them.
 
     Args:
-        mean: of each channel, in 0..255; one value serves all.
-        std: of each channel, in 0..255; one value serves all.
-        channels: of the images.
-        width: of the images, in pixels.
-        device: where they go.
-        channels_last: whether the result keeps the channels of a pixel together in memory.
+        mean: mean of each channel, in 0..255; a single value is used for all channels.
+        std: standard deviation of each channel, in 0..255; a single value is used for all channels.
+        channels: number of channels of the images.
+        width: width of the images in pixels.
+        device: device to which the images are copied.
+        channels_last: whether the result is in channels-last memory format.
     """
 
     def __init__(

@@ -32,16 +32,17 @@ def check_output(output: object, num_labels: int, count: int) -> Tensor:
     rule = f"a model must return logits, a Tensor of ({count}, {num_labels}) for {count} images"
     if not isinstance(output, Tensor):
         raise ConfigError(
-            f"The model returned {_described(output)}: {rule}; let --model name a function whose "
-            "model returns its logits alone."
+            f"The model returned {_described(output)}: {rule}; give --model a function whose "
+            "model returns only its logits."
         )
     if not output.is_floating_point():
         raise ConfigError(
-            f"The model returned {output.dtype}: {rule}, before any argmax; return them as floats."
+            f"The model returned {output.dtype}: {rule}; return the floating-point logits, not "
+            "their argmax."
         )
     if output.ndim == 2 and output.shape[0] == count and output.shape[1] != num_labels:
         raise ConfigError(
-            f"The model returned {output.shape[1]} outputs an image and --num_labels is "
+            f"The model returned {output.shape[1]} outputs per image, but --num_labels is "
             f"{num_labels}: they must be equal; build the last layer with num_labels, or give "
             f"--num_labels {output.shape[1]}."
         )
@@ -61,7 +62,7 @@ def explained_errors(images: Tensor) -> Iterator[None]:
         images: what the model is given.
 
     Raises:
-        ConfigError: the model failed, or a BatchNorm got one value a channel, which has no
+        ConfigError: the model failed, or a BatchNorm got one value per channel, which has no
             variance.
     """
     try:
@@ -71,13 +72,13 @@ def explained_errors(images: Tensor) -> Iterator[None]:
             raise
         if "more than 1 value per channel" in str(error):
             raise ConfigError(
-                f"A BatchNorm got one value a channel in training ({error}), and its variance "
-                "needs more: give a larger --batch_size, fewer workers, or --sync_bn, which takes "
-                "the values of all workers together."
+                f"A BatchNorm got only one value per channel in training ({error}), too few for a "
+                "variance: give a larger --batch_size, fewer workers, or --sync_bn, which computes "
+                "it over the values of all workers."
             ) from error
         raise ConfigError(
-            f"The model failed with {described(error)}: correct it; call it on "
-            f"torch.zeros{tuple(images.shape)} to look into it."
+            f"The model failed with {described(error)}: correct it; to debug it, "
+            f"call the model with torch.zeros{tuple(images.shape)}."
         ) from error
 
 

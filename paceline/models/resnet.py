@@ -23,10 +23,10 @@ class BasicBlock(nn.Module):
     """Residual block of two 3x3 convolutions and a shortcut around them.
 
     Args:
-        in_channels: channels that come in.
-        channels: channels of both convolutions.
-        stride: of the first convolution.
-        downsample: brings the shortcut to the output's shape.
+        in_channels: number of input channels.
+        channels: number of output channels of each convolution.
+        stride: stride of the first convolution.
+        downsample: module of the shortcut, which brings the block's input to the output's shape.
     """
 
     expansion: ClassVar[int] = 1
@@ -47,7 +47,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """Residual block of 1x1, 3x3 and 1x1 convolutions; the arguments are BasicBlock's."""
+    """Residual block of 1x1, 3x3 and 1x1 convolutions; its arguments are those of `BasicBlock`."""
 
     expansion: ClassVar[int] = 4
 
@@ -70,16 +70,17 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """ResNet: a stem, stages of blocks that double the channels, and a linear classifier.
+    """ResNet: a stem, stages of residual blocks, and a linear classifier.
 
     Args:
-        block: the kind of block.
-        depths: blocks in each stage.
-        num_labels: classes.
-        num_channels: channels of an image.
-        small: for images of some 32 pixels (the paper's 4.2): 16 channels in the first stage, a 3x3
-            stem without pooling, and shortcuts without parameters. Otherwise 64 channels, a 7x7
-            stem with pooling, and projections.
+        block: class of the residual blocks.
+        depths: number of blocks in each stage; each stage doubles the channels of the one before.
+        num_labels: number of classes.
+        num_channels: number of channels of an image.
+        small: whether to build the variant for images of about 32 pixels (section 4.2 of the
+            paper): 16 channels in the first stage, a 3x3 stem without pooling, and shortcuts
+            without parameters. Otherwise: 64 channels, a 7x7 stem with pooling, and projection
+            shortcuts.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class ResNet(nn.Module):
 class PadShortcut(nn.Module):
     """Shortcut without parameters: halves height and width, and appends channels of zeros.
 
-    The paper's option A: where the shape changes, every other pixel is taken.
+    It is option A of the paper: it takes every other pixel, and is used where the shape changes.
     """
 
     def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:

@@ -49,8 +49,8 @@ def build_model(name: str, *, num_labels: int, num_channels: int) -> nn.Module:
         if is_ours(error):
             raise
         raise ConfigError(
-            f"Model {name}: the function failed with {described(error)}: correct it; call it with "
-            f"num_labels={num_labels} to look into it."
+            f"Model {name}: the function failed with {described(error)}: correct it; to debug it, "
+            f"call the function with num_labels={num_labels}."
         ) from error
     if not isinstance(model, nn.Module):
         raise ConfigError(
@@ -83,7 +83,7 @@ def _import(name: str) -> Callable[..., Any]:
     except Exception as error:  # a module's code may raise anything
         raise ConfigError(
             f"Model {name}: module {module_name} can't be imported, {described(error)}; it must be "
-            "installed or in a folder of PYTHONPATH, and free of errors."
+            "installed, or in a folder of PYTHONPATH, and have no errors."
         ) from error
     if not callable(getattr(module, function_name, None)):
         own = [
@@ -110,7 +110,7 @@ def _accepted(name: str, factory: Callable[..., Any], offered: dict[str, int]) -
         signature.bind(**given)
     except TypeError as error:
         raise ConfigError(
-            f"Model {name}: {error}; give the function's other arguments defaults, it is called "
-            "with num_labels and num_channels only."
+            f"Model {name}: {error}; give the function's other arguments default values, because "
+            "it is called with num_labels and num_channels only."
         ) from error
     return given

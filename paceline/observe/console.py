@@ -1,6 +1,6 @@
 """Console output of a run: rank 0's progress on a terminal, or lines in a pipe.
 
-    Training resnet20: 2 workers on 1 machine (cpu), 50,000 images, 391 steps an epoch, 30 epochs.
+    Training resnet20: 2 workers on 1 machine (cpu), 50,000 images, 391 steps per epoch, 30 epochs.
     epoch 2/30  ━━━━━━───────  180/391  21:07 left  1,204 images/s  loss 1.219  accuracy 56.1%  …
     epoch 1/30: 1,198 images/s, loss 1.713, accuracy 36.9%, test accuracy 41.0%, …
 
@@ -30,22 +30,23 @@ BAR_WIDTH = 24  # columns, where there is room
 class Console(NullRecorder):
     """Recorder that shows the progress of a run on a terminal or in a pipe.
 
-    Events, and the fields that are looked at:
-        run: model, world_size, machines, device, samples and steps (of an epoch), epochs, log,
-            labels (their number).
-        ... sums (of the epoch so far, in the form that the score counter returns), exposed_ms (how
-            long the rank waited for the exchange, if measured).
+    Events, and the fields that it reads:
+        run: model, world_size, machines, device, samples (per epoch), steps (per epoch), epochs,
+            log, labels (their number).
+        step: epoch, epoch_step, step, steps (per epoch), samples, learning_rate, sums (of the epoch
+            so far, in the form that the score counter returns), exposed_ms (how long the rank
+            waited for the exchange, if measured).
         evaluate: step, steps.
         epoch: epoch, seconds, samples, loss, accuracy, learning_rate, test_accuracy and top5 (None
             without test data).
         note: text.
-        end: nothing.
+        end: none.
 
     Args:
-        file: where to; standard output by default.
-        terminal: whether it is a terminal; None asks it.
-        width: its columns; None asks it.
-        clock: seconds since any moment.
+        file: output stream; by default, standard output.
+        terminal: whether `file` is a terminal; None: detected.
+        width: number of columns of the terminal; None: detected.
+        clock: returns seconds since an arbitrary origin.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Console(NullRecorder):
         self._terminal.line(
             f"Training {fields['model']}: {many(fields['world_size'], 'worker')} on "
             f"{many(fields['machines'], 'machine')} ({fields['device']}), "
-            f"{many(fields['samples'], 'image')} and {many(fields['steps'], 'step')} an epoch, "
+            f"{many(fields['samples'], 'image')} and {many(fields['steps'], 'step')} per epoch, "
             f"{many(fields['epochs'], 'epoch')}."
         )
         self._terminal.line(f"Log: {fields['log']}")

@@ -25,7 +25,7 @@ NO_TEST = -1  # test_accuracy of a run without test data
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """Values of the cumulative columns; a resumed run restores them."""
+    """Values of the cumulative columns, which a resumed run restores."""
 
     seconds: float = 0.0
     samples: int = 0
@@ -54,19 +54,19 @@ _COUNTS = ("cumulative_input_count", "cumulative_batch_count", "epoch")
 class CsvLog(LineFile):
     """Recorder that writes a CSV row at each `epoch` event.
 
-    The event's fields are epoch, samples (of all machines, in this epoch), batches (in this epoch),
-    loss, accuracy, learning_rate and test_accuracy (None without test data). `time_spent` is the
-    time since the row before or, in the first, since the log was opened: evaluation counts too, as
-    in Caffe2.
+    The event's fields are epoch, samples (in this epoch, over all machines), batches (in this
+    epoch), loss, accuracy, learning_rate and test_accuracy (None without test data). The column
+    `time_spent` is the time since the previous row or, in the first row, since the log was opened.
+    As in Caffe2, it includes evaluation.
 
     Args:
         folder: the run's folder, which exists.
-        name: the file's name up to the time, as from `log_name`.
-        parameters: all the run's parameters.
-        now: the time in the file's name.
-        epoch: where the run resumes: the newest log of an earlier start is continued, without its
-            rows from this epoch on.
-        clock: seconds since any moment.
+        name: the part of the file's name before its timestamp, as `log_name` returns it.
+        parameters: all parameters of the run.
+        now: the timestamp in the file's name.
+        epoch: the epoch in which the run resumes. The newest log of an earlier start is continued,
+            without its rows from this epoch on.
+        clock: returns seconds since an arbitrary origin.
     """
 
     def __init__(

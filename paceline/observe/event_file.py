@@ -100,7 +100,9 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
             f"{where}: not an event ({error}); the file is damaged, restore it from a copy."
         ) from error
     if not isinstance(event, dict):
-        raise DataError(f"{where}: not an event but {type(event).__name__}; not our file.")
+        raise DataError(
+            f"{where}: not an event but {type(event).__name__}; this is not an event file of a run."
+        )
     return event
 
 

@@ -9,11 +9,11 @@ from paceline.recorder import NullRecorder
 
 
 class LineFile(NullRecorder):
-    """Recorder with an append-only file of lines; each line is one write.
+    """Recorder that appends lines to a file, each with one write.
 
     Raises:
-        PacelineError: the file can't be opened or written (disk, permissions), here and in `write`
-            and `close`.
+        PacelineError: the file can't be opened or written (disk, permissions); raised by the
+            constructor, `write` and `close`.
     """
 
     def __init__(self, path: Path) -> None:

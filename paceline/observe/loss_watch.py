@@ -13,14 +13,14 @@ _SKIPPED = 40
 
 
 class LossWatch:
-    """Judge each step's loss, of all ranks.
+    """Loss watch: checks each step's loss over all ranks, and raises if the run diverges.
 
     Args:
-        recorder: receives a `loss` event a step.
-        generation: of the world.
-        max_loss: largest loss; 0 accepts any number.
-        remedy: what the user can do, a sentence.
-        every: steps from one comparison with `max_loss` to the next.
+        recorder: receives one `loss` event per step.
+        generation: the generation's number.
+        max_loss: the largest accepted loss; 0: any finite loss is accepted.
+        remedy: a sentence that says what the user can do.
+        every: number of steps between comparisons with `max_loss`.
     """
 
     def __init__(

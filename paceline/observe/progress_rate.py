@@ -8,10 +8,10 @@ WINDOW = 10.0  # seconds over which speed is averaged
 
 
 class ProgressRate:
-    """Progress meter: speed over the last seconds, and the time left at the average speed.
+    """Progress meter: the recent speed, and the remaining time at the average speed.
 
     Args:
-        now: the time at which the run starts, in seconds since any moment.
+        now: the start of the run, in seconds since an arbitrary origin.
     """
 
     def __init__(self, now: float) -> None:

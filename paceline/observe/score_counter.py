@@ -13,7 +13,7 @@ BATCH_SUMS = 4  # the number of sums of a batch
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """Mean loss and accuracies over samples; accuracies are in 0 to 1."""
+    """Mean loss and accuracies over samples; accuracies are fractions from 0 to 1."""
 
     loss: float
     accuracy: float

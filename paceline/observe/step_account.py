@@ -23,20 +23,23 @@ _SHORTEST = 0.2  # ms of a wait that is reported; measuring costs time, too
 
 
 class StepAccount:
-    """Recorder in front of the run's: sums spans and counts, and adds them to each step event.
+    """Recorder that adds the sums of a step's spans and counts to its event, and passes events on.
 
-    Fields that it adds to an event `step`, where the step was in a span `train`:
-        compute_ms: what the step took, without the following three.
+    Fields that it adds to an event `step`, if the step was in a span `train`:
+        compute_ms: the step's time without exposed_ms, send_ms and update_ms.
         exposed_ms: time spent waiting for the exchange in this step and in calls of `settle` since
             the previous step.
-        send_ms, update_ms: the time to hand gradients over, and to update parameters.
-        waits_ms: of each bucket that was waited for 0.2 ms or more, by its number, how long.
-        sent, received: bytes.
+        send_ms: time spent handing gradients over to the exchange.
+        update_ms: time spent updating parameters.
+        waits_ms: time spent waiting for each bucket, by bucket number; waits below 0.2 ms are left
+            out.
+        sent, received: number of bytes that the exchange sent and received.
 
     Args:
-        recorders: the run's, which get all events in this order; closed with the account.
-        trace: gets all spans and events; closed with the account.
-        clock: nanoseconds since any moment.
+        recorders: the run's recorders, which receive all events in this order, and are closed by
+            `close`.
+        trace: recorder of the trace, which receives all spans and events, and is closed by `close`.
+        clock: returns nanoseconds since an arbitrary origin.
     """
 
     def __init__(
@@ -102,7 +105,7 @@ class StepAccount:
 
 
 class _Span:
-    """Context manager that adds its duration to an account, and may record a traced span."""
+    """Context manager that adds its duration to an account, and may also record a traced span."""
 
     __slots__ = ("_account", "_began", "_fields", "_name", "_traced")
 

@@ -20,18 +20,19 @@ _ERASE = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2))
 
 
 class Terminal:
-    """Terminal or pipe: lines that stay, and a status line that is drawn over.
+    """Terminal or pipe, with permanent lines and a status line that is overwritten.
 
     Args:
-        file: standard output, or where a test looks.
-        terminal: whether it is a terminal; None asks it.
-        width: its columns; None asks it.
+        file: standard output, or another stream in tests.
+        terminal: whether `file` is a terminal; None: detected.
+        width: number of columns of the terminal; None: detected.
 
     Attributes:
         live: True on a terminal, where the status line is overwritten; False in a pipe, where each
             status is a new line.
-        columns: how wide a status may be; the full width would wrap.
-        ascii_only: whether the file's encoding has no line-drawing characters.
+        columns: the largest width of a status; one less than the terminal's, because a full line
+            would wrap.
+        ascii_only: whether the stream's encoding lacks line-drawing characters.
     """
 
     def __init__(

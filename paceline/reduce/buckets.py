@@ -34,10 +34,10 @@ class Bucket:
     """Bucket: parameters of one dtype, device and parameter group that are exchanged together.
 
     Attributes:
-        index: the bucket's number, 0 for the one that backward can complete first.
-        group: the index of the optimizer's parameter group.
-        parameters: the parameters, last layer first.
-        names: their names, for messages.
+        index: the bucket's number; bucket 0 is the first that backward can complete.
+        group: the index of the parameters' group in the optimizer.
+        parameters: the parameters, those of the last layer first.
+        names: the parameters' names, for messages.
     """
 
     index: int
@@ -48,12 +48,13 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BucketMemory:
-    """Flat buffer of a bucket, with one gradient view a parameter.
+    """Flat buffer of a bucket, with one gradient view per parameter.
 
     Attributes:
-        flat: (numel + parameters,), what is exchanged.
-        gradients: views of `flat`, one a parameter, of its shape and strides (channels-last too).
-        used: (parameters,), a view of `flat`: how many ranks used each parameter.
+        flat: (numel + parameters,), the gradients and `used`, which are exchanged together.
+        gradients: one view of `flat` per parameter, of the parameter's shape and strides (also
+            channels-last).
+        used: (parameters,), a view of `flat`: the number of ranks that used each parameter.
     """
 
     flat: Tensor

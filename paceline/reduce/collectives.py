@@ -15,10 +15,9 @@ class Collectives:
     """Exchange by in-place all-reduce.
 
     Args:
-        buckets: what is exchanged.
-        communicator: of all ranks.
-        statistics: a tensor of shape (numel,) with the size of the running statistics, or None if
-            there are none.
+        buckets: the buckets to exchange.
+        communicator: connects all ranks.
+        statistics: a tensor of the running statistics' shape, (numel,); None if there are none.
     """
 
     zero_copy = False

@@ -9,14 +9,14 @@ from torch import Tensor
 
 
 class Timeout:
-    """Limit of each wait for a peer: one value in the first step, another one later.
+    """Timeout of each wait for a peer: one value in the first step, and another in later steps.
 
     Args:
         first: seconds in the first step.
         later: seconds in later steps.
 
     Attributes:
-        seconds: the limit now.
+        seconds: the present timeout, in seconds.
         later: seconds in later steps.
     """
 
@@ -32,8 +32,8 @@ class Exchange(Protocol):
     """Protocol of a sum over ranks, per bucket of gradients or running statistics.
 
     Attributes:
-        zero_copy: values are read where they lie until their sums have come.
-        traffic: the bytes that this rank sends and receives for each bucket in a step.
+        zero_copy: whether gradients are read in place until their sums have arrived.
+        traffic: the number of bytes that this rank sends and receives for each bucket in a step.
     """
 
     zero_copy: bool

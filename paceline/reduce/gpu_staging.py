@@ -39,14 +39,15 @@ class _Stage:
     """Bucket state of the staged exchange: pinned buffers, sums and versions.
 
     Attributes:
-        names: of its parameters, for errors.
-        pinned: what is sent, one tensor a parameter, with its strides.
-        sums: what returns, likewise, where the parameters are.
-        borrowed: the gradients that are copied, with autograd's counts of writes.
-        operation: names the last version in errors.
-        queued: how many versions (exchanges of this bucket, counted from 1) the staging thread was
-            given.
-        sent: the versions that it has sent; the staging thread writes it.
+        names: the parameters' names, for errors.
+        pinned: the values to send, one pinned tensor per parameter, with the parameter's strides.
+        sums: the returned sums, one tensor per parameter, on the parameters' device.
+        borrowed: for each gradient that is being copied: the parameter's name, the gradient, and
+            its autograd version counter when it was borrowed.
+        operation: description of the last version, for errors.
+        queued: the number of versions (exchanges of this bucket, counted from 1) that were given to
+            the staging thread.
+        sent: the number of versions that the staging thread has sent; that thread writes it.
     """
 
     names: Sequence[str]
@@ -62,13 +63,13 @@ class GpuStaging:
     """Exchange of GPU gradients through pinned CPU memory.
 
     Args:
-        exchange: takes values on the CPU, and reads them until their sums have come.
-        templates: of each bucket, tensors of its parameters' shapes, strides and devices.
+        exchange: exchange of CPU tensors, which it reads until their sums have arrived.
+        templates: for each bucket, tensors of its parameters' shapes, strides and devices.
         pinned: the pinned buffers that `pinned_like(templates)` returned; they are passed to
             `exchange`.
-        names: of each bucket, the parameters' names.
-        timeout: limits each copy.
-        sums: of each bucket, the sums' memory on the device; by default this object's own.
+        names: for each bucket, the parameters' names.
+        timeout: timeout of each copy.
+        sums: for each bucket, tensors on the device that receive the sums; by default, new ones.
     """
 
     zero_copy = True
@@ -164,7 +165,7 @@ class GpuStaging:
             raise CommTimeout(
                 Message(
                     "a GPU hasn't copied {} to the CPU's memory after {:g} s: it hangs, or needs a "
-                    "longer {--timeout} ({--first_iter_timeout} in the start).",
+                    "longer {--timeout} ({--first_iter_timeout} at the start).",
                     stage.operation,
                     self._timeout.seconds,
                 )

@@ -56,12 +56,12 @@ class _BucketState:
     """Bucket state of the hierarchical exchange: its buffer and versions.
 
     Attributes:
-        memory: what is summed, in place.
-        full: this rank has all values.
-        packed: an event: the values are in the memory.
-        operation: names the last version in errors.
-        sent: the versions that this rank has sent.
-        summed: the versions whose sums are there; the thread writes it.
+        memory: flat buffer of the values, which are summed in place.
+        full: whether this rank has a value for every parameter.
+        packed: CUDA event after the copy of the values into `memory`; None on a CPU.
+        operation: description of the last version, for errors.
+        sent: the last version that this rank has sent.
+        summed: the last version whose sums have arrived; the exchange's thread writes it.
     """
 
     memory: BucketMemory
@@ -76,14 +76,15 @@ class MachineSums:
     """Hierarchical exchange: reduces inside each machine with collectives, then between leaders.
 
     Args:
-        ranks: of this machine, in order; the first is the leader.
-        intra_machine: connects them, the leader as its rank 0; nothing else uses it meanwhile.
-        make_exchange: makes, on a leader, the exchange of leaders' values, on the CPU.
-        templates: of each bucket, tensors of its parameters' shapes, strides and devices.
-        names: of each bucket, the parameters' names.
+        ranks: the ranks of this machine, in order; the first is the leader.
+        intra_machine: communicator of these ranks, in which the leader has rank 0; reserved for
+            this exchange.
+        make_exchange: called on a leader; makes the exchange of CPU tensors between leaders.
+        templates: for each bucket, tensors of its parameters' shapes, strides and devices.
+        names: for each bucket, the parameters' names.
         gradients: the number of buckets that hold gradients; a bucket of running statistics, if
             any, is exchanged before them.
-        timeout: limits each wait for a rank of this machine.
+        timeout: timeout of each wait for a rank of this machine.
     """
 
     zero_copy = False

@@ -11,7 +11,7 @@ OPTIMIZER = "optimizer"  # key of the optimizer's whole state dict, where ranks 
 
 
 class RankState(Protocol):
-    """Protocol of state besides model and optimizer that is divided among ranks."""
+    """Protocol of state that is divided among ranks; a checkpoint gathers and restores it."""
 
     def gather(self, communicator: Communicator) -> Mapping[str, Any] | None:
         """Return all ranks' state on rank 0, None elsewhere; collective, when all have settled.

@@ -25,13 +25,13 @@ from paceline.reduce.put_engine.layout import BucketLayout, Topology
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedBucket:
-    """A bucket that a codec encodes.
+    """Bucket that a codec encodes.
 
     Attributes:
-        layout: of the bucket.
-        templates: tensors of its parameters' shapes and strides.
-        names: of its parameters.
-        feedback: this rank's; None where it owns no local shard.
+        layout: layout of the bucket.
+        templates: tensors of the parameters' shapes and strides.
+        names: the parameters' names.
+        feedback: this rank's error feedback; None if the rank owns no local shard.
     """
 
     layout: BucketLayout
@@ -47,12 +47,12 @@ class EncodedBucket:
 
 
 class Residuals:
-    """Rank state of lossy codecs: the residuals of this rank, and those of all in a checkpoint.
+    """Rank state of lossy codecs: this rank's residuals; a checkpoint holds those of all ranks.
 
     Args:
-        buckets: those that a codec encodes.
-        topology: of the ranks.
-        rank: this one.
+        buckets: the buckets that a codec encodes.
+        topology: the groups of ranks.
+        rank: this rank.
     """
 
     scaled = True
@@ -65,7 +65,7 @@ class Residuals:
         feedbacks = [bucket.feedback for bucket in self._buckets if bucket.feedback is not None]
         held = [feedback.residual for feedback in feedbacks]
         flat = torch.cat(held) if held else torch.empty(0, dtype=torch.float32)
-        what = "the gathering of what lossy wires missed, for which all ranks must come"
+        what = "the gather of the error-feedback residuals (collective: all ranks must call it)"
         device = self._buckets[0].templates[0].device
         flats = [flat.cpu() for flat in gather_all(communicator, flat.to(device), what)]
         if communicator.rank > 0:

@@ -17,10 +17,10 @@ import torch
 
 
 class SideStream:
-    """Side stream of a device, and events to order its work with the caller's stream.
+    """Side stream of a GPU, and events that order its work relative to the caller's stream.
 
     Args:
-        devices: of all tensors that are copied or summed; the first GPU among them counts.
+        devices: devices of all tensors that are copied or summed; the first GPU among them is used.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:

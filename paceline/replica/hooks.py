@@ -31,9 +31,10 @@ class ReplicaHooks:
     """Hooks on a model that call `before_read` and `gradient_ready` of a synchronizer.
 
     Attributes:
-        gradients: gradients of the current step.
-        exchanging: gradients are sent as they arrive; otherwise they accumulate.
-        reads: which modules read which parameters, once the first step has traced it.
+        gradients: the gradients of the current step.
+        exchanging: whether gradients are sent as soon as they are complete; otherwise, they
+            accumulate.
+        reads: which modules read which parameters; None until the first step has traced it.
     """
 
     def __init__(
@@ -149,17 +150,18 @@ class ReplicaHooks:
 class StepGradients:
     """Gradients of the current step: readiness per bucket, and a guard against late writes.
 
-    A parameter is known by its index: a look-up in a dictionary takes longer than all the rest that
-    is done here. `GradScaler.unscale_` writes gradients without being counted by autograd; a few
-    values of the first gradient are retained, which a scaler's step compares.
+    Parameters are identified by index, because a dictionary look-up would take longer than
+    everything else done here. `GradScaler.unscale_` writes gradients without incrementing
+    autograd's version counters; a few values of the first gradient are therefore retained, and
+    compared with the gradient when a scaler steps.
 
     Args:
-        buckets: the buckets that are exchanged.
+        buckets: the buckets to exchange.
 
     Attributes:
         parameters: the exchanged parameters with their buckets; a parameter's index is its position
             in this list.
-        guard: knows the gradients that were sent.
+        guard: guard of the gradients that were sent.
     """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
@@ -266,7 +268,7 @@ def watch_scaler(optimizer: Optimizer, asked: Callable[[], None]) -> Callable[[]
 
 
 class _ScalerFlag:
-    """Flag of an optimizer that calls `asked` whenever a `GradScaler` reads it."""
+    """Optimizer flag whose truth test calls `asked`, so that a `GradScaler`'s reads are noticed."""
 
     def __init__(self, value: bool, asked: Callable[[], None]) -> None:
         self._value, self._asked = value, asked

@@ -34,7 +34,7 @@ def watch_passes(model: nn.Module, recorder: Recorder) -> Callable[[], None]:
 
 
 class _Passes:
-    """Spans of the passes that are under way."""
+    """Open spans of the forward and backward passes in progress."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder

@@ -30,11 +30,11 @@ Readers = dict[nn.Module, list[nn.Parameter]]
 
 @dataclass(frozen=True, kw_only=True)
 class ReadMap:
-    """Result of read tracing.
+    """Result of read tracing: the parameters that each module reads.
 
     Attributes:
-        readers: each module's trainable parameters.
-        outside: parameters that are read where no module can wait for them.
+        readers: for each module, the trainable parameters that it reads.
+        outside: parameters that are read outside of all modules that could wait for them.
     """
 
     readers: Readers
@@ -52,7 +52,7 @@ def owners(model: nn.Module) -> Readers:
 
 
 class ReadTracer:
-    """Tracer of a model's calls: notes which module reads which parameter, until `finish`.
+    """Tracer of a model's calls: records which module reads which parameter, until `finish`.
 
     Attributes:
         used: the parameters that got a gradient.
@@ -129,7 +129,7 @@ class ReadTracer:
 
 
 class _ReadMode(TorchDispatchMode):
-    """Dispatch mode that notes each operation on a parameter under the innermost running module."""
+    """Dispatch mode that records each read of a parameter for the innermost running module."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], running: list[nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -43,11 +43,11 @@ MakeSynchronizer = Callable[[Sequence[Bucket]], Synchronizer]
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangePlan:
-    """Exchange plan: synchronizer factory and bucket size.
+    """Exchange plan: a factory of synchronizers, and a bucket size.
 
     Attributes:
-        make_synchronizer: makes the synchronizer of given buckets.
-        bucket_bytes: approximate size of a bucket.
+        make_synchronizer: makes a synchronizer for given buckets.
+        bucket_bytes: approximate size of a bucket in bytes.
     """
 
     make_synchronizer: MakeSynchronizer
@@ -58,16 +58,19 @@ class Replica:
     """Model replica of this rank, synchronised with the other ranks.
 
     Args:
-        model: the same on all ranks but for its values, which become rank 0's.
-        optimizer: of any parameters, the model's or others.
-        communicator: of all ranks; used at the start and when other parameters are trained.
+        model: the model, the same on all ranks except for its values, which are replaced by rank
+            0's.
+        optimizer: optimizer of the model's parameters, of other parameters, or of both.
+        communicator: connects all ranks; used at the start, and when the set of trained parameters
+            changes.
         plan: the exchange to begin with.
-        share: this rank's share of each step, set here; shared with the SyncBatchNorm layers.
-        next_plan: called when a step begins; returns another plan to continue with, the same on all
-            ranks, or None. Without it the first plan stays.
+        share: this rank's share of the global batch, which each step sets; the SyncBatchNorm layers
+            use the same object.
+        next_plan: called when a step begins; returns the plan to continue with, the same on all
+            ranks, or None to keep the present one. Without it, the first plan is kept.
 
     Raises:
-        ConfigError: a lazy module doesn't know its shapes, or the optimizer can't be exchanged.
+        ConfigError: a lazy module has no shapes yet, or the optimizer is not supported.
         CommError: a peer was lost, or silent.
     """
 

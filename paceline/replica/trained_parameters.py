@@ -25,9 +25,11 @@ class TrainedParameters:
     """Trained parameters: their names, groups and freezing state.
 
     Attributes:
-        state: changes with the parameters, their groups, and with freezing.
-        names: the name of each parameter of model and optimizer, in the model's order first.
-        groups: the index of each parameter's group in the optimizer.
+        state: tuple of ids and flags that changes if a parameter, a group, or a parameter's
+            freezing changes.
+        names: the name of each parameter: the model's in the model's order, then those that only
+            the optimizer has.
+        groups: for each parameter, the index of its group in the optimizer.
         buffers: the model's buffers.
     """
 

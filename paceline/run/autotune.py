@@ -44,12 +44,12 @@ WARMUP = 100  # steps before the trials, where the run's length is unknown
 
 @dataclass(frozen=True, kw_only=True)
 class TrialSetting:
-    """Context of autotuning: the run's folder, the remaining steps, and where to report.
+    """Setting of the trials: the run's folder, the remaining steps, and a callback for reports.
 
     Attributes:
-        folder: the run's folder, where rank 0 saves the choice; None: nowhere.
-        steps: number of remaining steps; None: unknown.
-        report: reports a sentence to the user; called on rank 0.
+        folder: the run's folder, in which rank 0 saves the choice; None: the choice is not saved.
+        steps: number of remaining steps; None if unknown.
+        report: called on rank 0 with a sentence for the user.
     """
 
     folder: Path | None = None
@@ -61,11 +61,11 @@ class Autotuner:
     """Autotuner: selects the exchange of each step.
 
     Args:
-        candidates: exchanges to choose from, one at least.
+        candidates: the exchanges to choose from; at least one.
         members: the world.
-        communicator: connects its ranks.
-        device: device of the parameters.
-        setting: what is known of the run.
+        communicator: connects all ranks.
+        device: device of the communicator's tensors.
+        setting: the run's folder, remaining steps and reports.
 
     Attributes:
         first: the exchange to begin with.
@@ -185,12 +185,13 @@ class Autotuner:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Outcome of the trials.
+    """Outcome of the trials: the chosen candidate and the measured times.
 
     Attributes:
         chosen: index of the chosen candidate.
-        seconds: seconds per step, by the candidate's index.
-        noise: fraction of a step's time by which two candidates have to differ.
+        seconds: seconds per step, by candidate index.
+        noise: the smallest difference between two candidates that counts, as a fraction of a step's
+            time.
     """
 
     chosen: int
@@ -199,16 +200,16 @@ class Outcome:
 
 
 class Trials:
-    """Trials: the candidate that each step tries, and at last the chosen one.
+    """Schedule of the trials: the candidate that each step tries, and finally the chosen one.
 
     Args:
-        count: the number of candidates, two or more; of those that are equally fast the first is
-            chosen.
-        clock: seconds since any moment.
-        mean: returns the mean over the ranks of some values, the same on all ranks; collective.
+        count: the number of candidates, at least two; among equally fast ones, the first is chosen.
+        clock: returns seconds since an arbitrary origin.
+        mean: returns given values averaged over the ranks; collective, with the same result on all
+            ranks.
 
     Attributes:
-        outcome: None until the trials are over.
+        outcome: the outcome; None until the trials are finished.
     """
 
     def __init__(

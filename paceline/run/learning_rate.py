@@ -13,13 +13,15 @@ LINEAR_RULE_BATCH = 256  # Goyal et al. 2017, https://arxiv.org/abs/1706.02677
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRate:
-    """What the base learning rate is multiplied by at each step.
+    """Learning-rate schedule: the factor of the base learning rate at each step.
 
     Attributes:
-        policy: "step", a tenth every 30 epochs, or "cosine", half a cosine down to 0 at the end.
-        steps_per_epoch: optimizer steps in an epoch.
-        epochs: epochs of the run.
-        warmup_epochs: epochs of a linear rise, which hides the policy's own values.
+        policy: "step": divided by ten every 30 epochs; "cosine": half a cosine period, down to 0 at
+            the end.
+        steps_per_epoch: optimizer steps per epoch.
+        epochs: number of epochs of the run.
+        warmup_epochs: number of epochs of linear warmup: the policy's factor is multiplied by a
+            factor that rises to 1.
     """
 
     policy: Literal["step", "cosine"]

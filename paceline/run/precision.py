@@ -30,17 +30,19 @@ _FIRST_GENERATION = 8  # compute capability of NVIDIA's first GPUs with bfloat16
 
 
 class Precision:
-    """Precision of forward, backward and update: one of `DTYPES`; weights remain as they are.
+    """Precision of forward and backward, one of `DTYPES`; the weights keep their dtype.
 
     Args:
         dtype: a key of `DTYPES`.
         device: device of the model.
-        clip_norm: the largest 2-norm of all gradients together; 0 is off.
-        clip_value: the largest absolute value of an element, after `clip_norm`; 0 is off.
+        clip_norm: the largest 2-norm of all gradients together; 0: no clipping.
+        clip_value: the largest absolute value of a gradient's element, applied after `clip_norm`;
+            0: no clipping.
 
     Attributes:
-        scale: returns what the next loss is multiplied by.
-        state_dict, load_state_dict: of the loss scaling; an empty state where there is none.
+        scale: returns the factor of the next loss (loss scaling).
+        state_dict, load_state_dict: save and restore the state of loss scaling, which is empty
+            without it.
     """
 
     def __init__(

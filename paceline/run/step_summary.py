@@ -28,10 +28,10 @@ class StepSummary:
     """Summary of a step over all ranks.
 
     Attributes:
-        step: its number.
-        sums: sums over the ranks.
-        stop: a rank asks to stop.
-        request: rank 0's.
+        step: the step's number.
+        sums: the ranks' values, summed.
+        stop: whether any rank asks to stop.
+        request: the request of rank 0.
     """
 
     step: int
@@ -41,10 +41,10 @@ class StepSummary:
 
 
 class StepSummaries:
-    """Step summaries: reports of all ranks, summed by all-reduce.
+    """Step summaries: exchanges the ranks' step reports by asynchronous all-reduce.
 
     Attributes:
-        communicator: the ranks.
+        communicator: connects the ranks.
         alone: whether this rank is the only one.
     """
 

@@ -39,19 +39,19 @@ _RANDOM, _BEFORE = 3, 4  # purposes of the seed's, beside the data's
 
 
 class Stop(Exception):
-    """Raised at a step boundary to stop the run; the state has been saved."""
+    """Exception that stops the run at a step boundary, after the state has been saved."""
 
 
 @dataclass(kw_only=True)
 class Position:
-    """Position in training: epoch, step and accumulated sums.
+    """Position of a run: epoch, step and accumulated sums.
 
     Attributes:
-        epoch: the epoch.
-        step: steps of the epoch that are done.
-        number: steps of the run that are done.
-        sums: sums of the epoch, over its steps and all ranks.
-        best: the best test accuracy at an epoch's end.
+        epoch: the epoch's number.
+        step: number of completed steps in the epoch.
+        number: number of completed steps in the run.
+        sums: sums over the epoch's completed steps and all ranks.
+        best: the best test accuracy of all completed epochs; None if there is none.
     """
 
     epoch: int = 0
@@ -63,7 +63,7 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True)
 class SavePolicy:
-    """Checkpoint schedule within an epoch, by steps and by minutes; 0 disables."""
+    """Schedule of checkpoints within an epoch, by steps and by minutes; 0 disables either."""
 
     steps: int = 0
     minutes: float = 0.0
@@ -78,7 +78,7 @@ class SavePolicy:
 
 
 class Request(IntEnum):
-    """What rank 0 asks all ranks to do at the next step boundary."""
+    """Request of rank 0 to all ranks for the next step boundary."""
 
     NOTHING = 0
     SNAPSHOT = 1
@@ -86,22 +86,23 @@ class Request(IntEnum):
 
 
 class Steps:
-    """Step driver: begins, ends and records steps, and saves or stops at boundaries.
+    """Step driver: begins, ends and records steps, and saves or stops at step boundaries.
 
     Args:
-        replica: the model's copy.
-        summaries: with the other ranks.
-        recorder: receives an event a step, and measures it.
-        checkpointer: saves the state; rank 0's, None elsewhere.
+        replica: this rank's model replica.
+        summaries: sums the step reports of all ranks.
+        recorder: receives one event per step, and measures the step.
+        checkpointer: saves the state on rank 0; None on other ranks.
         rank: this rank.
-        generation: of the world, in the ledger.
-        seed: of the random streams.
-        position: where the run stands in the data; changed here.
-        policy: when to save.
+        generation: the generation's number, for the ledger.
+        seed: seed of the random streams.
+        position: the run's position, which each step advances.
+        policy: when to save checkpoints within an epoch.
         stopping: returns whether this rank was asked to stop.
-        check_sums: receives the number and the sums over all ranks of each step; may raise.
-        values: number of values that a step sums.
-        device: where they are.
+        check_sums: called after each step with the step's number and its sums over all ranks; may
+            raise.
+        values: number of values that are summed per step.
+        device: device of these values.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class Steps:
         self._stop_asked: int | None = None  # the step in which a rank asked to stop
         of_rank_0 = [checkpointer is not None, policy.steps]
         self._saves, steps = broadcast_state(
-            summaries.communicator, of_rank_0, device, "what rank 0 decides"
+            summaries.communicator, of_rank_0, device, "the broadcast of rank 0's decisions"
         )
         self._policy = replace(policy, steps=steps)
         # Rank 0's requests, by the steps that reported them; carried out two boundaries later.

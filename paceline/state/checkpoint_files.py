@@ -34,7 +34,7 @@ class Checkpoints:
 
     Args:
         run: the run's folder.
-        keep: how many of the newest to keep.
+        keep: number of newest checkpoints to retain.
     """
 
     def __init__(self, run: Path, keep: int) -> None:
@@ -68,7 +68,7 @@ class Checkpoints:
             raise CheckpointError(
                 Message(
                     "{}: the checkpoint can't be written ({}); make room, or give another "
-                    "{--output_dir}. Earlier checkpoints are as they were.",
+                    "{--output_dir}. Earlier checkpoints are unchanged.",
                     path,
                     reason_of(error),
                 )
@@ -98,7 +98,7 @@ def read_checkpoint(path: Path, *, peek: bool = False) -> dict[str, Any]:
     if missing:
         raise CheckpointError(
             f"{path}: not a run's checkpoint: it has no {missing[0]!r}; give one that a run wrote, "
-            "or weights by --load_model_path."
+            "or load weights with --load_model_path."
         )
     if state["paceline"] > FORMAT:
         raise CheckpointError(

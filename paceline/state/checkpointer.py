@@ -27,7 +27,7 @@ _COST = 0.01  # of the time, for snapshots
 
 
 class Stateful(Protocol):
-    """Protocol of objects with a state to save."""
+    """Protocol of objects whose state is saved."""
 
     def state_dict(self) -> Any:
         """Return the state: tensors and plain values by name."""
@@ -45,11 +45,11 @@ class _Snapshot:
     """In-memory snapshot of the training state before a step.
 
     Attributes:
-        step: the step.
-        state: copies of the parts' state dicts and the position.
-        best: it is the best so far; it is published as such.
-        written: it is on the disk.
-        wanted: it is to be written, whatever is captured after it.
+        step: number of the step before which the state was captured.
+        state: copies of the parts' state dicts, and the position.
+        best: whether it is the best so far, and is therefore also published as the best one.
+        written: whether it is on disk.
+        wanted: whether it must be written even if a newer one is captured.
     """
 
     step: int
@@ -63,13 +63,13 @@ class Checkpointer:
     """Checkpointer of rank 0: takes snapshots in memory and writes them in the background.
 
     Args:
-        parts: what is saved, by its name in the file.
-        checkpoints: where files go.
-        constant: what each file holds besides.
-        clock: seconds since any moment.
+        parts: objects whose states are saved, by their key in the file.
+        checkpoints: writes the checkpoint files.
+        constant: further entries, which are the same in every file.
+        clock: returns seconds since an arbitrary origin.
 
     Attributes:
-        published: (step, file) of each file that was written, until it is taken from the queue.
+        published: queue of (step, file), one for each file that was written.
     """
 
     def __init__(

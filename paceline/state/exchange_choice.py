@@ -32,12 +32,13 @@ class Choice:
     """Result of autotuning: the chosen exchange and the measured step times.
 
     Attributes:
-        sync: the method.
-        bucket_mb: a bucket's size in MiB.
+        sync: the synchronization method.
+        bucket_mb: bucket size in MiB.
         wire: the encoding of gradients during transfer.
-        connections: how many each pair of ranks has, with puts; 0: the method's own number.
+        connections: the number of connections per pair of ranks in an exchange by puts; 0: the
+            method's default.
         machines: the number of workers of each machine.
-        milliseconds: a step's, of each exchange that was tried, by its name.
+        milliseconds: step time of each exchange tried, by the exchange's name.
     """
 
     sync: str

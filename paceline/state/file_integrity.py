@@ -110,7 +110,7 @@ def reason_of(error: Exception) -> str:
     called = _GLOBAL.search(str(error))
     if called:
         return (
-            f"loading it would call {called.group(1)}, which could be any code; give one that "
+            f"loading it would call {called.group(1)}, which could run any code; give a file that "
             "holds a model's state_dict() alone."
         )
     text = str(getattr(error, "strerror", None) or error).strip() or type(error).__name__

@@ -38,7 +38,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class RunFolder:
-    """Folder of one run, held by this machine's process until `close`."""
+    """Folder of one run, locked by this process until `close`."""
 
     def __init__(self, path: Path, *, shard_id: int) -> None:
         self.path = path
@@ -135,11 +135,11 @@ class RunFolder:
                 flag="run_id",
                 value=self.path.name,
                 rule=Message(
-                    f"this run was started with {{--{name}}} {{}}, now it is {{}}",
+                    f"this run was started with {{--{name}}} {{}}, but {{--{name}}} is now {{}}",
                     known.get(name),
                     wanted.get(name),
                 ),
-                remedy=Message("give the same or another {--run_id}"),
+                remedy=Message("restore the former value, or give another {--run_id}"),
             )
 
     def _take_lock(self) -> None:
@@ -189,8 +189,8 @@ def next_generation(run: Path, at_least: int = 0) -> int:
         if not text.isdigit() or len(text) > _LONGEST_NUMBER:
             raise PacelineError(
                 Message(
-                    "{} is damaged, it should hold the number of the run's last start: "
-                    "write that number, or give another {--run_id}.",
+                    "{} is damaged; it must contain the number of the run's last start: "
+                    "write that number into it, or give another {--run_id}.",
                     path,
                 )
             )
@@ -232,7 +232,7 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise PacelineError(
             Message(
-                "{} can't be read ({}): put it back as it was, or give another {--run_id}.",
+                "{} can't be read ({}): restore the file, or give another {--run_id}.",
                 path,
                 error,
             )

@@ -61,13 +61,13 @@ def load_weights(path: Path, model: nn.Module) -> tuple[str, ...]:
         state = state["model"]
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         raise CheckpointError(
-            f"{path}: holds no weights by name; give a file of a model's state_dict()."
+            f"{path}: contains no named weights; give a file of a model's state_dict()."
         )
     weights, notes, differences = fit(state, model)
     if differences:
         raise ConfigError(
-            f"--load_model_path {path}: the weights are another model's: "
-            f"{'; '.join(differences)}. Give the --model that they were made by."
+            f"--load_model_path {path}: the weights belong to another model: "
+            f"{'; '.join(differences)}. Give the --model that they were trained with."
         )
     model.load_state_dict(weights, strict=False)
     return tuple(f"{path}: {note}" for note in notes)
@@ -84,6 +84,6 @@ def check_weights(path: Path) -> None:
         raise ConfigError(f"--load_model_path {path}: there is no such file; check the path.")
     if check_header(path) == "safetensors" and find_spec("safetensors") is None:
         raise ConfigError(
-            f"--load_model_path {path}: a file of safetensors, whose package isn't installed; run "
-            "pip install 'paceline[safetensors]'."
+            f"--load_model_path {path}: a safetensors file, but the package safetensors isn't "
+            "installed; run pip install 'paceline[safetensors]'."
         )

@@ -39,7 +39,7 @@ def fit(
         _some("", [] if head else list(wrong.values())),
     )
     weights = {wanted[name][0]: there[name][1] for name in common if name not in wrong}
-    notes = [f"the last layer's {wrong[name]}: it starts anew." for name in head]
+    notes = [f"the last layer's {wrong[name]}: it keeps its initial values." for name in head]
     return weights, notes, [part for part in parts if part]
 
 
@@ -68,11 +68,11 @@ def _wrong(name: str, value: Any, wanted: Any) -> str:
     if name.endswith(_ANYTHING):
         return ""
     if not isinstance(value, Tensor):
-        return f"{name} is no tensor but {type(value).__name__}"
+        return f"{name} is not a tensor but {type(value).__name__}"
     if value.shape != wanted.shape:
-        return f"{name} is {_shape(value)} and should be {_shape(wanted)}"
+        return f"{name} is {_shape(value)} but should be {_shape(wanted)}"
     if wanted.is_floating_point() and not value.is_floating_point():
-        return f"{name} is {value.dtype} and should be {wanted.dtype}".replace("torch.", "")
+        return f"{name} is {value.dtype} but should be {wanted.dtype}".replace("torch.", "")
     return ""
 
 

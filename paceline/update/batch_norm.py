@@ -44,10 +44,10 @@ from paceline.errors import ConfigError
 
 
 class RunningStatistics:
-    """Running statistics of a model, flat; `SyncBatchNorm`'s are equal anyway and not included.
+    """Running statistics of a model as one flat tensor, excluding those of `SyncBatchNorm` layers.
 
     Attributes:
-        flat: (values,) in the widest of their dtypes, or None where there are none.
+        flat: (values,) in the widest of their dtypes; None if the model has none.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -84,9 +84,9 @@ class BatchShare:
     """This rank's share of the current step's global batch.
 
     Attributes:
-        weight: local samples / global samples, as in `Synchronizer.begin`; 0 where the rank's one
-            sample is borrowed, and 1 on all ranks outside a step.
-        begun: number of steps that have begun.
+        weight: local samples / global samples, as in `Synchronizer.begin`; 0 if the rank's slice is
+            empty and it computes on a placeholder sample; 1 on all ranks outside a step.
+        begun: the number of steps begun so far.
     """
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class BatchShare:
 
 
 class LayerCommunicator:
-    """Communicator of the layers, with this rank's share of the global batch."""
+    """Communicator of SyncBatchNorm layers, together with this rank's share of the global batch."""
 
     def __init__(self, communicator: Communicator, share: BatchShare) -> None:
         self._communicator, self.share = communicator, share
@@ -159,7 +159,7 @@ def convert_sync_batchnorm(
 class SyncBatchNorm(_BatchNorm):
     """BatchNorm with statistics over the global batch, for any number of dimensions.
 
-    Create it with `like`.
+    The method `like` makes one from a BatchNorm layer.
     """
 
     _exchange: LayerCommunicator

@@ -32,15 +32,15 @@ _SCALARS = frozenset({"step", "eta", "mu", "mu_product"})  # of a parameter, wha
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Piece:
-    """Piece of a parameter: the values of it that lie in this rank's shard.
+    """Piece of a parameter: the range of its values that lies in this rank's shard.
 
     Attributes:
         bucket: index of the parameter's bucket.
         index: index of the parameter in its bucket.
         parameter: the parameter.
-        start, stop: range of the values in the flat parameter.
-        memory: (stop - start,), where the shard has the sums of their gradients.
-        values: (stop - start,), the sub-optimizer's parameter.
+        start, stop: the range, as indices in the flattened parameter.
+        memory: (stop - start,), the sums of the values' gradients, a view of the shard's memory.
+        values: (stop - start,), the values as a parameter of the sub-optimizer.
     """
 
     bucket: int
@@ -56,11 +56,11 @@ class ShardOptimizer:
     """Sharded optimizer: updates this rank's shard of each bucket (ZeRO-1).
 
     Args:
-        optimizer: the user's optimizer; updates have its class and hyperparameters.
+        optimizer: the user's optimizer, whose class and hyperparameters the updates use.
         buckets: all buckets.
 
     Raises:
-        ConfigError: the optimizer doesn't treat every value by itself.
+        ConfigError: the optimizer's update is not element-wise.
     """
 
     def __init__(self, optimizer: Optimizer, buckets: Sequence[Bucket]) -> None:

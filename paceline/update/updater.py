@@ -46,11 +46,13 @@ _HYPERPARAMETERS = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "
 
 
 class Updater:
-    """Updater of all parameters from reduced gradients, one unit of buckets at a time.
+    """Updater of all parameters from reduced gradients, one set of buckets at a time.
+
+    The buckets of a set must be updated together: `unit` returns the set of a bucket.
 
     Args:
         optimizer: the user's optimizer.
-        buckets: buckets of all parameters that are exchanged.
+        buckets: the buckets of all exchanged parameters.
 
     Raises:
         ConfigError: the optimizer evaluates the loss itself (LBFGS), or needs gradients that can't
@@ -110,9 +112,9 @@ class SubOptimizer:
     """Sub-optimizer: torch's optimizer over some of the parameters.
 
     Args:
-        optimizer: the whole optimizer.
-        groups: the parameters, with the index of each one's group in the whole optimizer.
-        state: state of these parameters, if it isn't the optimizer's.
+        optimizer: the user's optimizer, of all parameters.
+        groups: for each of the parameters, the index of its group in the user's optimizer.
+        state: optimizer state of these parameters; None: the user's optimizer holds it.
     """
 
     def __init__(

@@ -21,11 +21,12 @@ from paceline.reduce.buckets import Bucket
 
 
 class WriteGuard:
-    """Guard against lost writes: the noted versions of tensors, each known by a parameter's index.
+    """Guard against lost writes: compares autograd's version counters with recorded ones.
 
     Args:
-        buckets: buckets whose parameters, one bucket after the other, have the indices 0, 1, ….
-        refusal: error for a lost write, from the parameter's name.
+        buckets: buckets of the guarded parameters, which are indexed 0, 1, …, one bucket after
+            another.
+        refusal: makes the error for a lost write, given the parameter's name.
     """
 
     def __init__(self, buckets: Sequence[Bucket], refusal: Callable[[str], ConfigError]) -> None:
@@ -90,6 +91,7 @@ class WriteGuard:
 def late_write(name: str) -> ConfigError:
     """Return the error for a parameter that was written before its update was installed."""
     return ConfigError(
-        f"{name} was written after optimizer.step() and before its update, which the next "
-        "forward installs: call settle() after optimizer.step(), then write."
+        f"{name} was written while its update was still pending: optimizer.step() starts the "
+        "update, and the next forward installs it. Call settle() after optimizer.step(), then "
+        "write."
     )

@@ -30,14 +30,15 @@ class Peers:
     """Communication context of a worker: members, token, timeouts, communicators.
 
     Attributes:
-        members: the world.
+        members: the members, and this process's rank among them.
         token: the job token.
-        limits: seconds to wait for them, at the start and later.
+        limits: seconds to wait for peers: at the start and in the first step, and in later steps.
         communicator: connects all ranks.
         device: device of the communicator's tensors.
-        recorder: measures the exchange.
-        trace: traces the exchange, if the run is traced.
-        intra_machine: connects the workers of this machine, where their GPUs sum first.
+        recorder: receives spans and counts of the exchange.
+        trace: recorder of the trace; None if the run is not traced.
+        intra_machine: connects the workers of this machine; None unless gradients are first summed
+            inside a machine.
     """
 
     members: Members

@@ -31,9 +31,9 @@ class Start:
     """Starting point of a run: the beginning, or a checkpoint.
 
     Attributes:
-        generation: of the world; one more at each start.
-        state: the checkpoint, or None.
-        origin: the file, where it is another run's.
+        generation: the generation's number, which grows by one at each start.
+        state: the contents of the checkpoint; None at the beginning of a run.
+        origin: the checkpoint's path, if another run wrote it; else None.
         notes: sentences for the user.
     """
 
@@ -125,7 +125,7 @@ def check_origin(output: OutputConfig, run: Path) -> None:
             flag="resume",
             value=output.resume,
             rule="there is no such file",
-            remedy="give auto, no, or a checkpoint",
+            remedy="give 'auto', 'no', or the path of a checkpoint",
         )
 
 
@@ -153,8 +153,8 @@ def check_order(output: OutputConfig, run: Path, order: Order, fingerprint: str)
         )
     if state.get("data", fingerprint) != fingerprint:
         raise ConfigError(
-            f"{path} was written with other images or labels, of the same number. Use the same "
-            "data, or start a new run from its weights with --load_model_path."
+            f"{path} was written with the same number of images, but the images or labels differ. "
+            "Use the same data, or start a new run from its weights with --load_model_path."
         )
 
 

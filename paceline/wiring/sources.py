@@ -25,7 +25,7 @@ SYNTHETIC_RECORDS = 2048  # of an epoch of synthetic images, where --epoch_size 
 
 @dataclass(frozen=True, kw_only=True)
 class Databases:
-    """Training source and optional test source."""
+    """Source of training images, and optional source of test images."""
 
     train: Source
     test: Source | None

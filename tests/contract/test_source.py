@@ -102,13 +102,13 @@ def test_a_missing_path_is_an_error(engine, tmp_path, cache):
 
 def test_a_file_is_an_error(engine, tmp_path, cache):
     (tmp_path / "file").write_bytes(b"data")
-    told = "or this is no minidb" if engine.name == "minidb" else "is a file.*--db_type minidb"
+    told = "or this is not a minidb" if engine.name == "minidb" else "is a file.*--db_type minidb"
     with pytest.raises((ConfigError, DataError), match=told):
         engine.source(tmp_path / "file", cache_dir=cache)
 
 
 def test_another_folder_is_an_error(engine, tmp_path, cache):
-    with pytest.raises(ConfigError, match="is no database: it has none of"):
+    with pytest.raises(ConfigError, match="is not a database: it has none of"):
         engine.source(tmp_path, cache_dir=cache)
 
 
@@ -122,7 +122,7 @@ def test_the_other_kind_of_database_is_an_error_that_names_the_flag(engine, tmp_
 def test_a_database_that_may_not_be_read_is_an_error(engine, folder, cache):
     for path in folder.iterdir():
         path.chmod(0o600)
-    with read_only(folder), pytest.raises(ConfigError, match="may not read"):
+    with read_only(folder), pytest.raises(ConfigError, match="have no permission to read"):
         engine.source(folder, cache_dir=cache)
 
 

@@ -27,8 +27,8 @@ from tests.harness.processes.run_folders import events
 
 WORDS = TRAIN + "--model own:net --train_data "
 NO_RECORD = (
-    "its 4 bytes are neither a TensorProtos nor a Datum record; it is damaged or not of an image "
-    "database: write it again."
+    "its 4 bytes are neither a TensorProtos nor a Datum record: the record is damaged, or this is "
+    "not an image database; create it again."
 )
 AT_ONCE = {
     "missing": Bad(
@@ -41,33 +41,35 @@ AT_ONCE = {
     ),
     "a file": Bad(
         words=WORDS + "own.py",
-        said="own.py is a file, and lmdb databases are folders: give the folder's path, or "
-        "--db_type minidb if this is one.",
+        said="own.py is a file, but lmdb databases are folders: give the folder's path, or "
+        "--db_type minidb if the file is a minidb.",
     ),
     "a folder of images": Bad(
         words=WORDS + "images",
-        said=r"images is no database: it has none of data.mdb \(lmdb\), CURRENT \(leveldb\), "
+        said=r"images is not a database: it has none of data.mdb \(lmdb\), CURRENT \(leveldb\), "
         r"data.minidb \(minidb\); check the path.",
     ),
     "another kind": Bad(
         words=WORDS + "whole --db_type leveldb",
-        said="whole is no leveldb database but a lmdb one; give --db_type lmdb.",
+        said="whole: the database type is lmdb, not leveldb; give --db_type lmdb.",
     ),
-    "empty": Bad(words=WORDS + "empty", said="empty holds no records; write it again.", status=1),
+    "empty": Bad(words=WORDS + "empty", said="empty holds no records; create it again.", status=1),
     "torn lmdb": Bad(
         words=WORDS + "torn-lmdb",
-        said=r"torn-lmdb/data.mdb has \d+ bytes of \d+: the copy is incomplete, repeat it.",
+        said=r"torn-lmdb/data.mdb has \d+ of \d+ bytes: the copy is incomplete; copy the database "
+        "again.",
         status=1,
     ),
     "torn leveldb": Bad(
         words=WORDS + "torn-leveldb --db_type leveldb",
-        said=r"\S+torn-leveldb/\d+.ldb has \d+ bytes of \d+: the copy is incomplete, repeat it.",
+        said=r"\S+torn-leveldb/\d+.ldb has \d+ of \d+ bytes: the copy is incomplete; copy the "
+        "database again.",
         status=1,
     ),
     "torn minidb": Bad(
         words=WORDS + "torn-minidb --db_type minidb",
         said=r"torn-minidb/data.minidb breaks off in the record at byte \d+: the copy is "
-        r"incomplete, repeat it \(or this is no minidb\).",
+        r"incomplete \(or this is not a minidb\); copy it again.",
         status=1,
     ),
     "nothing but garbage": Bad(
@@ -96,12 +98,12 @@ AT_ONCE = {
     ),
     "create of parts": Bad(
         words="db create parts made",
-        said="parts has test/ and train/ with the classes inside: make a database of each, "
-        "beginning with parts/train.",
+        said="parts has test/ and train/, each of which contains class folders: create one "
+        "database from each, beginning with parts/train.",
     ),
     "create of nothing": Bad(
         words="db create missing made",
-        said="missing isn't a folder: give a folder of class folders.",
+        said="missing isn't a folder: give a folder that contains class folders.",
     ),
     "create onto a database": Bad(
         words="db create images whole",
@@ -119,7 +121,8 @@ AT_ONCE = {
     ),
     "convert of a torn one": Bad(
         words="db convert torn-lmdb made",
-        said=r"torn-lmdb/data.mdb has \d+ bytes of \d+: the copy is incomplete, repeat it.",
+        said=r"torn-lmdb/data.mdb has \d+ of \d+ bytes: the copy is incomplete; copy the database "
+        "again.",
         status=1,
     ),
     "info of a file inside": Bad(
@@ -136,14 +139,14 @@ AT_ONCE = {
     ),
 }
 KEY = r'record "00000007_class\d/\d.jpg" of '
-REMEDIES = " Leave such records out by --bad_records skip, or find them by `paceline db info`."
+REMEDIES = " Use --bad_records skip to leave out such records, or `paceline db info` to find them."
 LATER = {
     "one-garbage": f"{KEY}one-garbage: {NO_RECORD}",
     "cut": f"{KEY}cut can't be decoded: Premature end of JPEG file.",
-    "mixed": f"{KEY}mixed: it is a TensorProtos in a database of Datum records, and a database has "
-    "one format: write it again from one source.",
-    "label-9": f"{KEY}label-9 has the label 9; with --num_labels 3 labels are 0 to 2: change "
-    "--num_labels, or write the database anew.",
+    "mixed": f"{KEY}mixed: it is a TensorProtos in a database of Datum records, but a database has "
+    "only one format: create the database again from one source.",
+    "label-9": f"{KEY}label-9 has the label 9, but with --num_labels 3, labels must be 0 to 2: "
+    "change --num_labels, or create the database again.",
 }
 
 
@@ -234,7 +237,7 @@ def test_a_database_that_may_not_be_read_names_who_can_help(
     shutil.copytree(here / "whole", hidden)
     bad = Bad(
         words=WORDS + "closed",
-        said="closed: you may not read it; ask its owner for permission to read.",
+        said="closed: you have no permission to read it; ask its owner.",
     )
     try:
         with closed(hidden):

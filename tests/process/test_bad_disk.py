@@ -54,7 +54,7 @@ def test_a_full_disk_keeps_the_checkpoints_and_the_run_goes_on_once_there_is_roo
     with small_disk(here / "disk", "3m") as disk:
         said = (
             WHO + rf"disk/r/checkpoints/step-00000009.pt: the checkpoint can't be written {FULL}; "
-            "make room, or give another --output_dir. Earlier checkpoints are as they were."
+            "make room, or give another --output_dir. Earlier checkpoints are unchanged."
         )
         require_message(answer(words, capfd), 1, said)
         files = sorted((disk.path / "r/checkpoints").iterdir())
@@ -144,7 +144,7 @@ def test_a_run_whose_checkpoints_may_not_be_written_ends_with_its_files_as_they_
     said = (
         WHO + r"runs/r/checkpoints/step-00000002.pt: the checkpoint can't be written "
         r"\((File exists|Not a directory)\); make room, or give another --output_dir. Earlier "
-        "checkpoints are as they were."
+        "checkpoints are unchanged."
     )
     words = f"{NULL} --model own:net --run_id r"
     require_answer(Bad(words=words, said=said, status=1, writes=True), here, capfd)

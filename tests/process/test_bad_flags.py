@@ -110,7 +110,7 @@ FLAGS = {
     "a run's name that is a path": Bad(
         words="--run_id ../r",
         said=r"Error parsing world: --run_id '\.\./r': the value is used as a file name; use "
-        r"printable characters but / and \\, and not only blanks and dots\.",
+        r"printable characters except / and \\, and not only blanks and dots\.",
     ),
 }
 

@@ -77,32 +77,33 @@ AT_ONCE = {
     "own.net": f"There is no model own.net: {ZOO}",
     "own:": "Model own:: give your own model as package.module:function.",
     "nowhere:net": "Model nowhere:net: module nowhere can't be imported, ModuleNotFoundError: No "
-    "module named 'nowhere'; it must be installed or in a folder of PYTHONPATH, and free of "
+    "module named 'nowhere'; it must be installed, or in a folder of PYTHONPATH, and have no "
     "errors.",
     "broken:net": r"Model broken:net: module broken can't be imported, NameError: name 'oops' is "
-    r"not defined \(broken.py, line 3\); it must be installed or in a folder of PYTHONPATH, and "
-    "free of errors.",
+    r"not defined \(broken.py, line 3\); it must be installed, or in a folder of PYTHONPATH, and "
+    "have no errors.",
     "own:number": "Model own:number: module own has no function number; it has net, Model, fails, "
     "returns_dict, too_few.",
     "own:needs_more": "Model own:needs_more: missing a required argument: 'width'; give the "
-    "function's other arguments defaults, it is called with num_labels and num_channels only.",
+    "function's other arguments default values, because it is called with num_labels and "
+    "num_channels only.",
 }
 LATER = {
     "own:no_module": "Model own:no_module returned int: the function must return a "
     "torch.nn.Module.",
     "own:fails_itself": "Model own:fails_itself: the function failed with TypeError: 'int' object "
-    r"is not subscriptable \(own.py, line \d+\): correct it; call it with num_labels=3 to look "
-    "into it.",
+    r"is not subscriptable \(own.py, line \d+\): correct it; to debug it, call the function "
+    "with num_labels=3.",
     "own:frozen": "The model has no parameter with requires_grad=True, so there is nothing to "
     "train: unfreeze some parameters.",
     "own:returns_dict": "The model returned a dict of logits, aux: a model must return logits, a "
-    r"Tensor of \(4, 3\) for 4 images; let --model name a function whose model returns its logits "
-    "alone.",
-    "own:too_few": "The model returned 2 outputs an image and --num_labels is 3: they must be "
+    r"Tensor of \(4, 3\) for 4 images; give --model a function whose model returns only its "
+    "logits.",
+    "own:too_few": "The model returned 2 outputs per image, but --num_labels is 3: they must be "
     "equal; build the last layer with num_labels, or give --num_labels 2.",
     "own:fails_in_forward": r"The model failed with RuntimeError: shape '\[7, 7\]' is invalid for "
-    r"input of size 12 \(own.py, line \d+\): correct it; call it on torch.zeros\(4, 3, 32, 32\) to "
-    "look into it.",
+    r"input of size 12 \(own.py, line \d+\): correct it; to debug it, call the model with "
+    r"torch.zeros\(4, 3, 32, 32\).",
 }
 
 
@@ -149,9 +150,9 @@ def test_a_batch_norm_of_a_single_image_is_a_sentence(
 ) -> None:
     words = f"{NULL} --model resnet18 --batch_size 1"
     said = (
-        WHO + r"A BatchNorm got one value a channel in training \(.*\), and its variance needs "
-        "more: give a larger --batch_size, fewer workers, or --sync_bn, which takes the values of "
-        "all workers together."
+        WHO + r"A BatchNorm got only one value per channel in training \(.*\), too few for a "
+        "variance: give a larger --batch_size, fewer workers, or --sync_bn, which computes it over "
+        "the values of all workers."
     )
     require_answer(Bad(words=words, said=said, writes=True), here, capfd)
 
@@ -179,13 +180,13 @@ WEIGHTS = {
 LATER_WEIGHTS = {
     "malicious.pt": (
         1,
-        "malicious.pt: not a file of weights: loading it would call print, which could be any "
-        r"code; give one that holds a model's state_dict\(\) alone.",
+        "malicious.pt: not a file of weights: loading it would call print, which could run any "
+        r"code; give a file that holds a model's state_dict\(\) alone.",
     ),
     "other.pt": (
         2,
-        "--load_model_path other.pt: the weights are another model's: missing 2.weight, 2.bias; "
-        "unknown 0.weight. Give the --model that they were made by.",
+        "--load_model_path other.pt: the weights belong to another model: missing 2.weight, "
+        "2.bias; unknown 0.weight. Give the --model that they were trained with.",
     ),
 }
 

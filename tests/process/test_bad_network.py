@@ -68,7 +68,7 @@ def server(answer: bytes) -> Iterator[int]:
 def test_a_taken_port_is_named(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with server(b"") as port:
         said = (
-            rf"--master: port {port} can't be had on this machine \(Address already in use\): "
+            rf"--master: port {port} can't be opened on this machine \(Address already in use\): "
             "another run may be using it; choose another port."
         )
         words = f"{WORDS} --master 127.0.0.1:{port}"
@@ -96,8 +96,8 @@ def test_nobody_at_machine_0s_port_is_waited_for(
 
 
 MASTERS = {
-    "nowhere.invalid:29500": "nowhere.invalid:29500: the name nowhere.invalid isn't known here; "
-    "give an address, or a name that this machine can look up.",
+    "nowhere.invalid:29500": "nowhere.invalid:29500: the name nowhere.invalid can't be resolved on "
+    "this machine; give an address, or a name that it can resolve.",
     "node0": "--master node0: give it as HOST:PORT, such as node0:29500.",
     "node0:99999": "--master node0:99999: give it as HOST:PORT, such as node0:29500.",
 }
@@ -168,7 +168,7 @@ def test_a_shared_folder_that_isnt_is_refused(
     for words in (WORDS, SECOND):
         said = (
             rf"--file_store_path \S+/{folder}: there is no such folder; create it where all "
-            "machines see it."
+            "machines can access it."
         )
         bad = Bad(words=f"{words} --file_store_path {folder}", said=said)
         require_answer(bad, here, capfd)

@@ -108,18 +108,18 @@ def made_with(checkpoint: str, now: str) -> str:
 REFUSED = {
     "other flags": Bad(
         words=WORDS + " --momentum 0.5",
-        said="--run_id r: this run was started with --momentum 0.9, now it is 0.5; give the same "
-        "or another --run_id.",
+        said="--run_id r: this run was started with --momentum 0.9, but --momentum is now 0.5; "
+        "restore the former value, or give another --run_id.",
     ),
     "other batches": Bad(
         words=WORDS + " --batch_size 8",
-        said="--run_id r: this run was started with --batch_size 4, now it is 8; give the same "
-        "or another --run_id.",
+        said="--run_id r: this run was started with --batch_size 4, but --batch_size is now 8; "
+        "restore the former value, or give another --run_id.",
     ),
     "other epochs": Bad(
         words=WORDS + " --epoch_size 8",
-        said="--run_id r: this run was started with --epoch_size 16, now it is 8; give the same "
-        "or another --run_id.",
+        said="--run_id r: this run was started with --epoch_size 16, but --epoch_size is now 8; "
+        "restore the former value, or give another --run_id.",
     ),
     "resume no": Bad(
         words=WORDS + " --resume no",
@@ -127,7 +127,8 @@ REFUSED = {
     ),
     "resume missing": Bad(
         words=WORDS + " --run_id new --resume nowhere.pt",
-        said="--resume nowhere.pt: there is no such file; give auto, no, or a checkpoint.",
+        said="--resume nowhere.pt: there is no such file; give 'auto', 'no', or the path of a "
+        "checkpoint.",
     ),
     "resume with other batches": Bad(
         words=WORDS + f" --run_id new --batch_size 8 --resume {NEWEST}",
@@ -172,8 +173,8 @@ def test_a_run_does_not_resume_with_other_images_of_the_same_number(
     some_images(here / "images", classes=2, each=8)
     assert main(["db", "create", "images", "other"]) == 0
     said = (
-        f"{NEWEST} was written with other images or labels, of the same number. Use the same data, "
-        "or start a new run from its weights with --load_model_path."
+        f"{NEWEST} was written with the same number of images, but the images or labels differ. "
+        "Use the same data, or start a new run from its weights with --load_model_path."
     )
     require_answer(Bad(words=WORDS + " --train_data other", said=said), here, capfd)
 
@@ -188,7 +189,7 @@ def test_a_damaged_configuration_is_named(here: Path, capfd: pytest.CaptureFixtu
     for damage, reason in ((b"torn = ", "Invalid value .*"), (b"\xff\xfe", ".*can't decode.*")):
         (here / RUN / "config.toml").write_bytes(damage)
         said = (
-            rf"runs/r/config.toml can't be read \({reason}\): put it back as it was, or give "
+            rf"runs/r/config.toml can't be read \({reason}\): restore the file, or give "
             "another --run_id."
         )
         require_answer(Bad(words=WORDS, said=said, status=1), here, capfd)
@@ -199,8 +200,8 @@ def test_a_damaged_number_of_the_last_start_is_named(
 ) -> None:
     (here / RUN / "generation").write_text("")
     said = (
-        WHO + "runs/r/generation is damaged, it should hold the number of the run's last start: "
-        "write that number, or give another --run_id."
+        WHO + "runs/r/generation is damaged; it must contain the number of the run's last start: "
+        "write that number into it, or give another --run_id."
     )
     require_answer(Bad(words=WORDS, said=said, status=1), here, capfd)
 
@@ -227,7 +228,7 @@ def test_weights_are_no_checkpoint_to_start_from(
     torch.save({"2.weight": torch.ones(3, 48)}, here / "weights.pt")
     said = (
         "weights.pt: not a run's checkpoint: it has no 'paceline'; give one that a run wrote, or "
-        "weights by --load_model_path."
+        "load weights with --load_model_path."
     )
     words = WORDS + " --run_id new --resume weights.pt"
     require_answer(Bad(words=words, said=said, status=1), here, capfd)

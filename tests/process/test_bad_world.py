@@ -167,11 +167,11 @@ def test_a_place_in_a_live_run_is_refused_and_the_run_goes_on(
     endless = f"{SHARED} --num_epochs 1000000"
     second = (
         rf"--shard_id 1 of run 'r' is taken by a live machine, host {HOST} \(.*\): give each "
-        "machine its own."
+        "machine its own number."
     )
     first = (
         rf"--run_id r is in use by a live run on host {HOST} \(process \d+; .*\): choose another, "
-        "or stop that one."
+        "or stop that run."
     )
     with nobody_left() as environment:
         machines = Machines(here, environment)
@@ -208,7 +208,7 @@ def test_a_rank_that_dies_in_the_first_step_is_named(
     here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     said = (
-        rf"rank 1 on machine 0 \({HOST}\) was killed by SIGKILL. If no user did that, the machine "
+        rf"rank 1 on machine 0 \({HOST}\) was killed by SIGKILL. If no user killed it, the machine "
         "ran out of memory: try a smaller batch."
     )
     words = f"{NULL} --model own:dies_in_the_first_step --num_workers 2"
@@ -221,17 +221,20 @@ def test_a_rank_that_freezes_is_waited_for_as_long_as_the_flag_says(
 ) -> None:
     said = (
         rf"rank 0 on machine 0 \({HOST}\): rank 0 waited 2 s for ({whom}|a peer) in .* step [12]: "
-        r"(one|it) hangs, can't be reached, or needs a longer --timeout \(--first_iter_timeout in "
-        r"the start\)."
+        r"(a peer|it) hangs, can't be reached, or needs a longer --timeout "
+        r"\(--first_iter_timeout at the start\)."
     )
     words = f"{NULL} --epoch_size 400 --model own:freezes --num_workers 2 --timeout 2 --sync {sync}"
     require_answer(Bad(words=words, said=said, status=1, writes=True), here, capfd)
 
 
 LAUNCHED = {
-    "RANK and WORLD_SIZE are set and LOCAL_RANK, LOCAL_WORLD_SIZE aren't: start all processes by "
-    "torchrun, which sets all of them, or unset those.": {"WORLD_SIZE": "2", "RANK": "1"},
-    "RANK 2 and WORLD_SIZE 2: RANK must be less than WORLD_SIZE; see what set them.": {
+    "RANK and WORLD_SIZE are set and LOCAL_RANK, LOCAL_WORLD_SIZE aren't: start all processes with "
+    "torchrun, which sets all of these variables, or unset RANK and WORLD_SIZE.": {
+        **{"WORLD_SIZE": "2", "RANK": "1"},
+    },
+    "RANK 2 and WORLD_SIZE 2: RANK must be less than WORLD_SIZE; check where these variables are "
+    "set.": {
         **{"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
         **{"RANK": "2", "LOCAL_RANK": "0"},
     },

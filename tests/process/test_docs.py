@@ -170,7 +170,7 @@ def test_a_run_whose_worker_hangs_says_what_is_quoted(trained: Path, tmp_path: P
     assert ended.status == 1
     # A step's sums have no name for who is missing, and their wait may end first.
     named = ended.text.replace(" for a peer in ", " for rank 1 in ").replace(
-        ": one hangs", ": it hangs"
+        ": a peer hangs", ": it hangs"
     )
     assert says(named, quoted("a worker hangs"))
 

@@ -92,7 +92,7 @@ def test_where_machine_0_was_killed_before_its_mark_nobody_says_finished(
     end(actors[1])
     kill(machines[0])
     assert machines[1].status() == 1
-    assert f"machine 0 ({HOST}) didn't say that the run is finished (" in machines[1].text
+    assert f"machine 0 ({HOST}) didn't confirm that the run is finished (" in machines[1].text
     assert "start the same command again on all machines." in machines[1].text
     assert not any(mark.exists() for mark in marks)
 

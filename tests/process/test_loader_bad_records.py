@@ -60,5 +60,8 @@ def test_otherwise_the_first_bad_record_ends_the_run_with_its_key_and_the_remedi
     assert ended.status == 1
     assert 'record "000000' in ended.text
     assert "of data" in ended.text
-    assert "--bad_records skip, or find them by `paceline db info`" in " ".join(ended.text.split())
+    assert (
+        "Use --bad_records skip to leave out such records, or `paceline db info` to find them"
+        in " ".join(ended.text.split())
+    )
     assert "Traceback" not in ended.text

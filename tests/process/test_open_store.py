@@ -60,7 +60,7 @@ def test_a_stopped_machine_0_keeps_no_other_at_the_runs_end(
     actors[1].tell("exit 0")
     with at_most(20):
         assert machines[1].status() == 1
-    assert f"machine 0 ({os.uname().nodename}) didn't say that the run is" in machines[1].text
+    assert f"machine 0 ({os.uname().nodename}) didn't confirm that the run is" in machines[1].text
     assert "start the same command again on all machines." in machines[1].text
 
 

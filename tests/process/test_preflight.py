@@ -98,7 +98,7 @@ def test_another_version_is_named_with_both(data: Path, tmp_path: Path) -> None:
     second["PYTHONNODEBUGRANGES"] = "1"  # a process of its own, not a fork
     with by_variables(words, [tmp_path, tmp_path], [first, second]) as programs:
         ends = [program.wait() for program in programs]
-    refused(ends, f"and 2.0.1 on rank 1 ({HOST}): install the same on all machines.")
+    refused(ends, f"and 2.0.1 on rank 1 ({HOST}): install the same version on all machines.")
 
 
 def test_two_supervised_machines_that_disagree_both_say_it(data: Path, tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_rank_that_stops_in_the_start_is_named_within_the_limit(
     with srun([*words, "--model", "own:small"], tmp_path) as programs:
         end = programs[0].wait()
     assert end.status == 1
-    told = f"rank 1 on machine 0 ({HOST}) said nothing of its model within 10 s: see what it says."
+    told = f"rank 1 on machine 0 ({HOST}) didn't report its model within 10 s: check its output."
     assert told in end.text
     assert "Traceback" not in end.text
 

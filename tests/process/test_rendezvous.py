@@ -95,7 +95,7 @@ def test_who_waits_says_for_whom(stage: Stage, rendezvous: StoreSpec) -> None:
     assert said(last, "waiting for machine 1 of 3\n")
     second = stage.start(plan(rendezvous, 1, 3))
     for supervisor in (first, second, last):
-        assert said(supervisor, "all 3 machines have met; rank 0 is on ")
+        assert said(supervisor, "all 3 machines have joined; rank 0 is on ")
     end(stage.actors(3), [first, second, last])
 
 
@@ -123,7 +123,7 @@ def test_a_live_run_is_not_disturbed_by_another_of_its_name(
         assert another.status() == 2
     host = os.uname().nodename
     assert f"--run_id r is in use by a live run on host {host}" in another.text
-    assert "choose another, or stop that one" in another.text
+    assert "choose another, or stop that run" in another.text
     end(actors, [live])
 
 

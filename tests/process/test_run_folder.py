@@ -34,7 +34,9 @@ def test_another_configuration_is_refused_with_both_values(tmp_path: Path) -> No
     folder = RunFolder(tmp_path / "r", shard_id=0)
     folder.open({"batch_size": 4})
     folder.close()
-    with pytest.raises(ConfigError, match=r"started with --batch_size 4, now it is 5"):
+    with pytest.raises(
+        ConfigError, match=r"started with --batch_size 4, but --batch_size is now 5"
+    ):
         RunFolder(tmp_path / "r", shard_id=0).open({"batch_size": 5})
 
 

@@ -102,7 +102,7 @@ def test_a_killed_worker_is_named_with_its_signal(stage: Stage) -> None:
         os.kill(actors[1].pid, signal.SIGKILL)
         assert supervisor.status() == 1
     assert "rank 1 on machine 0" in supervisor.text
-    assert "was killed by SIGKILL. If no user did that, the machine ran out of" in supervisor.text
+    assert "was killed by SIGKILL. If no user killed it, the machine ran out of" in supervisor.text
     assert actors[0].ended()
 
 

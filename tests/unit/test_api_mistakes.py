@@ -117,7 +117,9 @@ def test_after_close(model: nn.Module) -> None:
         lambda: world.total(torch.ones(1)),
         lambda: paceline.loader(samples(), BATCH, world),
     ):
-        with pytest.raises(ConfigError, match=r"after world.close\(\): join again"):
+        with pytest.raises(
+            ConfigError, match=r"after world.close\(\): call paceline.join\(\) again"
+        ):
             use()
 
 
@@ -268,7 +270,7 @@ def test_samples_that_cannot_be(world: World, model: nn.Module, count: int) -> N
 
 def test_two_loaders_that_train(world: World) -> None:
     paceline.loader(samples(), BATCH, world)
-    with pytest.raises(ConfigError, match="give train=False"):
+    with pytest.raises(ConfigError, match="pass train=False"):
         paceline.loader(samples(), BATCH, world)
 
 
@@ -292,7 +294,7 @@ class Endless(IterableDataset[Tensor]):
     [
         (Endless(), 4, r"map-style.*your own DataLoader.*world\.step\(samples=n\)"),
         (iter([1, 2]), 4, "map-style"),
-        (DataLoader([1, 2]), 4, r"DataLoader makes batches .* give its data set, loader\.dataset"),
+        (DataLoader([1, 2]), 4, r"DataLoader makes its own .* pass its data set \(loader\.dataset"),
         ([], 4, "empty"),
         ([1, 2], 0, "batch_size is 0; it must be at least 1"),
     ],

@@ -279,7 +279,7 @@ def loop_of(run: Path, *, batch: int = BATCH, seed: int = 0, track: int = 0) -> 
     ("change", "sentence"),
     [
         ({"batch": 10}, "batch_size is 10, but was 12 when the checkpoint was written"),
-        ({"seed": 4}, "^run r: this run was started with seed 0, now it is 4.*another run"),
+        ({"seed": 4}, "^run r: this run was started with seed 0, but seed is now 4.*another run"),
         ({"track": 2}, r"no state of StepLR 2 \(it has StepLR\)"),
         ({"track": 0}, "the state of StepLR, which isn't tracked"),
     ],

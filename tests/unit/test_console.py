@@ -81,7 +81,7 @@ def test_a_pipe_gets_a_line_every_ten_seconds_and_one_an_epoch() -> None:
     console.event("end")
     console.close()
     assert file.getvalue().splitlines() == [
-        "Training resnet20: 2 workers on 1 machine (cpu), 1,280 images and 10 steps an epoch, "
+        "Training resnet20: 2 workers on 1 machine (cpu), 1,280 images and 10 steps per epoch, "
         "3 epochs.",
         "Log: runs/r/x.log",
         "epoch 1/3, step 3/10, 1:48 left, 32 images/s, loss 1.250, accuracy 50.0%, lr 0.1",

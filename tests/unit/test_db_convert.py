@@ -170,7 +170,7 @@ def test_nothing_is_overwritten_and_nothing_written_into_the_source(
     for dest, told in (
         (photos, "isn't empty"),
         (tmp_path / "file", "is a file: give the name of a new folder"),
-        (photos / "inside", "lies in .*photos, which is read"),
+        (photos / "inside", "is inside .*photos, which is being read"),
     ):
         with pytest.raises(ConfigError, match=told):
             convert(photos, dest)
@@ -183,7 +183,7 @@ def test_nothing_is_overwritten_and_nothing_written_into_the_source(
 
 def test_keys_that_an_lmdb_cannot_have_are_refused(tmp_path: Path) -> None:
     ENGINES["leveldb"].write(tmp_path / "old", [(b"k" * 600, items()[0][1])])
-    with pytest.raises(ConfigError, match=r"of 600 bytes, and keys of lmdb have 1 to 511: choose"):
+    with pytest.raises(ConfigError, match=r"of 600 bytes, but keys of lmdb must have 1 to 511 "):
         convert(tmp_path / "old", tmp_path / "new")
     convert(tmp_path / "old", tmp_path / "new", db_type="minidb")
     assert stored(tmp_path / "new") == [(b"k" * 600, items()[0][1])]

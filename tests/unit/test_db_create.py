@@ -150,7 +150,7 @@ def test_other_files_beside_the_classes_of_a_part_do_not_make_it_a_class(tmp_pat
     for part in ("train", "test"):
         some_images(tmp_path / "in" / part, classes=2, each=1)
     put(tmp_path / "in", "train/Thumbs.db", b"\xd0\xcf\x11\xe0")
-    with pytest.raises(ConfigError, match="has test/ and train/ with the classes inside"):
+    with pytest.raises(ConfigError, match="has test/ and train/, each of which contains class"):
         create(tmp_path / "in", tmp_path / "db")
     put(tmp_path / "in", "train/own.jpg", file_of(ramp(8, 8), "JPEG"))
     assert create(tmp_path / "in", tmp_path / "db").classes == ("test", "train")
@@ -229,7 +229,7 @@ def test_places_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     (tmp_path / "nothing/class").mkdir(parents=True)
     with pytest.raises(ConfigError, match="isn't a folder"):
         create(tmp_path / "missing", tmp_path / "db")
-    with pytest.raises(ConfigError, match="lies in"):
+    with pytest.raises(ConfigError, match="is inside"):
         create(tmp_path / "in", tmp_path / "in/db")
     with pytest.raises(ConfigError, match="holds no images"):
         create(tmp_path / "nothing", tmp_path / "db")

@@ -75,7 +75,7 @@ def test_parts_with_classes_inside_are_no_classes(tmp_path: Path, parts: tuple[s
     for part in parts:
         put(tmp_path, f"{part}/cat/1.jpg", b"")
         put(tmp_path, f"{part}/dog/2019/1.jpg", b"")
-    with pytest.raises(ConfigError, match="with the classes inside: make a database of each"):
+    with pytest.raises(ConfigError, match="each of which contains class folders: create one"):
         scan(tmp_path)
 
 

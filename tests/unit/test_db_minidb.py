@@ -111,7 +111,7 @@ def test_lengths_that_no_record_has_are_an_error_that_names_their_byte(
     with bare.open("r+b") as file:
         file.seek(begins()[5])
         file.write(struct.pack("<ii", *lengths))
-    with pytest.raises(DataError, match=f"damaged at byte {begins()[5]}, or no minidb"):
+    with pytest.raises(DataError, match=f"damaged at byte {begins()[5]}, or not a minidb"):
         open_database(bare, "minidb")
 
 

@@ -246,7 +246,7 @@ def test_caffe2s_name_for_its_resnet_is_a_resnet(capsys: pytest.CaptureFixture[s
     assert list(notes(config, gpus=0)) == []
     with pytest.raises(SystemExit):
         config_of(*words, "--resnext_num_groups", "32")
-    assert "--resnext_num_groups 32: only ResNets" in capsys.readouterr().err
+    assert "--resnext_num_groups 32: the built-in models are ResNets" in capsys.readouterr().err
 
 
 def test_caffe2s_choice_of_a_cpu_library_changes_nothing() -> None:

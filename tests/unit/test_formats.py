@@ -153,10 +153,10 @@ UNFIT = {
     "a tensor without a label": (tensorprotos(IMAGE), "no label"),
     "an image of strings": (
         tensorprotos(number(2, STRING) + blob(6, b"cat"), int_label(1)),
-        "no image file",
+        "not an image file",
     ),
     "an image of no string": (tensorprotos(number(2, STRING), int_label(1)), "nothing"),
-    "a flagged datum of text": (blob(4, b"cat") + number(7, 1), "no image file"),
+    "a flagged datum of text": (blob(4, b"cat") + number(7, 1), "not an image file"),
     "half floats": (tensorprotos(dims(2, 3) + number(2, 12), int_label(1)), "data type 12"),
     "too few pixels": (
         tensorprotos(dims(2, 3, 3) + number(2, BYTE) + blob(5, bytes(17)), int_label(1)),

@@ -41,7 +41,7 @@ class SlowToEnd:
     ("seconds", "in_kernel", "reported"),
     [
         (0.3, False, []),  # a zombie that a busy machine reaps late
-        (60, True, ["rank 0 on machine 0 (a) can't be killed: a call in the kernel hangs."]),
+        (60, True, ["rank 0 on machine 0 (a) can't be killed: a system call hangs."]),
         (60, False, ["rank 0 on machine 0 (a) did not end within 0.5 s after SIGKILL."]),
     ],
 )

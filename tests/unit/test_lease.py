@@ -44,15 +44,15 @@ def verdict(
     [
         # One reading says nothing: a dead run's counter stands in the store like a live one's.
         ([(0, b"900")], 0.5, "unknown", "watched for 0.5 s only"),
-        ([(0, b"900")], 5.1, "dead", "stood still for 5.1 s"),
-        ([(0, None)], 5.1, "dead", "stood still for 5.1 s"),
+        ([(0, b"900")], 5.1, "dead", "not advanced for 5.1 s"),
+        ([(0, None)], 5.1, "dead", "not advanced for 5.1 s"),
         ([(0, b"1"), (1, b"1")], 1.0, "unknown", "watched for 1.0 s only"),
         ([(0, b"1"), (1, b"2")], 1.5, "alive", "advanced 0.5 s ago"),
         ([(0, None), (1, b"1")], 1.5, "alive", "advanced 0.5 s ago"),
         # A counter may begin anew: that it changed is what counts.
         ([(0, b"900"), (1, b"1")], 1.5, "alive", "advanced 0.5 s ago"),
         ([(0, b"1"), (1, b"2"), (4, b"2")], 5.9, "alive", "advanced 4.9 s ago"),
-        ([(0, b"1"), (1, b"2"), (4, b"2")], 6.1, "dead", "stood still for 5.1 s"),
+        ([(0, b"1"), (1, b"2"), (4, b"2")], 6.1, "dead", "not advanced for 5.1 s"),
         ([(0, b"1"), (1, b"2"), (9, b"3")], 9.0, "alive", "advanced 0.0 s ago"),
         ([(0, b"1"), (1, b"ended")], 1.0, "dead", "it gave up"),
     ],

@@ -86,7 +86,8 @@ def test_a_step_before_the_one_where_its_generation_went_on_is_a_fault(tmp_path:
     history.start(world=1, at=3, reach=[6], ended=True)
     step = next(line for line in history.files[0, 0] if '"step": 2' in line and '"first"' in line)
     history.files[0, 0].append(step.replace('"generation": 0', '"generation": 1'))
-    assert "Rank 0 trained step 2, and could only step 3 to 5" in words(proof_of(history, tmp_path))
+    sentence = "Rank 0 recorded step 2, but this generation could only train step 3 to 5"
+    assert sentence in words(proof_of(history, tmp_path))
 
 
 def test_samples_that_cannot_be_read_are_told_apart(tmp_path: Path) -> None:
@@ -132,7 +133,7 @@ def test_a_missing_line_of_a_step_under_way_is_a_hole_if_later_ones_are_there(
     assert proof_of(history, tmp_path).exact
     edit(history, 2, lambda event: (event["event"], event.get("step")) != ("step", 2))
     proof = proof_of(history, tmp_path)
-    assert words(proof) == "Rank 2 wrote no line, but later ones."
+    assert words(proof) == "Rank 2 wrote no line for these steps, but lines for later ones."
 
 
 def test_a_repeated_line_is_samples_twice(tmp_path: Path) -> None:
@@ -172,7 +173,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     del history.files[0, 1]
     proof = proof_of(history, tmp_path)
     assert not proof.exact
-    assert words(proof) == "There is no event file of rank 1 of its 2."
+    assert words(proof) == "It has 2 ranks, but no event file of rank 1."
 
 
 def test_a_rank_that_no_longer_writes_is_not_missed(tmp_path: Path) -> None:
@@ -199,11 +200,14 @@ def test_a_run_that_came_to_no_step_is_exact(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda e: e.update(world_size=3) if e["event"] == "run" else None, "how many they are"),
-        (lambda e: e.update(step=1) if e["event"] == "restore" else None, "before which step they"),
-        (lambda e: e.update(epoch=1) if e.get("step") == 1 else None, "wrote another epoch, 1"),
+        (
+            lambda e: e.update(world_size=3) if e["event"] == "run" else None,
+            "different world sizes",
+        ),
+        (lambda e: e.update(step=1) if e["event"] == "restore" else None, "different steps before"),
+        (lambda e: e.update(epoch=1) if e.get("step") == 1 else None, "another epoch: 1"),
         (lambda e: e.update(skipped=3) if e.get("step") == 1 else None, "skipped 3 of 2 samples"),
-        (lambda e: e.update(step=99) if e.get("step") == 5 else None, "could only step 0 to 5"),
+        (lambda e: e.update(step=99) if e.get("step") == 5 else None, "only train step 0 to 5"),
         (lambda e: e.update(last=0) if e.get("step") == 1 else None, "by no rank"),
     ],
 )
@@ -223,7 +227,7 @@ def test_a_generation_that_never_says_what_it_is_is_a_fault(tmp_path: Path, kind
     history.start(world=1, at=0, reach=[3], saved=[3])
     history.start(world=1, at=3, reach=[6], ended=True)
     edit(history, 0, lambda event: (event["event"], event.get("generation")) != (kind, 1))
-    assert "No line says " in words(proof_of(history, tmp_path))
+    assert "No line records " in words(proof_of(history, tmp_path))
 
 
 @pytest.mark.parametrize("value", [None, "7", 1.5, [1]])

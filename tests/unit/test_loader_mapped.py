@@ -244,12 +244,12 @@ class Endless(Dataset[int]):
 
 @pytest.mark.parametrize("dataset", [Stream(), Endless(), iter([1, 2])])
 def test_a_data_set_without_length_or_numbers_is_refused(dataset: Any) -> None:
-    with pytest.raises(ConfigError, match=f"{type(dataset).__name__} is no map-style data set"):
+    with pytest.raises(ConfigError, match=f"{type(dataset).__name__} is not a map-style data set"):
         loader_of(dataset, order=Order(size=SIZE, batch_size=BATCH))
 
 
 def test_an_order_of_another_length_is_refused() -> None:
-    with pytest.raises(ConfigError, match="Noisy has 23 samples and the order 22"):
+    with pytest.raises(ConfigError, match="Noisy has 23 samples, but the order has 22"):
         loader_of(order=Order(size=22, batch_size=5))
 
 

@@ -22,10 +22,10 @@ def test_logits_are_returned_as_they_are() -> None:
     ("output", "words"),
     [
         ({"logits": torch.zeros(4, 10), "aux": None}, "a dict of logits, aux: a model must return"),
-        ((torch.zeros(4, 10), torch.zeros(1)), "a tuple of 2: .*logits alone"),
+        ((torch.zeros(4, 10), torch.zeros(1)), "a tuple of 2: .*only its logits"),
         (None, "a NoneType: a model must return logits, a Tensor of \\(4, 10\\) for 4 images"),
-        (torch.zeros(4, 10).argmax(1), "torch.int64: .*before any argmax"),
-        (torch.zeros(4, 7), "7 outputs an image and --num_labels is 10: .*--num_labels 7"),
+        (torch.zeros(4, 10).argmax(1), "torch.int64: .*not their argmax"),
+        (torch.zeros(4, 7), "7 outputs per image, but --num_labels is 10: .*--num_labels 7"),
         (torch.zeros(4), "a Tensor of \\(4,\\): .*flatten or average"),
         (torch.zeros(3, 10), "a Tensor of \\(3, 10\\)"),
         (torch.zeros(4, 10, 1, 1), "a Tensor of \\(4, 10, 1, 1\\)"),
@@ -38,7 +38,7 @@ def test_anything_else_is_refused_with_the_rule_and_a_remedy(output: object, wor
 
 def test_a_batch_norm_of_one_value_is_a_sentence() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-    words = r"one value a channel .*--batch_size, fewer workers"
+    words = r"one value per channel .*--batch_size, fewer workers"
     with pytest.raises(ConfigError, match=words), explained_errors(IMAGES):
         model(torch.zeros(1, 3))
 

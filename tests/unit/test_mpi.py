@@ -17,7 +17,9 @@ def test_without_mpi4py_both_remedies_are_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("sys.meta_path", [BuiltinImporter])
     with pytest.raises(ConfigError) as caught:
         share_address(FIRST, ["127.0.0.1"], 1, 5)
-    assert "pip install 'paceline[mpi]', or give them a rendezvous: --master" in str(caught.value)
+    assert "pip install 'paceline[mpi]', or give the processes a rendezvous: --master" in str(
+        caught.value
+    )
 
 
 def test_an_mpi_that_cant_be_loaded_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,4 +27,4 @@ def test_an_mpi_that_cant_be_loaded_is_a_sentence(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(CommError) as caught:
         share_address(FIRST, ["127.0.0.1"], 1, 20)
     assert "mpi4py couldn't connect the processes that mpirun started (" in str(caught.value)
-    assert "that this mpirun belongs to, or give them" in str(caught.value)
+    assert "the same MPI as this mpirun, or give the processes" in str(caught.value)

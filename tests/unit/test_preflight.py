@@ -58,7 +58,9 @@ def test_all_ranks_say_the_same_of_the_lowest_that_differs() -> None:
     told = verdicts(
         "configuration", facts, {**facts, "--batch_size": "64"}, {**facts, "--seed": "2"}
     )
-    sentence = "--batch_size is 32 on rank 0 (a) and 64 on rank 1 (b): give all machines the same."
+    sentence = (
+        "--batch_size is 32 on rank 0 (a) and 64 on rank 1 (b): give all machines the same value."
+    )
     assert told == [sentence] * 3
 
 
@@ -66,7 +68,8 @@ def test_the_last_rank_alone_is_found_too() -> None:
     facts = {"torch": "2.13"}
     told = verdicts("versions", facts, facts, {"torch": "2.12"})
     assert set(told) == {
-        "torch is 2.13 on rank 0 (a) and 2.12 on rank 2 (c): install the same on all machines."
+        "torch is 2.13 on rank 0 (a) and 2.12 on rank 2 (c): install the same version on all "
+        "machines."
     }
 
 
@@ -95,17 +98,17 @@ def test_shape_type_and_order_of_a_model_count() -> None:
 @pytest.mark.parametrize(
     ("subject", "advice"),
     [
-        ("versions", "see what it says."),
+        ("versions", "check its output."),
         (
             "loader 1",
-            "see what it says; all ranks must call paceline.loader(), not rank 0 alone.",
+            "check its output; all ranks must call paceline.loader(), not only rank 0.",
         ),
     ],
 )
 def test_a_rank_that_says_nothing_is_named(subject: str, advice: str) -> None:
     with pytest.raises(CommTimeout) as caught:
         compare(HashStore(), member(0), subject, version_facts(), timeout=0.05)
-    late = f"rank 1 on machine 1 (b), rank 2 on machine 2 (c) said nothing of its {subject} within"
+    late = f"rank 1 on machine 1 (b), rank 2 on machine 2 (c) didn't report its {subject} within"
     assert str(caught.value) == f"{late} 0.05 s: {advice}"
 
 

@@ -60,7 +60,7 @@ def test_a_machine_named_twice_is_two() -> None:
 
 @pytest.mark.parametrize("local_ranks", [(0, 0), (0, 2), (1, 2)])
 def test_local_ranks_with_holes_are_refused(local_ranks: tuple[int, int]) -> None:
-    with pytest.raises(ConfigError, match="processes on a have the local ranks"):
+    with pytest.raises(ConfigError, match="give the processes on a the local ranks"):
         ranks(*(registration(i, "a", local, 0) for i, local in enumerate(local_ranks)))
 
 

@@ -138,7 +138,7 @@ def test_a_finished_run_continues_with_more_epochs_and_is_unfinished_until_then(
     assert "num_epochs = 8" in (folder.path / CONFIG_NAME).read_text()
     folder.finish()
     assert folder.finished_as(eight)
-    with pytest.raises(ConfigError, match="started with --num_epochs 8, now it is 6"):
+    with pytest.raises(ConfigError, match="started with --num_epochs 8, but --num_epochs is now 6"):
         folder.open(six)
 
 
@@ -149,5 +149,7 @@ def test_a_started_run_is_not_written_anew_by_the_same_command(tmp_path: Path) -
     (folder.path / CONFIG_NAME).write_text(saved)  # of a Paceline without that flag
     folder.open(config_of())
     assert (folder.path / CONFIG_NAME).read_text() == saved
-    with pytest.raises(ConfigError, match=r"started with --momentum 0\.9, now it is 0\.5"):
+    with pytest.raises(
+        ConfigError, match=r"started with --momentum 0\.9, but --momentum is now 0\.5"
+    ):
         folder.open(config_of(momentum=0.5))

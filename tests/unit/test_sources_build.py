@@ -101,7 +101,10 @@ def test_a_database_in_a_folder_that_may_not_be_entered_is_refused(tmp_path: Pat
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o700)
     ENGINES["lmdb"].write(closed / "train", items())
-    with read_only(tmp_path), pytest.raises(ConfigError, match="train: you may not read it; ask"):
+    with (
+        read_only(tmp_path),
+        pytest.raises(ConfigError, match="train: you have no permission to read"),
+    ):
         build.open_sources(config_of("--train_data", closed / "train"))
 
 

@@ -122,8 +122,10 @@ def test_a_last_layer_for_other_labels_stays_new(tmp_path: Path, save: Any) -> N
     fresh: Tensor = other.head.weight.detach().clone()  # type: ignore[union-attr, operator, assignment]
     save(model, tmp_path / "w")
     assert load_weights(tmp_path / "w", other) == (
-        f"{tmp_path / 'w'}: the last layer's head.weight is 4×5 and should be 6×5: it starts anew.",
-        f"{tmp_path / 'w'}: the last layer's head.bias is 4 and should be 6: it starts anew.",
+        f"{tmp_path / 'w'}: the last layer's head.weight is 4×5 but should be 6×5: it keeps its "
+        "initial values.",
+        f"{tmp_path / 'w'}: the last layer's head.bias is 4 but should be 6: it keeps its initial "
+        "values.",
     )
     assert torch.equal(other.head.weight, fresh)  # type: ignore[union-attr, arg-type]
     assert equal(model.body, other.body)  # type: ignore[arg-type]
@@ -139,7 +141,7 @@ def test_a_zoo_model_is_fine_tuned_for_other_labels(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "difference"),
     [
-        (network(width=6), r"body\.weight is 5×3 and should be 6×3, body\.bias is 5 .*… \(7\)"),
+        (network(width=6), r"body\.weight is 5×3 but should be 6×3, body\.bias is 5 .*… \(7\)"),
         (nn.Sequential(OrderedDict(body=nn.Linear(3, 5))), r"unknown norm\.weight, .*, … \(7\)"),
         (
             nn.Sequential(OrderedDict([*network().named_children(), ("tail", nn.Linear(4, 1))])),
@@ -154,7 +156,7 @@ def test_another_models_weights_are_refused_with_the_first_differences(
     before = {name: value.clone() for name, value in model.state_dict().items()}
     save_weights(tmp_path / "w.pt", network())
     with pytest.raises(
-        ConfigError, match=rf"w\.pt: the weights are another model's: .*{difference}"
+        ConfigError, match=rf"w\.pt: the weights belong to another model: .*{difference}"
     ):
         load_weights(tmp_path / "w.pt", model)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
@@ -163,26 +165,26 @@ def test_another_models_weights_are_refused_with_the_first_differences(
 def test_a_layer_in_the_middle_of_other_outputs_is_refused(tmp_path: Path) -> None:
     vocabulary = nn.Sequential(nn.Embedding(9, 3), nn.Linear(3, 2))
     save_weights(tmp_path / "w.pt", vocabulary)
-    with pytest.raises(ConfigError, match=r"0\.weight is 9×3 and should be 8×3\. Give"):
+    with pytest.raises(ConfigError, match=r"0\.weight is 9×3 but should be 8×3\. Give"):
         load_weights(tmp_path / "w.pt", nn.Sequential(nn.Embedding(8, 3), nn.Linear(3, 2)))
 
 
 def test_a_last_layer_of_other_inputs_is_refused(tmp_path: Path) -> None:
     save_weights(tmp_path / "w.pt", nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)))
-    with pytest.raises(ConfigError, match=r"1\.weight is 2×3 and should be 2×4"):
+    with pytest.raises(ConfigError, match=r"1\.weight is 2×3 but should be 2×4"):
         load_weights(tmp_path / "w.pt", nn.Sequential(nn.Linear(3, 3), nn.Linear(4, 2)))
 
 
 def test_a_file_of_which_nothing_would_be_left_is_refused(tmp_path: Path) -> None:
     save_weights(tmp_path / "w.pt", nn.Linear(3, 2))
-    with pytest.raises(ConfigError, match=r"weight is 2×3 and should be 5×3"):
+    with pytest.raises(ConfigError, match=r"weight is 2×3 but should be 5×3"):
         load_weights(tmp_path / "w.pt", nn.Linear(3, 5))
 
 
 @pytest.mark.parametrize("value", [torch.ones(4, 5, dtype=torch.int8), [1.0, 2.0]])
 def test_what_is_no_weight_is_refused(tmp_path: Path, value: object) -> None:
     torch.save({**network().state_dict(), "head.weight": value}, tmp_path / "w.pt")
-    with pytest.raises(ConfigError, match=r"head\.weight is (int8 and should be |no tensor)"):
+    with pytest.raises(ConfigError, match=r"head\.weight is (int8 but should be |not a tensor)"):
         load_weights(tmp_path / "w.pt", network())
 
 
@@ -227,7 +229,7 @@ def test_a_plain_pickle_of_code_is_named_and_not_run(
 
 def test_a_file_without_names_is_named(tmp_path: Path) -> None:
     torch.save([torch.ones(3)], tmp_path / "w.pt")
-    with pytest.raises(CheckpointError, match=r"w\.pt: holds no weights by name"):
+    with pytest.raises(CheckpointError, match=r"w\.pt: contains no named weights"):
         load_weights(tmp_path / "w.pt", nn.Linear(1, 1))
 
 

@@ -18,15 +18,17 @@ class LaunchedProcess:
 
     Attributes:
         launcher: the launcher's name in `LAUNCHERS`.
-        rank: the rank that the launcher gave the process; our rank, which is numbered machine by
-            machine, may differ.
-        world_size: how many processes it started.
-        local_rank: the process's number on its machine.
-        local_world_size: how many it started on this machine.
-        node: the launcher's number of the machine, where it has one.
-        start: a name that no other start of a job has, where the launcher has one; else "".
-        master: HOST:PORT of a TCP store for all, where the launcher says it; else "".
-        serves: whether the launcher itself serves that store; else rank 0 does.
+        rank: the rank that the launcher gave the process. Paceline numbers ranks machine by
+            machine, so the process's rank in the world may differ.
+        world_size: the number of processes that the launcher started.
+        local_rank: the process's local rank.
+        local_world_size: the number of processes that the launcher started on this machine.
+        node: the launcher's number for the machine, if the launcher numbers machines.
+        start: an identifier that no other start of the job shares, if the launcher gives one; else
+            "".
+        master: HOST:PORT of a TCP store that all processes reach, if the launcher gives one; else
+            "".
+        serves: whether the launcher itself serves that store; otherwise, rank 0 does.
     """
 
     launcher: str
@@ -65,12 +67,13 @@ def read_numbers(
         if whole(variables, part) >= whole(variables, count):
             raise ConfigError(
                 f"{part} {variables[part]} and {count} {variables[count]}: {part} must be less "
-                f"than {count}; see what set them."
+                f"than {count}; check where these variables are set."
             )
     if local_rank > rank or local_size > size:
         words = ", ".join(f"{name} {variables[name]}" for name in names)
         raise ConfigError(
-            f"{words}: a machine can't have more processes than the world; see what set them."
+            f"{words}: a machine can't have more processes than the world; check where these "
+            "variables are set."
         )
     return LaunchedProcess(
         launcher=launcher,
@@ -93,7 +96,8 @@ def require(variables: Mapping[str, str], names: tuple[str, ...], command: str) 
         verb = ("are" if len(present) > 1 else "is", "aren't" if len(missing) > 1 else "isn't")
         raise ConfigError(
             f"{' and '.join(present)} {verb[0]} set and {', '.join(missing)} {verb[1]}: start all "
-            f"processes by {command}, which sets all of them, or unset those."
+            f"processes with {command}, which sets all of these variables, or unset "
+            f"{' and '.join(present)}."
         )
 
 
@@ -117,5 +121,5 @@ def port_in(variables: Mapping[str, str], name: str) -> int:
     """
     port = whole(variables, name)
     if not 0 < port < 65536:
-        raise ConfigError(f"{name} is {port} in the environment: a port is 1 to 65535.")
+        raise ConfigError(f"{name} is {port} in the environment: a port must be 1 to 65535.")
     return port

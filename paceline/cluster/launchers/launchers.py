@@ -20,13 +20,15 @@ Variables = Mapping[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
-    """One launcher of processes.
+    """A supported launcher of processes, such as torchrun or mpirun.
 
     Attributes:
-        name: its name in a run's records.
-        command: its command, for messages.
-        signs: environment variables, of which it sets one at least.
-        read: reads the variables; None if it didn't start this process as one of several.
+        name: the launcher's name in a run's records.
+        command: the launcher's command, for messages.
+        signs: environment variables by which the launcher is detected: it sets at least one of
+            them.
+        read: reads the launcher's variables; returns None unless the launcher started this process
+            as one of several.
     """
 
     name: str

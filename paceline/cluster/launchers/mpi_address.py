@@ -16,7 +16,9 @@ from paceline.cluster.launchers.launched_process import LaunchedProcess
 from paceline.errors import CommError, ConfigError, Message
 
 _PROGRAM = Path(__file__).with_name("mpi_broadcast.py")
-_OTHERS = "or give them a rendezvous: --master, --file_store_path, --redis_host or --redis_url"
+_OTHERS = (
+    "or give the processes a rendezvous: --master, --file_store_path, --redis_host or --redis_url"
+)
 
 
 def share_address(
@@ -60,8 +62,8 @@ def share_address(
     except subprocess.CalledProcessError as error:
         said = error.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"]
         raise CommError(
-            f"mpi4py couldn't connect the processes that mpirun started ({said[-1]}): use an "
-            f"mpi4py of the MPI that this mpirun belongs to, {_OTHERS}."
+            f"mpi4py couldn't connect the processes that mpirun started ({said[-1]}): install "
+            f"an mpi4py that is built against the same MPI as this mpirun, {_OTHERS}."
         ) from error
     shared, port = json.loads(done.stdout)
     return tuple(shared), port

@@ -54,7 +54,7 @@ def read_srun(variables: Mapping[str, str]) -> LaunchedProcess | None:
     if sum(counts) != whole(variables, size) or node >= len(counts):
         raise ConfigError(
             f"{counts_name} {variables[counts_name]}, {size} {variables[size]} and SLURM_NODEID "
-            f"{node} contradict each other: see what set them."
+            f"{node} contradict each other: check where these variables are set."
         )
     names = ("SLURM_PROCID", size, "SLURM_LOCALID", "tasks of this node")
     place = read_numbers({**variables, names[3]: str(counts[node])}, "slurm", "srun", names)
@@ -91,7 +91,9 @@ def expand_counts(text: str) -> tuple[int, ...]:
     for part in text.split(","):
         match = _COUNT.fullmatch(part)
         if match is None:
-            raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE {text!r}: it must be such as 2(x3),1.")
+            raise ConfigError(
+                f"SLURM_STEP_TASKS_PER_NODE {text!r}: it must have a form such as 2(x3),1."
+            )
         counts += [int(match[1])] * int(match[2] or 1)
     return tuple(counts)
 
@@ -124,4 +126,6 @@ def _numbers(bracket: str, text: str) -> Iterator[str]:
 
 
 def _not_nodes(text: str) -> ConfigError:
-    return ConfigError(f"SLURM_STEP_NODELIST {text!r}: it must be such as node[01-03,07],login.")
+    return ConfigError(
+        f"SLURM_STEP_NODELIST {text!r}: it must have a form such as node[01-03,07],login."
+    )

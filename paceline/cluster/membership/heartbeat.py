@@ -12,14 +12,15 @@ _CLOSE_S = 2.0
 
 
 class Heartbeat:
-    """Calls `beat(1)`, `beat(2)`, … each half a second until closed.
+    """Heartbeat thread: calls `beat(1)`, `beat(2)`, … every half second until it is closed.
 
-    A beat that fails is tried again: losing the store ends no run. Of several consecutive failures
-    only the first is reported.
+    A failed call is repeated: the loss of the store doesn't end the run. Of several consecutive
+    failures, only the first is reported.
 
     Args:
-        beat: advances the lease to a number; its first call is made here, by the caller's thread.
-        report: receives a failure, from the heartbeat's thread.
+        beat: advances the lease to the given number. The constructor makes the first call itself,
+            in the caller's thread.
+        report: called with a failure, in the heartbeat's thread.
     """
 
     def __init__(self, beat: Callable[[int], None], report: Callable[[Exception], None]) -> None:

@@ -21,7 +21,7 @@ ENDED = "ended"
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """A judgement and its reason, in words."""
+    """Verdict on a lease: its state, and the reason in words."""
 
     state: Literal["alive", "dead", "unknown"]
     reason: str
@@ -49,7 +49,7 @@ def judge(
     if process == "runs":
         return Verdict(state="alive", reason="its process runs on this machine")
     if age > LIMIT_S:
-        return Verdict(state="dead", reason=f"its lease has stood still for {age:.1f} s")
+        return Verdict(state="dead", reason=f"its lease has not advanced for {age:.1f} s")
     if advanced:
         return Verdict(state="alive", reason=f"its lease advanced {age:.1f} s ago")
     return Verdict(state="unknown", reason=f"its lease has been watched for {age:.1f} s only")

@@ -18,7 +18,7 @@ class LeaseWatch:
     Args:
         store: the store of this start (one launch attempt) of the run.
         registration: the registration whose lease is watched.
-        here: this process.
+        here: the identity of this process.
     """
 
     def __init__(self, store: Store, registration: Registration, here: ProcessIdentity) -> None:

@@ -14,18 +14,18 @@ from typing import Self
 
 @dataclass(frozen=True, kw_only=True)
 class Members:
-    """One generation of the world, seen by one worker.
+    """Members of one generation of the world, as one worker sees them.
 
     Attributes:
-        generation: counts memberships; 0 is the run's first.
-        rank: this worker's number, 0 to world_size - 1.
+        generation: the generation's number; 0 is the run's first.
+        rank: this worker's rank, 0 to world_size - 1.
         world_size: the number of workers.
-        local_rank: this worker's number on its machine.
+        local_rank: this worker's local rank.
         local_world_size: the number of workers on its machine.
-        machine: its machine's number (Caffe2's shard_id).
+        machine: the number of this worker's machine (Caffe2's shard_id).
         machines: the number of workers of each machine.
-        addresses: the IPv4 address at which each machine is reached by all the others.
-        hosts: the machines' names, for people to read.
+        addresses: for each machine, the IPv4 address at which all other machines reach it.
+        hosts: the machines' host names, for messages.
     """
 
     generation: int

@@ -16,15 +16,16 @@ from typing import Literal, Self
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessIdentity:
-    """One process, among all that ever ran anywhere.
+    """Process identity: identifies one process among all processes of all machines and boots.
 
     Attributes:
-        host: the machine's name, for people; nothing is compared with it.
-        kernel: boot id and PID namespace; if they are equal to this process's, the kernel can be
-            asked whether `pid` is alive.
-        network: boot id and network namespace: where equal, 127.0.0.1 is the same place.
-        pid: the process number.
-        started: its start, in clock ticks since boot.
+        host: the machine's host name, for messages only; it isn't part of any comparison.
+        kernel: boot id and PID namespace. If they equal this process's own, this machine's kernel
+            can tell whether `pid` is alive.
+        network: boot id and network namespace. If they equal this process's own, both processes
+            have the same loopback interface (127.0.0.1).
+        pid: the process id.
+        started: the start time of the process, in clock ticks since boot.
     """
 
     host: str

@@ -13,17 +13,18 @@ _PAUSE_S = 0.1
 
 
 class DeadlinePassed(CommError):
-    """Something that the start of a run was waiting for didn't happen before the deadline."""
+    """Error of a start in which an awaited event didn't happen before the deadline."""
 
 
 class Deadline:
-    """Deadline over all waits of a start.
+    """Deadline shared by all waits of one start.
 
     Args:
-        limit: seconds from now.
-        report: receives a line when what is waited for changes.
-        pause: sleeps for some seconds, or raises what ends the wait (a signal, a failure).
-        remedy: what the caller can do, the end of the error's sentence.
+        limit: seconds from now to the deadline.
+        report: called with a line of text when the start begins to wait for something else.
+        pause: sleeps for the given number of seconds; raises if an event such as a signal or a
+            failure must end the wait.
+        remedy: what the user can do, as the end of the error's sentence.
     """
 
     def __init__(

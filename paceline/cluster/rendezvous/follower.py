@@ -95,7 +95,7 @@ def follow(
 
 @dataclass(frozen=True, kw_only=True)
 class _Live:
-    """Live start: one whose machine 0 is alive, or has finished the run."""
+    """Live start: a start whose machine 0 is alive or has finished the run."""
 
     text: bytes
     record: RunRecord
@@ -156,11 +156,11 @@ def _refuse_live_holder(holder: LeaseWatch, plan: RunPlan, deadline: Deadline) -
     """
     host = holder.registration.process.host
     while (verdict := holder.verdict()).state == "unknown":
-        deadline.wait(f"a sign of life of machine {plan.machine} ({host})")
+        deadline.wait(f"a heartbeat of machine {plan.machine} ({host})")
     if verdict.state == "alive":
         raise ConfigError(
             f"--shard_id {plan.machine} of run {plan.run_id!r} is taken by a live machine, host "
-            f"{host} ({verdict.reason}): give each machine its own."
+            f"{host} ({verdict.reason}): give each machine its own number."
         )
 
 

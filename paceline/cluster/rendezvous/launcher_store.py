@@ -93,5 +93,5 @@ def _answering(addresses: Sequence[str], port: int) -> str:
             return address
     raise CommError(
         f"Rank 0 can't be reached at any of its addresses ({'; '.join(reasons)}): check firewalls, "
-        "or name the interfaces that connect the machines by --distributed_interfaces."
+        "or use --distributed_interfaces to name the interfaces that connect the machines."
     )

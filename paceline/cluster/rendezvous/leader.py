@@ -112,5 +112,5 @@ def _wait_until_over(
 def _in_use(plan: RunPlan, by: Registration, reason: str) -> ConfigError:
     return ConfigError(
         f"--run_id {plan.run_id} is in use by a live run on host {by.process.host} (process "
-        f"{by.process.pid}; {reason}): choose another, or stop that one."
+        f"{by.process.pid}; {reason}): choose another, or stop that run."
     )

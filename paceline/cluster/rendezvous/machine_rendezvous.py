@@ -213,7 +213,7 @@ def serve(
 
 OPEN_STORE = (
     "any process that reaches port {1} on {0} can join this run and read its job token: give all "
-    "machines the same secret, as PACELINE_SECRET or by --secret_file."
+    "machines the same secret, with PACELINE_SECRET or --secret_file."
 )
 
 
@@ -235,7 +235,8 @@ def _form(
                 if verdict.state == "dead":
                     raise CommError(
                         f"Machine {peer} ({machines[peer].process.host}) ended during the start "
-                        f"({verdict.reason}): see what it says, and start the run again."
+                        f"({verdict.reason}): check the output "
+                        "of that machine, and start the run again."
                     )
 
         addresses = agreed_addresses(

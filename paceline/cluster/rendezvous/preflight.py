@@ -25,8 +25,8 @@ from paceline.config.train import TrainConfig
 from paceline.errors import ConfigError
 
 _REMEDIES = {
-    "configuration": "give all machines the same",
-    "versions": "install the same on all machines",
+    "configuration": "give all machines the same value",
+    "versions": "install the same version on all machines",
     "data": "give all machines the same data set",
     "model": "build the same model on all ranks",
     "job token": "start all processes as one run",
@@ -59,9 +59,9 @@ def compare(
     def late(missing: list[str]) -> str:
         ranks = ", ".join(members.describe(int(key.rpartition("/")[2])) for key in missing)
         # To a script's loader a silent rank may not have come at all.
-        calls = "; all ranks must call paceline.loader(), not rank 0 alone"
-        advice = "see what it says" + (calls if subject.startswith("loader ") else "")
-        return f"{ranks} said nothing of its {subject} within {timeout:g} s: {advice}."
+        calls = "; all ranks must call paceline.loader(), not only rank 0"
+        advice = "check its output" + (calls if subject.startswith("loader ") else "")
+        return f"{ranks} didn't report its {subject} within {timeout:g} s: {advice}."
 
     await_keys(store, keys, timeout, late)
     digests = store.multi_get(keys)

@@ -49,10 +49,10 @@ class FormedWorld:
     """A formed world, as one of its processes sees it.
 
     Attributes:
-        members: the world.
+        members: the members, and this process's rank among them.
         token: the job token.
-        space: this start's space in the store.
-        store: the opened store at `space`.
+        space: address of the store, with the key prefix of this start.
+        store: the store, opened at `space`.
     """
 
     members: Members

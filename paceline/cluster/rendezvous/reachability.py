@@ -86,8 +86,9 @@ def candidates(available: Mapping[str, str], wanted: Sequence[str]) -> tuple[str
     addresses = [a for a in available.values() if not a.startswith("127.")]
     if not addresses:
         raise ConfigError(
-            "This machine has no network interface with an IPv4 address but the loopback: connect "
-            "it, or name one by --distributed_interfaces."
+            "The only network interface with an IPv4 address on this machine is the loopback: "
+            "connect the machine to a network, or use the loopback with --distributed_interfaces "
+            "lo."
         )
     return tuple(addresses)
 
@@ -119,7 +120,7 @@ class ProbeListener:
     """Listener of the reachability probes that peers send to this machine's addresses.
 
     Attributes:
-        port: where it listens, on all interfaces.
+        port: the port on which it listens, on all interfaces.
     """
 
     def __init__(self) -> None:
@@ -264,9 +265,10 @@ def _common(
             return address
     cut_off = [peer for peer in others if not reached[peer][machine]] or others
     raise CommError(
-        f"Machine {machine} can't be reached from machine {', '.join(map(str, cut_off))} at any "
-        f"one address of {', '.join(offered)}: check firewalls, or name the interfaces that "
-        "connect the machines by --distributed_interfaces."
+        f"No address of machine {machine} ({', '.join(offered)}) can be reached from "
+        f"{'all of the machines' if len(cut_off) > 1 else 'machine'} "
+        f"{', '.join(map(str, cut_off))}: check firewalls, or use --distributed_interfaces to name "
+        "the interfaces that connect the machines."
     )
 
 

@@ -28,17 +28,17 @@ FINISHED = "finished"
 
 
 class Finished(Exception):
-    """The run came to its end in an earlier start; nothing is left to do."""
+    """Exception of a start that has nothing to do, because an earlier start finished the run."""
 
 
 class RegisteredMachine:
-    """One machine in one start of a run; its lease advances from construction on.
+    """One machine's registration in one start of a run; its lease is renewed from construction on.
 
     Args:
-        plan: this machine's part.
-        rendezvous: the run's space, as this machine reaches it.
+        plan: this machine's plan.
+        rendezvous: address of the run's rendezvous, as this machine reaches it.
         generation: the start's name.
-        registration: this machine's.
+        registration: this machine's registration.
         notice: called in the heartbeat's thread with the failure that ended the run.
         warn: called in the heartbeat's thread with a line if the store is lost.
     """
@@ -66,7 +66,7 @@ class RegisteredMachine:
             self._beat,
             lambda error: warn(
                 f"the rendezvous is lost ({first_line(error)}); the run continues, but no other "
-                "machine finds it."
+                "machine can join it."
             ),
         )
 

@@ -44,17 +44,18 @@ from paceline.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Registration(JsonRecord):
-    """Registration of one machine, by its supervisor, or of one process of a launcher.
+    """Registration of one machine (made by its supervisor) or of one process of a launcher.
 
     Attributes:
-        id: a random name of this registration.
-        process: the supervisor, or the launcher's process.
-        workers: the number of workers of the machine; 1 for a process.
-        rank: for a launcher's process, its rank there; for a machine, the machine's number.
-        node: the launcher's number of the process's machine, if it has one.
-        local_rank: the process's number on its machine.
-        addresses: where peers may try to reach the machine, the preferred ones first.
-        port: where the machine listens while peers try its addresses.
+        id: a random identifier of this registration.
+        process: the identity of the supervisor, or of the launcher's process.
+        workers: the number of workers on the machine; 1 for a process of a launcher.
+        rank: for a process of a launcher, the rank that the launcher gave it; for a machine, the
+            machine's number.
+        node: the launcher's number for the process's machine, if the launcher gives one.
+        local_rank: the process's local rank.
+        addresses: addresses at which peers may try to reach the machine, in order of preference.
+        port: the port on which the machine listens while peers probe its addresses.
     """
 
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -69,7 +70,7 @@ class Registration(JsonRecord):
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord(JsonRecord):
-    """The newest start of a run: its name, its number of machines, and machine 0."""
+    """Record of a run's newest start: its name, its number of machines, and machine 0."""
 
     generation: str
     machines: int
@@ -78,12 +79,13 @@ class RunRecord(JsonRecord):
 
 @dataclass(frozen=True, kw_only=True)
 class RegisteredWorld(JsonRecord):
-    """All registrations of a start, and the job token.
+    """Registered world: all registrations of a start, and the job token.
 
     Attributes:
-        token: the job token, by which the processes know each other.
-        registrations: the machines, by their numbers, or the processes, by the launcher's ranks.
-        lost: why the start failed, if it did: some processes did not come.
+        token: the job token, with which the processes authenticate each other.
+        registrations: the registrations: machines in the order of their numbers, or processes in
+            the order of their launcher's ranks.
+        lost: why the start failed, if it did: some processes didn't register.
     """
 
     token: str
@@ -116,7 +118,7 @@ class RegisteredWorld(JsonRecord):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationInfo(JsonRecord):
-    """What a machine's workers need to know of the world, beyond their own ranks."""
+    """Generation info: what all workers of a machine need to know about the world."""
 
     token: str
     machines: tuple[int, ...]
@@ -139,7 +141,8 @@ def _in_order(group: Sequence[Registration]) -> tuple[Registration, ...]:
     if [entry.local_rank for entry in ordered] != list(range(len(ordered))):
         local = ", ".join(str(entry.local_rank) for entry in ordered)
         raise ConfigError(
-            f"The processes on {ordered[0].process.host} have the local ranks {local} by the "
-            f"launcher's variables, and must have 0 to {len(ordered) - 1}: see what set them."
+            f"The launcher's variables give the processes on {ordered[0].process.host} the local "
+            f"ranks {local}, but they must be 0 to {len(ordered) - 1}: check where these variables "
+            "are set."
         )
     return tuple(ordered)

@@ -12,20 +12,21 @@ from paceline.config.world import WorldConfig
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """Plan of one machine for a run: its number, its workers, and the store to meet in.
+    """Plan of one machine for a run: its number, its workers, and the rendezvous store.
 
     Attributes:
         run_id: the run's name, the same on all machines.
         machine: this machine's number (Caffe2's shard_id).
         machines: the number of machines (Caffe2's num_shards).
         workers: the number of workers to start here.
-        rendezvous: the run's space in a store that all machines reach; None: this machine alone.
-        interfaces: network interfaces to use; none: all.
-        first_iter_timeout: seconds to wait for the others at the start.
-        timeout: seconds to wait for the others afterwards.
-        command: whether the workers are the command given to `paceline launch`.
-        begun: whether this machine took part in the run earlier; if so, the other machines may
-            already have finished it.
+        rendezvous: address of the run's space in a store that all machines reach; None for a run on
+            one machine.
+        interfaces: names of the network interfaces to use; if empty, all are used.
+        first_iter_timeout: seconds to wait for the other machines at the start.
+        timeout: seconds to wait for the other machines after the start.
+        command: whether the workers run the command given to `paceline launch`.
+        begun: whether this machine already took part in the run; if so, the other machines may have
+            finished it.
     """
 
     run_id: str = "local"

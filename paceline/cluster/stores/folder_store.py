@@ -49,21 +49,21 @@ _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class FolderRemoved(CommError):
-    """Somebody removed the store."""
+    """Error of a store whose folder was removed."""
 
 
 class FolderStore(ChangedStore):
-    """Keys and values in a folder; see the module's text.
+    """Key-value store in a shared folder; the module's docstring describes the files.
 
     Args:
-        address: a folder that is there.
-        space: the store's folder in it.
-        timeout: the limit of `get` and of a `wait` that gives none.
-        make: create the store's folder if it is missing. If False, the store reads as empty and
-            can't be written until another process has created the folder.
+        address: path of an existing folder.
+        space: path of the store's own folder inside `address`.
+        timeout: seconds that `get` waits, and `wait` when it is called without a timeout.
+        make: whether to create the store's folder if it is missing. If False, the store reads as
+            empty and can't be written until another process has created the folder.
 
     Raises:
-        ConfigError: the folder isn't there, or can't be made or written.
+        ConfigError: the folder doesn't exist, or can't be created or written.
     """
 
     def __init__(self, address: str, space: str, timeout: timedelta, *, make: bool = False) -> None:
@@ -74,7 +74,7 @@ class FolderStore(ChangedStore):
                 flag="file_store_path",
                 value=address,
                 rule="there is no such folder",
-                remedy="create it where all machines see it",
+                remedy="create it where all machines can access it",
             )
         if make:
             with self._sentences():
@@ -127,7 +127,10 @@ class FolderStore(ChangedStore):
                 if heads:  # a listing in the middle of a rename may show no head, or two
                     head = max(heads)
                     return head, (folder / head.rpartition("=")[2]).read_bytes()
-        raise DistStoreError(f"{folder} is damaged, it names no value: remove it.")
+        raise DistStoreError(
+            f"The key folder {folder} is damaged: it has no head file that points to a value. "
+            "Remove the folder."
+        )
 
     def replace(self, key: str, seen: str | None, value: bytes) -> bool:
         with self._sentences():

@@ -25,13 +25,14 @@ _T = TypeVar("_T")
 
 
 class PolledStore(Store):
-    """Base class of stores: reads the present values, and waits by reading again.
+    """Base class of polled stores: a wait reads the keys again until they exist.
 
     Args:
-        address: where the store is.
-        space: a path of names in it, "" for the whole store.
-        timeout: the limit of `get`, `multi_get` and of a `wait` that gives none.
-        make: make the space first, where a store has to.
+        address: address of the store, in the form of its kind.
+        space: prefix of all keys, as a path of names; "" for the whole store.
+        timeout: seconds that `get` and `multi_get` wait, and `wait` when it is called without a
+            timeout.
+        make: whether to create the space first, for kinds of stores that need it.
 
     Attributes:
         served_by_run: whether a process of the run serves the store; such a store ends when that
@@ -142,7 +143,7 @@ class PolledStore(Store):
 
 
 class ChangedStore(PolledStore):
-    """Base class of stores that change a value by reading it and setting it if it is unchanged."""
+    """Base class of stores that change values by compare-and-set."""
 
     @abstractmethod
     def look(self, key: str) -> tuple[Any, bytes | None]:
@@ -173,7 +174,8 @@ class ChangedStore(PolledStore):
                 return new
             if time.monotonic() > deadline:
                 raise DistStoreError(
-                    f"{key} couldn't be changed for {self.limit:g} s: others kept changing it."
+                    f"{key} couldn't be changed within {self.limit:g} s: other processes kept "
+                    "changing it."
                 )
             time.sleep(random.uniform(0, 0.002))
 

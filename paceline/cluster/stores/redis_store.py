@@ -46,13 +46,13 @@ redis.call('EXPIRE', KEYS[1], ARGV[3])
 
 
 class RedisStore(PolledStore):
-    """Keys and values in one hash of a Redis server.
+    """Key-value store in one hash of a Redis server.
 
     Args:
         address: redis://[:PASSWORD@]HOST:PORT/DATABASE, or rediss:// for TLS.
-        space: the hash's name.
-        timeout: the limit of `get` and of a `wait` that gives none.
-        make: not used: the hash is there from the first write on.
+        space: the name of the hash.
+        timeout: seconds that `get` waits, and `wait` when it is called without a timeout.
+        make: unused: Redis creates the hash at the first write.
 
     Raises:
         ConfigError: the URL can't be read, or the server refuses the password.

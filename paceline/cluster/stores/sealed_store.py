@@ -28,10 +28,10 @@ _NONCE, _PROOF = 16, 32
 
 
 class SealedStore(ChangedStore):
-    """Store that encrypts and authenticates the values of another one.
+    """Store wrapper that encrypts and authenticates all values.
 
     Args:
-        inner: the store that holds the sealed values.
+        inner: the store that holds the encrypted values.
         secret: the run's secret.
     """
 
@@ -75,8 +75,8 @@ class SealedStore(ChangedStore):
         if not hmac.compare_digest(proof, self._proof(key, nonce, encrypted)):
             raise ConfigError(
                 f"The entry {key!r} in the store was written without this run's secret: give all "
-                "machines the same PACELINE_SECRET or --secret_file, and let no others reach the "
-                "store."
+                "machines the same PACELINE_SECRET or --secret_file, and let no other "
+                "processes reach the store."
             )
         return self._crypt(nonce, encrypted)
 

@@ -47,14 +47,14 @@ _ERASE = timedelta(seconds=5)
 
 @dataclass(frozen=True, kw_only=True)
 class StoreSpec(JsonRecord):
-    """A store's address, and the space in it.
+    """Store specification: the kind and address of a store, and a key prefix in it.
 
     Attributes:
-        kind: the key of its class in `STORES`.
-        address: a folder's path, a Redis URL, or HOST:PORT. Not in the `repr`: a URL may hold a
-            password.
-        space: a path of names, "" for the whole store.
-        secret: the run's secret, by which values are sealed; "" for plain values.
+        kind: the key of the store's class in `STORES`.
+        address: a folder's path, a Redis URL, or HOST:PORT. Omitted from the `repr`, because a URL
+            may hold a password.
+        space: prefix of all keys, as a path of names; "" for the whole store.
+        secret: the run's secret, with which values are encrypted; "" for plain values.
     """
 
     kind: str

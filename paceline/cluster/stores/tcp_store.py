@@ -57,13 +57,13 @@ class TcpStore(PolledStore):
 
     Args:
         address: HOST:PORT.
-        space: what the keys begin with, "" for nothing.
-        timeout: the limit of `get` and of a `wait` that gives none.
-        make: not used: a space is there from its first key on.
+        space: prefix of all keys; "" for none.
+        timeout: seconds that `get` waits, and `wait` when it is called without a timeout.
+        make: unused: a prefix needs no creation.
 
     Raises:
-        ConfigError: the host's name isn't known.
-        CommError: no store answers there (yet).
+        ConfigError: the host name can't be resolved.
+        CommError: no store answers at the address (yet).
     """
 
     served_by_run = True
@@ -115,7 +115,8 @@ class TcpStore(PolledStore):
         """Send a request; return the answer of `size` bytes, or of a length that it gives."""
         if not self._lock.acquire(timeout=2 * _ANSWER_S):
             raise CommError(
-                f"The store at {self.address} didn't answer another thread of this process in time."
+                "This thread timed out waiting for another thread of this process, which is still "
+                f"waiting for an answer from the store at {self.address}."
             )
         try:
             if self._connection is None:
@@ -157,8 +158,8 @@ class TcpStore(PolledStore):
                 connection.close()
             if isinstance(error, socket.gaierror):
                 raise ConfigError(
-                    f"{host}:{port}: the name {host} isn't known here; give an address, or a name "
-                    "that this machine can look up."
+                    f"{host}:{port}: the name {host} can't be resolved on this machine; give an "
+                    "address, or a name that it can resolve."
                 ) from error
             reason = error.strerror or _SILENT
             raise CommError(f"{host}:{port} can't be reached: {reason}.") from error
@@ -176,14 +177,14 @@ def serve_tcp(host: str, port: int, timeout: timedelta, given: str = "--master")
         given: the flag or variable that names the port.
 
     Raises:
-        ConfigError: the port can't be had.
+        ConfigError: the port can't be opened.
     """
     try:
         listener = socket.create_server((host, port), backlog=1024)
     except OSError as error:
         raise ConfigError(
-            f"{given}: port {port} can't be had on this machine ({os.strerror(error.errno or 0)}): "
-            "another run may be using it; choose another port."
+            f"{given}: port {port} can't be opened on this machine "
+            f"({os.strerror(error.errno or 0)}): another run may be using it; choose another port."
         ) from error
     port = listener.getsockname()[1]
     store = TCPStore(

@@ -20,7 +20,7 @@ from paceline.cluster.supervision.failure_report import FailureReport
 
 @dataclass(frozen=True, kw_only=True)
 class Exited:
-    """A worker of this machine ended."""
+    """Event: a worker of this machine ended."""
 
     local_rank: int
     returncode: int
@@ -32,7 +32,7 @@ end, or a note for the user, which ends nothing."""
 
 
 class Interrupted(Exception):
-    """An event ended a pause."""
+    """Exception that a pause raises when an event ends it."""
 
     def __init__(self, event: signal.Signals | FailureReport) -> None:
         super().__init__(event)
@@ -40,10 +40,10 @@ class Interrupted(Exception):
 
 
 class EventQueue:
-    """A queue that threads and signal handlers put events into.
+    """Event queue that threads and signal handlers put events into.
 
-    The reader sleeps in `select` on a socket, not in a lock: the kernel may hand a signal to any
-    thread, and only a byte in the socket wakes the main one then.
+    The reader waits in `select` on a socket, not on a lock. The kernel may deliver a signal to any
+    thread; in that case only a byte written to the socket wakes the main thread.
     """
 
     def __init__(self) -> None:

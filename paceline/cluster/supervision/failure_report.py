@@ -23,17 +23,17 @@ from paceline.errors import CommTimeout, PacelineError, PeerLost
 FAILURE = "failure"
 """The key, in the store, of the first report on why a run ended."""
 
-_LOST = "See what became of it, and give the same command again."
+_LOST = "Check the output of the lost process, and start the same command again."
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailureReport(JsonRecord):
-    """Failure report: a reason to end a run, and the exit status that follows.
+    """Failure report: the reason why a run ends, and the resulting exit status.
 
     Attributes:
-        text: a sentence, or the traceback of an unexpected error.
-        status: the exit status that a command ends with.
-        consequence: whether it only follows from another process's failure.
+        text: the reason, as a sentence or as the traceback of an unexpected error.
+        status: the exit status of the command.
+        consequence: whether this failure is only a consequence of another process's failure.
     """
 
     text: str
@@ -70,7 +70,7 @@ class FailureReport(JsonRecord):
             return cls(text=text, status=returncode, consequence=stopped)
         hint = ""
         if -returncode == signal.SIGKILL:
-            hint = " If no user did that, the machine ran out of memory: try a smaller batch."
+            hint = " If no user killed it, the machine ran out of memory: try a smaller batch."
         names = {number.value: number.name for number in signal.Signals}
         name = names.get(-returncode, f"signal {-returncode}")  # real-time signals have no names
         return cls(text=f"{process} was killed by {name}.{hint}", status=1)

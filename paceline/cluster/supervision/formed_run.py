@@ -35,10 +35,10 @@ class FormedRun:
     """One machine's part in a formed run.
 
     Attributes:
-        registered: this machine in the start.
+        registered: this machine's registration in the start.
         world: the registrations of all machines.
-        generation_info: what its workers need to know.
-        server: the TCP store, where this machine serves it.
+        generation_info: what this machine's workers need to know about the world.
+        server: the TCP store's server, if this machine serves it; else None.
     """
 
     registered: RegisteredMachine
@@ -118,6 +118,6 @@ class FormedRun:
                 return
             reason = f"its store is lost: {first_line(error)}"
         raise CommError(
-            f"machine 0 ({self.generation_info.hosts[0]}) didn't say that the run is finished "
-            f"({reason}): start the same command again on all machines."
+            f"machine 0 ({self.generation_info.hosts[0]}) didn't confirm that the run is "
+            f"finished ({reason}): start the same command again on all machines."
         )

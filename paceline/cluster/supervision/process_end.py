@@ -40,7 +40,10 @@ _PAUSE_S = 0.05
 
 
 class ProcessEnd:
-    """Process end, by a failure or normal. This base class is for a process alone."""
+    """End of a process, normal or after a failure.
+
+    This base class serves a single process, without supervisor or launcher.
+    """
 
     def fail(self, error: BaseException) -> int:
         """Report why the process fails and leave; return the exit status."""
@@ -56,7 +59,7 @@ class ProcessEnd:
 
 
 class SupervisedEnd(ProcessEnd):
-    """End of a supervised worker: its supervisor prints the reason and holds the store."""
+    """End of a supervised worker: its supervisor prints the reason and serves the store."""
 
     def __init__(self, environment: WorkerEnvironment) -> None:
         self._environment = environment
@@ -69,14 +72,14 @@ class SupervisedEnd(ProcessEnd):
 
 
 class LaunchedEnd(ProcessEnd):
-    """End of a process of another launcher.
+    """End of a process that another launcher, such as torchrun, started.
 
     Args:
-        world: the world that it leaves.
-        rendezvous: the job's space in the store, which contains the world's space.
-        server: the store's server, where this process serves it.
-        stays: whether this process stays until the others have left, and cleans up.
-        timeout: seconds that it stays for them after a good end.
+        world: the world that the process leaves.
+        rendezvous: address of the job's space in the store; it contains the world's space.
+        server: the store's server, if this process serves it; else None.
+        stays: whether this process waits until all others have left, and then cleans up.
+        timeout: seconds that it waits for them after a normal end.
     """
 
     def __init__(

@@ -24,11 +24,11 @@ _END_S = 3.5
 
 
 class StopSignals:
-    """Receiver of SIGTERM and SIGINT; `with signals.received(rescue):` in the main thread.
+    """Receiver of SIGTERM and SIGINT; use `with signals.received(rescue):` in the main thread.
 
     Args:
-        report: called with the signal that comes, from another thread.
-        leave: ends the process with a status; for tests.
+        report: called in another thread, with the signal that was received.
+        leave: ends the process with a status; replaced in tests.
     """
 
     def __init__(

@@ -107,7 +107,7 @@ def supervise(
 
 
 class _Workers:
-    """Workers of one machine, from their start to their end."""
+    """Worker processes of one machine, from their start to their end."""
 
     def __init__(
         self, plan: RunPlan, run: FormedRun, events: EventQueue, report: Callable[[str], None]
@@ -164,7 +164,7 @@ class _Workers:
     def _start(self, argv: Sequence[str]) -> FailureReport | None:
         if self._plan.machines > 1:
             first = self._run.generation_info.hosts[0]
-            self._report(f"all {self._plan.machines} machines have met; rank 0 is on {first}.")
+            self._report(f"all {self._plan.machines} machines have joined; rank 0 is on {first}.")
         for local_rank in range(self._plan.workers):
             memory = os.memfd_create(f"paceline error file {local_rank}")
             self._error_files.callback(os.close, memory)
@@ -172,7 +172,9 @@ class _Workers:
             try:
                 self._workers[local_rank] = WorkerProcess(argv, worker, self._events)
             except OSError as error:
-                sentence = f"{argv[0]} can't be started: {error.strerror}; see if it is installed."
+                sentence = (
+                    f"{argv[0]} can't be started: {error.strerror}; check that it is installed."
+                )
                 return FailureReport.of(ConfigError(sentence)).by(self._name(local_rank))
         return None
 
@@ -218,7 +220,7 @@ class _Workers:
         while not self._ended_within(_KILL_S, hurry=False):
             hung = [self._name(rank) for rank, worker in self._workers.items() if worker.hangs()]
             if hung:
-                self._report(f"{', '.join(hung)} can't be killed: a call in the kernel hangs.")
+                self._report(f"{', '.join(hung)} can't be killed: a system call hangs.")
                 return
             if time.monotonic() > deadline:
                 names = ", ".join(map(self._name, self._workers))

@@ -21,12 +21,13 @@ from paceline.errors import CommError
 
 
 class WorkerProcess:
-    """Running process of a worker.
+    """Running worker process.
 
     Args:
         argv: the command.
-        environment: the worker's rank and machine, and the run's store.
-        events: receives `Exited`, from a thread, once the worker and what it started have ended.
+        environment: the worker environment to pass to the process.
+        events: receives an `Exited` event from another thread, when the worker and all processes
+            that it started have ended.
 
     Raises:
         OSError: the command can't be started.

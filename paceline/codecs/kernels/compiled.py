@@ -67,7 +67,7 @@ def add_up(
 
 
 class Bf16(plain.Bf16):
-    """bfloat16 codec in compiled loops."""
+    """bfloat16 codec as compiled loops."""
 
     def encode(
         self, sources: Sequence[Source], weight: float, before: Tensor, data: Tensor, after: Tensor
@@ -99,7 +99,7 @@ class Bf16(plain.Bf16):
 
 
 class Int8(plain.Int8):
-    """int8 codec in compiled loops."""
+    """int8 codec as compiled loops."""
 
     def encode(
         self, sources: Sequence[Source], weight: float, before: Tensor, data: Tensor, after: Tensor

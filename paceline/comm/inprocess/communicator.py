@@ -24,14 +24,14 @@ _in_rank_order: _ResultOf = partial(reduce, torch.add)
 
 @dataclass(eq=False)
 class _Collective:
-    """State of one in-process collective: the ranks' inputs, and how many have taken the result."""
+    """State of one in-process collective: all inputs, and how many ranks have taken the result."""
 
     tensors: dict[int, Tensor] = field(default_factory=dict)
     taken: int = 0
 
 
 class ThreadGroup:
-    """Shared state of `ThreadCommunicator`s in one process."""
+    """Shared state of the `ThreadCommunicator`s of one process."""
 
     def __init__(self, world_size: int, timeout: float = 30.0) -> None:
         self.world_size = world_size
@@ -133,7 +133,7 @@ class ThreadCommunicator:
 
 @dataclass(frozen=True)
 class _ThreadTicket:
-    """Handle of a collective; `finish` takes all ranks' tensors once they are there."""
+    """Handle of an in-process collective; `finish` combines the tensors of all ranks."""
 
     group: ThreadGroup
     number: int

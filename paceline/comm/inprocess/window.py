@@ -23,13 +23,13 @@ from paceline.comm.window import (
 
 
 class WindowGroup:
-    """Shared state of `InProcessWindow`s in one process.
+    """Shared state of the `InProcessWindow`s of one process.
 
     Args:
         world_size: the number of ranks.
-        size: bytes of a window.
-        notifications: how many each peer has.
-        machines: the ranks of each simulated machine; by default each rank has its own machine.
+        size: size of each window, in bytes.
+        notifications: the number of notifications of each peer.
+        machines: for each simulated machine, its ranks; by default, each rank has its own machine.
     """
 
     def __init__(

@@ -45,14 +45,14 @@ class NixlAgent:
     """Wrapper of this process's NIXL agent.
 
     Args:
-        name: made unique here.
+        name: prefix of the agent's name; the constructor makes the name unique.
 
     Attributes:
-        memory: what NIXL may read and write.
+        memory: registrations of the memory that NIXL may read and write.
 
     Raises:
         ConfigError: NIXL is not installed.
-        CommError: it cannot start.
+        CommError: NIXL cannot start.
     """
 
     def __init__(self, name: str) -> None:

@@ -42,7 +42,7 @@ _WAIT_SLICE_S = 1.0  # for promised puts after a line ended, and for unconfirmed
 
 @dataclass(order=True)
 class Put:
-    """Put in progress: `left` has address and count of the bytes not yet handed to NIXL."""
+    """Put in progress: `left` holds address and size of each range not yet handed to NIXL."""
 
     priority: int
     number: int
@@ -68,18 +68,20 @@ class Put:
 
 @dataclass
 class Peer:
-    """Connection state of one peer: control connection and NIXL metadata.
+    """Connection state of one peer: control connection, NIXL name and put counts.
 
     Attributes:
-        name: NIXL's name for it.
-        memory: the address of its memory in its process.
+        name: the NIXL name of the peer.
+        memory: the address of the peer's memory in the peer's process.
         puts: a heap of waiting puts; `put` is the one in progress, and `transfer` its current NIXL
             transfer.
-        promised, came: puts from it that have begun; that have arrived.
-        finished, confirmed: puts to it that have left; that have arrived.
-        owed: bytes still to be sent on the line.
-        ended_at: when the line ended.
-        error: why it is lost; "" as long as it is not.
+        promised: number of puts from the peer that have begun.
+        came: number of puts from the peer that have arrived here.
+        finished: number of puts to the peer that have been sent.
+        confirmed: number of puts to the peer whose arrival it has confirmed.
+        owed: bytes still to be sent on the control connection (`line`).
+        ended_at: when the control connection ended, in seconds; None while it is open.
+        error: why the peer is lost; "" while it is not.
     """
 
     line: socket.socket
@@ -118,14 +120,16 @@ class NixlEngine:
     """Transport thread for puts over NIXL.
 
     Args:
-        agent: with this rank's memory registered.
-        peers: by rank; None for this one.
-        values: (world_size, notifications), written when a put has arrived.
+        agent: this process's NIXL agent, with which this rank's memory is registered.
+        peers: the peers, by rank; None for this rank.
+        values: (world_size, notifications), the last value notified; written when a put has
+            arrived.
 
     Attributes:
-        changed: is notified when `values`, `events` or a peer's error changes.
-        events: the number of `subscribed` notifications and of calls of the window's `wake`.
-        subscribed: notifications with numbers below this value are counted in `events`.
+        changed: condition that is notified when `values`, `events` or a peer's error changes.
+        events: number of subscribed notifications that arrived, plus the number of calls of the
+            window's `wake`.
+        subscribed: bound of the subscription: notifications with lower numbers are subscribed.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ class RegisteredMemory:
     """Reference-counted cache of NIXL memory registrations.
 
     Args:
-        agent: NIXL's, which makes and ends registrations.
+        agent: this process's NIXL agent, which makes and ends the registrations.
     """
 
     def __init__(self, agent: Any) -> None:

@@ -62,10 +62,10 @@ class NixlWindow(BlockingWindow):
 
     Args:
         rank: this process's rank.
-        memory: (bytes,) of uint8, registered with the agent.
+        memory: (bytes,) of uint8, this rank's memory, registered with the agent.
         agent: this process's NIXL agent.
-        peers: by rank; None for this one.
-        notifications: how many each peer has.
+        peers: the peers, by rank; None for this rank.
+        notifications: the number of notifications of each peer.
     """
 
     def __init__(

@@ -31,14 +31,15 @@ class Bootstrap:
     """Bootstrap parameters of a full mesh: rank, world size, addresses, token and timeout.
 
     Attributes:
-        store: where ranks publish their addresses; fresh in this generation.
-        share: instead of a store, sends a text to all ranks and returns all ranks'; collective.
+        store: the store in which ranks publish their addresses; no earlier generation used it.
+        share: used instead of `store`: an all-gather of one string per rank.
         rank: this rank.
         world_size: the number of ranks.
-        token: the job's; a process without it is unauthenticated.
-        purpose: what the connections are for, with the generation; each is used once.
-        limit: seconds until all ranks have connected.
-        only: the ranks that take part; by default all.
+        token: the job token; a peer without it is unauthenticated.
+        purpose: what the connections are for, and the generation; each purpose is used for one
+            bootstrap only.
+        limit: seconds to wait until all ranks have connected.
+        only: the ranks that take part; by default, all.
     """
 
     store: Store | None = None

@@ -53,8 +53,8 @@ def address(array):  # type: ignore[no-untyped-def]
 class Lock:
     """Mutex shared by Python and the compiled event loop, which locks it by address.
 
-    Only one Python thread may use the mutex at a time: a second thread would hold the GIL while
-    blocked on the mutex, and the first may need the GIL before it can unlock the mutex.
+    Only one Python thread may use the mutex at a time. A second thread would hold the GIL while it
+    is blocked on the mutex, but the first may need the GIL before it can unlock the mutex.
     """
 
     def __init__(self) -> None:

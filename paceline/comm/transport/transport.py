@@ -39,13 +39,13 @@ class Transport:
     """Transport: sends puts to peers and receives peers' puts into this rank's window.
 
     Args:
-        sockets: each peer's connected streams; none of this rank itself.
-        memory: (bytes,) of uint8, into which peers write.
-        notifications: how many each peer has.
-        marks: how many put events to keep, the newest.
+        sockets: for each rank, its connected streams; empty for this rank.
+        memory: (bytes,) of uint8, this rank's memory, into which peers write.
+        notifications: the number of notifications of each peer.
+        marks: the number of newest put events to retain.
 
     Attributes:
-        values: (peers, notifications), the last value notified; written by the transport thread.
+        values: (peers, notifications), the last value notified; the transport thread writes it.
     """
 
     def __init__(
@@ -351,10 +351,10 @@ def _words(*shape: int) -> _Words:
 
 
 class WakeEvent:
-    """Wake-up event of a thread (eventfd).
+    """Event that wakes a thread (eventfd).
 
     Attributes:
-        number: the descriptor; a word written to it wakes the thread.
+        number: the file descriptor; a 64-bit word written to it wakes the thread.
     """
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ PARTS = {  # the usual names of a data set's parts
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """File that may be an image; `name` is its path relative to the folder of all classes."""
+    """File that may be an image; `name` is its path relative to the parent of the class folders."""
 
     name: str
     label: int
@@ -36,10 +36,11 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class ClassFolders:
-    """Class folders in label order, their files in sorted order, and the skipped entries.
+    """Class folders in label order, with their files in sorted order, and the skipped entries.
 
     Attributes:
-        skipped: files beside the class folders, hidden ones, and what is neither file nor folder.
+        skipped: entries that are left out: files next to the class folders, hidden entries, and
+            entries that are neither files nor folders.
     """
 
     folder: Path
@@ -128,8 +129,8 @@ def _refuse_parts(found: ClassFolders) -> None:
         folders = " and ".join(f"{name}/" for name in parts)
         first = next((name for name in parts if name.lower().startswith("train")), parts[0])
         raise ConfigError(
-            f"{found.folder} has {folders} with the classes inside: make a database of each, "
-            f"beginning with {found.folder / first}."
+            f"{found.folder} has {folders}, each of which contains class folders: create one "
+            f"database from each, beginning with {found.folder / first}."
         )
 
 

@@ -43,7 +43,8 @@ def convert_database(config: DbConvertConfig, meter: Meter) -> NewDatabase:
     folder = config.source.resolve()
     if folder.is_dir() and config.dest.resolve().is_relative_to(folder):
         raise ConfigError(
-            f"{config.dest} lies in {config.source}, which is read: choose a place outside."
+            f"{config.dest} is inside {config.source}, which is being read: choose a folder "
+            "outside of it."
         )
     with (
         closing(open_database(config.source, cache_dir=config.cache_dir)) as source,
@@ -71,24 +72,27 @@ def _write_records(
                 key, value, label, was_transparent = made
                 if database.keys and key == database.keys[-1]:
                     raise ConfigError(
-                        f"{config.source} has two records with the key {printable(key)}, and an "
-                        "index names each record by its key: write it again with keys that are all "
-                        "different."
+                        f"{config.source} has two records with the key {printable(key)}, but an "
+                        "index identifies records by key: create the database again with unique "
+                        "keys."
                     )
                 longest = _LONGEST[config.db_type]
                 if not 1 <= len(key) <= longest:
                     raise ConfigError(
-                        f"{config.source} has the key {printable(key)} of {len(key)} bytes, and "
-                        f"keys of {config.db_type} have 1 to {longest}: choose another --db_type."
+                        f"{config.source} has the key {printable(key)} of {len(key)} bytes, but "
+                        f"keys of {config.db_type} must have 1 to {longest} bytes: choose another "
+                        "--db_type."
                     )
                 database.put(key, value, label)
                 database.transparent += was_transparent
             elif config.skip_damaged:
                 database.damaged.append(str(made))
             else:
-                raise DataError(f"{made} Leave damaged records out by --skip_damaged.") from made
+                raise DataError(
+                    f"{made} Use --skip_damaged to leave out damaged records."
+                ) from made
     if not database.keys:
-        raise DataError(f"{config.source}: all of its records are damaged; write it again.")
+        raise DataError(f"{config.source}: all of its records are damaged; create it again.")
 
 
 def _made(

@@ -35,11 +35,13 @@ def create_database(config: DbCreateConfig, meter: Meter) -> NewDatabase:
         DataError: an image is damaged or can't be read, or the disk is full.
     """
     if not config.folder.is_dir():
-        raise ConfigError(f"{config.folder} isn't a folder: give a folder of class folders.")
+        raise ConfigError(
+            f"{config.folder} isn't a folder: give a folder that contains class folders."
+        )
     if config.dest.resolve().is_relative_to(config.folder.resolve()):
         raise ConfigError(
-            f"{config.dest} lies in {config.folder}, whose subfolders are classes: choose a place "
-            "outside."
+            f"{config.dest} is inside {config.folder}, whose subfolders are classes: choose a "
+            "folder outside of it."
         )
     check_destination(config.dest)
     found = scan(config.folder)

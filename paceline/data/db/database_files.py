@@ -59,11 +59,9 @@ def kind_of(path: Path) -> DbType:
                 (path / marker).open("rb").close()
                 return kind
     except PermissionError as error:
-        raise ConfigError(
-            f"{path}: you may not read it; ask its owner for permission to read."
-        ) from error
+        raise ConfigError(f"{path}: you have no permission to read it; ask its owner.") from error
     markers = ", ".join(f"{marker} ({kind})" for kind, marker in _MARKER.items())
-    raise ConfigError(f"{path} is no database: it has none of {markers}; check the path.")
+    raise ConfigError(f"{path} is not a database: it has none of {markers}; check the path.")
 
 
 def beside(database: Path, name: str) -> Path:
@@ -109,7 +107,8 @@ def leveldb_manifest(folder: Path) -> Path:
     name = (folder / LEVELDB_CURRENT).read_bytes().removesuffix(b"\n")
     if not re.fullmatch(rb"MANIFEST-\d+", name):
         raise DataError(
-            f"{folder / LEVELDB_CURRENT} names no MANIFEST; the database is damaged, copy it again."
+            f"{folder / LEVELDB_CURRENT} doesn't name a MANIFEST file; the database is damaged, "
+            "copy it again."
         )
     return folder / name.decode()
 

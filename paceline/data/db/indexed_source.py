@@ -42,7 +42,7 @@ _SAMPLED = 16  # records that are read at open: a few milliseconds, also from a 
 
 
 class Database(Protocol):
-    """Protocol of a key-value database that `IndexedSource` reads; `read` is thread-safe."""
+    """Protocol of a key-value database under an `IndexedSource`; `read` is thread-safe."""
 
     def read(self, key: bytes, offset: int | None) -> bytes | None:
         """Read a value; None where there is no such key.
@@ -67,21 +67,21 @@ class Database(Protocol):
 
 
 class IndexedSource:
-    """Source over a database with an index; owns the database and closes it.
+    """Source over a database with an index; it owns the database and closes it.
 
     Args:
-        database: an open database, closed if this fails.
-        folder: the database's folder, which also holds its index and label names; for a minidb it
-            may be the path of a file.
-        cache_dir: where its index goes if the folder can't be written.
+        database: an open database, which is closed even if the constructor fails.
+        folder: the database's folder, which also holds its index and label names. For a minidb, it
+            may be the path of the file.
+        cache_dir: the folder for the index, if it can't be written into the database's folder.
 
     Attributes:
-        labels: int64 of shape (records,), where the index knows them.
-        label_names: the classes' names: those of labels.txt, else the index's.
-        format: the format of the records.
-        fingerprint: a digest of the number of records and of a seeded sample of their keys, images
+        labels: int64 of shape (records,), the records' labels; None if the index doesn't hold them.
+        label_names: the classes' names, from labels.txt or else from the index; None if unknown.
+        format: the format of all records.
+        fingerprint: digest of the number of records and of a seeded sample of their keys, images
             and labels.
-        index_note: why the index couldn't be saved, as a sentence; None if it could.
+        index_note: a sentence that says why the index couldn't be saved; None if it could.
 
     Raises:
         DataError: the database is damaged or empty, or its records are of no known format.
@@ -112,9 +112,8 @@ class IndexedSource:
         record, _ = self._parsed(index, self.format)
         if self.labels is not None and record.label != self.labels[index]:
             raise DataError(
-                f"{self.name(index)} has label {record.label}, and {self.labels[index]} in the "
-                f"index: "
-                f"that is another database's, {self._remedy()}."
+                f"{self.name(index)} has label {record.label}, but label {self.labels[index]} in "
+                f"the index: the index belongs to another database; {self._remedy()}."
             )
         return record
 
@@ -150,7 +149,7 @@ class IndexedSource:
         """List the keys, and save them for the next open."""
         self._index = self._database.listing()
         if not self._index.keys:
-            raise DataError(f"{self._folder} holds no records; write it again.")
+            raise DataError(f"{self._folder} holds no records; create it again.")
         self._index = replace(
             self._index,
             label_names=read_label_names(self._folder),
@@ -183,7 +182,7 @@ class IndexedSource:
         if value is None:
             raise DataError(
                 f"{self.name(i)} is in the index but not in the database: the index "
-                f"is another database's, {self._remedy()}."
+                f"belongs to another database; {self._remedy()}."
             )
         return value
 
@@ -194,7 +193,7 @@ class IndexedSource:
         )
 
     def _remedy(self) -> str:
-        return f"delete {beside(self._folder, INDEX_NAME)} (and what --cache_dir has of it)"
+        return f"delete {beside(self._folder, INDEX_NAME)} (and its copy in --cache_dir, if any)"
 
     def _digest(self) -> str:
         keys = self._index.keys

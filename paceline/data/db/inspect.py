@@ -24,15 +24,15 @@ from paceline.errors import DataError
 
 @dataclass(kw_only=True)
 class Report:
-    """Summary of a database's contents; counts exclude damaged records.
+    """Summary of a database's contents; all counts but `records` exclude damaged records.
 
     Attributes:
-        records: all of them, damaged ones too.
-        label_names: the labels' names, where they are known.
+        records: number of records, including damaged ones.
+        label_names: the labels' names; None if unknown.
         encodings: number of images by kind: "jpeg", "png", "raw" …
         sizes: number of images by (width, height).
         labels: number of records by label.
-        first_damaged: what is wrong with the first damaged record; names its key.
+        first_damaged: the key of the first damaged record, and what is wrong with it.
     """
 
     path: Path

@@ -30,7 +30,7 @@ _File = tuple[int, int]  # its device and inode
 
 
 class Lmdb:
-    """LMDB database, read through an environment that this process shares.
+    """LMDB database, read through an LMDB environment that the whole process shares.
 
     Raises:
         DataError: the database is damaged or incomplete.
@@ -70,7 +70,7 @@ class Lmdb:
 
 
 class _Environments:
-    """Reference-counted LMDB environments of this process, by file."""
+    """Reference-counted LMDB environments of this process, by file path."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -111,12 +111,14 @@ def _open(folder: Path, size: int) -> lmdb.Environment:
         )
     except lmdb.Error as error:
         raise DataError(
-            f"{folder}: LMDB can't open it ({error}); it is damaged or no LMDB, copy it again."
+            f"{folder}: LMDB can't open it ({error}); it is damaged or not an LMDB "
+            "database, copy it again."
         ) from error
     needed = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
     if size < needed:  # reading behind the end of a mapped file would kill the process
         environment.close()
         raise DataError(
-            f"{folder / LMDB_DATA} has {size} bytes of {needed}: the copy is incomplete, repeat it."
+            f"{folder / LMDB_DATA} has {size} of {needed} bytes: the copy is incomplete; copy the "
+            "database again."
         )
     return environment

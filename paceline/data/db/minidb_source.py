@@ -30,7 +30,7 @@ LENGTHS = struct.Struct("<ii")  # of a record's key and value
 
 
 class MiniDb:
-    """Minidb database, read from its one open file."""
+    """Minidb database, read from one file that stays open."""
 
     def __init__(self, path: Path) -> None:
         self._path = minidb_file(path)
@@ -48,7 +48,7 @@ class MiniDb:
         if len(value) < value_bytes:
             raise DataError(
                 f"{self._path}: record {printable(key)} at byte {offset} ends too early: the file "
-                "has become shorter, copy it again."
+                "was truncated, copy it again."
             )
         return value
 
@@ -57,8 +57,8 @@ class MiniDb:
             records = sorted(self._walk())  # (key, offset)
         except OSError as error:
             raise DataError(
-                f"{self._path} can't be read ({error.strerror}): its disk or network fails, copy "
-                "it again."
+                f"{self._path} can't be read ({error.strerror}): its disk or network failed, "
+                "copy it again."
             ) from error
         return Index(
             keys=KeyList.of(key for key, _ in records),
@@ -78,12 +78,12 @@ class MiniDb:
                 if len(head) < LENGTHS.size or end > size:
                     raise DataError(
                         f"{self._path} breaks off in the record at byte {offset}: the copy is "
-                        "incomplete, repeat it (or this is no minidb)."
+                        "incomplete (or this is not a minidb); copy it again."
                     )
                 if key_bytes <= 0 or value_bytes <= 0:
                     raise DataError(
-                        f"{self._path} is damaged at byte {offset}, or no minidb: no record has a "
-                        f"key of {key_bytes} bytes and a value of {value_bytes}; copy it again."
+                        f"{self._path} is damaged at byte {offset}, or not a minidb: no record has "
+                        f"a key of {key_bytes} bytes and a value of {value_bytes}; copy it again."
                     )
                 yield file.read(key_bytes), offset
                 file.seek(value_bytes, os.SEEK_CUR)
@@ -95,5 +95,5 @@ class MiniDb:
         except OSError as error:
             raise DataError(
                 f"{self._path} can't be read at byte {offset} ({error.strerror}): its disk or "
-                "network fails, copy it again."
+                "network failed, copy it again."
             ) from error

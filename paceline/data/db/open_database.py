@@ -40,10 +40,10 @@ def open_database(
     if kind not in (None, found):
         if path.is_file():
             raise ConfigError(
-                f"{path} is a file, and {kind} databases are folders: give the folder's path, or "
-                "--db_type minidb if this is one."
+                f"{path} is a file, but {kind} databases are folders: give the folder's path, or "
+                "--db_type minidb if the file is a minidb."
             )
         raise ConfigError(
-            f"{path} is no {kind} database but a {found} one; give --db_type {found}."
+            f"{path}: the database type is {found}, not {kind}; give --db_type {found}."
         )
     return IndexedSource(DATABASES[found](path, cache_dir), path, cache_dir)

@@ -43,15 +43,15 @@ DRAWS = _SHAPES + 2 * _TRIES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """Crop, resize and mirror parameters for one image.
+    """Crop, resize, shift, mirror and colour parameters for one image.
 
     Attributes:
-        box: left, top, right, bottom of the part to use, in whole source pixels.
-        size: the box is resized to size × size pixels, which is also the size of the result.
-        shift: (down, right), pixels by which the resized and mirrored box is moved; what it
-            leaves empty is filled with the mean.
-        flip: mirror left and right.
-        jitter: what happens to the colours, None for nothing.
+        box: left, top, right and bottom edge of the crop, in whole source pixels.
+        size: height and width of the result in pixels; the crop is resized to this size.
+        shift: (down, right), number of pixels by which the resized and mirrored crop is moved;
+            pixels that become empty are filled with the mean.
+        flip: whether the image is mirrored left to right.
+        jitter: the colour jitter; None for no jitter.
     """
 
     box: Box
@@ -66,14 +66,15 @@ class Transform:
     """Image transform: random for training, fixed for evaluation.
 
     Attributes:
-        augment: the method. For evaluation, `caffe2` and `inception` scale the short side to
-            `scale` and crop the centre; `pad` and `none` scale it to `image_size`.
-        image_size: height and width of a sample.
+        augment: the augmentation method. In evaluation, `caffe2` and `inception` scale the short
+            side to `scale` and crop the centre; `pad` and `none` scale the short side to
+            `image_size`.
+        image_size: height and width of a sample in pixels.
         scale: length in pixels of the short side of the resized image from which a crop is taken.
         channels: 1 (grey) or 3 (RGB).
-        color_jitter: brightness, contrast and saturation each change by up to this part; 0 is off.
-        seed: of the random numbers.
-        train: False for evaluation: nothing is random.
+        color_jitter: the largest relative change of brightness, contrast and saturation; 0 is off.
+        seed: seed of the random numbers.
+        train: True for training; False for evaluation, in which nothing is random.
     """
 
     augment: Augment = "caffe2"

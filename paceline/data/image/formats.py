@@ -15,15 +15,15 @@ MAX_PIXELS = 2**27  # of an image: 384 MiB in RGB
 
 
 class DamagedImage(Exception):
-    """Error of an image that can't be decoded; the text is the reason."""
+    """Error of an image that can't be decoded; its text is the reason."""
 
 
 class ImageFormat(NamedTuple):
-    """Image format, as its files are recognized.
+    """Image format, and how its files are recognized.
 
     Attributes:
-        magic: a file begins with one of these.
-        suffixes: a file's name ends with one of these.
+        magic: byte strings: a file of this format begins with one of them.
+        suffixes: suffixes: the name of a file of this format ends with one of them.
     """
 
     magic: tuple[bytes, ...]
@@ -58,7 +58,7 @@ def open_image(data: bytes) -> Image.Image:
     """
     name = next((name for name, known in FORMATS.items() if data.startswith(known.magic)), None)
     if name is None:
-        raise DamagedImage("it is no image of a known format")
+        raise DamagedImage("it is not an image of a known format")
     if name not in Image.OPEN:
         Image.init()
     try:
@@ -78,7 +78,7 @@ def check_size(width: int, height: int) -> None:
     """
     if width * height > MAX_PIXELS:
         raise DamagedImage(
-            f"it has {width:,} × {height:,} pixels, and the limit is {MAX_PIXELS:,} in all; scale "
+            f"it has {width:,} × {height:,} pixels, but the limit is {MAX_PIXELS:,} in all; scale "
             "it down"
         )
 

@@ -22,10 +22,10 @@ class Fault:
     """Finding of the ledger: a deviation from exactly-once training.
 
     Attributes:
-        text: what it is, without where; a sentence.
-        generation: in which generation.
-        step: the first step of the run that it concerns, if it concerns steps.
-        steps: how many it concerns.
+        text: a sentence that says what is wrong, but not where.
+        generation: the number of the generation that it concerns.
+        step: the first step of the run that it concerns; None if it concerns no particular step.
+        steps: the number of steps that it concerns.
     """
 
     text: str
@@ -39,25 +39,28 @@ def contradictions(history: History, period: Period) -> Iterator[str]:
     written = period.generation
     if len(written.world_sizes) > 1:
         sizes = " and ".join(map(str, sorted(written.world_sizes)))
-        yield f"Its ranks don't agree how many they are: {sizes}."
+        yield f"Its ranks recorded different world sizes: {sizes}."
     if written.stretches and not written.world_sizes:
-        yield "No line says how many ranks it has."
+        yield "No line records its world size."
     if len(written.restores) > 1:
         steps = " and ".join(map(str, sorted(written.restores)))
-        yield f"Its ranks don't agree before which step they went on: {steps}."
+        yield f"Its ranks recorded different steps before which they resumed: {steps}."
     if written.stretches and not written.restores:
-        yield "No line says before which step it resumed."
+        yield "No line records the step before which it resumed."
     if any(not 0 <= step <= history.extent.total for step in written.restores):
-        yield f"It went on before step {max(written.restores)} of a run of {history.extent.total}."
+        yield (
+            f"It resumed before step {max(written.restores)}, but the run has "
+            f"{history.extent.total} steps."
+        )
     for stretch in written.stretches:
         if stretch.start < period.start or stretch.end > history.extent.total:
             yield (
-                f"Rank {stretch.rank} trained step {_span(stretch.start, stretch.end)}, and could "
-                f"only step {_span(period.start, history.extent.total)}."
+                f"Rank {stretch.rank} recorded step {_span(stretch.start, stretch.end)}, but this "
+                f"generation could only train step {_span(period.start, history.extent.total)}."
             )
     missing = sorted(set(period.ranks) - history.ranks)
     if missing and written.stretches:
-        yield f"There is no event file of {_ranks(missing)} of its {len(period.ranks)}."
+        yield f"It has {len(period.ranks)} ranks, but no event file of {_ranks(missing)}."
 
 
 def misplaced(segment: Segment, tiling: Tiling, strays: Iterable[Stretch]) -> Iterator[str]:
@@ -73,7 +76,10 @@ def misplaced(segment: Segment, tiling: Tiling, strays: Iterable[Stretch]) -> It
             silent = f" ({_ranks(segment.absent)} wrote no line)" if segment.absent else ""
             yield f"{_positions(segment, columns)} trained by no rank{silent}."
     elif segment.holes:
-        yield f"{_ranks(segment.holes).capitalize()} wrote no line, but later ones."
+        yield (
+            f"{_ranks(segment.holes).capitalize()} wrote no line for these steps, but lines for "
+            "later ones."
+        )
     for columns in tiling.twice:
         if columns[0] < 0 or columns[1] > segment.length:
             batch = _span(segment.begin, segment.begin + segment.length)
@@ -84,10 +90,10 @@ def misplaced(segment: Segment, tiling: Tiling, strays: Iterable[Stretch]) -> It
         yield f"{_positions(segment, columns)} trained {where}, by {_ranks(owners)}."
     for stray in strays:
         if stray.epoch != segment.epoch:
-            yield f"Rank {stray.rank} wrote another epoch, {stray.epoch} counted from 0."
+            yield f"Rank {stray.rank} recorded another epoch: {stray.epoch}, counted from 0."
         else:
             count = stray.last - stray.first
-            yield f"Rank {stray.rank} wrote that it skipped {stray.skipped} of {count} samples."
+            yield f"Rank {stray.rank} recorded that it skipped {stray.skipped} of {count} samples."
 
 
 def _positions(segment: Segment, columns: Columns) -> str:

@@ -20,10 +20,10 @@ class Extent:
     """Expected size of a run: samples, steps, epochs and batch size.
 
     Attributes:
-        samples: of an epoch.
-        steps: of an epoch.
-        epochs: of the run; None where a script alone knows.
-        batch: samples of a step, over all ranks; an epoch's last one may be short.
+        samples: samples per epoch.
+        steps: steps per epoch.
+        epochs: epochs of the run; None if only the script knows the number.
+        batch: samples per step, over all ranks; the last step of an epoch may have fewer.
     """
 
     samples: int
@@ -47,13 +47,13 @@ class Stretch:
 
     Attributes:
         rank: the rank.
-        generation: the generation.
-        epoch: as the lines name it.
-        start: the first step of the run.
+        generation: the generation's number.
+        epoch: the epoch number in the event file's lines.
+        start: the first step, counted from the run's first step.
         end: the step after the last one.
         first: the first column, that is, the position of a sample within the batch, counted from 0.
         last: the column after the last one.
-        skipped: samples of each step that couldn't be read.
+        skipped: number of samples per step that couldn't be read.
     """
 
     rank: int
@@ -73,11 +73,12 @@ class Generation:
     Attributes:
         world_sizes: the set of world sizes that the ranks recorded; it has one element if the ranks
             agree.
-        restores: before which step it resumes; one number, if they agree, none if it didn't begin.
-        foreign: it resumes from another run's checkpoint.
-        saved: steps that its newest checkpoint holds.
-        ended: it came to the run's end.
-        stretches: what its ranks trained.
+        restores: the set of steps that its ranks resumed before; one element if the ranks agree,
+            empty if the generation didn't begin.
+        foreign: whether it resumed from another run's checkpoint.
+        saved: number of steps that its newest checkpoint contains.
+        ended: whether it completed the run.
+        stretches: the stretches of steps that its ranks trained.
     """
 
     world_sizes: set[int] = field(default_factory=set)

@@ -23,10 +23,10 @@ class Period:
     """Range of steps whose result comes from one generation.
 
     Attributes:
-        number: the generation's.
-        generation: what its ranks wrote.
-        start: its first step.
-        end: the step after its last one; the run's end for the last period.
+        number: the generation's number.
+        generation: the generation's records.
+        start: the first step.
+        end: the step after the last one; for the last period, the run's end.
     """
 
     number: int
@@ -52,11 +52,12 @@ class Timeline:
     """Assignment of steps to the generations whose results count.
 
     Attributes:
-        periods: gapless; the first begins where the run did.
+        periods: the periods, without gaps between them; the first begins at the run's first step.
         committed: number of steps that can't be undone, because a checkpoint contains them, a later
             generation resumed after them, or the run ended.
-        done: steps that must be exact: the committed ones, and those that all ranks passed.
-        begun: steps that some rank wrote.
+        done: number of steps that must be exact: those that are committed or that all ranks have
+            passed.
+        begun: number of steps that at least one rank recorded.
     """
 
     periods: tuple[Period, ...]

@@ -23,16 +23,17 @@ KEPT = 20  # faults in a proof; the others are counted
 
 @dataclass(kw_only=True)
 class EpochAccount:
-    """Sample counts of one epoch: `owed` is `once + skipped + lost + twice`.
+    """Sample counts of one epoch; if the epoch is exact, `owed` is `once + skipped`.
 
     Attributes:
         epoch: the epoch, from 0.
         owed: samples that must have been trained.
-        committed: of them, those that a checkpoint or the run's end holds.
-        once: trained once.
-        skipped: visited once and left out, as their records can't be read.
-        lost: trained by no rank.
-        twice: trained more than once; besides, those that were trained out of place.
+        committed: samples among `owed` whose steps a checkpoint or the run's end has made
+            permanent.
+        once: samples trained once.
+        skipped: samples read once and left out, because their records are bad.
+        lost: samples trained by no rank.
+        twice: samples trained more than once, plus samples trained outside their batch.
     """
 
     epoch: int
@@ -49,16 +50,18 @@ class Proof:
     """Result of the ledger: what a run's event files prove.
 
     Attributes:
-        extent: what the run has to train.
-        starts: how often it was started.
-        base: steps that came with another run's checkpoint: not this run's to prove.
+        extent: the run's expected size.
+        starts: number of the run's starts.
+        base: number of steps made by another run, whose checkpoint this run started from; they are
+            not checked here.
         committed: number of steps that can't be undone, because a checkpoint contains them, a later
             generation resumed after them, or the run ended.
-        done: steps that must be exact: the committed ones, and those that all ranks passed.
-        begun: steps that some rank wrote.
-        accounts: the samples of each epoch up to `done`.
-        faults: the first few of them.
-        fault_count: all of them.
+        done: number of steps that must be exact: those that are committed or that all ranks have
+            passed.
+        begun: number of steps that at least one rank recorded.
+        accounts: the sample counts of each epoch up to `done`.
+        faults: the first few faults.
+        fault_count: the number of all faults.
     """
 
     extent: Extent

@@ -17,16 +17,16 @@ Events = Iterable[Mapping[str, Any]]
 
 
 class History:
-    """Contents of all event files of a run, read one file after the other, each once.
+    """History of a run, read from all of its event files in one pass.
 
     Args:
-        files: a rank and its events, in the order in which they were written. A rank may have
-            several files, if it was on several machines.
+        files: pairs of a rank and its events, in the order in which they were written. A rank may
+            have several files, if it was on several machines.
 
     Attributes:
-        extent: what the run has to train.
-        generations: its starts, by number.
-        ranks: whose files are there.
+        extent: the run's expected size.
+        generations: the records of each generation, by its number.
+        ranks: the ranks that have an event file.
 
     Raises:
         DataError: an event lacks a field, or the files are those of different runs.
@@ -41,8 +41,8 @@ class History:
             self._read(rank, events)
         if self._extent is None:
             raise DataError(
-                "No rank has written the start of a run: it hasn't begun, or ended before it "
-                "could; start it again by the same command."
+                "No rank has written the start of a run: the run hasn't begun, or it ended "
+                "before it wrote its start event; start it again with the same command."
             )
         self.extent: Extent = self._extent
 
@@ -121,7 +121,7 @@ class History:
         extent = Extent(**{name: _whole(event[name]) for name in names}, epochs=epochs)
         unfit = min(extent.batch, extent.samples) < 1
         if unfit or extent.steps != -(-extent.samples // extent.batch):
-            raise TypeError(f"{extent} doesn't fit together")
+            raise TypeError(f"{extent} is inconsistent")
         if extent != (self._extent or extent):
             raise DataError(
                 f"Generation {number} of rank {rank} trains {extent}, others {self._extent}: "

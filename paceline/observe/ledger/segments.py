@@ -22,15 +22,15 @@ class Segment:
     """Consecutive steps of one epoch with unchanged batch slices of all ranks.
 
     Attributes:
-        epoch: whose steps they are.
-        start: the first step.
+        epoch: the epoch that contains the steps.
+        start: the first step, counted from the run's first step.
         end: the step after the last one.
         begin: the position in the epoch at which the first step's batch begins.
-        length: samples of the batch.
+        length: number of samples per batch.
         owed: whether each sample of these steps must have been trained exactly once; if False, the
             steps may be unfinished.
-        shares: what was trained.
-        absent: ranks without a share.
+        shares: what each rank trained in these steps.
+        absent: the ranks that trained nothing in these steps.
         holes: the absent ranks whose event files continue after these steps.
     """
 

@@ -19,12 +19,13 @@ Columns = tuple[int, int]  # from the first one to the one after the last
 
 @dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """Coverage of a batch by the ranks' slices: once, not at all, or more than once.
+    """Coverage of a batch's columns (sample positions) by the ranks' slices.
 
     Attributes:
-        once: columns that are covered once.
-        lost: those that aren't.
-        twice: those that are covered more than once, and whatever is covered outside of the batch.
+        once: number of columns that exactly one slice covers.
+        lost: columns that no slice covers.
+        twice: columns that more than one slice covers, and columns outside the batch that any slice
+            covers.
     """
 
     once: int

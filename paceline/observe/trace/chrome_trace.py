@@ -56,9 +56,9 @@ class _Rank:
     """Converter of one rank's trace to Chrome trace events.
 
     Args:
-        buffer: its.
-        shift: what to add to its times, in nanoseconds.
-        puts: the number of each put of all ranks.
+        buffer: the rank's trace buffer.
+        shift: nanoseconds to add to the rank's times.
+        puts: the id (flow number) of each put, over all ranks.
     """
 
     def __init__(self, buffer: RecorderBuffer, shift: int, puts: dict[_Put, int]) -> None:

@@ -24,11 +24,11 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Round(NamedTuple):
-    """Clock-comparison round trip, in nanoseconds.
+    """Clock-comparison round trip; all times are in nanoseconds.
 
     Attributes:
-        sent, received: when it began and ended for rank 0, by its clock.
-        times: what each rank's clock said in between.
+        sent, received: start and end of the round trip, by rank 0's clock.
+        times: for each rank, the time of its clock during the round trip.
     """
 
     sent: int

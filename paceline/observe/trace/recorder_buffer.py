@@ -20,14 +20,14 @@ class Span(NamedTuple):
 
 
 class TracedPut(NamedTuple):
-    """Traced departure of a put, or arrival of its notification.
+    """Trace event of one put: when it was sent, or when its notification arrived.
 
     Attributes:
-        window: which of the ranks' windows.
-        arrived: it has come from the peer; otherwise it has left for it.
+        window: the number of the window, the same on all ranks.
+        arrived: True: the peer's notification arrived; False: the put to the peer was sent.
         peer: the other rank.
-        notification, value: the put's.
-        at: by the rank's clock, in nanoseconds.
+        notification, value: the notification's number and value.
+        at: the time of the rank's clock, in nanoseconds.
     """
 
     window: int
@@ -43,12 +43,12 @@ class RecorderBuffer:
     """Trace buffer of one rank.
 
     Attributes:
-        rank, machine: of the process that recorded it.
-        system: the running system, whose clock the times are of.
-        spans: the spans; those of each thread are in the order of their ends.
-        moments: in their order.
-        names: of each window, what its notifications announce.
-        buckets: of each bucket, its parameters' names.
+        rank, machine: rank and machine number of the process that recorded the trace.
+        system: identifier of the running system (boot) whose clock gave the times.
+        spans: the spans; those of one thread are in the order in which they ended.
+        moments: the traced puts, in the order of their times.
+        names: for each window, what each of its notifications announces.
+        buckets: for each bucket, the names of its parameters.
     """
 
     rank: int

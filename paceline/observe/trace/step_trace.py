@@ -32,19 +32,19 @@ _NOTHING = nullcontext()
 
 
 class Trace(NullRecorder):
-    """Recorder that buffers the spans of some steps, and writes them after the last of them.
+    """Recorder that buffers the spans of some steps, and writes the trace after the last of them.
 
     Args:
-        path: of the file.
-        steps: which; of the run, from 0.
-        communicator: of the ranks, all of which trace the same steps.
-        device: where its tensors live.
-        machine: this rank's.
-        clock: nanoseconds of the system's monotonic clock.
-        report: receives a sentence on rank 0: where the trace is, or why there is none.
+        path: path of the trace file.
+        steps: the steps to trace, counted from the run's first step (0).
+        communicator: connects the ranks, all of which trace the same steps.
+        device: device of the communicator's tensors.
+        machine: the number of this rank's machine.
+        clock: returns nanoseconds of the system's monotonic clock.
+        report: called on rank 0 with a sentence that says where the trace is, or why there is none.
 
     Attributes:
-        resources: released in `close`.
+        resources: resources that `close` releases.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Trace(NullRecorder):
 
 
 class _TracedSpan:
-    """Block whose span a trace records."""
+    """Context manager that records its block as a span of the trace."""
 
     __slots__ = ("_fields", "_name", "_start", "_trace")
 

@@ -23,20 +23,22 @@ class RankLayout:
     """Rank layout of an exchange: the rank's group, its local shard, and its peers.
 
     Args:
-        layout: of the window.
-        window: the rank's; it reaches the memory of the rank's group.
+        layout: layout of the window.
+        window: this rank's window, which also maps the memory of the ranks of its group.
 
     Attributes:
-        rank: the rank.
-        group: its group's number.
+        rank: this rank.
+        group: the number of this rank's group.
         groups: the numbers of all groups.
-        members: the ranks of its group.
-        group_peers: the other ranks of its group.
-        leader: its group's first rank, in whose window the sums are.
-        leaders: the first rank of each group; the first of them sends flags to the others.
-        local_shard: the one that the rank owns; None: its group has more ranks than local shards.
-        owners: the ranks of its group that own local shards.
-        peer_owners: the owner of the same local shard in each other group, by the group's number.
+        members: the ranks of this rank's group.
+        group_peers: the other ranks of this rank's group.
+        leader: the first rank of this rank's group; its window holds the sums.
+        leaders: the first rank of each group; the first leader sends the summed flags to the
+            others.
+        local_shard: index of the local shard that this rank owns; None if its group has more ranks
+            than local shards and this rank owns none.
+        owners: the ranks of this rank's group that own local shards.
+        peer_owners: for each other group, by its number, the owner of the same local shard.
         peers: all other ranks.
     """
 
@@ -85,12 +87,12 @@ class ReceiveBuffer:
 
     Args:
         memory: (head + size,), bytes of a window.
-        head: bytes of the header.
-        parameters: the number of flags in it.
+        head: size of the header in bytes.
+        parameters: number of parameters of the bucket, and so of flags in the header.
 
     Attributes:
-        flags: (parameters,), which parameters the values are of.
-        values: (size,), bytes.
+        flags: (parameters,), 1 for each parameter to which the values belong.
+        values: (size,), the values as bytes.
     """
 
     def __init__(self, memory: Tensor, head: int, parameters: int) -> None:
@@ -113,44 +115,47 @@ class BucketState:
     """Bucket state of one rank: its memory, its receive buffers, and its last version.
 
     Args:
-        layout: of the bucket.
-        rank_layout: of the rank.
-        templates: tensors of its parameters' shapes and strides.
-        names: of its parameters, for errors.
+        layout: layout of the bucket.
+        rank_layout: layout of this rank.
+        templates: tensors of the parameters' shapes and strides.
+        names: the parameters' names, for errors.
 
     Attributes:
         index: the bucket's number.
-        sums: (numel,), all sums, in the group's memory.
-        views: of the sums, one a parameter.
-        used: (parameters,), the union of all ranks' flags, in the group's memory.
-        used_at: its offset in a leader's window, bytes.
-        lands: other owners put their sums straight into `sums`.
-        holds_sums: sums don't return before they are released, since updated parameters may return
-            in their place.
-        to_owners: for each other owner of the group, its local shard's values, and this rank's
-            receive buffer there, with its values.
-        shard: the values of this rank's shard, and their sums; None where it owns no local shard.
-            The attributes from here to `returned` exist only if it owns one.
+        sums: (numel,), the sums of all values, in the group's shared memory.
+        views: views of `sums`, one per parameter.
+        used: (parameters,), the union of all ranks' flags, in the group's shared memory.
+        used_at: offset of `used` in a leader's window, in bytes.
+        lands: whether the other owners put their sums directly into `sums`, without a receive
+            buffer.
+        holds_sums: whether the owner sends the sums back only after their release; updated
+            parameters may then be sent in their place.
+        to_owners: for each other owner of the group: its rank, the range of its local shard, this
+            rank's receive buffer in its window, and that buffer as values.
+        shard: the range of this rank's shard, and its sums; None if this rank owns no local shard.
+            In that case the attributes from `own` to `returned` don't exist.
         own: (values,), the sums of this rank's shard.
-        local_shard: the values of this rank's local shard.
-        own_shard: the values of its shard, counted from the local shard's first.
-        to_groups: for each other group, its number, its owner, and its shard's values, counted from
-            the local shard's first.
-        from_members: the group's contributions to the local shard, in rank order; None for this
-            rank's own.
-        from_groups: the groups' contributions to the shard, in order; None for this group's own.
-        contributed_at: offset of this group's contribution in the other owners' windows.
-        returned_at: offset of this shard's sums in the other owners' windows.
-        returned: for each other group, its shard's sums, and the receive buffer of these, as
-            encoded bytes and as values; empty if the bucket lands.
-        feedback: encodes what other groups get, if the bucket has a codec.
-        contribution: what this rank sent.
+        local_shard: the range of this rank's local shard.
+        own_shard: the range of this rank's shard, relative to the start of the local shard.
+        to_groups: for each other group: its number, the owner in it, and the range of its shard,
+            relative to the start of the local shard.
+        from_members: the receive buffers of the group's contributions to the local shard, in rank
+            order; None for this rank's own.
+        from_groups: the receive buffers of the groups' contributions to the shard, in group order;
+            None for this group's own.
+        contributed_at: offset of this group's contribution in the other owners' windows, in bytes.
+        returned_at: offset of this shard's sums in the other owners' windows, in bytes.
+        returned: for each other group: the sums of its shard, and the receive buffer for them, as
+            encoded bytes and as values; empty if `lands`.
+        feedback: error feedback, which encodes what is sent to other groups; None without a codec.
+        contribution: this rank's last contribution.
         gathered: pieces of the group's contribution to the local shard.
-        weight: what `gathered` is still to be multiplied by.
-        flags: of `gathered`, then of the sum.
-        update: replaces the sums of the shard by updated parameters, if these are to return.
-        operation: names the last version in errors.
-        empty: the last version exchanges no gradients, because `update` has received their sums.
+        weight: factor by which the values of `gathered` have yet to be multiplied.
+        flags: flags of `gathered`; after the sum over groups, flags of the sum.
+        update: replaces the shard's sums by updated parameters; None if sums are to be sent back.
+        operation: description of the last version, for errors.
+        empty: whether ranks send no gradients in the last version, because `update` already has the
+            gradient sums of this shard.
     """
 
     def __init__(

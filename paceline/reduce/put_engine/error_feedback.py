@@ -19,16 +19,16 @@ from paceline.reduce.put_engine.layout import BucketLayout
 
 
 class ErrorFeedback:
-    """Error feedback of one bucket: encodes this rank's local shard, and holds the residual.
+    """Error feedback of one bucket: encodes this rank's local shard, and retains the residual.
 
     Args:
-        layout: of the bucket.
-        local_shard: the one that this rank owns.
-        codec: encodes it.
+        layout: layout of the bucket.
+        local_shard: index of the local shard that this rank owns.
+        codec: codec of the bucket.
 
     Attributes:
-        data: the last encoding of each group's shard, (bytes,).
-        scale: the scale of the loss in the last step, and so of the residual.
+        data: for each group, the last encoding of its shard, (bytes,).
+        scale: the loss scale of the last step, which also scales the residual.
     """
 
     def __init__(self, layout: BucketLayout, local_shard: int, codec: Codec) -> None:

@@ -33,13 +33,14 @@ class Contribution:
     """Contribution of a rank to a bucket in one step.
 
     Attributes:
-        pieces: cover the bucket, in order.
-        weight: what the values are multiplied by in the sum.
-        flags: (parameters,) of uint8, 1 where there is a gradient that counts.
-        full: all of them are 1.
-        borrowed: the zero-copy gradients, with their parameters' names and autograd's counts of
-            writes.
-        sample: a view of some values of the first borrowed gradient, and these values.
+        pieces: tensors that cover the bucket's values, in order.
+        weight: factor of the values in the sum.
+        flags: (parameters,) of uint8, 1 for each parameter whose gradient counts.
+        full: whether all flags are 1.
+        borrowed: for each zero-copy gradient: the parameter's name, the gradient, and its autograd
+            version counter when it was borrowed.
+        sample: a view of some values of the first borrowed gradient, and a copy of them from when
+            it was borrowed.
     """
 
     pieces: Sequence[Piece]
@@ -80,12 +81,12 @@ NOTHING = Contribution(
 
 
 class GradientViews:
-    """Gradient views: make contributions of gradients, zero-copy where possible.
+    """Gradient views of a bucket: turn gradients into contributions, zero-copy where possible.
 
     Args:
-        layout: of the bucket.
-        templates: the parameters, or what has their shapes and strides.
-        names: of the parameters, for errors.
+        layout: layout of the bucket.
+        templates: the parameters, or tensors of their shapes and strides.
+        names: the parameters' names, for errors.
     """
 
     def __init__(

@@ -44,7 +44,8 @@ class Topology:
     """Shared-memory groups of ranks.
 
     Attributes:
-        groups: ranks in rank order, each in one group at most; a rank in none exchanges nothing.
+        groups: the groups, each a sequence of ranks in rank order. A rank is in at most one group;
+            a rank in none takes no part in the exchange.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -78,13 +79,13 @@ class Topology:
 
 @dataclass(frozen=True, kw_only=True)
 class BucketSpec:
-    """Shape of a bucket.
+    """Specification of a bucket: sizes, dtype and encoding.
 
     Attributes:
-        lengths: values of each parameter, in the bucket's order.
-        dtype: of the values.
-        codec: encodes the values between groups; None: they travel as they are.
-        updated: updated parameters, not encoded, may return in place of sums (ZeRO-1).
+        lengths: number of values of each parameter, in the bucket's order.
+        dtype: dtype of the values.
+        codec: codec of the values that are sent between groups; None: they are sent unencoded.
+        updated: whether updated parameters, unencoded, may be sent back in place of sums (ZeRO-1).
     """
 
     lengths: tuple[int, ...]
@@ -107,9 +108,9 @@ class BufferArray:
     """Array of equal-sized receive buffers.
 
     Attributes:
-        at: offset in the window, bytes.
-        stride: bytes from one buffer to the next.
-        count: the number of buffers.
+        at: offset of the first buffer in the window, in bytes.
+        stride: distance from one buffer to the next, in bytes.
+        count: number of buffers.
     """
 
     at: int
@@ -132,12 +133,14 @@ class BucketLayout:
 
     Attributes:
         index: the bucket's number.
-        spec: its shape.
-        shards: (local shards, groups + 1), where shards begin and end, in values.
-        local, cross, back: receive buffers for contributions within the group, for contributions
-            from other groups, and for returned sums.
-        sums: offset of the sums in the window, bytes.
-        flags: offset of the flags in the window, bytes.
+        spec: the bucket's specification.
+        shards: for each local shard, the boundaries of the groups' shards: (local shards, groups +
+            1), value indices in the bucket.
+        local: receive buffers for contributions from ranks of the group.
+        cross: receive buffers for contributions from other groups.
+        back: receive buffers for returned sums.
+        sums: offset of the sums in the window, in bytes.
+        flags: offset of the flags in the window, in bytes.
     """
 
     index: int
@@ -190,12 +193,12 @@ class BucketLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Layout of a window.
+    """Layout of a window: where the memory of each bucket lies.
 
     Attributes:
-        buckets: in their order.
-        topology: of the ranks.
-        size: bytes of the window.
+        buckets: the layouts of the buckets, in order.
+        topology: the groups of ranks.
+        size: size of the window in bytes.
     """
 
     buckets: tuple[BucketLayout, ...]

@@ -44,11 +44,11 @@ class PutExchange:
     """Exchange by puts: reduce-scatter of buckets to shard owners and all-gather of the sums.
 
     Args:
-        window: this rank's, which nothing else uses.
-        layout: of the window, the same on all ranks.
-        templates: of each bucket, tensors of its parameters' shapes and strides.
-        names: of each bucket, the parameters' names.
-        timeout: limits each wait for a peer.
+        window: this rank's window, reserved for this exchange.
+        layout: layout of the window, the same on all ranks.
+        templates: for each bucket, tensors of its parameters' shapes and strides.
+        names: for each bucket, the parameters' names.
+        timeout: timeout of each wait for a peer.
     """
 
     zero_copy = True

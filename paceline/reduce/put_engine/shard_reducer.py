@@ -36,15 +36,16 @@ class ShardReducer:
     """Shard reducer: sums the contributions to this rank's shard of each bucket, in rank order.
 
     Args:
-        window: this rank's.
-        rank_layout: of this rank.
-        buckets: all of them.
+        window: this rank's window.
+        rank_layout: layout of this rank.
+        buckets: the states of all buckets.
 
     Attributes:
-        sent: (buckets,), the versions that this rank has sent; the caller's thread writes it.
+        sent: (buckets,), for each bucket the last version that this rank has sent; written by the
+            caller's thread.
         done: (buckets,), for each bucket the last version for which all sums of this rank's local
-            shard are in place.
-        error: what ended the thread.
+            shard are in place; written by the reducer's thread.
+        error: the exception that ended the reducer's thread; None while it runs.
     """
 
     def __init__(

@@ -45,7 +45,7 @@ _NAMES: dict[RecordFormat, str] = {"tensorprotos": "TensorProtos", "datum": "Dat
 
 
 class UnfitRecord(ValueError):
-    """Error of a record without a usable image or label; the text is the reason."""
+    """Error of a record without a usable image or label; its text is the reason."""
 
 
 def decode_record(
@@ -64,8 +64,8 @@ def decode_record(
     record = _record_of_datum(message) if found == "datum" else _record_of_tensorprotos(message)
     if expected is not None and found != expected:
         raise UnfitRecord(
-            f"it is a {_NAMES[found]} in a database of {_NAMES[expected]} records, and a database "
-            "has one format: write it again from one source."
+            f"it is a {_NAMES[found]} in a database of {_NAMES[expected]} records, but a database "
+            "has only one format: create the database again from one source."
         )
     return record, found
 
@@ -103,8 +103,8 @@ def _parse(value: bytes) -> tuple[Any, RecordFormat]:
         is_datum = False
     if is_tensors == is_datum:
         raise UnfitRecord(
-            f"its {len(value)} bytes are neither a TensorProtos nor a Datum record; it is damaged "
-            "or not of an image database: write it again."
+            f"its {len(value)} bytes are neither a TensorProtos nor a Datum record: the record is "
+            "damaged, or this is not an image database; create it again."
         )
     return (tensors, "tensorprotos") if is_tensors else (datum, "datum")
 
@@ -167,7 +167,7 @@ def _encoded(data: bytes) -> bytes:
     if not data.startswith(IMAGE_MAGIC):
         raise UnfitRecord(
             f"it is marked as an encoded image but begins with {data[:8].hex(' ') or 'nothing'}, "
-            "which is no image file; write it again."
+            "which is not an image file; create the database again."
         )
     return data
 
@@ -200,7 +200,8 @@ def _shaped(values: Values, shape: tuple[int, ...], *, channels: int) -> Pixels:
     if min(shape) < 1 or channels not in (1, 3) or values.size != math.prod(shape):
         raise UnfitRecord(
             f"it has {values.size} values for the shape {shape} with {channels} channels; it needs "
-            "one for each, in 1 (grey) or 3 (colour) channels: it is damaged, or holds no image."
+            "one value per element, in 1 (grey) or 3 (colour) channels: it is damaged, or is not "
+            "an image."
         )
     return values.reshape(shape)
 
@@ -223,5 +224,5 @@ def _tensor_label(tensor: Any) -> int:
 def _class_number(values: Any) -> int:
     if len(values) != 1 or not np.isfinite(values[0]) or values[0] < 0 or values[0] % 1:
         shown = ", ".join(f"{value:g}" for value in values[:4]) or "empty"
-        raise UnfitRecord(f"its label is {shown}; it must be one whole number from 0 on.")
+        raise UnfitRecord(f"its label is {shown}; it must be one whole number, at least 0.")
     return int(values[0])

@@ -95,7 +95,7 @@ def save_index(folder: Path, index: Index, *, cache_dir: Path | None) -> str | N
             reasons.append(f"{path.parent}: {error.strerror}")
         else:
             return None
-    remedy = "make one of them writable" if cache_dir else "give a --cache_dir that can be"
+    remedy = "make one of these folders writable" if cache_dir else "give a writable --cache_dir"
     return (
         f"The index can't be saved ({'; '.join(reasons)}), so every start lists all "
         f"{len(index.keys)} keys again; {remedy}."

@@ -27,15 +27,15 @@ from paceline.data.db.index.key_list import KeyList
 
 @dataclass(frozen=True, kw_only=True)
 class Index:
-    """Index of a database: what is known of its records without reading them.
+    """Index of a database: the keys, labels and format of its records.
 
     Attributes:
-        keys: every record's key, in the order of their bytes.
-        offsets: int64 of shape (records,), the position of each record in its file; only for
-            databases that have no lookup by key.
-        labels: int64 of shape (records,), where known.
-        label_names: the classes' names in the order of their labels, where known.
-        format: the format of all records, where known.
+        keys: every record's key, in byte order.
+        offsets: int64 of shape (records,), the position of each record in the file; None for
+            databases that can look up a key.
+        labels: int64 of shape (records,), the records' labels; None if unknown.
+        label_names: the classes' names in the order of their labels; None if unknown.
+        format: the format of all records; None if unknown.
     """
 
     keys: KeyList

@@ -15,11 +15,11 @@ import numpy.typing as npt
 
 
 class KeyList:
-    """Immutable sequence of keys, laid out as two arrays.
+    """Immutable sequence of keys, stored in two arrays.
 
     Attributes:
-        blob: all keys, one after another.
-        lengths: the length of each key, of shape (keys,).
+        blob: the bytes of all keys, one key after another.
+        lengths: (keys,), the length of each key in bytes.
     """
 
     def __init__(self, blob: bytes, lengths: npt.NDArray[np.integer]) -> None:

@@ -30,11 +30,12 @@ _ATTEMPTS = 100  # each fails only if a cleaner met a lock file in the instant o
 
 
 class LevelDbView:
-    """Private working folder with the files of a LevelDB, without its lock file.
+    """Private working folder with the files of a LevelDB, except its lock file.
 
     Attributes:
-        path: the folder to open; gone after `close()`.
-        log_bytes: the size of the database's logs; at open LevelDB makes a table of them.
+        path: path of the working folder, for LevelDB to open; `close()` removes it.
+        log_bytes: total size of the database's logs, which LevelDB turns into a table when it opens
+            the database.
     """
 
     def __init__(self, database: Path, cache_dir: Path | None) -> None:
@@ -124,7 +125,8 @@ def _locked_path(base: Path) -> tuple[Path, int]:
             return path, lock
         os.close(lock)  # the cleaner was even done with it
     raise DataError(
-        f"{base}: no private LevelDB view could be locked in {_ATTEMPTS} attempts; try again."
+        f"{base}: couldn't create and lock a working folder for LevelDB in {_ATTEMPTS} attempts; "
+        "try again."
     )
 
 
@@ -165,14 +167,14 @@ def _live_tables(database: Path, manifest: Path) -> list[Path]:
     missing = sizes.keys() - by_number.keys()
     if missing:
         raise DataError(
-            f"{database}: {len(missing)} of its {len(sizes)} tables are missing, "
-            f"{min(missing):06}.ldb first; the database is incomplete, copy it again."
+            f"{database}: {len(missing)} of its {len(sizes)} tables are missing (the first is "
+            f"{min(missing):06}.ldb); the database is incomplete, copy it again."
         )
     for number, wanted in sorted(sizes.items()):
         size = by_number[number].stat().st_size
         if size != wanted:
             raise DataError(
-                f"{by_number[number]} has {size} bytes of {wanted}: the copy is incomplete, repeat "
-                "it."
+                f"{by_number[number]} has {size} of {wanted} bytes: the copy is incomplete; copy "
+                "the database again."
             )
     return [by_number[number] for number in sorted(sizes)]

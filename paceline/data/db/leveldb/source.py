@@ -24,15 +24,15 @@ _WRITE_BUFFER = 4 << 20  # bytes, LevelDB's default
 
 
 class LevelDb:
-    """LevelDB database, read through a private view.
+    """LevelDB database, read through a private working folder.
 
     Args:
-        folder: the database.
-        cache_dir: where the view goes; None: to the system's temporary folder.
+        folder: the database's folder.
+        cache_dir: parent of the working folder; None: the system's temporary folder.
 
     Raises:
-        ConfigError: the view can't be written.
-        DataError: the database is damaged, or the disk has too little room for the view.
+        ConfigError: the working folder can't be written.
+        DataError: the database is damaged, or the disk has too little room for the working folder.
     """
 
     def __init__(self, folder: Path, cache_dir: Path | None) -> None:

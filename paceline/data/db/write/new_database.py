@@ -26,14 +26,14 @@ class NewDatabase:
     """Database under construction, renamed to its destination when complete.
 
     Attributes:
-        writer: of its files.
-        format: of the records.
-        classes: the labels' names.
-        keys: of the records so far.
-        labels: of the records so far.
-        skipped: files that aren't images.
-        damaged: of each damaged image or record that was left out, its name or what is wrong.
-        transparent: images whose transparency was dropped.
+        writer: writes the database's files.
+        format: the format of all records.
+        classes: the classes' names, in the order of their labels.
+        keys: the keys of the records written so far.
+        labels: the labels of the records written so far.
+        skipped: the number of files that aren't images.
+        damaged: for each damaged image or record that was left out, its name or what is wrong.
+        transparent: the number of images whose transparency was dropped.
     """
 
     writer: Writer

@@ -74,7 +74,7 @@ def _locked(workshop: Path, dest: Path) -> Iterator[None]:
 def _acquire(path: Path, dest: Path) -> int:
     """Make and lock a file; the lock is the returned descriptor's."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    busy = ConfigError(f"{dest} is being written by another process: let it finish.")
+    busy = ConfigError(f"{dest} is being written by another process: wait until it has finished.")
     try:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except FileNotFoundError:  # the folder is gone again: its owner has just finished

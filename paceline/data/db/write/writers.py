@@ -32,7 +32,7 @@ _MIB = 1 << 20
 
 
 class LmdbWriter:
-    """LMDB writer; the map grows as records come."""
+    """LMDB writer; the memory map grows with the number of records."""
 
     offsets = None
 
@@ -76,7 +76,7 @@ class LmdbWriter:
 
 
 class LevelDbWriter:
-    """LevelDB writer: uncompressed (images already are), compacted at the end."""
+    """LevelDB writer: no compression, since images are compressed already; compacts at the end."""
 
     offsets = None
 
@@ -100,7 +100,7 @@ class LevelDbWriter:
 
 
 class MiniDbWriter:
-    """Minidb writer: `data.minidb` in the folder, its records one after another."""
+    """Minidb writer: writes `data.minidb` in the folder, one record after another."""
 
     def __init__(self, folder: Path) -> None:
         self.offsets: list[int] = []
