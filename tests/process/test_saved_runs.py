@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from paceline.cli.main import main
 from tests.harness.processes.command import run as run_command
-from tests.harness.processes.forked_ranks import Launcher
 from tests.harness.processes.run_folders import events
 from tests.harness.processes.saved_runs import (
     differences,
@@ -19,14 +17,9 @@ from tests.harness.processes.saved_runs import (
     train_by_library,
     unpack,
 )
+from tests.harness.processes.torchrun_ranks import run_ranks
 
-pytestmark = pytest.mark.timeout(400)  # see `forked.LIMIT`
-
-
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[Launcher]:
-    with Launcher() as launcher:
-        yield launcher
+pytestmark = pytest.mark.timeout(400)  # see `torchrun_ranks.LIMIT`
 
 
 def contents(run: Path) -> dict[str, bytes]:
@@ -45,24 +38,22 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("name", ["mid_epoch", "sharded", "int8"])
-def test_a_run_stopped_in_mid_epoch_reaches_the_same_bits(
-    here: Path, launcher: Launcher, name: str
-) -> None:
+def test_a_run_stopped_in_mid_epoch_reaches_the_same_bits(here: Path, name: str) -> None:
     saved = saved_run(name)
     run = unpack(saved, here)
-    ended = launcher.run(saved.arguments, saved.machines, here)
+    ended = run_ranks(saved.arguments, saved.machines, here)
     assert ended.status == 0, ended.text
     assert differences(run, saved) == []
     assert (run / "finished").exists()
     assert main(["ledger", str(run)]) == 0  # each sample once, over both starts
 
 
-def test_the_recorded_choice_of_an_exchange_is_taken(here: Path, launcher: Launcher) -> None:
+def test_the_recorded_choice_of_an_exchange_is_taken(here: Path) -> None:
     saved = saved_run("auto")
     run = unpack(saved, here)
     recorded = (run / "exchange.toml").read_bytes()
     earlier = len(events(run))
-    ended = launcher.run(saved.arguments, saved.machines, here)
+    ended = run_ranks(saved.arguments, saved.machines, here)
     assert ended.status == 0, ended.text
     assert differences(run, saved) == []
     assert (run / "exchange.toml").read_bytes() == recorded
@@ -72,14 +63,14 @@ def test_the_recorded_choice_of_an_exchange_is_taken(here: Path, launcher: Launc
 
 @pytest.mark.parametrize("started_by", ["paceline", "torchrun"])
 def test_the_same_command_finds_an_unfinished_run_of_the_default_id(
-    here: Path, launcher: Launcher, started_by: str
+    here: Path, started_by: str
 ) -> None:
     saved = saved_run("default_id")
     run = unpack(saved, here)
     if started_by == "paceline":
         ended = run_command(*saved.arguments, folder=here)
     else:
-        ended = launcher.run(saved.arguments, saved.machines, here)
+        ended = run_ranks(saved.arguments, saved.machines, here)
     assert ended.status == 0, ended.text
     assert list((here / "runs").iterdir()) == [run]
     assert differences(run, saved) == []
@@ -95,12 +86,12 @@ def test_a_finished_run_is_left_as_it_is(here: Path, capsys: pytest.CaptureFixtu
 
 
 def test_after_a_finished_run_of_the_default_id_the_same_command_starts_the_next(
-    here: Path, launcher: Launcher
+    here: Path,
 ) -> None:
     saved = saved_run("finished")
     run = unpack(saved, here)
     before = contents(run)
-    ended = launcher.run(saved.arguments, saved.machines, here)
+    ended = run_ranks(saved.arguments, saved.machines, here)
     assert ended.status == 0, ended.text
     (other,) = set((here / "runs").iterdir()) - {run}
     assert differences(other, saved) == []  # trained from the start to the same bits
