@@ -1,0 +1,52 @@
+"""Compiles the kernels of a fresh clone once, before the tests' processes all do it side by side.
+
+    .venv/bin/python -m tests.harness.compile_kernels
+
+Numba keeps the machine code beside the sources, for all later processes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "paceline"
+SOURCES = (
+    PACKAGE / "codecs/kernels/compiled.py",
+    PACKAGE / "comm/transport/event_loop.py",
+    PACKAGE / "comm/transport/system_calls_compiled.py",
+)
+
+
+def compile_all() -> None:
+    """Call each kernel with the types that it has in a run."""
+    import torch
+
+    from paceline.codecs.kernels import compiled
+    from tests.harness.network.window_kinds import KINDS, run_windows
+    from tests.harness.network.window_traffic import Traffic
+
+    for dtype in (torch.float32, torch.float64):
+        for past_caches in (False, True):
+            whole = [(0, 8, torch.ones(8, dtype=dtype))]
+            out = torch.zeros(8, dtype=dtype)
+            compiled.add_up([whole], [1.0], out, past_caches=past_caches)
+    for codec in (compiled.Bf16(), compiled.Int8()):
+        sources, zeros, after, out = [(0, 8, torch.ones(8))], *torch.zeros(3, 8)
+        data = torch.zeros(codec.size(8), dtype=torch.uint8)
+        codec.encode(sources, 1.0, zeros, data, after)
+        for add in (False, True):
+            codec.decode(data, out, add=add)
+        codec.reduce([None, data.clone()], sources, 1.0, zeros, data, after, out)
+    make = KINDS["tcp"](2, 80, 2)
+    run_windows(make, 2, lambda window: Traffic(window, [40], 1, 1).run())
+
+
+def is_compiled(source: Path) -> bool:
+    """Tell whether a file's machine code is no older than the file."""
+    made = source.parent.glob(f"__pycache__/{source.stem}.*.nbi")
+    return any(index.stat().st_mtime > source.stat().st_mtime for index in made)
+
+
+if __name__ == "__main__":
+    if not all(map(is_compiled, SOURCES)):
+        compile_all()
