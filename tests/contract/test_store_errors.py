@@ -85,7 +85,7 @@ def test_every_write_lets_the_keys_live_an_hour_more_and_one_command_removes_the
 
 def test_a_taken_port_is_the_callers_mistake() -> None:
     server = serve_tcp("127.0.0.1", 0, LIMIT)
-    with pytest.raises(ConfigError, match=rf"port {server.port} can't be had .*choose another"):
+    with pytest.raises(ConfigError, match=rf"port {server.port} can't be opened .*choose another"):
         serve_tcp("127.0.0.1", server.port, LIMIT)
 
 
@@ -95,7 +95,7 @@ def test_nobody_at_the_tcp_address_is_a_sentence(closed_port: int) -> None:
 
 
 def test_an_unknown_name_is_the_callers_mistake() -> None:
-    with pytest.raises(ConfigError, match=r"the name no-such-host.invalid isn't known"):
+    with pytest.raises(ConfigError, match=r"the name no-such-host.invalid can't be resolved"):
         TcpStore("no-such-host.invalid:29500", "", LIMIT)
 
 

@@ -166,7 +166,7 @@ def test_info_of_a_damaged_database_names_the_record_and_ends_with_status_1(
         (["create", "missing", "b"], "missing isn't a folder"),
         (["create", "a", "b", "--resize", "0"], "--resize 0: must be at least 1"),
         (["info", "missing"], "missing: there is no such folder or file"),
-        (["info", "/"], "is no database"),
+        (["info", "/"], "is not a database"),
         ([], "usage: paceline db COMMAND"),
     ],
 )

@@ -126,7 +126,7 @@ def test_sruns_tasks_of_one_node_meet_at_a_port_of_their_own(tmp_path: Path) -> 
     job = str(os.getpid())
     with joiners(srun_variables([2], job), tmp_path, "30", "sum", meet=False) as tasks:
         if tasks[0].wait().status == 2:
-            assert f"MASTER_PORT: port {port_of(job, '0')} can't be had" in tasks[0].text
+            assert f"MASTER_PORT: port {port_of(job, '0')} can't be opened" in tasks[0].text
             pytest.skip("that port is taken on this machine")
         assert statuses(tasks) == [0, 0]
     check_world(tmp_path, "slurm", [2])

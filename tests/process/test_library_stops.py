@@ -175,7 +175,7 @@ def test_a_rank_that_ends_well_in_mid_epoch_is_lost_to_the_others_at_once(
     assert "Traceback" not in ended.text
     cause = r"rank 1 on machine 0 \(.*\) closed its world after 7 steps and is missing from"
     assert re.search(rf"paceline: rank 0 on machine 0 \(.*\): {cause} the next step: ", ended.text)
-    assert ended.text.endswith("calls world.step(samples=0).\n")
+    assert ended.text.endswith("must call world.step(samples=0).\n")
 
 
 def test_a_last_checkpoint_that_cannot_be_written_is_a_sentence_and_status_1(

@@ -229,7 +229,7 @@ def test_places_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     (tmp_path / "nothing/class").mkdir(parents=True)
     with pytest.raises(ConfigError, match="isn't a folder"):
         create(tmp_path / "missing", tmp_path / "db")
-    with pytest.raises(ConfigError, match="lies in"):
+    with pytest.raises(ConfigError, match="is inside"):
         create(tmp_path / "in", tmp_path / "in/db")
     with pytest.raises(ConfigError, match="holds no images"):
         create(tmp_path / "nothing", tmp_path / "db")

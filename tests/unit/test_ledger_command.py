@@ -44,7 +44,7 @@ def test_a_machine_that_is_left_out_is_missed(
     assert main(["machine0"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert "Not exact: 500 samples were lost, 0 were duplicated or misplaced." in lines
-    assert "  generation 0: There is no event file of ranks 2, 3 of its 4." in lines
+    assert "  generation 0: It has 4 ranks, but no event file of ranks 2, 3." in lines
     assert (
         '  epoch 1/3, step 2/16 and the 13 after it (generation 0, "step": 1): '
         "Positions 96 to 127 were trained by no rank (ranks 2, 3 wrote no line)."
@@ -60,7 +60,7 @@ def test_machines_get_json(run: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["machine1", "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert told["exact"] is False
-    assert told["faults"][0]["text"].startswith("There is no event file of ranks 0, 1")
+    assert told["faults"][0]["text"].startswith("It has 4 ranks, but no event file of ranks 0, 1")
 
 
 def test_a_folder_that_is_given_twice_counts_once(run: Path) -> None:

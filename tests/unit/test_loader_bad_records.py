@@ -153,7 +153,7 @@ def test_data_that_are_mostly_bad_end_the_run() -> None:
     [
         (2, "record 2 can't be decoded: Premature end of JPEG file"),
         (8, "record 8 can't be decoded: it is not an image of a known format"),
-        (9, "record 9 has the label 3; with --num_labels 3 labels are 0 to 2"),
+        (9, "record 9 has the label 3, but with --num_labels 3, labels must be 0 to 2"),
         (10, r"record 10 has pixels of shape \(4, 4, 2\)"),
         (17, "record 17 is gone"),
     ],

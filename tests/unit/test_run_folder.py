@@ -45,5 +45,5 @@ def test_starts_are_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["", "one", "9" * 6000])
 def test_a_damaged_number_of_starts_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "generation").write_text(content)
-    with pytest.raises(PacelineError, match=r"generation is damaged, .*--run_id"):
+    with pytest.raises(PacelineError, match=r"generation is damaged; .*--run_id"):
         next_generation(tmp_path)
