@@ -67,7 +67,8 @@ class Replica:
         share: this rank's share of the global batch, which each step sets; the SyncBatchNorm layers
             use the same object.
         next_plan: called when a step begins; returns the plan to continue with, the same on all
-            ranks, or None to keep the present one. Without it, the first plan is kept.
+            ranks, or None to continue with the present one. Without it, the first plan is used
+            throughout.
 
     Raises:
         ConfigError: a lazy module has no shapes yet, or the optimizer is not supported.

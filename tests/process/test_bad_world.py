@@ -136,7 +136,7 @@ def test_another_version_on_the_other_machine_is_told_by_both(here: Path) -> Non
         ends = Machines(here, environment).run(SHARED, SHARED, also=old)
     said = (
         rf"{WHO}paceline is 0.1.0 on rank 0 \({HOST}\) and 0.0.9 on rank 1 \({HOST}\): install the "
-        "same on all machines."
+        "same version on all machines."
     )
     both_say(ends, 2, said)
 
