@@ -28,6 +28,7 @@ types: setup
 	$(BIN)/mypy
 
 test: lint types ## Lint, types and all tests
+	$(BIN)/python -m tests.harness.compile_kernels
 	$(BIN)/pytest -p tests.harness.processor_seconds -m 'not alone' \
 		--numprocesses logical --maxprocesses 4 --dist worksteal
 	$(BIN)/pytest -m alone

@@ -44,8 +44,8 @@ class DbCreateConfig:
     this many pixels. None: keep the original sizes."""
 
     shuffle_seed: int | None = 0
-    """Seed for shuffling the records, for readers that don't
-    shuffle. None: sort by class and file name."""
+    """Seed of the order in which records are written: some programs
+    read the records in sequence. None: sort by class and file name."""
 
     skip_damaged: bool = False
     """Skip and count damaged images instead of stopping at the

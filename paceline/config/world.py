@@ -18,8 +18,8 @@ class WorldConfig:
     """GPUs of this machine to use, separated by commas: "0,1"."""
 
     num_gpus: int = 0
-    """Number of GPUs to use if --gpus is not given; 0 means one. On a machine without GPUs, this is
-    the number of CPU workers."""
+    """Number of GPUs to use if --gpus is not given, one worker per GPU. On a machine without GPUs,
+    this is the number of CPU workers. 0: --num_workers sets the number."""
 
     num_workers: int = 0
     """Number of workers on this machine if neither --gpus nor --num_gpus is given. 0 means one
@@ -175,8 +175,8 @@ class SyncConfig:
     the shard that it reduces and stores only that shard's optimizer state."""
 
     transport: Transport = "tcp"
-    """Transport of notified. tcp: TCP between machines and shared memory inside a machine. nixl:
-    NVIDIA's RDMA library for both (pip install 'paceline[nixl]')."""
+    """With notified, the transport of the puts. tcp: TCP between machines and shared memory inside a
+    machine. nixl: NVIDIA's RDMA library for both (pip install 'paceline[nixl]')."""
 
     connections: int = 0
     """With notified, the number of TCP connections to each worker of another machine. Use several
