@@ -175,8 +175,8 @@ class SyncConfig:
     the shard that it reduces and stores only that shard's optimizer state."""
 
     transport: Transport = "tcp"
-    """With notified, the transport of the puts. tcp: TCP between machines and shared memory inside a
-    machine. nixl: NVIDIA's RDMA library for both (pip install 'paceline[nixl]')."""
+    """With notified, the transport of the puts. tcp: TCP between machines and shared memory inside
+    a machine. nixl: NVIDIA's RDMA library for both (pip install 'paceline[nixl]')."""
 
     connections: int = 0
     """With notified, the number of TCP connections to each worker of another machine. Use several
