@@ -12,6 +12,7 @@ multiprocessing.set_forkserver_preload(
     [
         *("torch", "torch.distributed", "torch._dynamo", "numpy", "numba"),
         *("paceline", "paceline.cli.main", "tests.harness.processes.gloo_processes"),
+        *("tests.harness.processes.supervisor_stage", "tests.harness.processes.frozen_imports"),
     ]
 )
 
