@@ -42,8 +42,9 @@ class Interrupted(Exception):
 class EventQueue:
     """Event queue that threads and signal handlers put events into.
 
-    The reader waits in `select` on a socket, not on a lock. The kernel may deliver a signal to any
-    thread; in that case only a byte written to the socket wakes the main thread.
+    The reader waits in `select` on a socket, not on a lock. The kernel may deliver a signal to
+    a thread other than the main thread; then only a byte written to the socket wakes the main
+    thread.
     """
 
     def __init__(self) -> None:
