@@ -84,7 +84,7 @@ class ConfigError(PacelineError, ValueError):
     Args:
         message: the error's sentence, if the error isn't about one option.
         flag: the option's name, without dashes.
-        value: the value given, in the form in which to show it.
+        value: the value given, as the message shows it.
         rule: the rule that the value breaks.
         remedy: what the caller can do.
     """

@@ -32,7 +32,7 @@ end, or a note for the user, which ends nothing."""
 
 
 class Interrupted(Exception):
-    """Exception that a pause raises when an event ends it."""
+    """Exception that a pause raises when an event ends the pause."""
 
     def __init__(self, event: signal.Signals | FailureReport) -> None:
         super().__init__(event)

@@ -51,8 +51,8 @@ class Proof:
     Attributes:
         extent: the run's expected size.
         starts: number of the run's starts.
-        base: number of steps in the other run's checkpoint from which this run started, if it did;
-            else 0. These steps are not checked here.
+        base: number of steps in the checkpoint of another run from which this run started; 0 if
+            there is none. These steps are not checked here.
         committed: number of steps that can't be undone, because a checkpoint contains them, a later
             generation resumed after them, or the run ended.
         done: number of steps that must be exact, because they are committed or all ranks have

@@ -20,8 +20,8 @@ class History:
     """History of a run, read from all of its event files in one pass.
 
     Args:
-        files: pairs of a rank and its events, in the order in which they were written. A rank may
-            have several files, if it was on several machines.
+        files: pairs of a rank and its events; the events are in the order in which they were
+            written. A rank may have several files, if it was on several machines.
 
     Attributes:
         extent: the run's expected size.

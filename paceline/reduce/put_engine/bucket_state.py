@@ -89,7 +89,7 @@ class ReceiveBuffer:
     Args:
         memory: (head + size,), bytes of a window.
         head: size of the header in bytes.
-        parameters: number of parameters of the bucket, and so of flags in the header.
+        parameters: number of parameters of the bucket; the header has one flag for each.
 
     Attributes:
         flags: (parameters,), 1 for each parameter for which the contribution has a gradient.

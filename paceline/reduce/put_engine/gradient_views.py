@@ -39,8 +39,8 @@ class Contribution:
         full: whether all flags are 1.
         borrowed: for each zero-copy gradient: the parameter's name, the gradient, and its autograd
             version counter when it was borrowed.
-        sample: a view of some values of the first borrowed gradient, and a copy of them from when
-            it was borrowed.
+        sample: a view of some values of the first borrowed gradient, and a copy of these values,
+            made when the gradient was borrowed.
     """
 
     pieces: Sequence[Piece]
