@@ -28,7 +28,7 @@ def as_flag(option: str) -> str:
 
 
 class Message(str):
-    """Message that mentions options: text with flags, which the Python API shows as arguments.
+    """Message that mentions options: commands show them as flags, the Python API as arguments.
 
     Args:
         template: text in which `{--name}` stands for an option, and `{}` or `{0}` for a value.
@@ -62,8 +62,8 @@ class PacelineError(Exception):
         message: the error's sentence.
 
     Attributes:
-        name_of: returns the spelling of an option (--flag or argument) for the interface that shows
-            the error, from the option's name.
+        name_of: maps an option's name to its spelling (--flag or argument) in the interface that
+            shows the error.
     """
 
     status = 1
@@ -84,7 +84,7 @@ class ConfigError(PacelineError, ValueError):
     Args:
         message: the error's sentence, if the error isn't about one option.
         flag: the option's name, without dashes.
-        value: the value given, in the form in which to show it.
+        value: the value given, as the message shows it.
         rule: the rule that the value breaks.
         remedy: what the caller can do.
     """

@@ -79,8 +79,8 @@ class DataParallel:
 
     Args:
         buckets: the buckets of parameters whose gradients are exchanged.
-        exchange: exchanges the buckets and then, if the model has any, the running statistics, as
-            one more bucket with the next index.
+        exchange: exchanges the buckets. If the model has running statistics, they are exchanged
+            first, as one more bucket with index len(buckets).
         rule: updates the parameters from the exchanged sums.
         statistics: the model's running statistics.
         world_size: the number of ranks.

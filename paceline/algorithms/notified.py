@@ -45,15 +45,15 @@ class PutOptions:
         open_window: opens this rank's window; collective. Ranks of one group share their windows'
             memory.
         topology: the groups of ranks; gradients are first summed inside each group.
-        limits: seconds to wait for a peer: in the first step, and in later steps.
+        limits: seconds to wait for a peer: one value for the first step, and one for later steps.
         steady: called once, after the first step.
-        codec: encodes float32 gradients that are sent between groups; None: all are sent unencoded.
+        codec: encodes float32 gradients that are sent between groups; None: they are unencoded.
         recorder: receives the same spans and counts as the recorder of `DataParallel`.
         staged: whether parameters are in GPU memory, so that gradients are copied through CPU
             memory.
-        intra_machine: communicator of this group's ranks, or None. If it is given, the ranks sum on
-            their GPUs with its collectives; then only the group's first rank copies the sums to the
-            CPU and exchanges them through its window.
+        intra_machine: communicator of this group's ranks, or None. If it is given, its collectives
+            sum the gradients on the GPUs; only the group's first rank copies the sums to the CPU
+            and exchanges them through its window.
     """
 
     open_window: OpenWindow

@@ -24,7 +24,7 @@ class Loader:
     """Data loader that yields this rank's slice of each global batch; `paceline.loader` makes it.
 
     Each iteration is an epoch. The first iteration of a resumed run begins at the position of the
-    checkpoint. A `break` ends its epoch; the next iteration begins another.
+    checkpoint. A `break` ends the epoch; the next iteration begins the next epoch.
     """
 
     def __init__(self, mapped: MappedLoader, order: Order, world: World, *, train: bool) -> None:

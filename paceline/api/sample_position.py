@@ -121,7 +121,8 @@ class SamplePosition:
         if not self.waiting:
             raise ConfigError(
                 "world.step() was called without a batch: call it once for each batch of the "
-                "loader, inside its loop; no_sync() accumulates several backwards in one step."
+                "loader, inside its loop; to accumulate the gradients of several backward passes "
+                "in one step, use no_sync()."
             )
         *earlier, last = self.waiting
         if samples is not None:
@@ -148,8 +149,8 @@ class SamplePosition:
         world_size = self._communicator.world_size
         if any(each.global_count < world_size for each in self.waiting):
             raise ConfigError(
-                f"a batch accumulated up to position {last.last} has fewer samples than there are "
-                f"ranks ({world_size}), so it can't be accumulated with others: give it a "
+                f"in the step that ends at position {last.last}, one of the accumulated batches "
+                f"has fewer samples than there are ranks ({world_size}): give that batch a "
                 "world.step() of its own."
             )
         local = sum(each.count for each in self.waiting)

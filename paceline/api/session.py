@@ -31,13 +31,13 @@ class Session:
     Attributes:
         joined: the joined world.
         device: device of the tensors in collectives.
-        limits: timeouts in seconds: for the start and the first step, and for later operations.
+        limits: timeouts in seconds: one for the start and the first step, one for later operations.
         run: the run folder, or None.
-        output: when to save checkpoints, and from which one to resume.
+        output: when to save checkpoints, and from which checkpoint to resume.
         seed: seed of the sample order and of each step's random streams.
         signals: receives SIGTERM and SIGINT as requests to stop.
         exit_handler: reports a failure of the script.
-        resources: what `close` of the world closes, in reverse order of opening.
+        resources: what the world's `close` closes, in reverse order of opening.
     """
 
     joined: Joined

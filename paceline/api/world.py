@@ -164,7 +164,7 @@ class World:
             self._position.trained()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Accumulate gradients: backwards inside the block are exchanged by a later one.
+        """Accumulate gradients of backward passes inside; a later pass outside exchanges the sum.
 
         Raises:
             ConfigError: there is no model yet.

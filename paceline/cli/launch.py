@@ -27,7 +27,7 @@ Run your own command in several workers: paceline launch -n 2 -- COMMAND.
 
 Flags of `paceline launch` end at -- or at the first argument that isn't a flag.
 
-Without -n (--num_workers) there is one worker per GPU, or one worker.
+Without -n (--num_workers): one worker per GPU, or one worker without GPUs.
 
 examples:
   a script that calls paceline.join(), in two workers:

@@ -37,8 +37,8 @@ class WorkerEnvironment(JsonRecord):
         generation: the name of this start of the run.
         machine: the machine's number (Caffe2's shard_id).
         local_rank: the worker's local rank.
-        store: address of the store in which the generation's membership is recorded and process
-            groups rendezvous; may hold a password.
+        store: address of the store that records the generation's membership and serves the
+            rendezvous of process groups; may hold a password.
         first_iter_timeout: seconds to wait for the other workers at the start.
         timeout: seconds to wait for the other workers after the start.
         error_file: path of the file to which the worker writes why it failed.
@@ -62,8 +62,8 @@ class Environment:
 
     Attributes:
         worker: the worker environment, if a Paceline supervisor started this process; else None.
-        launched: the process as its launcher describes it, if another launcher started it as one of
-            several; else None.
+        launched: the launcher's description of this process, if a launcher other than Paceline
+            started it as one of several; else None.
     """
 
     worker: WorkerEnvironment | None = None

@@ -77,7 +77,7 @@ class ConnectionWindow(BlockingWindow):
         memory: (bytes,) of uint8, this rank's memory.
         sockets: for each rank, its connected streams; empty for this rank.
         mapped: for each rank, its memory if it is mapped into this process, else None.
-        notifications: the number of notifications of each peer.
+        notifications: the number of notification slots per peer.
         marks: the number of newest put events to retain.
     """
 

@@ -11,7 +11,7 @@ class TracedWindow(WindowWrapper):
 
     Args:
         window: the window to wrap.
-        number: the number by which spans name this window among the process's windows.
+        number: the number of this window among the process's windows, as spans record it.
         recorder: receives spans `put` and `wait for rank` (with peer, notification and value), and
             spans `flush` and `wait for notification`.
     """

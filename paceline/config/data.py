@@ -40,7 +40,7 @@ class DataConfig:
     different subset."""
 
     test_epoch_size: int = 50_000
-    """Test images per evaluation, at most the size of the database."""
+    """Test images per evaluation; a smaller database is used in full."""
 
     image_mean_per_channel: tuple[float, ...] = (128.0,)
     """Mean of each channel on the 0 to 255 scale, space-separated; a single value applies to all

@@ -44,8 +44,9 @@ class DbCreateConfig:
     this many pixels. None: keep the original sizes."""
 
     shuffle_seed: int | None = 0
-    """Seed of the order in which records are written: some programs
-    read the records in sequence. None: sort by class and file name."""
+    """Seed of the random order in which records are written, for
+    programs that read records sequentially. None: sort by class
+    and file name."""
 
     skip_damaged: bool = False
     """Skip and count damaged images instead of stopping at the

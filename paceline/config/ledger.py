@@ -15,7 +15,7 @@ class LedgerConfig:
     """Options of `paceline ledger`."""
 
     runs: Positional[Annotated[tuple[str, ...], arg(metavar="RUN [RUN …]")]]
-    """Folder or id of the run; with several machines, the folder on each."""
+    """Folder or id of the run. With several machines: its folder on each machine."""
 
     output_dir: str = "runs"
     """Folder of all runs."""

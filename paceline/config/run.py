@@ -80,11 +80,10 @@ class LegacyConfig:
     """Ignored: CPUs always use oneDNN."""
 
     resnext_num_groups: int = 1
-    """Number of groups of Caffe2's ResNeXt. Only the value 1 is supported, which gives a ResNet."""
+    """Number of groups of Caffe2's ResNeXt. Only the value 1 is supported: it gives a ResNet."""
 
     resnext_width_per_group: int = 64
-    """Width of a group of Caffe2's ResNeXt. Only the value 64 is supported, which gives a
-    ResNet."""
+    """Width of a group of Caffe2's ResNeXt. Only the value 64 is supported: it gives a ResNet."""
 
     cudnn_workspace_limit_mb: int = 64
     """Ignored: cuDNN selects its algorithms itself."""

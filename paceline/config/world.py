@@ -36,11 +36,11 @@ class WorldConfig:
     """This machine's number, 0 to num_shards - 1."""
 
     run_id: str = ""
-    """Name of the run, the same on all machines; required with more than one machine. The run's
-    folder is <output_dir>/<run_id>."""
+    """Name of the run, the same on all machines; required for several machines. The run's folder is
+    <output_dir>/<run_id>."""
 
     file_store_path: str = ""
-    """Rendezvous through this folder, which all machines share. With Redis it is not used."""
+    """Rendezvous through this folder, which all machines share. Ignored if Redis is used."""
 
     redis_host: str = ""
     """Rendezvous through this Redis server."""
@@ -60,10 +60,10 @@ class WorldConfig:
     PACELINE_SECRET is an alternative."""
 
     first_iter_timeout: float = 1200.0
-    """Timeout in seconds for all machines to join, and for the first step."""
+    """Seconds to wait until all machines have joined, and for another worker in the first step."""
 
     timeout: float = 60.0
-    """Timeout in seconds for another worker in any later step."""
+    """Seconds to wait for another worker in any step after the first."""
 
     distributed_interfaces: str = ""
     """Network interfaces to use, comma-separated (default: those that reach the peers)."""

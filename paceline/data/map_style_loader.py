@@ -36,7 +36,7 @@ class MappedLoader:
     """Loader of one rank's batch slices of a map-style data set.
 
     Args:
-        dataset: map-style data set: samples by number, from 0 to its length - 1.
+        dataset: map-style data set, whose samples are numbered from 0 to its length - 1.
         order: the order of the samples in each epoch; its `size` must be the data set's length.
         rank: this rank.
         world_size: the number of ranks that share a global batch.

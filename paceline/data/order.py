@@ -35,13 +35,13 @@ class Order:
         size: number of records of the source.
         batch_size: number of samples per global batch, over all ranks.
         seed: seed of the order; different seeds give different orders.
-        epoch_size: number of samples per epoch; values above `size` are treated as `size`. If it is
-            below `size`, each epoch takes a different subset. None: all records.
-        shuffle: False: each epoch reads the first records in their stored order, as evaluation
-            does.
+        epoch_size: number of samples per epoch. If it is below `size`, each epoch takes a different
+            subset. None, or a value above `size`: all records.
+        shuffle: whether each epoch has a random order. If False, each epoch reads the first
+            records in their stored order, as evaluation does.
 
     Raises:
-        ConfigError: there are no records, or a size is below 1.
+        ConfigError: `size`, `batch_size` or `epoch_size` is below 1.
     """
 
     size: int
@@ -86,9 +86,13 @@ class Order:
             IndexError: the epoch has no such step, or the world no such rank.
         """
         if not 0 <= step < self.steps:
-            raise IndexError(f"step {step} of an epoch of {self.steps} steps")
+            raise IndexError(
+                f"step {step} doesn't exist: an epoch has {self.steps} steps, numbered from 0"
+            )
         if not 0 <= rank < world_size:
-            raise IndexError(f"rank {rank} of a world of {world_size} ranks")
+            raise IndexError(
+                f"rank {rank} doesn't exist: the world has {world_size} ranks, numbered from 0"
+            )
         begin = step * self.batch_size
         count = min(self.batch_size, self.samples - begin)
         each, larger = divmod(count, world_size)

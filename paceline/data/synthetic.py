@@ -47,7 +47,9 @@ class SyntheticSource(Source):
             IndexError: there is no such record.
         """
         if not 0 <= index < self._records:
-            raise IndexError(f"record {index} of {self._records}")
+            raise IndexError(
+                f"record {index} doesn't exist: there are {self._records} records, numbered from 0"
+            )
         size = int(np.prod(self._shape))
         words = splitmix.stream(splitmix.base(self._seed, _IMAGE, index), 1 + -(-size // 8))
         pixels = words[1:].astype("<u8", copy=False).view(np.uint8)[:size].reshape(self._shape)

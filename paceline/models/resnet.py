@@ -24,7 +24,7 @@ class BasicBlock(nn.Module):
 
     Args:
         in_channels: number of input channels.
-        channels: number of output channels of each convolution.
+        channels: number of output channels, the same in both convolutions.
         stride: stride of the first convolution.
         downsample: module of the shortcut, which brings the block's input to the output's shape.
     """

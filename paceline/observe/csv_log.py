@@ -61,11 +61,11 @@ class CsvLog(LineFile):
 
     Args:
         folder: the run's folder, which exists.
-        name: the part of the file's name before its timestamp, as `log_name` returns it.
+        name: the part of the file name before the timestamp, as `log_name` returns it.
         parameters: all parameters of the run.
         now: the timestamp in the file's name.
-        epoch: the epoch in which the run resumes. The newest log of an earlier start is continued,
-            without its rows from this epoch on.
+        epoch: the epoch in which the run resumes. The recorder continues the newest log of an
+            earlier start, but first removes its rows of this epoch and of later ones.
         clock: returns seconds since an arbitrary origin.
     """
 

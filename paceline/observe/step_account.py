@@ -23,7 +23,9 @@ _SHORTEST = 0.2  # ms of a wait that is reported; measuring costs time, too
 
 
 class StepAccount:
-    """Recorder that adds the sums of a step's spans and counts to its event, and passes events on.
+    """Recorder that sums the spans and the counts of each step, and passes all events on.
+
+    It adds the sums to the step's event before it passes that event on.
 
     Fields that it adds to an event `step`, if the step was in a span `train`:
         compute_ms: the step's time without exposed_ms, send_ms and update_ms.

@@ -29,7 +29,7 @@ class Timeout:
 
 
 class Exchange(Protocol):
-    """Protocol of a sum over ranks, per bucket of gradients or running statistics.
+    """Protocol of an exchange: sums each bucket of gradients or running statistics over the ranks.
 
     Attributes:
         zero_copy: whether gradients are read in place until their sums have arrived.

@@ -44,7 +44,7 @@ class _Stage:
         sums: the returned sums, one tensor per parameter, on the parameters' device.
         borrowed: for each gradient that is being copied: the parameter's name, the gradient, and
             its autograd version counter when it was borrowed.
-        operation: description of the last version, for errors.
+        operation: description of the most recent version, for errors.
         queued: the number of versions (exchanges of this bucket, counted from 1) that were given to
             the staging thread.
         sent: the number of versions that the staging thread has sent; that thread writes it.

@@ -59,7 +59,7 @@ class _BucketState:
         memory: flat buffer of the values, which are summed in place.
         full: whether this rank has a value for every parameter.
         packed: CUDA event after the copy of the values into `memory`; None on a CPU.
-        operation: description of the last version, for errors.
+        operation: description of the most recent version, for errors.
         sent: the last version that this rank has sent.
         summed: the last version whose sums have arrived; the exchange's thread writes it.
     """
@@ -82,8 +82,8 @@ class MachineSums:
         make_exchange: called on a leader; makes the exchange of CPU tensors between leaders.
         templates: for each bucket, tensors of its parameters' shapes, strides and devices.
         names: for each bucket, the parameters' names.
-        gradients: the number of buckets that hold gradients; a bucket of running statistics, if
-            any, is exchanged before them.
+        gradients: the number of buckets that hold gradients. A bucket of running statistics has
+            the next index, and is exchanged before them.
         timeout: timeout of each wait for a rank of this machine.
     """
 

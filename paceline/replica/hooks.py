@@ -34,7 +34,7 @@ class ReplicaHooks:
         gradients: the gradients of the current step.
         exchanging: whether gradients are sent as soon as they are complete; otherwise, they
             accumulate.
-        reads: which modules read which parameters; None until the first step has traced it.
+        reads: which modules read which parameters; None until the first step has traced the reads.
     """
 
     def __init__(
@@ -172,8 +172,8 @@ class StepGradients:
             buckets,
             lambda name: ConfigError(
                 f"the gradient of {name} was modified between backward and optimizer.step() in "
-                f"step {self._number}, after it was sent: call reduce() after backward before "
-                "modifying gradients; zero gradients after optimizer.step()."
+                f"step {self._number}, after it was sent: to modify gradients, call reduce() "
+                "first, after backward; call zero_grad() only after optimizer.step()."
             ),
         )
         self._sizes = [len(bucket.parameters) for bucket in buckets]
@@ -201,8 +201,8 @@ class StepGradients:
         if not self._missing[index]:
             raise ConfigError(
                 f"the gradient of {self._names[index]} was accumulated twice in step "
-                f"{self._number}: run all but the last backward of a step under no_sync(), call "
-                "reduce() after the last, and use activation checkpointing with "
+                f"{self._number}: run all backward passes of a step but the last under no_sync(); "
+                "call reduce() after the last one; use activation checkpointing with "
                 "use_reentrant=False."
             )
         gradient = parameter.grad
@@ -268,7 +268,7 @@ def watch_scaler(optimizer: Optimizer, asked: Callable[[], None]) -> Callable[[]
 
 
 class _ScalerFlag:
-    """Optimizer flag whose truth test calls `asked`, so that a `GradScaler`'s reads are noticed."""
+    """Optimizer flag whose `__bool__` calls `asked`: detects when a `GradScaler` reads the flag."""
 
     def __init__(self, value: bool, asked: Callable[[], None]) -> None:
         self._value, self._asked = value, asked

@@ -34,7 +34,8 @@ class ReadMap:
 
     Attributes:
         readers: for each module, the trainable parameters that it reads.
-        outside: parameters that are read outside of all modules that could wait for them.
+        outside: parameters for which no module's hook can wait: those that only the optimizer has,
+            and those that are read while no module runs.
     """
 
     readers: Readers

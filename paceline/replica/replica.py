@@ -58,21 +58,20 @@ class Replica:
     """Model replica of this rank, synchronised with the other ranks.
 
     Args:
-        model: the model, the same on all ranks except for its values, which are replaced by rank
-            0's.
+        model: the model, with the same structure on all ranks; rank 0's values replace those of the
+            other ranks.
         optimizer: optimizer of the model's parameters, of other parameters, or of both.
         communicator: connects all ranks; used at the start, and when the set of trained parameters
             changes.
         plan: the exchange to begin with.
         share: this rank's share of the global batch, which each step sets; the SyncBatchNorm layers
             use the same object.
-        next_plan: called when a step begins; returns the plan to continue with, the same on all
-            ranks, or None to continue with the present one. Without it, the first plan is used
-            throughout.
+        next_plan: called when a step begins; returns a new plan, the same on all ranks, or None to
+            keep the present one. Without `next_plan`, all steps use `plan`.
 
     Raises:
         ConfigError: a lazy module has no shapes yet, or the optimizer is not supported.
-        CommError: a peer was lost, or silent.
+        CommError: a peer was lost, or didn't answer in time.
     """
 
     def __init__(
@@ -118,7 +117,7 @@ class Replica:
 
         Raises:
             ConfigError: the block broke a rule of the exchange; names the remedy.
-            CommError: a peer was lost, or silent.
+            CommError: a peer was lost, or didn't answer in time.
         """
         self._bind_anew_if_changed()
         self._number, self._reduced = number, False
@@ -134,7 +133,7 @@ class Replica:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate: gradients of backwards inside stay here until one outside sends the sum."""
+        """Accumulate: gradients of backward passes inside stay here; one outside sends the sum."""
         self._binding.exchanging = False
         try:
             yield
@@ -146,7 +145,7 @@ class Replica:
 
         Raises:
             ConfigError: no step runs.
-            CommError: a peer was lost, or silent.
+            CommError: a peer was lost, or didn't answer in time.
         """
         if self._number is None:
             raise ConfigError(
@@ -179,7 +178,7 @@ class Replica:
             other ranks, and where no rank has any.
 
         Raises:
-            CommError: a peer was lost, or silent.
+            CommError: a peer was lost, or didn't answer in time.
         """
         self.settle()
         state = self._binding.synchronizer.state
@@ -268,8 +267,9 @@ class Replica:
         state = self._binding.synchronizer.state
         if self._scale is None and state is not None and state.scaled:
             raise ConfigError(
-                "a GradScaler is used with a lossy wire, whose error-feedback residuals must be "
-                "rescaled with it: call world.track(scaler) before the first step."
+                "a GradScaler is used with a lossy wire: when the loss scale changes, the wire's "
+                "error-feedback residuals must be rescaled too; call world.track(scaler) before "
+                "the first step."
             )
 
     def _refuse_unexchanged(self) -> None:
@@ -281,7 +281,7 @@ class Replica:
                     name = self._binding.trained.names.get(p, f"a new parameter, {tuple(p.shape)},")
                     raise ConfigError(
                         f"{name} has a gradient that is not exchanged: freeze, unfreeze and add "
-                        "parameters only between steps, and call zero_grad() on frozen ones."
+                        "parameters only between steps, and set .grad = None on frozen ones."
                     )
 
     def _settle_before_states(self) -> None:

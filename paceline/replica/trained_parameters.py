@@ -25,8 +25,8 @@ class TrainedParameters:
     """Trained parameters: their names, groups and freezing state.
 
     Attributes:
-        state: tuple of ids and flags that changes if a parameter, a group, or a parameter's
-            freezing changes.
+        state: for each group of the optimizer, the ids, freezing, dtypes and devices of its
+            parameters; compared to detect changes.
         names: the name of each parameter: the model's in the model's order, then those that only
             the optimizer has.
         groups: for each parameter, the index of its group in the optimizer.

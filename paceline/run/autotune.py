@@ -190,7 +190,7 @@ class Outcome:
     Attributes:
         chosen: index of the chosen candidate.
         seconds: seconds per step, by candidate index.
-        noise: the smallest difference between two candidates that counts, as a fraction of a step's
+        noise: the smallest significant difference between two candidates, as a fraction of a step's
             time.
     """
 

@@ -40,7 +40,7 @@ class Precision:
             0: no clipping.
 
     Attributes:
-        scale: returns the factor of the next loss (loss scaling).
+        scale: returns the loss scale of the next step; 1 without loss scaling.
         state_dict, load_state_dict: save and restore the state of loss scaling, which is empty
             without it.
     """

@@ -63,7 +63,7 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True)
 class SavePolicy:
-    """Schedule of checkpoints within an epoch, by steps and by minutes; 0 disables either."""
+    """Schedule of checkpoints within an epoch, by steps and by minutes; 0 disables an interval."""
 
     steps: int = 0
     minutes: float = 0.0

@@ -47,7 +47,7 @@ class _Snapshot:
     Attributes:
         step: number of the step before which the state was captured.
         state: copies of the parts' state dicts, and the position.
-        best: whether it is the best so far, and is therefore also published as the best one.
+        best: whether it is the best so far; if so, it is also published as the best checkpoint.
         written: whether it is on disk.
         wanted: whether it must be written even if a newer one is captured.
     """

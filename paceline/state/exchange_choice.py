@@ -37,8 +37,8 @@ class Choice:
         wire: the encoding of gradients during transfer.
         connections: the number of connections per pair of ranks in an exchange by puts; 0: the
             method's default.
-        machines: the number of workers of each machine.
-        milliseconds: step time of each exchange tried, by the exchange's name.
+        machines: for each machine, its number of workers.
+        milliseconds: for each exchange that was tried, by its name: the step time in milliseconds.
     """
 
     sync: str

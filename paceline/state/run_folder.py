@@ -60,7 +60,7 @@ class RunFolder:
             raise ConfigError(
                 flag="resume",
                 value="no",
-                rule=f"run {self.path.name} has begun",
+                rule=f"run {self.path.name} already exists",
                 remedy=Message("give another {--run_id}, or remove {}", self.path),
             )
         if self._lock_path.exists():

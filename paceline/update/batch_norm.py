@@ -85,7 +85,7 @@ class BatchShare:
 
     Attributes:
         weight: local samples / global samples, as in `Synchronizer.begin`; 0 if the rank's slice is
-            empty and it computes on a placeholder sample; 1 on all ranks outside a step.
+            empty and it computes on a placeholder sample. Outside a step it is 1 on all ranks.
         begun: the number of steps begun so far.
     """
 

@@ -39,7 +39,7 @@ class _Piece:
         index: index of the parameter in its bucket.
         parameter: the parameter.
         start, stop: the range, as indices in the flattened parameter.
-        memory: (stop - start,), the sums of the values' gradients, a view of the shard's memory.
+        memory: (stop - start,), the gradient sums of these values; a view of the shard's memory.
         values: (stop - start,), the values as a parameter of the sub-optimizer.
     """
 

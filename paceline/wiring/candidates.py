@@ -30,7 +30,7 @@ def candidates_of(
     Args:
         config: the options.
         trained: the trained parameters; bucket sizes that divide them alike are one.
-        machines: the number of ranks of each machine.
+        machines: for each machine, its number of ranks.
         device: device of the parameters.
     """
     if config.sync != "auto":

@@ -32,13 +32,13 @@ class Peers:
     Attributes:
         members: the members, and this process's rank among them.
         token: the job token.
-        limits: seconds to wait for peers: at the start and in the first step, and in later steps.
+        limits: timeouts in seconds: one for the start and the first step, and one for later steps.
         communicator: connects all ranks.
         device: device of the communicator's tensors.
         recorder: receives spans and counts of the exchange.
         trace: recorder of the trace; None if the run is not traced.
-        intra_machine: connects the workers of this machine; None unless gradients are first summed
-            inside a machine.
+        intra_machine: connects the workers of this machine, if gradients are first summed inside
+            each machine; else None.
     """
 
     members: Members

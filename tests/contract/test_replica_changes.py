@@ -110,7 +110,7 @@ def test_a_gradient_left_on_a_frozen_parameter_is_refused(model: nn.Module) -> N
         bench.model[0].bias.requires_grad_(False)  # type: ignore[index, union-attr]
         bench.step(1)
 
-    with pytest.raises(ConfigError, match=r"0\.bias has a gradient .*zero_grad\(\) on frozen ones"):
+    with pytest.raises(ConfigError, match=r"0\.bias has a gradient .*\.grad = None on frozen ones"):
         run_ranks(1, train)
 
 

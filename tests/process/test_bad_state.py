@@ -123,7 +123,7 @@ REFUSED = {
     ),
     "resume no": Bad(
         words=WORDS + " --resume no",
-        said="--resume no: run r has begun; give another --run_id, or remove runs/r.",
+        said="--resume no: run r already exists; give another --run_id, or remove runs/r.",
     ),
     "resume missing": Bad(
         words=WORDS + " --run_id new --resume nowhere.pt",

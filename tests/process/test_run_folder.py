@@ -72,7 +72,7 @@ def test_a_run_that_has_begun_cannot_start_anew(tmp_path: Path) -> None:
     folder.check({}, anew=True)
     folder.open({"batch_size": 4})
     folder.close()
-    with pytest.raises(ConfigError, match=r"--resume no: run r has begun"):
+    with pytest.raises(ConfigError, match=r"--resume no: run r already exists"):
         RunFolder(tmp_path / "r", shard_id=0).check({"batch_size": 4}, anew=True)
 
 

@@ -293,7 +293,7 @@ def test_a_script_that_changed(tmp_path: Path, change: dict[str, int], sentence:
 
 def test_a_run_that_must_not_go_on(tmp_path: Path) -> None:
     loop_of(tmp_path / "r")
-    with pytest.raises(ConfigError, match=r"^resume no: run r has begun; give another run"):
+    with pytest.raises(ConfigError, match=r"^resume no: run r already exists; give another run"):
         paceline.join(tmp_path / "r", resume="no")
 
 

@@ -204,7 +204,7 @@ def test_a_run_that_came_to_no_step_is_exact(tmp_path: Path) -> None:
             lambda e: e.update(world_size=3) if e["event"] == "run" else None,
             "different world sizes",
         ),
-        (lambda e: e.update(step=1) if e["event"] == "restore" else None, "different steps before"),
+        (lambda e: e.update(step=1) if e["event"] == "restore" else None, "at different steps"),
         (lambda e: e.update(epoch=1) if e.get("step") == 1 else None, "another epoch: 1"),
         (lambda e: e.update(skipped=3) if e.get("step") == 1 else None, "skipped 3 of 2 samples"),
         (lambda e: e.update(step=99) if e.get("step") == 5 else None, "only train step 0 to 5"),

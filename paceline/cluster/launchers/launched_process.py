@@ -24,8 +24,8 @@ class LaunchedProcess:
         local_rank: the process's local rank.
         local_world_size: the number of processes that the launcher started on this machine.
         node: the launcher's number for the machine, if the launcher numbers machines.
-        start: an identifier that no other start of the job shares, if the launcher gives one; else
-            "".
+        start: an identifier of this start of the job, different from that of any other start; "" if
+            the launcher gives none.
         master: HOST:PORT of a TCP store that all processes reach, if the launcher gives one; else
             "".
         serves: whether the launcher itself serves that store; otherwise, rank 0 does.

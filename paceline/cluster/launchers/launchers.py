@@ -25,8 +25,8 @@ class Launcher:
     Attributes:
         name: the launcher's name in a run's records.
         command: the launcher's command, for messages.
-        signs: environment variables by which the launcher is detected: it sets at least one of
-            them.
+        signs: environment variables by which the launcher is detected; each launcher sets at least
+            one of its own.
         read: reads the launcher's variables; returns None unless the launcher started this process
             as one of several.
     """

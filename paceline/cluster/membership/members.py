@@ -17,13 +17,13 @@ class Members:
     """Members of one generation of the world, as one worker sees them.
 
     Attributes:
-        generation: the generation's number; 0 is the run's first.
+        generation: the generation's number, counted from 0.
         rank: this worker's rank, 0 to world_size - 1.
         world_size: the number of workers.
         local_rank: this worker's local rank.
         local_world_size: the number of workers on its machine.
         machine: the number of this worker's machine (Caffe2's shard_id).
-        machines: the number of workers of each machine.
+        machines: for each machine, its number of workers.
         addresses: for each machine, the IPv4 address at which all other machines reach it.
         hosts: the machines' host names, for messages.
     """

@@ -21,7 +21,7 @@ class Deadline:
 
     Args:
         limit: seconds from now to the deadline.
-        report: called with a line of text when the start begins to wait for something else.
+        report: called with a line that names the awaited event, whenever that event changes.
         pause: sleeps for the given number of seconds; raises if an event such as a signal or a
             failure must end the wait.
         remedy: what the user can do, as the end of the error's sentence.

@@ -265,10 +265,10 @@ def _common(
             return address
     cut_off = [peer for peer in others if not reached[peer][machine]] or others
     raise CommError(
-        f"No address of machine {machine} ({', '.join(offered)}) can be reached from "
+        f"Machine {machine} has no address that "
         f"{'all of the machines' if len(cut_off) > 1 else 'machine'} "
-        f"{', '.join(map(str, cut_off))}: check firewalls, or use --distributed_interfaces to name "
-        "the interfaces that connect the machines."
+        f"{', '.join(map(str, cut_off))} can reach (it has {', '.join(offered)}): check firewalls, "
+        "or use --distributed_interfaces to name the interfaces that connect the machines."
     )
 
 

@@ -48,7 +48,7 @@ class Registration(JsonRecord):
 
     Attributes:
         id: a random identifier of this registration.
-        process: the identity of the supervisor, or of the launcher's process.
+        process: the identity of the supervisor, or of the process that the launcher started.
         workers: the number of workers on the machine; 1 for a process of a launcher.
         rank: for a process of a launcher, the rank that the launcher gave it; for a machine, the
             machine's number.
@@ -85,7 +85,8 @@ class RegisteredWorld(JsonRecord):
         token: the job token, with which the processes authenticate each other.
         registrations: the registrations: machines in the order of their numbers, or processes in
             the order of their launcher's ranks.
-        lost: why the start failed, if it did: some processes didn't register.
+        lost: the error message of a start that failed because some processes didn't register; "" if
+            all registered.
     """
 
     token: str

@@ -28,7 +28,8 @@ class PolledStore(Store):
     """Base class of polled stores: a wait reads the keys again until they exist.
 
     Args:
-        address: address of the store, in the form of its kind.
+        address: address of the store; its form depends on the kind of store (a path, a URL,
+            HOST:PORT).
         space: prefix of all keys, as a path of names; "" for the whole store.
         timeout: seconds that `get` and `multi_get` wait, and `wait` when it is called without a
             timeout.

@@ -135,7 +135,7 @@ class RedisStore(PolledStore):
                     "--redis_url redis://USER:PASSWORD@HOST:PORT/0 (the user may be empty)."
                 ) from None
             if isinstance(error, redis.ResponseError):
-                raise CommError(f"{server} answered: {error}.") from None
+                raise CommError(f"{server} reported an error: {error}.") from None
             raise CommError(
                 f"{server} can't be reached ({reason}): check that it runs there and that this "
                 "machine may connect."

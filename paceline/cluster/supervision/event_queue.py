@@ -32,7 +32,7 @@ end, or a note for the user, which ends nothing."""
 
 
 class Interrupted(Exception):
-    """Exception that a pause raises when an event ends it."""
+    """Exception that a pause raises when an event ends the pause."""
 
     def __init__(self, event: signal.Signals | FailureReport) -> None:
         super().__init__(event)
@@ -42,8 +42,9 @@ class Interrupted(Exception):
 class EventQueue:
     """Event queue that threads and signal handlers put events into.
 
-    The reader waits in `select` on a socket, not on a lock. The kernel may deliver a signal to any
-    thread; in that case only a byte written to the socket wakes the main thread.
+    The reader waits in `select` on a socket, not on a lock. The kernel may deliver a signal to
+    a thread other than the main thread; then only a byte written to the socket wakes the main
+    thread.
     """
 
     def __init__(self) -> None:

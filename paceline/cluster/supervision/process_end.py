@@ -79,7 +79,7 @@ class LaunchedEnd(ProcessEnd):
         rendezvous: address of the job's space in the store; it contains the world's space.
         server: the store's server, if this process serves it; else None.
         stays: whether this process waits until all others have left, and then cleans up.
-        timeout: seconds that it waits for them after a normal end.
+        timeout: seconds that this process waits for the others after a normal end.
     """
 
     def __init__(

@@ -44,8 +44,8 @@ def add_up(
 class Bf16(MultiPassCodec):
     """bfloat16 codec: a float32's upper half, rounded to nearest even, 8 bits of precision.
 
-    A residual needs at most 16 bits, so residual + decoded equals v exactly. A value v that rounds
-    to infinity is lost. A NaN becomes 0x7fc0.
+    A residual needs at most 16 bits, so for an encoded value v, residual + decoded equals v
+    exactly. A value that rounds to infinity is lost. A NaN becomes 0x7fc0.
     """
 
     def size(self, numel: int) -> int:
@@ -77,11 +77,11 @@ class Int8(MultiPassCodec):
     """int8 codec: integers from -127 to 127 and one scale per block of 256 values.
 
     A scale is the block's largest magnitude / 127, so an error is at most that magnitude / 254.
-    Residual + decoded equals v exactly. A block that contains a NaN, an infinity, or a value of at
-    least 2^127 is lost as a whole: its scale is a NaN. A block whose largest magnitude is below
-    2^-119 is encoded as zeros, because its scale would be denormal.
+    For each encoded value v, residual + decoded equals v exactly. A block that contains a NaN, an
+    infinity, or a value of at least 2^127 is lost as a whole: its scale is a NaN. A block whose
+    largest magnitude is below 2^-119 is encoded as zeros, because its scale would be denormal.
 
-        data: [ scales, float32 | up to a cache line | codes, int8 ]
+        data: [ scales, float32 | padding to a cache-line boundary | codes, int8 ]
     """
 
     def size(self, numel: int) -> int:

@@ -28,7 +28,7 @@ class WindowGroup:
     Args:
         world_size: the number of ranks.
         size: size of each window, in bytes.
-        notifications: the number of notifications of each peer.
+        notifications: the number of notification slots per peer.
         machines: for each simulated machine, its ranks; by default, each rank has its own machine.
     """
 

@@ -78,10 +78,10 @@ class Peer:
         promised: number of puts from the peer that have begun.
         came: number of puts from the peer that have arrived here.
         finished: number of puts to the peer that have been sent.
-        confirmed: number of puts to the peer whose arrival it has confirmed.
+        confirmed: number of puts to the peer whose arrival the peer has confirmed.
         owed: bytes still to be sent on the control connection (`line`).
         ended_at: when the control connection ended, in seconds; None while it is open.
-        error: why the peer is lost; "" while it is not.
+        error: why the peer was lost; "" while it is connected.
     """
 
     line: socket.socket
@@ -122,8 +122,8 @@ class NixlEngine:
     Args:
         agent: this process's NIXL agent, with which this rank's memory is registered.
         peers: the peers, by rank; None for this rank.
-        values: (world_size, notifications), the last value notified; written when a put has
-            arrived.
+        values: (world_size, notifications), the last value of each notification; written when a
+            put has arrived.
 
     Attributes:
         changed: condition that is notified when `values`, `events` or a peer's error changes.

@@ -65,7 +65,7 @@ class NixlWindow(BlockingWindow):
         memory: (bytes,) of uint8, this rank's memory, registered with the agent.
         agent: this process's NIXL agent.
         peers: the peers, by rank; None for this rank.
-        notifications: the number of notifications of each peer.
+        notifications: the number of notification slots per peer.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ class Bootstrap:
 
     Attributes:
         store: the store in which ranks publish their addresses; no earlier generation used it.
-        share: used instead of `store`: an all-gather of one string per rank.
+        share: all-gather of one string per rank, used instead of `store`.
         rank: this rank.
         world_size: the number of ranks.
         token: the job token; a peer without it is unauthenticated.

@@ -41,11 +41,12 @@ class Transport:
     Args:
         sockets: for each rank, its connected streams; empty for this rank.
         memory: (bytes,) of uint8, this rank's memory, into which peers write.
-        notifications: the number of notifications of each peer.
+        notifications: the number of notification slots per peer.
         marks: the number of newest put events to retain.
 
     Attributes:
-        values: (peers, notifications), the last value notified; the transport thread writes it.
+        values: (peers, notifications), the last value of each notification; the transport thread
+            writes it.
     """
 
     def __init__(

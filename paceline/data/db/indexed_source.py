@@ -73,7 +73,7 @@ class IndexedSource:
         database: an open database, which is closed even if the constructor fails.
         folder: the database's folder, which also holds its index and label names. For a minidb, it
             may be the path of the file.
-        cache_dir: the folder for the index, if it can't be written into the database's folder.
+        cache_dir: folder of the index if the database's folder can't be written, or None.
 
     Attributes:
         labels: int64 of shape (records,), the records' labels; None if the index doesn't hold them.

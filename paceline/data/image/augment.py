@@ -63,14 +63,14 @@ class View:
 
 @dataclass(frozen=True, kw_only=True)
 class Transform:
-    """Image transform: random for training, fixed for evaluation.
+    """Image transform: random in training, deterministic in evaluation.
 
     Attributes:
         augment: the augmentation method. In evaluation, `caffe2` and `inception` scale the short
             side to `scale` and crop the centre; `pad` and `none` scale the short side to
             `image_size`.
         image_size: height and width of a sample in pixels.
-        scale: length in pixels of the short side of the resized image from which a crop is taken.
+        scale: length of the short side before the crop, in pixels.
         channels: 1 (grey) or 3 (RGB).
         color_jitter: the largest relative change of brightness, contrast and saturation; 0 is off.
         seed: seed of the random numbers.

@@ -22,8 +22,8 @@ class ImageFormat(NamedTuple):
     """Image format, and how its files are recognized.
 
     Attributes:
-        magic: byte strings: a file of this format begins with one of them.
-        suffixes: suffixes: the name of a file of this format ends with one of them.
+        magic: byte strings; a file of this format begins with one of them.
+        suffixes: file-name suffixes; the name of a file of this format ends with one of them.
     """
 
     magic: tuple[bytes, ...]

@@ -24,7 +24,8 @@ class Fault:
     Attributes:
         text: a sentence that says what is wrong, but not where.
         generation: the number of the generation that it concerns.
-        step: the first step of the run that it concerns; None if it concerns no particular step.
+        step: the first step that it concerns, counted from the run's first; None if it concerns no
+            particular step.
         steps: the number of steps that it concerns.
     """
 
@@ -44,12 +45,12 @@ def contradictions(history: History, period: Period) -> Iterator[str]:
         yield "No line records its world size."
     if len(written.restores) > 1:
         steps = " and ".join(map(str, sorted(written.restores)))
-        yield f"Its ranks recorded different steps before which they resumed: {steps}."
+        yield f"Its ranks recorded that they resumed at different steps: {steps}."
     if written.stretches and not written.restores:
-        yield "No line records the step before which it resumed."
+        yield "No line records the step at which it resumed."
     if any(not 0 <= step <= history.extent.total for step in written.restores):
         yield (
-            f"It resumed before step {max(written.restores)}, but the run has "
+            f"It resumed at step {max(written.restores)}, but the run has "
             f"{history.extent.total} steps."
         )
     for stretch in written.stretches:

@@ -23,7 +23,7 @@ class Extent:
         samples: samples per epoch.
         steps: steps per epoch.
         epochs: epochs of the run; None if only the script knows the number.
-        batch: samples per step, over all ranks; the last step of an epoch may have fewer.
+        batch: samples per step, over all ranks; the last step of an epoch may have fewer samples.
     """
 
     samples: int
@@ -48,10 +48,10 @@ class Stretch:
     Attributes:
         rank: the rank.
         generation: the generation's number.
-        epoch: the epoch number in the event file's lines.
+        epoch: the epoch number that the rank recorded.
         start: the first step, counted from the run's first step.
         end: the step after the last one.
-        first: the first column, that is, the position of a sample within the batch, counted from 0.
+        first: the first column (a sample's position within the batch), counted from 0.
         last: the column after the last one.
         skipped: number of samples per step that couldn't be read.
     """
@@ -73,8 +73,8 @@ class Generation:
     Attributes:
         world_sizes: the set of world sizes that the ranks recorded; it has one element if the ranks
             agree.
-        restores: the set of steps that its ranks resumed before; one element if the ranks agree,
-            empty if the generation didn't begin.
+        restores: the set of steps at which its ranks began: 0, or the first step after a restore.
+            It has one element if the ranks agree, and is empty if the generation didn't begin.
         foreign: whether it resumed from another run's checkpoint.
         saved: number of steps that its newest checkpoint contains.
         ended: whether it completed the run.

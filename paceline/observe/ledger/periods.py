@@ -20,7 +20,7 @@ from paceline.observe.ledger.reading import History
 
 @dataclass(frozen=True, kw_only=True)
 class Period:
-    """Range of steps whose result comes from one generation.
+    """Range of steps for which one generation's records count.
 
     Attributes:
         number: the generation's number.
@@ -49,14 +49,14 @@ class Period:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """Assignment of steps to the generations whose results count.
+    """Assignment of each step to the generation whose records count.
 
     Attributes:
         periods: the periods, without gaps between them; the first begins at the run's first step.
         committed: number of steps that can't be undone, because a checkpoint contains them, a later
             generation resumed after them, or the run ended.
-        done: number of steps that must be exact: those that are committed or that all ranks have
-            passed.
+        done: number of steps that must be exact, because they are committed or all ranks have
+            passed them.
         begun: number of steps that at least one rank recorded.
     """
 

@@ -28,8 +28,7 @@ class EpochAccount:
     Attributes:
         epoch: the epoch, from 0.
         owed: samples that must have been trained.
-        committed: samples among `owed` whose steps a checkpoint or the run's end has made
-            permanent.
+        committed: samples among `owed` whose steps can't be undone (see `Proof.committed`).
         once: samples trained once.
         skipped: samples read once and left out, because their records are bad.
         lost: samples trained by no rank.
@@ -52,12 +51,12 @@ class Proof:
     Attributes:
         extent: the run's expected size.
         starts: number of the run's starts.
-        base: number of steps made by another run, whose checkpoint this run started from; they are
-            not checked here.
+        base: number of steps in the checkpoint of another run from which this run started; 0 if
+            there is none. These steps are not checked here.
         committed: number of steps that can't be undone, because a checkpoint contains them, a later
             generation resumed after them, or the run ended.
-        done: number of steps that must be exact: those that are committed or that all ranks have
-            passed.
+        done: number of steps that must be exact, because they are committed or all ranks have
+            passed them.
         begun: number of steps that at least one rank recorded.
         accounts: the sample counts of each epoch up to `done`.
         faults: the first few faults.

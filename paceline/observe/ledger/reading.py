@@ -20,8 +20,8 @@ class History:
     """History of a run, read from all of its event files in one pass.
 
     Args:
-        files: pairs of a rank and its events, in the order in which they were written. A rank may
-            have several files, if it was on several machines.
+        files: pairs of a rank and its events; the events are in the order in which they were
+            written. A rank may have several files, if it was on several machines.
 
     Attributes:
         extent: the run's expected size.
@@ -113,8 +113,8 @@ class History:
     def _run(self, rank: int, number: int, event: Mapping[str, Any]) -> None:
         if event["samples"] is None:
             raise DataError(
-                f"Generation {number} of rank {rank} counted its samples itself, without "
-                "paceline.loader: there is no order of samples to compare with."
+                f"In generation {number}, rank {rank} ran without paceline.loader: its script "
+                "chose the samples, so there is no sample order to check them against."
             )
         names = ("samples", "steps", "batch")
         epochs = None if event["epochs"] is None else _whole(event["epochs"])
@@ -124,8 +124,8 @@ class History:
             raise TypeError(f"{extent} is inconsistent")
         if extent != (self._extent or extent):
             raise DataError(
-                f"Generation {number} of rank {rank} trains {extent}, others {self._extent}: "
-                "give the folders of one run only."
+                f"Rank {rank} recorded {extent} in generation {number}, but another start event "
+                f"has {self._extent}: give the folders of one run only."
             )
         if (rank, number) in self._started:
             raise DataError(

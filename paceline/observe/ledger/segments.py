@@ -31,7 +31,7 @@ class Segment:
             steps may be unfinished.
         shares: what each rank trained in these steps.
         absent: the ranks that trained nothing in these steps.
-        holes: the absent ranks whose event files continue after these steps.
+        holes: those of the absent ranks whose event files contain later steps.
     """
 
     epoch: int

@@ -24,7 +24,7 @@ class Tiling:
     Attributes:
         once: number of columns that exactly one slice covers.
         lost: columns that no slice covers.
-        twice: columns that more than one slice covers, and columns outside the batch that any slice
+        twice: columns that more than one slice covers, and columns outside the batch that a slice
             covers.
     """
 

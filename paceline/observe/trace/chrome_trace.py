@@ -58,7 +58,7 @@ class _Rank:
     Args:
         buffer: the rank's trace buffer.
         shift: nanoseconds to add to the rank's times.
-        puts: the id (flow number) of each put, over all ranks.
+        puts: for each put of any rank, its id (flow number).
     """
 
     def __init__(self, buffer: RecorderBuffer, shift: int, puts: dict[_Put, int]) -> None:

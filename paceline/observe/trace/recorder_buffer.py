@@ -27,7 +27,7 @@ class TracedPut(NamedTuple):
         arrived: True: the peer's notification arrived; False: the put to the peer was sent.
         peer: the other rank.
         notification, value: the notification's number and value.
-        at: the time of the rank's clock, in nanoseconds.
+        at: the time, in nanoseconds of the rank's clock.
     """
 
     window: int

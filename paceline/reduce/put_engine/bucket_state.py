@@ -33,12 +33,13 @@ class RankLayout:
         members: the ranks of this rank's group.
         group_peers: the other ranks of this rank's group.
         leader: the first rank of this rank's group; its window holds the sums.
-        leaders: the first rank of each group; the first leader sends the summed flags to the
+        leaders: for each group, its first rank. The first leader sends the summed flags to the
             others.
         local_shard: index of the local shard that this rank owns; None if its group has more ranks
             than local shards and this rank owns none.
         owners: the ranks of this rank's group that own local shards.
-        peer_owners: for each other group, by its number, the owner of the same local shard.
+        peer_owners: for each other group, by its number: the rank that owns the same local shard
+            there.
         peers: all other ranks.
     """
 
@@ -88,10 +89,10 @@ class ReceiveBuffer:
     Args:
         memory: (head + size,), bytes of a window.
         head: size of the header in bytes.
-        parameters: number of parameters of the bucket, and so of flags in the header.
+        parameters: number of parameters of the bucket; the header has one flag for each.
 
     Attributes:
-        flags: (parameters,), 1 for each parameter to which the values belong.
+        flags: (parameters,), 1 for each parameter for which the contribution has a gradient.
         values: (size,), the values as bytes.
     """
 
@@ -112,7 +113,7 @@ class ReceiveBuffer:
 
 
 class BucketState:
-    """Bucket state of one rank: its memory, its receive buffers, and its last version.
+    """Bucket state of one rank: its memory, its receive buffers, and its current version.
 
     Args:
         layout: layout of the bucket.
@@ -124,38 +125,39 @@ class BucketState:
         index: the bucket's number.
         sums: (numel,), the sums of all values, in the group's shared memory.
         views: views of `sums`, one per parameter.
-        used: (parameters,), the union of all ranks' flags, in the group's shared memory.
+        used: (parameters,), 1 for each parameter whose flag any rank has set, in the group's shared
+            memory.
         used_at: offset of `used` in a leader's window, in bytes.
         lands: whether the other owners put their sums directly into `sums`, without a receive
             buffer.
-        holds_sums: whether the owner sends the sums back only after their release; updated
-            parameters may then be sent in their place.
-        to_owners: for each other owner of the group: its rank, the range of its local shard, this
-            rank's receive buffer in its window, and that buffer as values.
+        holds_sums: whether the owner holds the sums back until the caller releases them. If True,
+            the owner may send updated parameters in place of the sums.
+        to_owners: for each other owner of the group: its rank, the range of its local shard, the
+            receive buffer for this rank in its window, and the values in that buffer.
         shard: the range of this rank's shard, and its sums; None if this rank owns no local shard.
-            In that case the attributes from `own` to `returned` don't exist.
+            If it is None, the attributes from `own` to `returned` don't exist.
         own: (values,), the sums of this rank's shard.
         local_shard: the range of this rank's local shard.
         own_shard: the range of this rank's shard, relative to the start of the local shard.
         to_groups: for each other group: its number, the owner in it, and the range of its shard,
             relative to the start of the local shard.
-        from_members: the receive buffers of the group's contributions to the local shard, in rank
-            order; None for this rank's own.
-        from_groups: the receive buffers of the groups' contributions to the shard, in group order;
-            None for this group's own.
+        from_members: for each rank of the group, in rank order, the receive buffer of its
+            contribution to the local shard; None for this rank.
+        from_groups: for each group, in order, the receive buffer of its contribution to the shard;
+            None for this group.
         contributed_at: offset of this group's contribution in the other owners' windows, in bytes.
         returned_at: offset of this shard's sums in the other owners' windows, in bytes.
         returned: for each other group: the sums of its shard, and the receive buffer for them, as
             encoded bytes and as values; empty if `lands`.
         feedback: error feedback, which encodes what is sent to other groups; None without a codec.
-        contribution: this rank's last contribution.
+        contribution: this rank's most recent contribution.
         gathered: pieces of the group's contribution to the local shard.
-        weight: factor by which the values of `gathered` have yet to be multiplied.
+        weight: factor by which the values of `gathered` must still be multiplied.
         flags: flags of `gathered`; after the sum over groups, flags of the sum.
-        update: replaces the shard's sums by updated parameters; None if sums are to be sent back.
-        operation: description of the last version, for errors.
-        empty: whether ranks send no gradients in the last version, because `update` already has the
-            gradient sums of this shard.
+        update: replaces the shard's sums by updated parameters; None if the sums are sent back.
+        operation: description of the most recent version, for errors.
+        empty: True if the most recent version carries no gradients, because `update` already has
+            this shard's gradient sums.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ class ErrorFeedback:
         codec: codec of the bucket.
 
     Attributes:
-        data: for each group, the last encoding of its shard, (bytes,).
+        data: for each group: (bytes,), the most recent encoding of its shard.
         scale: the loss scale of the last step, which also scales the residual.
     """
 

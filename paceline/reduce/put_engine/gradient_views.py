@@ -35,12 +35,12 @@ class Contribution:
     Attributes:
         pieces: tensors that cover the bucket's values, in order.
         weight: factor of the values in the sum.
-        flags: (parameters,) of uint8, 1 for each parameter whose gradient counts.
+        flags: (parameters,) of uint8, 1 for each parameter that has a gradient in the sum.
         full: whether all flags are 1.
         borrowed: for each zero-copy gradient: the parameter's name, the gradient, and its autograd
             version counter when it was borrowed.
-        sample: a view of some values of the first borrowed gradient, and a copy of them from when
-            it was borrowed.
+        sample: a view of some values of the first borrowed gradient, and a copy of these values,
+            made when the gradient was borrowed.
     """
 
     pieces: Sequence[Piece]

@@ -82,7 +82,7 @@ class BucketSpec:
     """Specification of a bucket: sizes, dtype and encoding.
 
     Attributes:
-        lengths: number of values of each parameter, in the bucket's order.
+        lengths: for each parameter, in the bucket's order, its number of values.
         dtype: dtype of the values.
         codec: codec of the values that are sent between groups; None: they are sent unencoded.
         updated: whether updated parameters, unencoded, may be sent back in place of sums (ZeRO-1).
@@ -134,8 +134,8 @@ class BucketLayout:
     Attributes:
         index: the bucket's number.
         spec: the bucket's specification.
-        shards: for each local shard, the boundaries of the groups' shards: (local shards, groups +
-            1), value indices in the bucket.
+        shards: (local shards, groups + 1), value indices in the bucket: for each local shard, the
+            boundaries of the groups' shards.
         local: receive buffers for contributions from ranks of the group.
         cross: receive buffers for contributions from other groups.
         back: receive buffers for returned sums.

@@ -46,6 +46,8 @@ class KeyList:
 
     def __getitem__(self, index: int) -> bytes:
         if not 0 <= index < len(self):
-            raise IndexError(f"Record {index} of {len(self)}.")
+            raise IndexError(
+                f"Record {index} doesn't exist: there are {len(self)} records, numbered from 0."
+            )
         end = int(self._ends[index])
         return self.blob[end - int(self.lengths[index]) : end]
