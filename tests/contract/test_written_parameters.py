@@ -41,7 +41,7 @@ def test_a_write_before_the_update_is_refused_and_settle_is_named(
         bench = Bench.of(communicator, model, bucket_bytes=bucket_bytes)
         bench.step(0)
         write(bench.model)
-        with pytest.raises(ConfigError, match=r"^2\.weight was written .* call settle\(\)"):
+        with pytest.raises(ConfigError, match=r"^2\.weight was written .* Call settle\(\)"):
             bench.step(1)
 
     run_ranks(world_size, train)
