@@ -30,10 +30,10 @@ HEAD = """\
 
 Made by `python docs/make_commands.py` from `paceline/config`; don't edit it here.
 
-`paceline COMMAND --help` shows a command's flags with examples, `paceline --version` the version.
-In the name of a flag, `-` may replace `_`. A switch may have a value, as in `--use_cpu True`. The
-default value of each flag is in parentheses. The exit status is 0 for success, 2 for a mistake
-on the command line, 1 for any other failure, 130 after Ctrl-C and 143 after SIGTERM.
+`paceline COMMAND --help` shows a command's flags with examples, and `paceline --version` shows the
+version. In the name of a flag, `-` may replace `_`. A switch may have a value, as in `--use_cpu
+True`. The default value of each flag is in parentheses. The exit status is 0 for success, 2 for a
+mistake on the command line, 1 for any other failure, 130 after Ctrl-C and 143 after SIGTERM.
 """
 
 LAUNCH = """\
