@@ -31,8 +31,8 @@ class Faults:
         cut_after: the number of puts that are sent before all connections end; None: they stay
             open.
         shuffled: whether puts get random priorities instead of their own.
-        ordered: the lowest notification number whose puts are kept in order. Several puts of such a
-            notification may be in flight to one peer at once.
+        ordered: puts of notifications with this number or a higher one are kept in order, because
+            several of them may be in flight to one peer at once.
         seed: seed of the random delays and priorities.
     """
 

@@ -33,7 +33,7 @@ def compiler(**options: object) -> Callable[[Callable[..., Any]], Any]:
 
 
 class _Cache(_FunctionCache):  # type: ignore[misc]
-    """Numba cache of compiled code that ignores files which it can't read or write."""
+    """Numba code cache that ignores errors in reading or writing its files."""
 
     def load_overload(self, sig: object, target_context: object) -> object:
         """Return the cached machine code; None if it cannot be read."""

@@ -36,8 +36,8 @@ class Source(Protocol):
         labels: int64 of shape (records,), the label of every record; None if the index doesn't hold
             them.
         label_names: the classes' names in the order of their labels; None if unknown.
-        index_note: a sentence for the user if the index couldn't be saved, so that every opening is
-            slow; else None.
+        index_note: a sentence for the user if the index couldn't be saved, which makes every
+            opening slow; else None.
         fingerprint: digest of the number of records and of a sample of them; equal for equal data
             sets.
     """

@@ -32,8 +32,8 @@ def check_output(output: object, num_labels: int, count: int) -> Tensor:
     rule = f"a model must return logits, a Tensor of ({count}, {num_labels}) for {count} images"
     if not isinstance(output, Tensor):
         raise ConfigError(
-            f"The model returned {_described(output)}: {rule}; give --model a function whose "
-            "model returns only its logits."
+            f"The model returned {_described(output)}: {rule}; the function given with "
+            "--model must make a model that returns only its logits."
         )
     if not output.is_floating_point():
         raise ConfigError(

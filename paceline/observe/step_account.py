@@ -38,8 +38,8 @@ class StepAccount:
         sent, received: number of bytes that the exchange sent and received.
 
     Args:
-        recorders: the run's recorders, which receive all events in this order, and are closed by
-            `close`.
+        recorders: the run's recorders; each event is passed to them in the order given here, and
+            `close` closes them.
         trace: recorder of the trace, which receives all spans and events, and is closed by `close`.
         clock: returns nanoseconds since an arbitrary origin.
     """

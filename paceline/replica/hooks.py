@@ -173,7 +173,8 @@ class StepGradients:
             lambda name: ConfigError(
                 f"the gradient of {name} was modified between backward and optimizer.step() in "
                 f"step {self._number}, after it was sent: to modify gradients, call reduce() "
-                "first, after backward; call zero_grad() only after optimizer.step()."
+                "after backward, and modify them after reduce(); call zero_grad() only after "
+                "optimizer.step()."
             ),
         )
         self._sizes = [len(bucket.parameters) for bucket in buckets]
@@ -201,9 +202,9 @@ class StepGradients:
         if not self._missing[index]:
             raise ConfigError(
                 f"the gradient of {self._names[index]} was accumulated twice in step "
-                f"{self._number}: run all backward passes of a step but the last under no_sync(); "
-                "call reduce() after the last one; use activation checkpointing with "
-                "use_reentrant=False."
+                f"{self._number}: under no_sync(), run every backward pass of a step except the "
+                "last; call reduce() only after the last; if the model uses activation "
+                "checkpointing, give it use_reentrant=False."
             )
         gradient = parameter.grad
         assert gradient is not None

@@ -27,8 +27,8 @@ class TrainedParameters:
     Attributes:
         state: for each group of the optimizer, the ids, freezing, dtypes and devices of its
             parameters; compared to detect changes.
-        names: the name of each parameter: the model's in the model's order, then those that only
-            the optimizer has.
+        names: the name of each parameter. The model's parameters come first, in the model's order;
+            then the parameters that only the optimizer has.
         groups: for each parameter, the index of its group in the optimizer.
         buffers: the model's buffers.
     """

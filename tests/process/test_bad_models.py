@@ -97,8 +97,8 @@ LATER = {
     "own:frozen": "The model has no parameter with requires_grad=True, so there is nothing to "
     "train: unfreeze some parameters.",
     "own:returns_dict": "The model returned a dict of logits, aux: a model must return logits, a "
-    r"Tensor of \(4, 3\) for 4 images; give --model a function whose model returns only its "
-    "logits.",
+    r"Tensor of \(4, 3\) for 4 images; the function given with --model must make a model that "
+    "returns only its logits.",
     "own:too_few": "The model returned 2 outputs per image, but --num_labels is 3: they must be "
     "equal; build the last layer with num_labels, or give --num_labels 2.",
     "own:fails_in_forward": r"The model failed with RuntimeError: shape '\[7, 7\]' is invalid for "

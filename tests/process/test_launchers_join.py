@@ -151,7 +151,7 @@ def test_a_rank_that_never_comes_is_named(tmp_path: Path, late: int) -> None:
 def test_a_process_of_mpirun_that_never_comes_is_a_sentence(tmp_path: Path) -> None:
     with mpirun(2, [*JOINER, "3", "late=1"], tmp_path) as program:
         program.printed("not joined")
-    assert "Some of the 2 processes that mpirun started didn't come within 3 s" in program.text
+    assert "Some of the 2 processes that mpirun started didn't connect within 3 s" in program.text
 
 
 def test_each_process_tells_the_cause_once(tmp_path: Path) -> None:

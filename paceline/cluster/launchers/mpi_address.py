@@ -53,8 +53,8 @@ def share_address(
     except subprocess.TimeoutExpired as error:
         raise CommError(
             Message(
-                "Some of the {} processes that mpirun started didn't come within {:g} s: check "
-                "their output, or give a longer {--first_iter_timeout}.",
+                "Some of the {} processes that mpirun started didn't connect within {:g} s: check "
+                "the output of all processes, or give a longer {--first_iter_timeout}.",
                 launched.world_size,
                 timeout,
             )

@@ -58,7 +58,7 @@ class FolderStore(ChangedStore):
     Args:
         address: path of an existing folder.
         space: path of the store's own folder inside `address`.
-        timeout: seconds that `get` waits, and `wait` when it is called without a timeout.
+        timeout: seconds that `get` waits; also the default timeout of `wait`.
         make: whether to create the store's folder if it is missing. If False, the store reads as
             empty and can't be written until another process has created the folder.
 

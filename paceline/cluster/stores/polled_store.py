@@ -31,8 +31,7 @@ class PolledStore(Store):
         address: address of the store; its form depends on the kind of store (a path, a URL,
             HOST:PORT).
         space: prefix of all keys, as a path of names; "" for the whole store.
-        timeout: seconds that `get` and `multi_get` wait, and `wait` when it is called without a
-            timeout.
+        timeout: seconds that `get` and `multi_get` wait; also the default timeout of `wait`.
         make: whether to create the space first, for kinds of stores that need it.
 
     Attributes:

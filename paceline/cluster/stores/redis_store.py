@@ -51,7 +51,7 @@ class RedisStore(PolledStore):
     Args:
         address: redis://[:PASSWORD@]HOST:PORT/DATABASE, or rediss:// for TLS.
         space: the name of the hash.
-        timeout: seconds that `get` waits, and `wait` when it is called without a timeout.
+        timeout: seconds that `get` waits; also the default timeout of `wait`.
         make: unused: Redis creates the hash at the first write.
 
     Raises:

@@ -58,7 +58,7 @@ class TcpStore(PolledStore):
     Args:
         address: HOST:PORT.
         space: prefix of all keys; "" for none.
-        timeout: seconds that `get` waits, and `wait` when it is called without a timeout.
+        timeout: seconds that `get` waits; also the default timeout of `wait`.
         make: unused: a prefix needs no creation.
 
     Raises:

@@ -82,8 +82,9 @@ class MiniDb:
                     )
                 if key_bytes <= 0 or value_bytes <= 0:
                     raise DataError(
-                        f"{self._path} is damaged at byte {offset}, or not a minidb: no record has "
-                        f"a key of {key_bytes} bytes and a value of {value_bytes}; copy it again."
+                        f"{self._path} is damaged at byte {offset}, or not a minidb: the lengths "
+                        f"there (key {key_bytes}, value {value_bytes}) must be at least 1; copy it "
+                        "again."
                     )
                 yield file.read(key_bytes), offset
                 file.seek(value_bytes, os.SEEK_CUR)

@@ -20,7 +20,7 @@ from paceline.observe.ledger.reading import History
 
 @dataclass(frozen=True, kw_only=True)
 class Period:
-    """Range of steps for which one generation's records count.
+    """Range of steps for which the records of one generation are the valid ones.
 
     Attributes:
         number: the generation's number.

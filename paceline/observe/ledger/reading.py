@@ -129,8 +129,9 @@ class History:
             )
         if (rank, number) in self._started:
             raise DataError(
-                f"Rank {rank} started generation {number} twice: these are different runs, or "
-                "copies of one; give the folders of one run, each once."
+                f"Rank {rank} started generation {number} twice: the folders belong to "
+                "different runs, or are copies of one run; give the folders of one run only, and "
+                "each folder once."
             )
         self._extent = extent
         self._started.add((rank, number))
