@@ -60,8 +60,8 @@ class WorldConfig:
     PACELINE_SECRET is an alternative."""
 
     first_iter_timeout: float = 1200.0
-    """Timeout in seconds: for all machines to join, and for each wait for another worker in the
-    first step."""
+    """Timeout in seconds until all machines have joined; also the timeout of each wait for another
+    worker in the first step."""
 
     timeout: float = 60.0
     """Seconds to wait for another worker in any step after the first."""

@@ -63,7 +63,8 @@ class GpuStaging:
     """Exchange of GPU gradients through pinned CPU memory.
 
     Args:
-        exchange: exchange of CPU tensors, which it reads until their sums have arrived.
+        exchange: exchange of CPU tensors; it reads the tensors in place until their sums have
+            arrived.
         templates: for each bucket, tensors of its parameters' shapes, strides and devices.
         pinned: the pinned buffers that `pinned_like(templates)` returned; they are passed to
             `exchange`.

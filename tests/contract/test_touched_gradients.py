@@ -217,7 +217,9 @@ def test_a_backward_after_reduce_is_refused(model: nn.Module, accumulates: bool)
             else:
                 bench.backward(0)
 
-    with pytest.raises(ConfigError, match=r"accumulated twice in step 0: .*call reduce\(\) only after"):
+    with pytest.raises(
+        ConfigError, match=r"accumulated twice in step 0: .*call reduce\(\) only after"
+    ):
         run_ranks(1, train)
 
 

@@ -25,8 +25,8 @@ class Launcher:
     Attributes:
         name: the launcher's name in a run's records.
         command: the launcher's command, for messages.
-        signs: environment variables by which the launcher is detected; each launcher sets at least
-            one of its own.
+        signs: environment variables by which the launcher is detected; it is detected if at least
+            one of them is set.
         read: reads the launcher's variables; returns None unless the launcher started this process
             as one of several.
     """

@@ -24,7 +24,7 @@ from paceline.errors import DataError
 
 @dataclass(kw_only=True)
 class Report:
-    """Summary of a database's contents; all counts but `records` exclude damaged records.
+    """Summary of a database's contents; only `records` counts damaged records too.
 
     Attributes:
         records: number of records, including damaged ones.

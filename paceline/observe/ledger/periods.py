@@ -55,8 +55,8 @@ class Timeline:
         periods: the periods, without gaps between them; the first begins at the run's first step.
         committed: number of steps that can't be undone, because a checkpoint contains them, a later
             generation resumed after them, or the run ended.
-        done: number of steps that must be exact, because they are committed or all ranks have
-            passed them.
+        done: number of steps whose samples must each have been trained exactly once, because the
+            steps are committed or all ranks have passed them.
         begun: number of steps that at least one rank recorded.
     """
 

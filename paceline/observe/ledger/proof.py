@@ -55,8 +55,8 @@ class Proof:
             there is none. These steps are not checked here.
         committed: number of steps that can't be undone, because a checkpoint contains them, a later
             generation resumed after them, or the run ended.
-        done: number of steps that must be exact, because they are committed or all ranks have
-            passed them.
+        done: number of steps whose samples must each have been trained exactly once, because the
+            steps are committed or all ranks have passed them.
         begun: number of steps that at least one rank recorded.
         accounts: the sample counts of each epoch up to `done`.
         faults: the first few faults.

@@ -167,8 +167,8 @@ class GradientViews:
 
 def _written(name: str) -> ConfigError:
     return ConfigError(
-        f"the gradient of {name} was written after optimizer.step(), while it was being sent: use "
-        "optimizer.zero_grad(), or call settle() before writing."
+        f"the gradient of {name} was written after optimizer.step(), while it was being sent: "
+        "clear gradients with optimizer.zero_grad(), or call settle() before you write to them."
     )
 
 

@@ -32,8 +32,8 @@ class NewDatabase:
         keys: the keys of the records written so far.
         labels: the labels of the records written so far.
         skipped: the number of files that aren't images.
-        damaged: the name of each damaged image, or the defect of each damaged record, that was left
-            out.
+        damaged: for each damaged image or record that was left out, the image's name or the
+            record's defect.
         transparent: the number of images whose transparency was dropped.
     """
 
