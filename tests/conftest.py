@@ -6,6 +6,7 @@ import multiprocessing
 import signal
 
 import torch
+from hypothesis.internal.conjecture import providers
 
 # Whichever test starts multiprocessing's fork server first: its processes have what they need.
 multiprocessing.set_forkserver_preload(
@@ -15,6 +16,9 @@ multiprocessing.set_forkserver_preload(
         *("tests.harness.processes.supervisor_stage", "tests.harness.processes.frozen_imports"),
     ]
 )
+
+# Hypothesis would read 500 source files, for ten seconds, to draw their constants now and then.
+providers._get_local_constants = lambda: providers._local_constants
 
 torch.set_num_threads(1)  # several ranks, as threads or processes, share the machine's few cores
 

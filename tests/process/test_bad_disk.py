@@ -16,12 +16,12 @@ from tests.harness.processes.bad_inputs import (
     NULL,
     WHO,
     Bad,
-    answer,
     contents,
     require_answer,
     require_message,
     stand_in,
 )
+from tests.harness.processes.command import run
 from tests.harness.processes.run_folders import events
 
 FAT = (
@@ -46,7 +46,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_full_disk_keeps_the_checkpoints_and_the_run_goes_on_once_there_is_room(
-    here: Path, capfd: pytest.CaptureFixture[str]
+    here: Path,
 ) -> None:
     # The checkpoint after step 9 fails in the background; the one after step 12 waits for it.
     words = f"{NULL} --epoch_size 52 --model own:fat --run_id r --output_dir disk"
@@ -56,20 +56,20 @@ def test_a_full_disk_keeps_the_checkpoints_and_the_run_goes_on_once_there_is_roo
             WHO + rf"disk/r/checkpoints/step-00000009.pt: the checkpoint can't be written {FULL}; "
             "make room, or give another --output_dir. Earlier checkpoints are unchanged."
         )
-        require_message(answer(words, capfd), 1, said)
+        require_message(run(*words.split(), folder=here), 1, said)
         files = sorted((disk.path / "r/checkpoints").iterdir())
         assert [file.name for file in files] == ["step-00000003.pt", "step-00000006.pt"]
         assert [read_checkpoint(file)["position"]["number"] for file in files] == [3, 6]
 
         disk.make_room()
-        ended = answer(words, capfd)
+        ended = run(*words.split(), folder=here)
         assert ended.status == 0, ended.text
         assert "Resuming from disk/r/checkpoints/step-00000006.pt" in ended.text
         assert main(["ledger", "disk/r"]) == 0
 
 
 def test_a_full_disk_for_the_events_is_told_and_the_ledger_is_exact_in_the_end(
-    here: Path, capfd: pytest.CaptureFixture[str]
+    here: Path,
 ) -> None:
     words = f"{NULL} --epoch_size 200 --batch_size 1 --model own:net --run_id r --output_dir disk"
     with small_disk(here / "disk", "1m") as disk:
@@ -78,9 +78,9 @@ def test_a_full_disk_for_the_events_is_told_and_the_ledger_is_exact_in_the_end(
             WHO + rf"disk/r/events.rank0.jsonl can't be written {FULL}: make room, or give another "
             "--output_dir."
         )
-        require_message(answer(words, capfd), 1, said)
+        require_message(run(*words.split(), folder=here), 1, said)
         disk.make_room()
-        ended = answer(words, capfd)
+        ended = run(*words.split(), folder=here)
         assert ended.status == 0, ended.text
         assert main(["ledger", "disk/r"]) == 0
 

@@ -22,7 +22,7 @@ from tests.harness.processes.bad_inputs import (
     require_run_answer,
     stand_in,
 )
-from tests.harness.processes.command import Command
+from tests.harness.processes.command import Command, run
 from tests.harness.processes.run_folders import losses
 
 WORDS = f"{NULL} --model own:net --epoch_size 16 --run_id r --checkpoint_steps 1"
@@ -56,13 +56,12 @@ def tear(file: Path) -> None:
     os.truncate(file, file.stat().st_size // 2)
 
 
-def test_a_torn_checkpoint_is_named_and_the_one_before_it_used(
-    here: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_torn_checkpoint_is_named_and_the_one_before_it_used(here: Path) -> None:
     tear(here / NEWEST)
     before = losses(here / RUN)
-    assert main(WORDS.split()) == 0
-    said = capfd.readouterr().out
+    ended = run(*WORDS.split(), folder=here)
+    assert ended.status == 0, ended.text
+    said = ended.text
     assert f"{NEWEST}: torn or damaged (" in said
     assert f"Resuming from {RUN}checkpoints/step-00000002.pt: epoch 1, 2 steps done." in said
     assert "Traceback" not in said
@@ -71,13 +70,12 @@ def test_a_torn_checkpoint_is_named_and_the_one_before_it_used(
     assert main(["ledger", "r"]) == 0
 
 
-def test_a_checkpoint_of_another_run_is_named_and_the_one_before_it_used(
-    here: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_of_another_run_is_named_and_the_one_before_it_used(here: Path) -> None:
     state = torch.load(here / NEWEST, weights_only=True)
     torch.save({**state, "config": {**state["config"], "momentum": 0.5}}, here / NEWEST)
-    assert main(WORDS.split()) == 0
-    said = capfd.readouterr().out
+    ended = run(*WORDS.split(), folder=here)
+    assert ended.status == 0, ended.text
+    said = ended.text
     assert f"{NEWEST}: this checkpoint belongs to another run and is skipped." in said
     assert "step-00000002.pt: epoch 1, 2 steps done." in said
 

@@ -17,21 +17,23 @@ import pytest
 from tests.harness.data.databases import items, write_lmdb
 from tests.harness.data.image_folder import file_of, put, ramp, some_images
 from tests.harness.data.record_bytes import encoded_tensorprotos
+from tests.harness.processes.fork_server import ServedPopen
 
 LIMIT = 30
 COMMAND = [sys.executable, "-m", "paceline.cli.main", "db"]
 
 
 def run(*words: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *map(str, words)], capture_output=True, text=True, timeout=LIMIT, check=False
-    )
+    command = [*COMMAND, *map(str, words)]
+    process = ServedPopen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    said, errors = process.communicate(timeout=LIMIT)
+    return subprocess.CompletedProcess(command, process.returncode, said, errors)
 
 
 @contextmanager
 def in_the_middle(*words: object) -> Iterator[subprocess.Popen[str]]:
     """Start a command and give it once it has told of its first record."""
-    with subprocess.Popen(
+    with ServedPopen(
         [*COMMAND, *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         try:

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 
 import pytest
 
+from tests.harness.processes.fork_server import ServedPopen
+
 PROGRAM = """
 import os, signal, sys, threading
 from paceline.cluster.supervision.stop_signals import StopSignals
@@ -42,7 +44,7 @@ sys.exit(signals.status)
 @contextmanager
 def program(manner: str) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-c", PROGRAM, manner]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with ServedPopen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         yield process

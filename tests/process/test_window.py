@@ -16,6 +16,7 @@ import pytest
 from tests.harness.network.window_kinds import installed
 from tests.harness.processes.bad_inputs import NULL
 from tests.harness.processes.command import run
+from tests.harness.processes.fork_server import ServedPopen
 from tests.harness.processes.run_folders import losses, write_net
 
 TRAIN = (
@@ -64,7 +65,7 @@ except PacelineError as error:
 @contextmanager
 def ranks(folder: Path, kind: str = "shared") -> Iterator[list[subprocess.Popen[str]]]:
     processes = [
-        subprocess.Popen(
+        ServedPopen(
             [sys.executable, "-c", PROGRAM, str(rank), str(folder / "store"), kind],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

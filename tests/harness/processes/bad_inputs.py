@@ -77,7 +77,7 @@ def require_answer(bad: Bad, folder: Path, capfd: pytest.CaptureFixture[str]) ->
 
     A command that may start workers runs as a process: a fork has torch already, too.
     """
-    if bad.writes:
+    if bad.writes or bad.status == 1:
         require_run_answer(bad, folder)
         return
     before, family = contents(folder), set(psutil.Process().children(recursive=True))
