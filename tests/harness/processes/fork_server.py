@@ -7,7 +7,7 @@
 A program that imports torch and what torch imports with its first optimizer takes five processor
 seconds before it does anything; a fork takes a tenth of one. What a fork starts by `subprocess` is
 forked as well, where it is a Python program of the same environment. Other programs (mpirun, bash,
-ip) start `stand_in.py` for Python, which asks the server for a fork. Everything else is real:
+ip) start `python_proxy.py` for Python, which asks the server for a fork. Everything else is real:
 processes, sessions, signals, streams, exit statuses, the environment, the current folder, network
 namespaces.
 
@@ -41,7 +41,7 @@ import psutil
 
 from tests.harness.processes import fork_child
 from tests.harness.processes.python_program import BIN, ROOT, Program
-from tests.harness.processes.stand_in import NAMESPACES
+from tests.harness.processes.python_proxy import NAMESPACES
 
 PREPARED = (
     *("torch", "torch.distributed", "torch._dynamo", "torch.utils.data", "numpy", "numba"),
@@ -49,9 +49,9 @@ PREPARED = (
     *("paceline", "paceline.cli.main", "paceline.cli.train", "paceline.cli.launch"),
     *("paceline.codecs.kernels.compiled", "paceline.cli.worker", "paceline.cli.train_launched"),
 )
-STAND_IN = Path(__file__).with_name("stand_in.py")
+PROXY = Path(__file__).with_name("python_proxy.py")
 _ARGUMENTS = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
-_stand_ins: Path | None = None  # the folder of the server of which this process is a fork
+_proxies: Path | None = None  # the folder of the server of which this process is a fork
 RealPopen = subprocess.Popen  # where a test replaces it
 
 
@@ -69,7 +69,7 @@ class _Popen(subprocess.Popen[Any]):
             return
         program = Program.of(argv, environment)
         if program is None:
-            folder = self._stand_in_folder()
+            folder = self._proxy_folder()
             own = str(folder / "python")
             arguments["args"] = [own if word == sys.executable else word for word in argv]
             path = f"{folder}{os.pathsep}{environment.get('PATH', os.defpath)}"
@@ -87,7 +87,7 @@ class _Popen(subprocess.Popen[Any]):
     def _start(self, program: Program, arguments: dict[str, Any]) -> int:
         raise NotImplementedError
 
-    def _stand_in_folder(self) -> Path:
+    def _proxy_folder(self) -> Path:
         raise NotImplementedError
 
 
@@ -111,9 +111,9 @@ class ForkingPopen(_Popen):
             fork_child.become(program, arguments, **self._like)
         return pid
 
-    def _stand_in_folder(self) -> Path:
-        assert _stand_ins is not None
-        return _stand_ins
+    def _proxy_folder(self) -> Path:
+        assert _proxies is not None
+        return _proxies
 
 
 class ServedPopen(_Popen):
@@ -138,8 +138,8 @@ class ServedPopen(_Popen):
         assert pid, "the fork server ended"
         return pid
 
-    def _stand_in_folder(self) -> Path:
-        return server().stand_ins
+    def _proxy_folder(self) -> Path:
+        return server().proxies
 
     def _try_wait(self, flags: int) -> tuple[int, int]:
         if not hasattr(self, "_status"):
@@ -170,23 +170,23 @@ class Server:
     Attributes:
         control: takes requests.
         pid: the server's process.
-        stand_ins: a folder with a `stand_in.py` for each Python program of the environment.
+        proxies: a folder with a `python_proxy.py` for each Python program of the environment.
     """
 
     def __init__(self) -> None:
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-        self.stand_ins = Path(tempfile.mkdtemp(prefix="paceline-forks-"))
+        self.proxies = Path(tempfile.mkdtemp(prefix="paceline-forks-"))
         threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
         quiet = {"OMP_WAIT_POLICY": "PASSIVE", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            listener.bind(str(_make_stand_ins(self.stand_ins)))
+            listener.bind(str(_make_proxies(self.proxies)))
             listener.listen(64)
             self._process = RealPopen(
                 [
                     *(sys.executable, "-m", __name__),
-                    *(str(theirs.fileno()), str(listener.fileno()), str(self.stand_ins)),
+                    *(str(theirs.fileno()), str(listener.fileno()), str(self.proxies)),
                 ],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
@@ -201,7 +201,7 @@ class Server:
         """Let the server end."""
         self.control.close()
         self._process.wait()
-        shutil.rmtree(self.stand_ins, ignore_errors=True)
+        shutil.rmtree(self.proxies, ignore_errors=True)
 
 
 @functools.cache
@@ -219,11 +219,11 @@ def environment_of(process: psutil.Process) -> dict[str, str]:
     return dict(process.environ())
 
 
-def _make_stand_ins(folder: Path) -> Path:
-    """Fill a folder with stand-ins; return where their server listens."""
+def _make_proxies(folder: Path) -> Path:
+    """Fill a folder with proxies; return where their server listens."""
     (folder / "bin").symlink_to(BIN)
-    program = folder / "stand_in"
-    program.write_text(f"#!{sys.executable} -IS\n{STAND_IN.read_text()}")
+    program = folder / "proxy"
+    program.write_text(f"#!{sys.executable} -IS\n{PROXY.read_text()}")
     program.chmod(0o755)
     for name in os.listdir(BIN):
         if Program.of([str(BIN / name)], {}) or name.startswith("python"):
@@ -232,17 +232,17 @@ def _make_stand_ins(folder: Path) -> Path:
 
 
 class _Serving:
-    """The server's own side: what it has forked, for the test and for stand-ins."""
+    """The server's own side: what it has forked, for the test and for proxies."""
 
     def __init__(self, control: socket.socket, listener: socket.socket) -> None:
         self._control, self._listener = control, listener
         self._running: dict[int, tuple[ForkingPopen, int]] = {}  # by a descriptor of the process
-        self._stand_ins: dict[socket.socket, int] = {}  # the process of each
+        self._proxies: dict[socket.socket, int] = {}  # the process of each
 
     def serve(self) -> None:
         """Fork programs on request, until the test's process has gone."""
         while True:
-            waited = [self._control, self._listener, *self._running, *self._stand_ins]
+            waited = [self._control, self._listener, *self._running, *self._proxies]
             for each in select.select(waited, [], [])[0]:
                 if each is self._control:
                     message, descriptors, _, _ = socket.recv_fds(self._control, 1 << 20, 4)
@@ -256,17 +256,17 @@ class _Serving:
                 else:
                     self._end(each)
 
-    def _take(self, stand_in: socket.socket) -> None:
-        """Fork what a stand-in asks for, in its namespaces; or tell it to run that itself."""
-        message, descriptors, _, _ = socket.recv_fds(stand_in, 1 << 20, 100)
+    def _take(self, proxy: socket.socket) -> None:
+        """Fork what a proxy asks for, in its namespaces; or tell it to run that itself."""
+        message, descriptors, _, _ = socket.recv_fds(proxy, 1 << 20, 100)
         if not message:
-            stand_in.close()
+            proxy.close()
             return
         request = json.loads(message)
         if Program.forkable(request["argv"], request["cwd"], request["env"]) is None:
             for descriptor in descriptors:
                 os.close(descriptor)
-            stand_in.close()
+            proxy.close()
             return
         count = len(NAMESPACES)
         files = dict(zip(request.pop("files"), descriptors[count:], strict=True))
@@ -278,7 +278,7 @@ class _Serving:
         ]
         like = {"namespaces": others, "files": files, "ignored": request.pop("ignored")}
         request.update(like=like, start_new_session=True)
-        self._stand_ins[stand_in] = self._fork(request, streams, os.dup(stand_in.fileno()))
+        self._proxies[proxy] = self._fork(request, streams, os.dup(proxy.fileno()))
         for descriptor in (*descriptors[:count], *files.values()):
             os.close(descriptor)
 
@@ -292,10 +292,10 @@ class _Serving:
         _tell(told, process.pid)
         return process.pid
 
-    def _lose(self, stand_in: socket.socket) -> None:
-        """End the program of a stand-in that was killed."""
-        process = self._stand_ins.pop(stand_in)
-        stand_in.close()
+    def _lose(self, proxy: socket.socket) -> None:
+        """End the program of a proxy that was killed."""
+        process = self._proxies.pop(proxy)
+        proxy.close()
         if process in {running.pid for running, _ in self._running.values()}:
             os.kill(process, signal.SIGKILL)
 
@@ -313,10 +313,10 @@ def _tell(told: int, number: int) -> None:
         os.write(told, number.to_bytes(8, "little"))
 
 
-def _serve(control: int, listener: int, stand_ins: str) -> None:
+def _serve(control: int, listener: int, proxies: str) -> None:
     """Prepare what programs import, and serve."""
-    global _stand_ins
-    _stand_ins = Path(stand_ins)
+    global _proxies
+    _proxies = Path(proxies)
     subprocess.Popen = ForkingPopen  # type: ignore[misc]  # torchrun's modules take it by name
     for name in PREPARED:
         with suppress(ImportError):

@@ -1,6 +1,6 @@
-"""Stand-in for `python` where mpirun, bash or ip start it: the fork server runs the program.
+"""Proxy for `python` where mpirun, bash or ip start it: the fork server runs the program.
 
-    mpirun ── stand-in ── argv, folder, environment, open files, namespaces ──▶ server ── fork
+    mpirun ── proxy ── argv, folder, environment, open files, namespaces ──▶ server ── fork
                        ◀────────────── pid, exit status ───────────────────
 
 It starts in a hundredth of a second, as it imports next to nothing. Signals that it gets go to the
