@@ -78,7 +78,7 @@ class Until:
 def compare(
     rows: Sequence[str], starts: Mapping[str, Start], steps: int, until: Until
 ) -> dict[str, Pairs]:
-    """Run each row on both sides in turn, until it has enough rounds."""
+    """Run each row on both sides in turn, until it has enough rounds; say how far each row is."""
     results: dict[str, Pairs] = {row: {NEW: [], OLD: []} for row in rows}
     number = 0
     while left := _unfinished(results, until):
@@ -90,6 +90,7 @@ def compare(
                     for side in rotated([NEW, OLD], number):
                         results[row][side].append(sides[side].turn(row, steps))
                 number += 1
+        print(_progress(results), file=sys.stderr, flush=True)
     return results
 
 
@@ -102,6 +103,14 @@ def print_ratios(results: Mapping[str, Pairs], *, markdown: bool) -> None:
         rounds = f"{len(pairs[NEW])}"
         lines.append([row, *spans, f"{ratio:.3f}", f"{ratio.half_width:.1%}", rounds])
     print_table(lines, WIDTHS, markdown=markdown)
+
+
+def _progress(results: Mapping[str, Pairs]) -> str:
+    rows = [
+        f"{row} {paired_ratio(pairs[NEW], pairs[OLD]):.3f} after {len(pairs[NEW])} rounds"
+        for row, pairs in results.items()
+    ]
+    return f"new / old: {', '.join(rows)}"
 
 
 def _unfinished(results: Mapping[str, Pairs], until: Until) -> list[str]:

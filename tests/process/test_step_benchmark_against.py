@@ -77,7 +77,9 @@ class Scripted:
         return first
 
 
-def test_rows_run_on_both_sides_in_turn_and_a_quiet_one_is_done_before_a_noisy_one() -> None:
+def test_rows_run_on_both_sides_in_turn_and_a_quiet_one_is_done_before_a_noisy_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     against = load("against")
     log: list[str] = []
     new = Scripted("new", log, {"quiet": [103] * 4, "noisy": [103, 153, 103, 153]})
@@ -100,6 +102,10 @@ def test_rows_run_on_both_sides_in_turn_and_a_quiet_one_is_done_before_a_noisy_o
         "new ends",
         "old ends",
     ]
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 2  # one a restart
+    assert all("quiet 1.030 (1.030 to 1.030) after 2 rounds" in line for line in told)
+    assert told[1].endswith("noisy 1.280 (1.030 to 1.530) after 4 rounds")
 
 
 def test_the_table_has_new_milliseconds_over_old(capsys: pytest.CaptureFixture[str]) -> None:
