@@ -1,4 +1,4 @@
-"""The loop: epochs of steps, each followed by an evaluation, a row of the log and the weights."""
+"""The loop: epochs of steps, each with an evaluation, a row of the CSV log, and the weights."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Synchronization methods: each composes an exchange (who sums) and an update rule."""
+"""Synchronization methods: who sums the gradients, and which rank updates which parameters."""

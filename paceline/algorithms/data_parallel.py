@@ -1,4 +1,4 @@
-"""Data-parallel step: sum gradients over the ranks, then apply an update rule (`UpdateRule`).
+"""Data-parallel step: sum gradients over the ranks; `UpdateRule` says which rank updates what.
 
 A step is the same whatever carries the sums and whoever updates. A method is a composition of
 

@@ -1,4 +1,4 @@
-"""The `Synchronizer` protocol: `begin`, `before_read`, `gradient_ready` and `end` of a step.
+"""The `Synchronizer` protocol: sums travel during a step, updates enter before the next forward.
 
     begin ── forward ─────────────── backward ─────────────────── end ── next forward ──▶
              before_read(bucket)     gradient_ready(bucket)              before_read(bucket)

@@ -1,4 +1,4 @@
-"""The names that options have in a script: `run` for `--run_id`, `bucket_mb` for `--bucket_mb`.
+"""Renders a message's options as arguments of a script: `run` in place of `--run_id`.
 
 --run_id first: this run is alive on this machine; stop it, or give another --run_id.
 run first: this run is alive on this machine; stop it, or give another run.

@@ -1,4 +1,4 @@
-"""Exclusion of long-lived objects from Python's garbage collection."""
+"""Keeps the objects that importing torch makes out of Python's garbage collection."""
 
 from __future__ import annotations
 

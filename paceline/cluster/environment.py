@@ -1,4 +1,4 @@
-"""The only reader of environment variables.
+"""The only access to `os.environ`; launchers' readers get the variables as an argument.
 
 A supervisor describes each worker by one variable, `PACELINE_WORKER`. Other launchers have
 variables of their own, see `launchers`. `PACELINE_SECRET` is the secret of a run's machines.

@@ -1,4 +1,4 @@
-"""The codecs by their names on `--wire`, and the weighted sum: compiled by numba, or plain torch.
+"""The table of codecs by `--wire`, and the weighted sum: compiled by numba, or plain torch.
 
 `kernels/compiled.py` and `kernels/plain.py` have the same classes and functions, and give the same
 bits. Without numba the plain ones run.

@@ -1,4 +1,4 @@
-"""The event file: what a rank did, one JSON object a line, so that a run can be accounted for.
+"""The event file of a rank: one JSON object per line, with the fields of the table `FIELDS`.
 
 `events.rank<r>.jsonl` is appended to, a line a step, and proves which part of the data order was
 trained in which step of which generation. A line is handed to the system whole and at once: a

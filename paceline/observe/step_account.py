@@ -1,4 +1,4 @@
-"""Where a step's time went on this rank, and what it exchanged: fields of the step's event.
+"""Where a step's time went on this rank, and its traffic: the measured fields of `step` events.
 
     step     │ wait b3 │ forward … │ wait b0 │ forward │ backward ─ send ─ send │ end │
     compute            └───────────┘         └──── all that is none of the others ────┘

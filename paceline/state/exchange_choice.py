@@ -1,4 +1,4 @@
-"""The result of a run's autotuning: `exchange.toml` in its folder.
+"""The exchange that autotuning has chosen for a run: `exchange.toml` in its folder.
 
     sync = "notified"
     bucket_mb = 4.0

@@ -1,4 +1,4 @@
-"""Update of a bucket by torch's optimizer, with the hyperparameters of `optimizer.step()`.
+"""Updates a bucket by torch's optimizer; the table of optimizers that may update bucket by bucket.
 
 Each bucket has a sub-optimizer: an object of the optimizer's own class that knows only this
 bucket's parameters and shares the optimizer's state. So the update is torch's own, the state is

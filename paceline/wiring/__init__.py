@@ -1,6 +1,6 @@
-"""Makes the components of a run from its configuration: the only place that maps it to classes.
+"""Makes the components of a run from its configuration; the table of `--sync` is in `exchange`.
 
-Each table of classes is one literal: `SOURCES` in `sources`, `SYNCHRONIZERS` in `exchange`.
+Other tables are beside their classes: codecs, stores, launchers, image formats, databases.
 """
 
 from paceline.wiring.checks import check

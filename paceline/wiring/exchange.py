@@ -1,4 +1,4 @@
-"""Exchange of gradients: the table of synchronizers, and a model bound to one of them."""
+"""The table of synchronizers by `--sync`, and a model bound to one of them."""
 
 from __future__ import annotations
 

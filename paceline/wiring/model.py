@@ -1,4 +1,4 @@
-"""The model of a run, and its optimizer."""
+"""Makes a run's model and its optimizer (SGD; another optimizer is added here)."""
 
 from __future__ import annotations
 

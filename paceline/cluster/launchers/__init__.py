@@ -1,1 +1,1 @@
-"""Readers of the variables that launchers set: torchrun, mpirun, Slurm's srun."""
+"""Other people's launchers (torchrun, mpirun, Slurm's srun): readers of the variables they set."""

@@ -1,4 +1,4 @@
-"""One reader's watch on one lease, which `judge` judges."""
+"""Whether a machine's lease has expired, as one reader of the store sees it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Records of a rendezvous in the store, as JSON; `<i>` is a machine's number, or a rank.
+"""The keys of a rendezvous in the store, and the records in them as JSON.
+
+`<i>` is a machine's number, or a rank.
 
 Machines with supervisors write these. In the run's space:
 

@@ -1,4 +1,4 @@
-"""What one machine brings to a run, and where the run meets."""
+"""The plan of one machine for a run: its number, its workers, and the store of the rendezvous."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a run's processes meet: a shared folder, a Redis server, or machine 0's TCP store.
+"""The table of stores in which processes rendezvous, and the address of one: folder, Redis, TCP.
 
 A `StoreSpec` is the address in words. A supervisor opens the store, gives the spec to its workers
 as text, and they open the same store. Each run has a space of its own in it, and each start of a

@@ -1,4 +1,4 @@
-"""A formed run: what a supervisor does with it until it leaves.
+"""A run from the moment its machines have met: how they agree that it is finished, and leave.
 
 Machine 0, where the run's state is, decides that the run is finished:
 

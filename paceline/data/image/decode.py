@@ -1,4 +1,4 @@
-"""From a record's image to the pixels of a sample: decode, cut, resize, mirror, in one pass.
+"""From a record's image to a sample's pixels: chooses the decoder, then crops, resizes, mirrors.
 
     bytes --JPEG--> libjpeg-turbo, at 1/1, 1/2, 1/4 or 1/8 --+
     bytes --other--> Pillow ---------------------------------+--> box --> size² --> slot

@@ -1,4 +1,4 @@
-"""Which generation answers for which steps of a run, and how far the run must be exact.
+"""Which generation's records are valid for which steps of a run, and how far it must be exact.
 
     generation 0    0 ─────────────────── 7 · · · · 9        steps 7, 8 are void:
     generation 1                          7 ─────────── 12 · 14

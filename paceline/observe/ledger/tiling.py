@@ -1,4 +1,4 @@
-"""Whether shares cover a batch exactly.
+"""Whether the ranks' slices cover a batch exactly.
 
     columns  0       16       32       48
     rank 0   |--------|

@@ -1,4 +1,4 @@
-"""What one rank did in the traced steps, and how it travels to rank 0."""
+"""Buffer of one rank's spans and puts in the traced steps, and how rank 0 gets it."""
 
 from __future__ import annotations
 
