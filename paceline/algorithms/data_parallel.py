@@ -6,7 +6,7 @@ A step is the same whatever carries the sums and whoever updates. A method is a 
     updater     applies the optimizer
     rule        which rank updates what: `ReplicatedUpdate`, or `ShardedUpdate` (ZeRO-1)
 
-    send ── … ── wait, install             one bucket; the running statistics are the last one
+    send ── … ── wait, install             one bucket; running statistics go first
       └ gradient_ready └ before_read       (after this rank's `end`)
 """
 
@@ -145,7 +145,8 @@ class DataParallel:
     def end(self, step: int) -> None:
         """Send what backward didn't reach, and let the results be installed.
 
-        Without a forward the last step's may be yet to come, with the hyperparameters of then.
+        If no forward ran since the last step, its update is still pending, with that step's
+        hyperparameters.
         """
         self._complete()
         if self._rule.end(reduced=self._reduced):

@@ -1,6 +1,6 @@
 """Steps of a run, the trainer's or a script's: exchanged, recorded, saved, stopped.
 
-    boundary ── random streams ── exchange( the step ) ── line in the ledger ── report
+    boundary ── random streams ── exchange( the step ) ── event ── send summary
        └ summary of the step before the last; save; stop where all ranks agreed to
 
 State is saved at a boundary, the moment before a step: it then contains the last step's result, the
@@ -8,7 +8,7 @@ schedule and the epoch's end. All ranks receive the same summaries, so they stop
 boundary. Rank 0 saves the state and decides when; what it decides by its clock is a request that
 all ranks receive, so that they contribute their own state at the same boundary:
 
-    step n  report(n, request) ── step n + 1 ── boundary n + 2: receive(n); settle, snapshot
+    step n  send(n, request) ── step n + 1 ── boundary n + 2: receive it; settle, snapshot
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Error feedback of a bucket: adds the codec's last rounding error to what machines exchange.
 
-The residual has two sections: of what this rank's group contributes to the other owners, and of the
-sums that this rank returns as one. It is added to the next step's values. There are two memories: a
-step reads one and writes the other, and the next step swaps them, unless the step was abandoned.
+The residual has two sections: what the encoding of this group's contributions to other owners lost,
+and what the encoding of the sums of this rank's own shard lost. It is added to the next step's
+values. There are two memories: a step reads one and writes the other, and the next step swaps them,
+unless the step was abandoned.
 
     residual    [ of group 0's shard, contributed | … | of its own shard, returned | … ]
 """

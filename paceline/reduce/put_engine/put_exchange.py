@@ -162,8 +162,8 @@ class PutExchange:
     def drain(self) -> None:
         """Announce that this rank has all its sums, and return once all others have theirs.
 
-        It returns as well at the limit, and when another rank sends more: that one's next wait is
-        to end at once, because this rank sends nothing.
+        It also returns at the limit, and when a peer starts another step: that peer must see this
+        rank's end at once, because this rank sends nothing more.
         """
         window, ranks, count = self._window, self._ranks, len(self._buckets)
         if self._reducer.error is not None or any(
