@@ -246,7 +246,7 @@ def test_a_signal_on_one_machine_ends_the_others(stage: Stage, rendezvous: Store
     assert os.listdir(rendezvous.address) == []
 
 
-def test_a_lost_rendezvous_ends_nobodys_run(stage: Stage, rendezvous: StoreSpec) -> None:
+def test_a_lost_rendezvous_ends_no_run(stage: Stage, rendezvous: StoreSpec) -> None:
     supervisor = stage.start(machine(0, rendezvous, machines=1))
     (actor,) = stage.actors(1)
     os.rename(rendezvous.address, f"{rendezvous.address}.gone")

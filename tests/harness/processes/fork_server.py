@@ -257,7 +257,7 @@ class _Serving:
                     self._end(each)
 
     def _take(self, proxy: socket.socket) -> None:
-        """Fork what a proxy asks for, in its namespaces; or tell it to run that itself."""
+        """Fork what a proxy asks for, in its namespaces; or have the proxy itself run that."""
         message, descriptors, _, _ = socket.recv_fds(proxy, 1 << 20, 100)
         if not message:
             proxy.close()
@@ -309,7 +309,7 @@ class _Serving:
 
 
 def _tell(told: int, number: int) -> None:
-    with suppress(BrokenPipeError, ConnectionResetError):  # nobody waits for it
+    with suppress(BrokenPipeError, ConnectionResetError):  # the reader has ended
         os.write(told, number.to_bytes(8, "little"))
 
 

@@ -52,7 +52,10 @@ def main() -> NoReturn:
     for number in numbers:
         if number not in request["ignored"]:
             signal.signal(number, lambda number, frame: os.kill(process, number))
-    status = os.waitstatus_to_exitcode(int.from_bytes(server.recv(8), "little"))
+    ended = server.recv(8)
+    if not ended:
+        sys.exit(f"the fork server ended, and with it {' '.join(argv)}")
+    status = os.waitstatus_to_exitcode(int.from_bytes(ended, "little"))
     if status < 0:
         if -status in numbers:
             signal.signal(-status, signal.SIG_DFL)
