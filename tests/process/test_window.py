@@ -87,7 +87,7 @@ def ranks(folder: Path, kind: str = "shared") -> Iterator[list[subprocess.Popen[
 def left_behind() -> list[str]:
     """List what could be left: files in memory, sockets without a file."""
     sockets = Path("/proc/net/unix").read_text().splitlines()
-    return [*os.listdir("/dev/shm"), *[line for line in sockets if "paceline-" in line]]
+    return [*os.listdir("/dev/shm"), *[line for line in sockets if "@paceline-" in line]]
 
 
 @pytest.mark.parametrize("kind", installed(["shared", "tcp", "nixl"]))
