@@ -31,6 +31,8 @@ class ReplicaHooks:
     """Hooks on a model that call `before_read` and `gradient_ready` of a synchronizer.
 
     Attributes:
+        trained: the trained parameters.
+        synchronizer: the synchronizer of their gradients.
         gradients: the gradients of the current step.
         exchanging: whether gradients are sent as soon as they are complete; otherwise, they
             accumulate.
@@ -54,7 +56,7 @@ class ReplicaHooks:
         self.reads: ReadMap | None = None
         self._tracer: ReadTracer | None = None
         if reads is not None:
-            self._follow(reads)
+            self._use_reads(reads)
         else:
             self._wait_in(owners(model))
             self._tracer = ReadTracer(model)
@@ -81,7 +83,7 @@ class ReplicaHooks:
         if self._tracer is None:
             return
         reads, self._tracer = self._tracer.finish(self.gradients.parameters), None
-        self._follow(reads)
+        self._use_reads(reads)
         for bucket in self._unread:
             self.synchronizer.before_read(bucket)
 
@@ -94,7 +96,7 @@ class ReplicaHooks:
         self._waits.close()
         self.synchronizer.close()
 
-    def _follow(self, reads: ReadMap) -> None:
+    def _use_reads(self, reads: ReadMap) -> None:
         self.reads = reads
         self._wait_in(reads.readers)
         self._unread = tuple(
@@ -109,7 +111,7 @@ class ReplicaHooks:
         assert isinstance(parameter, nn.Parameter)
         if self._tracer is not None:
             self._tracer.used.add(parameter)
-        bucket = self.gradients.arrive(index, parameter, exchanging=self.exchanging)
+        bucket = self.gradients.add(index, parameter, exchanging=self.exchanging)
         if bucket is not None:
             self.synchronizer.gradient_ready(bucket)
 
@@ -183,13 +185,13 @@ class StepGradients:
     def begin(self, number: int) -> None:
         """Expect all gradients of a step."""
         self._number = number
-        self._missing = [True] * len(self._buckets)
+        self._expected = [True] * len(self._buckets)
         self._remaining = list(self._sizes)  # gradients that each bucket has yet to get
         self._sample: tuple[nn.Parameter, Tensor] | None = None  # a few values, as they were sent
-        self._same: Tensor | None = None  # whether they were the same when all were reduced
+        self._sample_unchanged: Tensor | None = None  # whether they were equal before the reduction
 
-    def arrive(self, index: int, parameter: nn.Parameter, *, exchanging: bool) -> Bucket | None:
-        """Take a completed gradient; return its bucket if that is complete now.
+    def add(self, index: int, parameter: nn.Parameter, *, exchanging: bool) -> Bucket | None:
+        """Add a completed gradient; return its bucket if that is complete now.
 
         Args:
             index: the parameter's index.
@@ -199,7 +201,7 @@ class StepGradients:
         Raises:
             ConfigError: the gradient was sent before, or is sparse.
         """
-        if not self._missing[index]:
+        if not self._expected[index]:
             raise ConfigError(
                 f"the gradient of {self._names[index]} was accumulated twice in step "
                 f"{self._number}: under no_sync(), run every backward pass of a step except the "
@@ -215,7 +217,7 @@ class StepGradients:
             )
         if not exchanging:
             return None
-        self._missing[index] = False
+        self._expected[index] = False
         self.guard.note(index, gradient)
         if self._sample is None:
             self._sample = (parameter, _first_values(gradient).clone())
@@ -223,8 +225,8 @@ class StepGradients:
         self._remaining[bucket.index] -= 1
         return None if self._remaining[bucket.index] else bucket
 
-    def reduce(self) -> None:
-        """Allow any write: `.grad` becomes the global mean. No more gradients may arrive.
+    def before_reduce(self) -> None:
+        """Check that sent gradients are unwritten, and accept no more; then `.grad` may be written.
 
         Raises:
             ConfigError: a sent gradient was written, replaced or removed.
@@ -232,12 +234,12 @@ class StepGradients:
         self.guard.refuse_gradients()
         if self._sample is not None and (now := self._sample[0].grad) is not None:
             sent = self._sample[1]
-            self._same = ((_first_values(now) == sent) | sent.isnan()).all()
-        self._missing = [False] * len(self._buckets)
+            self._sample_unchanged = ((_first_values(now) == sent) | sent.isnan()).all()
+        self._expected = [False] * len(self._buckets)
 
     def reduced_as_sent(self) -> bool:
         """Tell whether gradients were the same when they were sent and when they were reduced."""
-        return self._same is None or bool(self._same)
+        return self._sample_unchanged is None or bool(self._sample_unchanged)
 
 
 def _first_values(gradient: Tensor) -> Tensor:

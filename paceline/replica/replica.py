@@ -153,7 +153,7 @@ class Replica:
                 "before optimizer.step()."
             )
         if not self._reduced:
-            self._binding.gradients.reduce()
+            self._binding.gradients.before_reduce()
             self._binding.synchronizer.reduce()
             self._reduced = True
 
