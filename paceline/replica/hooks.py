@@ -250,32 +250,34 @@ def _first_values(gradient: Tensor) -> Tensor:
 def patch(target: object, name: str, function: Callable[..., Any]) -> Callable[[], None]:
     """Replace a method of one object by `function(target, …)`; return what undoes that.
 
-    The replacement is a bound method, as torch's schedulers expect of `optimizer.step`.
+    The replacement is a bound method, as torch's schedulers expect of `optimizer.step`. It has the
+    flag of a step that a scheduler has wrapped already, so that schedulers don't wrap it again.
     """
 
     def method(this: object, *args: object, **kwargs: object) -> object:
         return function(this, *args, **kwargs)
 
-    method._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers see the replica's
+    method._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     return replace(target, name, MethodType(method, target))
 
 
-def watch_scaler(optimizer: Optimizer, asked: Callable[[], None]) -> Callable[[], None]:
-    """Call `asked` when a `GradScaler.step(optimizer)` begins; return what undoes that.
+def watch_scaler(optimizer: Optimizer, on_scaler_step: Callable[[], None]) -> Callable[[], None]:
+    """Call `on_scaler_step` when `GradScaler.step(optimizer)` begins; return what undoes that.
 
-    The scaler's kernels aren't counted as writes. But before anything else `GradScaler.step` reads
-    a flag of the optimizer, whether its kernel unscales by itself; `_ScalerFlag` replaces the flag.
+    Autograd doesn't count the writes of the scaler's kernels. But before anything else
+    `GradScaler.step` reads a flag of the optimizer, whether its kernel unscales by itself;
+    `_ScalerFlag` replaces the flag.
     """
     before = vars(optimizer).get(_SCALER_FLAG)
-    return replace(optimizer, _SCALER_FLAG, _ScalerFlag(bool(before), asked))
+    return replace(optimizer, _SCALER_FLAG, _ScalerFlag(bool(before), on_scaler_step))
 
 
 class _ScalerFlag:
-    """Optimizer flag whose `__bool__` calls `asked`: detects when a `GradScaler` reads the flag."""
+    """Optimizer flag that calls `on_read` when a `GradScaler` reads it by `__bool__`."""
 
-    def __init__(self, value: bool, asked: Callable[[], None]) -> None:
-        self._value, self._asked = value, asked
+    def __init__(self, value: bool, on_read: Callable[[], None]) -> None:
+        self._value, self._on_read = value, on_read
 
     def __bool__(self) -> bool:
-        self._asked()
+        self._on_read()
         return self._value

@@ -252,7 +252,7 @@ class Replica:
 
     def _done(self) -> None:
         self._number = None
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look at it
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers check it
         self._binding.end()
 
     def _refuse_early_unscaling(self) -> None:
