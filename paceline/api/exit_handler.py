@@ -6,11 +6,14 @@
     any other error       its traceback; 1
     sys.exit(3)           nothing, but the peers get the reason; 3
 
-The handler replaces `sys.excepthook` while the world is active. Where there are peers, the process
-ends at once: threads that wait for lost peers would delay the interpreter's shutdown, and with it
-the peers. Before that the newest state in memory is written to the disk.
+The constructor replaces `sys.excepthook`, and `sys.exit`, whose status no exit hook of the
+interpreter gets. It does so before the process joins its world, so that failures of `join` are
+reported too. `restore_hooks` puts both back after a world that closed well; after a failure they
+stay.
 
-The interpreter gives no exit hook the status of `sys.exit`, so the handler wraps `sys.exit` too.
+Where there are peers, the process ends at once: threads that wait for lost peers would delay the
+interpreter's shutdown, and with it the peers. Before that the newest state in memory is written to
+the disk.
 """
 
 from __future__ import annotations
@@ -40,53 +43,57 @@ class ExitHandler:
 
     Attributes:
         failed: whether the script has failed.
-        active: whether the world is open.
+        active: whether a world is open, from `activate` on.
         rescue: writes the newest in-memory snapshot to disk.
-        asked: the exit status that the script passed to `sys.exit`; 0 until then.
+        requested_status: the exit status that the script passed to `sys.exit`; 0 until then.
     """
 
     def __init__(self, environment: Environment) -> None:
         self.failed = self.active = False
         worker = environment.worker
-        self._ending: ProcessEnd = ProcessEnd() if worker is None else SupervisedEnd(worker)
+        self._process_end: ProcessEnd = ProcessEnd() if worker is None else SupervisedEnd(worker)
         self.rescue: Callable[[], object] = lambda: None
         self._alone = worker is None
         current = sys.excepthook
-        self._before: _Hook = current._before if isinstance(current, ExitHandler) else current
+        self._previous_hook: _Hook = (
+            current._previous_hook if isinstance(current, ExitHandler) else current
+        )
         sys.excepthook = self
-        self.asked = 0
+        self.requested_status = 0
         self._exit = sys.exit
-        sys.exit = self._noted
+        sys.exit = self._exit_recording_status
 
     @staticmethod
-    def installed() -> bool:
+    def any_active() -> bool:
         """Tell whether this process has an open world."""
         return isinstance(sys.excepthook, ExitHandler) and sys.excepthook.active
 
-    def install(self, joined: Joined) -> None:
-        """Report failures of a process of this world from now on."""
+    def activate(self, joined: Joined) -> None:
+        """Report failures as those of a process of this world from now on."""
         self._alone = self._alone and joined.members.world_size == 1
-        self._ending, self.active = joined.ending, True
+        self._process_end, self.active = joined.ending, True
 
-    def uninstall(self) -> None:
-        """Put the interpreter's own hooks back: the world ended well."""
+    def restore_hooks(self) -> None:
+        """Put back the hooks that the constructor replaced: the world ended well."""
         self.active = False
         if sys.excepthook is self:
-            sys.excepthook = self._before
-        if sys.exit == self._noted:
+            sys.excepthook = self._previous_hook
+        if sys.exit == self._exit_recording_status:
             sys.exit = self._exit
 
     def warn(self) -> None:
         """Post the reason for the peers, if the script ends with a status other than 0."""
-        if self.asked:
-            self._ending.warn(self.asked)
+        if self.requested_status:
+            self._process_end.warn(self.requested_status)
 
-    def _noted(self, status: str | int | None = None, /) -> NoReturn:
-        self.asked = status & 0xFF if isinstance(status, int) else int(status is not None)
+    def _exit_recording_status(self, status: str | int | None = None, /) -> NoReturn:
+        self.requested_status = (
+            status & 0xFF if isinstance(status, int) else int(status is not None)
+        )
         self._exit(status)
 
     def __call__(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+        self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
         """Report why the script ends, and end the process."""
         status = self._report(error)
@@ -109,9 +116,9 @@ class ExitHandler:
         if isinstance(error, KeyboardInterrupt):
             status = _INTERRUPTED
         elif self._alone and not isinstance(error, PacelineError):
-            self._before(type(error), error, error.__traceback__)
+            self._previous_hook(type(error), error, error.__traceback__)
             status = 1
         else:
-            status = self._ending.fail(error)
+            status = self._process_end.fail(error)
         self.rescue()
         return status

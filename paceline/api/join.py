@@ -74,7 +74,7 @@ def join(
         CheckpointError: the run has checkpoints, and none can be read.
         CommError: a process is late or can't be reached.
     """
-    if ExitHandler.installed():
+    if ExitHandler.any_active():
         raise ConfigError(
             "paceline.join() was already called and its world is still open: call it once and pass "
             "the world around, or close() it first."
@@ -107,7 +107,7 @@ def join(
         try:
             joined = join_world_of(environment, first_iter_timeout=limits[0], timeout=limits[1])
             chosen = _device(device, joined.members)
-            exit_handler.install(joined)
+            exit_handler.activate(joined)
             session = Session(
                 joined=joined,
                 device=chosen,

@@ -279,13 +279,13 @@ class World:
             self._finish()
             if self._replica is not None:
                 self._replica.drain()
-            if not self._session.exit_handler.asked:  # else the status explains the end
+            if not self._session.exit_handler.requested_status:  # else the status explains the end
                 self._session.post_end(self.steps)
         except BaseException:
             self._release(*sys.exc_info())
             raise
         self._release(None, None, None)
-        self._session.exit_handler.uninstall()
+        self._session.exit_handler.restore_hooks()
         self._session.joined.ending.close()
 
     def __enter__(self) -> Self:
