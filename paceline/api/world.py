@@ -108,7 +108,7 @@ class World:
 
     @property
     def generation(self) -> int:
-        """The number of earlier starts of the run."""
+        """The number of this generation, from 0: how often the run was started before."""
         return self._start.generation
 
     @property
@@ -131,8 +131,8 @@ class World:
 
         Args:
             samples: the number of samples of which this rank's loss is the mean. Give it on all
-                ranks or on none. A rank with 0 needs no forward and backward, except with
-                `sync_bn`, whose layers exchange within them: there any samples do.
+                ranks or on none. A rank with 0 needs no forward and backward. With `sync_bn` it
+                still runs both, on any samples, because the layers exchange within them.
 
         Raises:
             ConfigError: a call breaks a rule of the exchange; names the remedy.
@@ -295,13 +295,13 @@ class World:
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
-        trace: TracebackType | None,
+        traceback: TracebackType | None,
     ) -> None:
         if kind is None or issubclass(kind, SystemExit):
             self._session.exit_handler.warn()
             self.close()
         else:
-            self._release(kind, error, trace)
+            self._release(kind, error, traceback)
 
     def _bind(
         self,
@@ -485,14 +485,14 @@ class World:
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
-        trace: TracebackType | None,
+        traceback: TracebackType | None,
     ) -> None:
         """Close all resources; the exit handler still reports the error, if there is one."""
         if not self._closed:
             self._closed = True
             atexit.unregister(self._close_at_exit)
             self._session.exit_handler.active = False
-            self._session.resources.__exit__(kind, error, trace)
+            self._session.resources.__exit__(kind, error, traceback)
 
     def _close_at_exit(self) -> None:
         """Close at the end of the script, and report where that fails."""
