@@ -2,7 +2,8 @@
 
 They live until other parameters are trained (a layer is frozen, say), or another exchange is used;
 then the replica makes others. Their first step traces the reads (`read_tracing.py`), unless an
-earlier one of the same parameters did; until then each parameter's owner waits for it.
+earlier one of the same parameters did; until then the module that registers a parameter waits for
+it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from paceline.algorithms.synchronizer import Synchronizer
 from paceline.errors import ConfigError
 from paceline.reduce.buckets import Bucket
 from paceline.replica.compiled_modules import around_call, is_compiled, replace
-from paceline.replica.read_tracing import Readers, ReadMap, ReadTracer, owners
+from paceline.replica.read_tracing import Readers, ReadMap, ReadTracer, registering_modules
 from paceline.replica.trained_parameters import TrainedParameters
 from paceline.update.write_guard import WriteGuard
 
@@ -58,7 +59,7 @@ class ReplicaHooks:
         if reads is not None:
             self._use_reads(reads)
         else:
-            self._wait_in(owners(model))
+            self._wait_in(registering_modules(model))
             self._tracer = ReadTracer(model)
         self._handles = [
             p.register_post_accumulate_grad_hook(partial(self._gradient_done, index))

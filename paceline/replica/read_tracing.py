@@ -3,12 +3,12 @@
 A module usually reads its own parameters, but not only: `MultiheadAttention` reads its child's
 (`out_proj`) without calling it. In the first step a dispatch mode sees every tensor operation
 under autograd; an operation on a parameter is a read by the innermost running module. A
-parameter's readers are those modules and the module that owns it. A module that didn't run in the
-first step (a layer that was dropped) may read any parameter: it waits for all. A module that ran,
-and that reads another module's parameter in a later step only, isn't found: such a model calls
-`settle()` first. A compiled module owns all parameters in it, and its inside isn't traced. A used
-parameter that no running module was seen to read is read by code outside, and so is one that no
-module owns. No module can wait there, so its update isn't deferred.
+parameter's readers are those modules and the module that registers it. A module that didn't run in
+the first step (a layer that was dropped) may read any parameter: it waits for all. A module that
+ran, and that reads another module's parameter in a later step only, isn't found: such a model calls
+`settle()` first. A compiled module counts as registering all parameters in it, and its inside isn't
+traced. A used parameter that no running module was seen to read is read by code outside, and so is
+one that no module registers. No module can wait there, so its update isn't deferred.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class ReadMap:
     outside: frozenset[nn.Parameter]
 
 
-def owners(model: nn.Module) -> Readers:
-    """Map each module to the trainable parameters that it registers itself."""
+def registering_modules(model: nn.Module) -> Readers:
+    """Map each module to the trainable parameters that it registers; if compiled, all inside it."""
     found: Readers = {}
     for module in visible_modules(model):
         own = [p for p in module.parameters(recurse=is_compiled(module)) if p.requires_grad]
@@ -61,7 +61,7 @@ class ReadTracer:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._owners = owners(model)
+        self._registering = registering_modules(model)
         self._running: list[nn.Module] = []
         self._over = False
         self._mode = _ReadMode(model.parameters(), self._running)
@@ -81,23 +81,23 @@ class ReadTracer:
         return self
 
     def finish(self, parameters: Iterable[nn.Parameter]) -> ReadMap:
-        """End the tracing; return which modules read which parameters, owners included."""
+        """End the tracing; return which modules read or register which parameters."""
         self._over = True
         self._undo.close()
         readers: dict[nn.Module, dict[nn.Parameter, None]] = defaultdict(dict)
-        for module, own in [*self._owners.items(), *self._mode.reads.items()]:
+        for module, own in [*self._registering.items(), *self._mode.reads.items()]:
             readers[module].update(dict.fromkeys(p for p in own if p.requires_grad))
         for module in visible_modules(self._model):
             if module not in self._ran and not is_compiled(module):
                 trained = (p for p in self._model.parameters() if p.requires_grad)
                 readers[module].update(dict.fromkeys(trained))
-        owned = {p for own in self._owners.values() for p in own}
-        compiled = {p for m, own in self._owners.items() if is_compiled(m) for p in own}
+        registered = {p for own in self._registering.values() for p in own}
+        compiled = {p for m, own in self._registering.items() if is_compiled(m) for p in own}
         seen = compiled.union(*self._mode.reads.values())
         return ReadMap(
             readers={module: list(own) for module, own in readers.items()},
             outside=frozenset(
-                p for p in parameters if p not in owned or (p in self.used and p not in seen)
+                p for p in parameters if p not in registered or (p in self.used and p not in seen)
             ),
         )
 
