@@ -35,7 +35,7 @@ from paceline.errors import ConfigError
 from paceline.reduce.buckets import Bucket, partition
 from paceline.replica.hooks import ReplicaHooks, patch, watch_scaler
 from paceline.replica.read_tracing import ReadMap
-from paceline.replica.trained_parameters import TrainedParameters, state_of
+from paceline.replica.trained_parameters import TrainedParameters, fingerprint_of
 from paceline.update.batch_norm import BatchShare
 
 MakeSynchronizer = Callable[[Sequence[Bucket]], Synchronizer]
@@ -210,7 +210,7 @@ class Replica:
 
     def _bind_anew_if_changed(self) -> None:
         old, plan = self._binding, self._next_plan() if self._next_plan else None
-        same = state_of(self._optimizer) == old.trained.state
+        same = fingerprint_of(self._optimizer) == old.trained.fingerprint
         if same and plan is None:
             return
         self._plan = plan or self._plan

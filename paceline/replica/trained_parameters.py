@@ -3,7 +3,7 @@
 A parameter is exchanged if the optimizer has it and it isn't frozen, be it the model's or not (a
 loss's own, say). Layers may be frozen and unfrozen, and parameters and groups added to the
 optimizer, between any two steps; all ranks do the same at the same step. Each step begins with a
-comparison of `state`, a few numbers a parameter: about 25 microseconds for a ResNet-50.
+comparison of `fingerprint`, a few numbers a parameter: about 25 microseconds for a ResNet-50.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from paceline.errors import ConfigError
 
-State = tuple[tuple[tuple[int, bool, torch.dtype, torch.device], ...], ...]
+Fingerprint = tuple[tuple[tuple[int, bool, torch.dtype, torch.device], ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -25,7 +25,7 @@ class TrainedParameters:
     """Trained parameters: their names, groups and freezing state.
 
     Attributes:
-        state: for each group of the optimizer, the ids, freezing, dtypes and devices of its
+        fingerprint: for each group of the optimizer, the ids, freezing, dtypes and devices of its
             parameters; compared to detect changes.
         names: the name of each parameter. The model's parameters come first, in the model's order;
             then the parameters that only the optimizer has.
@@ -33,7 +33,7 @@ class TrainedParameters:
         buffers: the model's buffers.
     """
 
-    state: State
+    fingerprint: Fingerprint
     names: dict[nn.Parameter, str]
     groups: dict[nn.Parameter, int]
     buffers: tuple[Tensor, ...]
@@ -55,8 +55,10 @@ class TrainedParameters:
                     f"{name} is uninitialised (lazy): run one batch through the model before "
                     "paceline.parallelize()."
                 )
-        state, buffers = state_of(optimizer), tuple(model.buffers())
-        return TrainedParameters(state=state, names=names, groups=groups, buffers=buffers)
+        fingerprint, buffers = fingerprint_of(optimizer), tuple(model.buffers())
+        return TrainedParameters(
+            fingerprint=fingerprint, names=names, groups=groups, buffers=buffers
+        )
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -64,7 +66,7 @@ class TrainedParameters:
         return [*self.names, *self.buffers]
 
 
-def state_of(optimizer: Optimizer) -> State:
+def fingerprint_of(optimizer: Optimizer) -> Fingerprint:
     """Return a value that changes with the trained parameters and their groups."""
     return tuple(
         tuple((id(p), p.requires_grad, p.dtype, p.device) for p in group["params"])
