@@ -72,20 +72,20 @@ class Loader:
             DataError: a worker process that loads data died or hangs.
             SystemExit: this process, or another, received a signal to stop; the state is saved.
         """
-        return self._trained() if self._train else self._evaluated()
+        return self._training_batches() if self._train else self._evaluation_batches()
 
-    def _trained(self) -> Iterator[Any]:
+    def _training_batches(self) -> Iterator[Any]:
         epoch, first = self._world._begin_epoch()
         try:
             for batch_slice, batch in self._mapped.epoch(epoch, first):
                 self._step, self._count = batch_slice.step, batch_slice.count
-                self._world._hand_out(batch_slice)
+                self._world._queue_slice(batch_slice)
                 yield batch
             self._world._end_steps()
         finally:
             self._world._position.iterating = False
 
-    def _evaluated(self) -> Iterator[Any]:
+    def _evaluation_batches(self) -> Iterator[Any]:
         """Skip empty slices: in an evaluation no rank waits for another."""
         for batch_slice, batch in self._mapped.epoch(0):
             self._step, self._count = batch_slice.step, batch_slice.count
@@ -145,5 +145,5 @@ def loader(
             collate=collate_fn,
             pin_memory=pin_memory,
         )
-        world._admit(order, train=train)
+        world._add_loader(order, train=train)
     return Loader(mapped, order, world, train=train)

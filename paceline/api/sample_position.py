@@ -32,6 +32,7 @@ class SamplePosition:
         device: device of the tensors that are communicated.
 
     Attributes:
+        position: the run's position.
         order: the sample order of the training loader, or None.
         waiting: batch slices that the loader has yielded and that no step has trained yet.
         iterating: whether an iteration of the loader is in progress.
@@ -48,7 +49,7 @@ class SamplePosition:
         self.order: Order | None = None
         self.waiting: list[BatchSlice] = []
         self._saved_order: Mapping[str, Any] | None = None  # in the checkpoint
-        self._taken = 0  # positions of the endless epoch
+        self._taken = self._next_taken = 0  # positions of the endless epoch; after the next step
 
     @property
     def epoch(self) -> int:
@@ -65,7 +66,7 @@ class SamplePosition:
         """Whether all steps of the epoch are done."""
         return self.order is not None and self.position.step >= self.order.steps
 
-    def follow(self, order: Order) -> None:
+    def use_order(self, order: Order) -> None:
         """Use a loader's order from the first step on.
 
         Raises:
@@ -104,7 +105,7 @@ class SamplePosition:
                 "len(loader)); if the loop doesn't train, pass train=False to the loader."
             )
 
-    def take(self, samples: int | None) -> tuple[BatchSlice, Sequence[BatchSlice]]:
+    def next_slice(self, samples: int | None) -> tuple[BatchSlice, Sequence[BatchSlice]]:
         """Return the slice that the next step trains, and earlier ones that it trains too.
 
         Args:
@@ -117,7 +118,7 @@ class SamplePosition:
         """
         self.begun = True
         if self.order is None:
-            return self._counted(samples), ()
+            return self._slice_without_loader(samples), ()
         if not self.waiting:
             raise ConfigError(
                 "world.step() was called without a batch: call it once for each batch of the "
@@ -126,13 +127,13 @@ class SamplePosition:
             )
         *earlier, last = self.waiting
         if samples is not None:
-            return replace(last, fraction=samples / sum(self._counts(samples))), earlier
+            return replace(last, fraction=samples / sum(self._exchange_counts(samples))), earlier
         return (self._accumulated(last) if earlier else last), earlier
 
-    def trained(self) -> None:
-        """Count the slices that `take` returned as trained."""
+    def mark_trained(self) -> None:
+        """Count the slices that `next_slice` returned as trained."""
         if self.order is None:
-            self._taken = self._next
+            self._taken = self._next_taken
         self.waiting.clear()
 
     def state_dict(self) -> dict[str, Any]:
@@ -156,8 +157,8 @@ class SamplePosition:
         local = sum(each.count for each in self.waiting)
         return replace(last, fraction=local / sum(each.global_count for each in self.waiting))
 
-    def _counted(self, samples: int | None) -> BatchSlice:
-        """Take positions of the endless epoch, in rank order."""
+    def _slice_without_loader(self, samples: int | None) -> BatchSlice:
+        """Return this rank's positions of the endless epoch; ranks take them in rank order."""
         if self._saved_order is not None:
             raise ConfigError(
                 "the run's checkpoint was written with a training loader, but this script has "
@@ -165,9 +166,9 @@ class SamplePosition:
                 "paceline.join()."
             )
         world_size, rank = self._communicator.world_size, self._communicator.rank
-        counts = [1] * world_size if samples is None else self._counts(samples)
+        counts = [1] * world_size if samples is None else self._exchange_counts(samples)
         first, number = self._taken + sum(counts[:rank]), self.position.number
-        self._next = self._taken + sum(counts)
+        self._next_taken = self._taken + sum(counts)
         return BatchSlice(
             epoch=0,
             step=number,
@@ -177,8 +178,8 @@ class SamplePosition:
             global_count=sum(counts),
         )
 
-    def _counts(self, samples: int) -> list[int]:
-        """Exchange the ranks' numbers of samples."""
+    def _exchange_counts(self, samples: int) -> list[int]:
+        """Return the numbers of samples of all ranks; collective."""
         if samples < 0:
             raise ConfigError(f"samples is {samples}; it must be at least 0.")
         what = "the ranks' numbers of samples"

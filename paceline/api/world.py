@@ -68,12 +68,12 @@ class World:
         self._tracked = Tracked(None if start.state is None else start.state.get("tracked", {}))
         self._position = SamplePosition(start.position, communicator, session.device)
         start.restore({"course": self._position})
-        self._parts: dict[str, Any] = {}  # "model" and "optimizer", once there is a model
+        self._saved_objects: dict[str, Any] = {}  # "model" and "optimizer", once there is a model
         self._steps: Steps | None = None
         self._replica: Replica | None = None
         self._loaders = 0
         self._begun = False  # this process has begun its first step
-        self._inside = False  # a step is active
+        self._in_step = False  # a step is active
         self._broken = False  # an error or a stop ended the last step
         self._closed = False
         session.exit_handler.rescue = self._rescue
@@ -141,15 +141,15 @@ class World:
             SystemExit: this process, or another, received a signal to stop; the state is saved.
         """
         steps = self._between_steps("world.step()")
-        with self._until_stop():
-            batch_slice, earlier = self._position.take(samples)
+        with self._exit_on_stop():
+            batch_slice, earlier = self._position.next_slice(samples)
             self._begin()
-            self._inside = self._broken = True
+            self._in_step = self._broken = True
             try:
                 with steps.step(batch_slice):
                     yield
             finally:
-                self._inside = False
+                self._in_step = False
             self._broken = False
             for one in earlier:
                 self._recorder.event(
@@ -161,7 +161,7 @@ class World:
                     last=one.last,
                     skipped=one.skipped,
                 )
-            self._position.trained()
+            self._position.mark_trained()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients of backward passes inside; a later pass outside exchanges the sum.
@@ -169,7 +169,7 @@ class World:
         Raises:
             ConfigError: there is no model yet.
         """
-        return self._bound("world.no_sync()").no_sync()
+        return self._require_replica("world.no_sync()").no_sync()
 
     def reduce(self) -> None:
         """Wait until every `.grad` is the mean over the global batch and may be changed.
@@ -180,7 +180,7 @@ class World:
             ConfigError: no step is active, or a gradient was changed before.
             CommError: a peer is lost or silent.
         """
-        self._bound("world.reduce()").reduce()
+        self._require_replica("world.reduce()").reduce()
 
     def settle(self) -> None:
         """Wait until all parameters are those after the last `optimizer.step()`.
@@ -192,7 +192,7 @@ class World:
             ConfigError: there is no model yet.
             CommError: a peer is lost or silent.
         """
-        self._bound("world.settle()").settle()
+        self._require_replica("world.settle()").settle()
 
     def total(self, tensor: Tensor) -> Tensor:
         """Return the sum of a tensor over all ranks; collective.
@@ -206,7 +206,7 @@ class World:
             CommError: a peer is lost, silent, or has ended.
         """
         self._require_open("world.total()")
-        if self._inside and self._replica is not None and not self._replica.ended:
+        if self._in_step and self._replica is not None and not self._replica.ended:
             raise ConfigError(
                 "world.total() was called inside a step before optimizer.step(), during the "
                 "gradient exchange: call it after optimizer.step()."
@@ -242,9 +242,9 @@ class World:
                 "that the state can be restored."
             )
         self._tracked.add({**self._tracked.unnamed(objects), **named})
-        if self._parts:
+        if self._saved_objects:
             with in_python():  # a new scheduler has reset the optimizer's rates
-                self._start.restore({"optimizer": self._parts["optimizer"]})
+                self._start.restore({"optimizer": self._saved_objects["optimizer"]})
 
     def checkpoint(self) -> None:
         """Save a checkpoint now, in the background. All ranks call it; rank 0 writes.
@@ -314,7 +314,7 @@ class World:
         session, rank = self._session, self.rank
         session.resources.callback(replica.close)
         session.resources.callback(_refuse_outside(optimizer, replica))
-        self._replica, self._parts = replica, parts
+        self._replica, self._saved_objects = replica, parts
         checkpointer = None
         if session.run is not None and rank == 0:
             saved: Mapping[str, Stateful] = {
@@ -341,8 +341,8 @@ class World:
             device=session.device,
         )
 
-    def _admit(self, order: Order, *, train: bool) -> None:
-        """Admit a loader; collective.
+    def _add_loader(self, order: Order, *, train: bool) -> None:
+        """Compare a loader with the other ranks', and use a training loader's order; collective.
 
         Raises:
             ConfigError: the ranks' loaders differ, or this one doesn't fit the run.
@@ -357,7 +357,7 @@ class World:
         }
         self._session.agree(f"loader {self._loaders}", facts)
         if train:
-            self._position.follow(order)
+            self._position.use_order(order)
 
     def _begin_epoch(self) -> tuple[int, int]:
         """End the epoch of the loader's last iteration; return the next one and its first step."""
@@ -369,8 +369,8 @@ class World:
         self._position.begun = self._position.iterating = True
         return self._position.position.epoch, self._position.position.step
 
-    def _hand_out(self, batch_slice: BatchSlice) -> None:
-        """Let the next step train a slice, perhaps with later ones."""
+    def _queue_slice(self, batch_slice: BatchSlice) -> None:
+        """Queue a slice for the next step, which may train later ones too."""
         self._position.waiting.append(batch_slice)
         if self._steps is not None:
             self._steps.seed(batch_slice.number)
@@ -379,7 +379,7 @@ class World:
         """End an epoch's steps; stop here where a signal requested it."""
         self._position.require_all_trained()
         if self._steps is not None:
-            with self._until_stop():
+            with self._exit_on_stop():
                 self._steps.end_steps()
 
     def _begin(self) -> None:
@@ -401,7 +401,7 @@ class World:
             steps=order and order.steps,
             epochs=None,  # only the script has this number
             batch=order and order.batch_size,
-            model=type(self._parts["model"]).__name__,
+            model=type(self._saved_objects["model"]).__name__,
             device=self.device.type,
         )
         origin = self._start.origin
@@ -429,7 +429,7 @@ class World:
         if self._closed:
             raise ConfigError(f"{call} was used after world.close(): call paceline.join() again.")
 
-    def _bound(self, call: str) -> Replica:
+    def _require_replica(self, call: str) -> Replica:
         """Return the model's replica; raise ConfigError if there is none or the world is closed."""
         self._require_open(call)
         if self._replica is None:
@@ -440,9 +440,9 @@ class World:
         return self._replica
 
     def _between_steps(self, call: str) -> Steps:
-        self._bound(call)
+        self._require_replica(call)
         assert self._steps is not None
-        if self._inside:
+        if self._in_step:
             raise ConfigError(f"{call} was called inside a step: call it between steps.")
         if self._broken:
             raise ConfigError(
@@ -469,8 +469,8 @@ class World:
             raise cause from error
 
     @contextmanager
-    def _until_stop(self) -> Iterator[None]:
-        """End the script with the run, where a signal requested it."""
+    def _exit_on_stop(self) -> Iterator[None]:
+        """Exit the script where the block stops the run, as a signal requested."""
         session = self._session
         try:
             with self._explained():
