@@ -337,7 +337,7 @@ class World:
             policy=SavePolicy(steps=output.checkpoint_steps, minutes=output.checkpoint_minutes),
             stopping=lambda: session.signals.status != 0,
             check_sums=lambda number, sums: None,
-            values=0,
+            value_count=0,
             device=session.device,
         )
 

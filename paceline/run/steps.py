@@ -8,7 +8,7 @@ schedule and the epoch's end. All ranks receive the same summaries, so they stop
 boundary. Rank 0 saves the state and decides when; what it decides by its clock is a request that
 all ranks receive, so that they contribute their own state at the same boundary:
 
-    step n  send(n, request) ── step n + 1 ── boundary n + 2: receive it; settle, snapshot
+    step n  send(n, request=…) ── step n + 1 ── boundary n + 2  receive(before=n + 1), snapshot
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from paceline.run.step_summary import StepSummaries
 from paceline.state.checkpoint_files import EXCHANGE
 from paceline.state.checkpointer import Checkpointer
 
-_RANDOM, _BEFORE = 3, 4  # purposes of the seed's, beside the data's
+# Purposes of random streams: inside a step, and before it. Those in `paceline.data` are 1 to 6.
+_IN_STEP, _BEFORE_STEP = 3, 4
 
 
 class Stop(Exception):
@@ -101,8 +102,8 @@ class Steps:
         stopping: returns whether this rank was asked to stop.
         check_sums: called after each step with the step's number and its sums over all ranks; may
             raise.
-        values: number of values that are summed per step.
-        device: device of these values.
+        value_count: number of values that are summed per step.
+        device: device of the values.
     """
 
     def __init__(
@@ -119,20 +120,20 @@ class Steps:
         policy: SavePolicy,
         stopping: Callable[[], bool],
         check_sums: Callable[[int, Sequence[float]], None],
-        values: int,
+        value_count: int,
         device: torch.device,
     ) -> None:
         self._replica, self._summaries = replica, summaries
         self._recorder, self._checkpointer = recorder, checkpointer
         self._rank, self._seed = rank, seed
         self.generation, self.position = generation, position
-        self.position.sums = self.position.sums or [0.0] * values
+        self.position.sums = self.position.sums or [0.0] * value_count
         self._stopping, self._check_sums = stopping, check_sums
-        self._values, self._device = values, device
-        self._stop_asked: int | None = None  # the step in which a rank asked to stop
-        of_rank_0 = [checkpointer is not None, policy.steps]
-        self._saves, steps = broadcast_state(
-            summaries.communicator, of_rank_0, device, "the broadcast of rank 0's decisions"
+        self._value_count, self._device = value_count, device
+        self._stop_requested_in: int | None = None  # the step in which a rank asked to stop
+        rank_0_settings = [checkpointer is not None, policy.steps]
+        self._saving, steps = broadcast_state(
+            summaries.communicator, rank_0_settings, device, "the broadcast of rank 0's decisions"
         )
         self._policy = replace(policy, steps=steps)
         # Rank 0's requests, by the steps that reported them; carried out two boundaries later.
@@ -148,7 +149,7 @@ class Steps:
             fields: more fields of its event.
 
         Yields:
-            (values,) float64 zeros for the block to fill in: this rank's part of the step's sums.
+            (value_count,) float64 zeros, which the block fills with this rank's part of the sums.
 
         Raises:
             Stop: all ranks agreed to stop before this step.
@@ -159,8 +160,8 @@ class Steps:
         with span("step", step=number):
             with span("boundary"):
                 self._boundary(number)
-            self._seed_streams(_RANDOM, number)
-            sums = torch.zeros(self._values, dtype=torch.float64, device=self._device)
+            self._seed_streams(_IN_STEP, number)
+            sums = torch.zeros(self._value_count, dtype=torch.float64, device=self._device)
             with span("train"), self._replica.step(number, batch.weight):
                 yield sums
         self._recorder.event(
@@ -183,7 +184,7 @@ class Steps:
 
     def seed(self, number: int) -> None:
         """Start the random streams of what a script computes before a step begins."""
-        self._seed_streams(_BEFORE, number)
+        self._seed_streams(_BEFORE_STEP, number)
 
     def end_steps(self) -> list[float]:
         """End an epoch's steps; return their sums, over all ranks. All ranks call it.
@@ -192,7 +193,7 @@ class Steps:
             Stop, CommError, CheckpointError: as `step`.
         """
         self._receive_summaries(before=self.position.number)
-        if self._stop_asked is not None:
+        if self._stop_requested_in is not None:
             self._stop()
         self._snapshot()
         return list(self.position.sums)
@@ -201,13 +202,17 @@ class Steps:
         """Start the next epoch, and save. All ranks call it.
 
         Args:
-            accuracy: on the test data; the best one's checkpoint is kept.
+            accuracy: on the test data; the checkpoint of the best one is retained.
         """
         position = self.position
         best = accuracy is not None and (position.best is None or accuracy > position.best)
         if best:
             position.best = accuracy
-        position.epoch, position.step, position.sums = position.epoch + 1, 0, [0.0] * self._values
+        position.epoch, position.step, position.sums = (
+            position.epoch + 1,
+            0,
+            [0.0] * self._value_count,
+        )
         self.save(best=best)
 
     def save(self, *, best: bool = False) -> None:
@@ -243,7 +248,7 @@ class Steps:
 
     def _boundary(self, number: int) -> None:
         self._receive_summaries(before=number - 1)
-        agreed = self._stop_asked is not None and self._stop_asked < number - 1
+        agreed = self._stop_requested_in is not None and self._stop_requested_in < number - 1
         if agreed or (self._summaries.alone and self._stopping()):
             self._stop()
         if self._checkpointer is not None:
@@ -263,7 +268,7 @@ class Steps:
             step, request = self._requests.popleft()
             if request is Request.SNAPSHOT or step >= self._saved_number:  # else it was saved since
                 requests.append(request)
-        if not self._saves:
+        if not self._saving:
             return Request.NOTHING
         if self._summaries.alone:
             requests.append(self._request())
@@ -280,14 +285,14 @@ class Steps:
         if due and self.position.number > self._saved_number:
             self._saved_at = time.monotonic()
             return Request.SAVE
-        return Request.SNAPSHOT if self._checkpointer.ask() else Request.NOTHING
+        return Request.SNAPSHOT if self._checkpointer.snapshot_due() else Request.NOTHING
 
     def _receive_summaries(self, *, before: int) -> None:
         for summary in self._summaries.receive(before=before):
             sums = zip(self.position.sums, summary.sums, strict=True)
             self.position.sums = [total + added for total, added in sums]
-            if summary.stop and self._stop_asked is None:
-                self._stop_asked = summary.step
+            if summary.stop and self._stop_requested_in is None:
+                self._stop_requested_in = summary.step
             if summary.request:
                 self._requests.append((summary.step, Request(summary.request)))
             self._check_sums(summary.step, summary.sums)
@@ -297,7 +302,7 @@ class Steps:
             self._replica.settle()
         self._receive_summaries(before=self.position.number)
         started = time.monotonic()
-        state = self._replica.state() if self._saves else None
+        state = self._replica.state() if self._saving else None
         if self._checkpointer is not None:
             spent = time.monotonic() - started
             position = {**asdict(self.position), "generation": self.generation}

@@ -84,21 +84,21 @@ class Checkpointer:
         self._constant = constant
         self.published: SimpleQueue[tuple[int, Path]] = SimpleQueue()
         self._clock = clock
-        self._asked_at, self._cost = clock(), 0.0
+        self._last_due_at, self._cost = clock(), 0.0
         self._snapshot: _Snapshot | None = None
         self._spare: Any = None  # memory of a snapshot that is no longer needed
         self._writing = threading.Lock()  # held while a file is written
         self._writer: threading.Thread | None = None
         self._failure: PacelineError | None = None
 
-    def ask(self) -> bool:
-        """Ask for a snapshot; return whether it will cost under one per cent of the time.
+    def snapshot_due(self) -> bool:
+        """Tell whether a snapshot is due; the next call assumes that it is taken then.
 
-        The time is that since the last one was taken, or was to be.
+        It is due if it costs under one per cent of the time since the last one was taken or due.
         """
         now = self._clock()
-        due = self._cost <= _COST * (now - self._asked_at)
-        self._asked_at = now if due else self._asked_at
+        due = self._cost <= _COST * (now - self._last_due_at)
+        self._last_due_at = now if due else self._last_due_at
         return due
 
     def capture(
@@ -131,8 +131,8 @@ class Checkpointer:
         # A thread that holds the lock may be reading the old one; a later one reads the new.
         free = old is not None and not old.wanted and not self._writing.locked()
         self._spare = old.state if old is not None and free else None
-        self._asked_at = self._clock()
-        self._cost = self._asked_at - started + spent
+        self._last_due_at = self._clock()
+        self._cost = self._last_due_at - started + spent
 
     def publish(self) -> None:
         """Begin to write the last snapshot; an earlier one that is being written comes first."""

@@ -124,7 +124,7 @@ def build_trainer(
         policy=SavePolicy(steps=output.checkpoint_steps, minutes=output.checkpoint_minutes),
         stopping=stopping,
         check_sums=watch_of(config, of_losses, folder, start.generation, train.steps).check,
-        values=BATCH_SUMS + 1,
+        value_count=BATCH_SUMS + 1,
         device=device,
     )
     return Trainer(

@@ -65,7 +65,7 @@ class Rank:
             policy=options.get("policy", SavePolicy()),
             stopping=lambda: self.number in self.requests,
             check_sums=lambda step, sums: self.heard.append((step, tuple(sums))),
-            values=2,
+            value_count=2,
             device=torch.device("cpu"),
         )
 

@@ -121,16 +121,16 @@ def test_snapshots_take_under_a_hundredth_of_the_time(tmp_path: Path) -> None:
     now = iter([0.0, 10.0, 10.5, 60.0, 60.4, 60.6, 60.7, 110.7])
     checkpointer = make_checkpointer(Part(), Checkpoints(tmp_path, 5), clock=lambda: next(now))
     checkpointer.capture(1, {})  # from 10.0 to 10.5: the next is due 50 s later
-    assert not checkpointer.ask()  # 60.0
-    assert not checkpointer.ask()  # 60.4
-    assert checkpointer.ask()  # 60.6, and it is on its way
-    assert not checkpointer.ask()  # 60.7
-    assert checkpointer.ask()  # 110.7
+    assert not checkpointer.snapshot_due()  # 60.0
+    assert not checkpointer.snapshot_due()  # 60.4
+    assert checkpointer.snapshot_due()  # 60.6, and it is on its way
+    assert not checkpointer.snapshot_due()  # 60.7
+    assert checkpointer.snapshot_due()  # 110.7
 
 
 def test_what_a_snapshot_waited_for_counts_as_its_cost(tmp_path: Path) -> None:
     now = iter([0.0, 10.0, 10.5, 110.0, 160.6])
     checkpointer = make_checkpointer(Part(), Checkpoints(tmp_path, 5), clock=lambda: next(now))
     checkpointer.capture(1, {}, spent=1.0)  # 1.5 s
-    assert not checkpointer.ask()  # 110.0
-    assert checkpointer.ask()  # 160.6
+    assert not checkpointer.snapshot_due()  # 110.0
+    assert checkpointer.snapshot_due()  # 160.6
