@@ -41,7 +41,7 @@ def say_in_python(note: str | Message) -> None:
 
 
 @contextmanager
-def in_python() -> Iterator[None]:
+def errors_name_arguments() -> Iterator[None]:
     """Let errors that leave the block name options as arguments."""
     try:
         yield

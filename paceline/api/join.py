@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.api.argument_names import in_python, say_in_python
+from paceline.api.argument_names import errors_name_arguments, say_in_python
 from paceline.api.exit_handler import ExitHandler
 from paceline.api.session import Session
 from paceline.api.world import World
@@ -79,19 +79,19 @@ def join(
             "paceline.join() was already called and its world is still open: call it once and pass "
             "the world around, or close() it first."
         )
-    with in_python():
+    with errors_name_arguments():
         environment = read_environment()
         exit_handler = ExitHandler(environment)
         worker = environment.worker
         defaults = (_FIRST_TIMEOUT, _TIMEOUT)
         if worker is not None:
             defaults = (worker.first_iter_timeout, worker.timeout)
-        limits = (
+        timeouts = (
             defaults[0] if first_iter_timeout is None else first_iter_timeout,
             defaults[1] if timeout is None else timeout,
         )
-        positive("first_iter_timeout", limits[0])
-        positive("timeout", limits[1])
+        positive("first_iter_timeout", timeouts[0])
+        positive("timeout", timeouts[1])
         output = OutputConfig(
             resume=str(resume),
             checkpoint_steps=checkpoint_steps,
@@ -105,13 +105,13 @@ def join(
         folder = None if run is None else Path(run)
         resources = ExitStack()
         try:
-            joined = join_world_of(environment, first_iter_timeout=limits[0], timeout=limits[1])
+            joined = join_world_of(environment, first_iter_timeout=timeouts[0], timeout=timeouts[1])
             chosen = _device(device, joined.members)
             exit_handler.activate(joined)
             session = Session(
                 joined=joined,
                 device=chosen,
-                limits=limits,
+                timeouts=timeouts,
                 run=folder,
                 output=output,
                 seed=seed,
@@ -119,14 +119,14 @@ def join(
                 exit_handler=exit_handler,
                 resources=resources,
             )
-            return _connected(session)
+            return _open_world(session)
         except BaseException:
             exit_handler.active = False
             resources.__exit__(*sys.exc_info())
             raise
 
 
-def _connected(session: Session) -> World:
+def _open_world(session: Session) -> World:
     """Agree with the other ranks, connect to them and find where the run resumes; collective."""
     run, output, members = session.run, session.output, session.joined.members
     if run is not None and members.local_rank == 0:
@@ -134,9 +134,9 @@ def _connected(session: Session) -> World:
         folder.check(session.identity, anew=output.resume == "no")
         folder.open(session.identity)
         session.resources.callback(folder.close)
-    session.agree("versions", version_facts())
+    session.require_equal("versions", version_facts())
     given = {"run": "given" if run else "not given", "trace_steps": output.trace_steps}
-    session.agree("arguments of join()", {**session.identity, **given})
+    session.require_equal("arguments of join()", {**session.identity, **given})
     if members.local_world_size > 1:  # the cores of a machine are shared among its processes
         cores = cores_per_worker(members.local_world_size)
         torch.set_num_threads(min(torch.get_num_threads(), cores))

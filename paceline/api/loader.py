@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from paceline.api.argument_names import in_python
+from paceline.api.argument_names import errors_name_arguments
 from paceline.api.world import World
 from paceline.data.map_style_loader import MappedLoader
 from paceline.data.order import Order
@@ -125,7 +125,7 @@ def loader(
             or the checkpoint have other values.
         CommError: a peer is silent.
     """
-    with in_python():
+    with errors_name_arguments():
         world._require_open("paceline.loader()")
         size = len(dataset) if hasattr(dataset, "__len__") else 1
         if size == 0:

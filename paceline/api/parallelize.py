@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from paceline.api.argument_names import as_arguments, in_python, say_in_python
+from paceline.api.argument_names import as_arguments, errors_name_arguments, say_in_python
 from paceline.api.tracked import refuse_foreign
 from paceline.api.world import World
 from paceline.cluster.rendezvous.preflight import model_facts
@@ -67,9 +67,9 @@ def parallelize(
             match the checkpoint.
         CommError: a peer is lost or silent.
     """
-    with in_python():
+    with errors_name_arguments():
         session = world._session
-        joined, resources, limits = session.joined, session.resources, session.limits
+        joined, resources, timeouts = session.joined, session.resources, session.timeouts
         world._require_open("paceline.parallelize()")
         arguments: dict[str, Any] = {
             "sync": sync,
@@ -82,9 +82,9 @@ def parallelize(
         config = _exchange_of(arguments, world)
         _check(model, optimizer, world)
         state = chain(model.named_parameters(), model.named_buffers())
-        session.agree("model", model_facts(state))
-        session.agree("optimizer", {"the optimizer": type(optimizer).__name__, **arguments})
-        session.agree("parameter groups", _group_facts(optimizer))
+        session.require_equal("model", model_facts(state))
+        session.require_equal("optimizer", {"the optimizer": type(optimizer).__name__, **arguments})
+        session.require_equal("parameter groups", _group_facts(optimizer))
         share = BatchShare()
         if sync_bn:
             converted = convert_sync_batchnorm(model, session.connect("layers"), share)
@@ -95,13 +95,13 @@ def parallelize(
         if session.run is not None:
             for name, part in parts.items():
                 refuse_foreign(f"{name}.state_dict()", part.state_dict())
-        intra_machine = connect_machine(joined.members, joined.store, world.device, limits, sync)
+        intra_machine = connect_machine(joined.members, joined.store, world.device, timeouts, sync)
         if intra_machine is not None:
             resources.enter_context(until_end(intra_machine))
         peers = Peers(
             members=joined.members,
             token=joined.token,
-            limits=limits,
+            limits=timeouts,
             communicator=world._communicator,
             device=world.device,
             recorder=world._recorder,

@@ -21,7 +21,7 @@ from paceline.comm.single_rank import SingleRankCommunicator
 from paceline.config.run import OutputConfig
 from paceline.errors import CommError
 
-_STORE_S = 2.0  # the limit of a store call at an end
+_STORE_S = 2.0  # timeout of a store call at an end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Session:
     Attributes:
         joined: the joined world.
         device: device of the tensors in collectives.
-        limits: timeouts in seconds: one for the start and the first step, one for later operations.
+        timeouts: in seconds: one for the start and the first step, one for later operations.
         run: the run folder, or None.
         output: when to save checkpoints, and from which checkpoint to resume.
         seed: seed of the sample order and of each step's random streams.
@@ -42,7 +42,7 @@ class Session:
 
     joined: Joined
     device: torch.device
-    limits: tuple[float, float]
+    timeouts: tuple[float, float]
     run: Path | None
     output: OutputConfig
     seed: int
@@ -55,7 +55,7 @@ class Session:
         """The arguments that distinguish this run from another."""
         return {"seed": self.seed}
 
-    def agree(self, subject: str, facts: Mapping[str, object]) -> None:
+    def require_equal(self, subject: str, facts: Mapping[str, object]) -> None:
         """Require the same facts on all ranks; collective, once per subject.
 
         Raises:
@@ -64,7 +64,7 @@ class Session:
         """
         texts = {name: str(value) for name, value in facts.items()}
         members = self.joined.members
-        compare(self.joined.store, members, subject, texts, timeout=self.limits[0])
+        compare(self.joined.store, members, subject, texts, timeout=self.timeouts[0])
 
     def connect(self, purpose: str) -> Communicator:
         """Connect to all ranks until the world ends; collective, once per purpose.
@@ -81,8 +81,8 @@ class Session:
                 world_size=members.world_size,
                 device=self.device,
                 address=members.address,
-                first_timeout=self.limits[0],
-                timeout=self.limits[1],
+                first_timeout=self.timeouts[0],
+                timeout=self.timeouts[1],
             )
         self.resources.enter_context(until_end(communicator))
         return communicator

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.api.argument_names import as_argument, in_python
+from paceline.api.argument_names import as_argument, errors_name_arguments
 from paceline.api.sample_position import SamplePosition
 from paceline.api.session import Session
 from paceline.api.tracked import Tracked
@@ -243,7 +243,7 @@ class World:
             )
         self._tracked.add({**self._tracked.unnamed(objects), **named})
         if self._saved_objects:
-            with in_python():  # a new scheduler has reset the optimizer's rates
+            with errors_name_arguments():  # a new scheduler has reset the optimizer's rates
                 self._start.restore({"optimizer": self._saved_objects["optimizer"]})
 
     def checkpoint(self) -> None:
@@ -263,7 +263,7 @@ class World:
             raise ConfigError(
                 "world.checkpoint() needs a run folder: pass run=… to paceline.join()."
             )
-        with in_python():
+        with errors_name_arguments():
             self._between_steps("world.checkpoint()").save()
 
     def close(self) -> None:
@@ -355,7 +355,7 @@ class World:
             "shuffle": order.shuffle,
             "train": train,
         }
-        self._session.agree(f"loader {self._loaders}", facts)
+        self._session.require_equal(f"loader {self._loaders}", facts)
         if train:
             self._position.use_order(order)
 
@@ -364,7 +364,7 @@ class World:
         self._require_open("the loader")
         self._position.waiting.clear()  # slices of an iteration that was left early
         if self._position.next_is_another and self._steps is not None:
-            with in_python():
+            with errors_name_arguments():
                 self._steps.end_epoch()
         self._position.begun = self._position.iterating = True
         return self._position.position.epoch, self._position.position.step
@@ -412,7 +412,7 @@ class World:
         """Save the state after the last step, unless there is none or it is broken."""
         if self._steps is None or self._broken or not self._position.begun:
             return
-        with in_python():
+        with errors_name_arguments():
             if self._position.at_end:
                 self._steps.end_epoch()
             else:

@@ -47,8 +47,8 @@ def train(config: TrainConfig, members: Members, store: Store, token: str) -> No
         layers = wiring.connect_layers(config, members, store, device)
         if layers is not None:
             stack.enter_context(until_end(layers))
-        limits = (config.world.first_iter_timeout, config.world.timeout)
-        intra_machine = wiring.connect_machine(members, store, device, limits, config.sync.sync)
+        timeouts = (config.world.first_iter_timeout, config.world.timeout)
+        intra_machine = wiring.connect_machine(members, store, device, timeouts, config.sync.sync)
         if intra_machine is not None:
             stack.enter_context(until_end(intra_machine))
         start = wiring.find_start(config.output, folder, config.identity(), communicator, device)
@@ -58,7 +58,7 @@ def train(config: TrainConfig, members: Members, store: Store, token: str) -> No
         peers = wiring.Peers(
             members=members,
             token=token,
-            limits=limits,
+            limits=timeouts,
             communicator=communicator,
             device=device,
             recorder=recorder,
