@@ -79,7 +79,7 @@ def parallelize(
             "connections": connections,
             "bucket_mb": bucket_mb,
         }
-        config = _exchange_of(arguments, world)
+        config = _checked_config(arguments, world)
         _check(model, optimizer, world)
         state = chain(model.named_parameters(), model.named_buffers())
         session.require_equal("model", model_facts(state))
@@ -91,7 +91,7 @@ def parallelize(
             assert converted is model
         parts: dict[str, Any] = {"model": model, "optimizer": optimizer}
         world._start.restore(parts)
-        _share_state(optimizer, world)
+        _broadcast_optimizer_state(optimizer, world)
         if session.run is not None:
             for name, part in parts.items():
                 refuse_foreign(f"{name}.state_dict()", part.state_dict())
@@ -124,7 +124,7 @@ def parallelize(
     return model, optimizer
 
 
-def _exchange_of(arguments: dict[str, Any], world: World) -> SyncConfig:
+def _checked_config(arguments: dict[str, Any], world: World) -> SyncConfig:
     for name, values in CHOICES.items():
         if arguments[name] not in values:
             raise ConfigError(
@@ -157,9 +157,11 @@ def _check(model: nn.Module, optimizer: Optimizer, world: World) -> None:
                 f"the model's {name} is on {tensor.device}, but this rank computes on "
                 f"{world.device}: call model.to(world.device) before you make the optimizer."
             )
-    ours = set(model.parameters())
+    model_parameters = set(model.parameters())
     groups = optimizer.param_groups
-    if ours and not any(p in ours for group in groups for p in group["params"]):
+    if model_parameters and not any(
+        p in model_parameters for group in groups for p in group["params"]
+    ):
         raise ConfigError(
             "the optimizer has none of the model's parameters: create it with model.parameters(), "
             "after moving or changing the model."
@@ -177,7 +179,7 @@ def _group_facts(optimizer: Optimizer) -> dict[str, str]:
     return facts
 
 
-def _share_state(optimizer: Optimizer, world: World) -> None:
+def _broadcast_optimizer_state(optimizer: Optimizer, world: World) -> None:
     """Broadcast the state of rank 0's optimizer, if it has any."""
     own = optimizer.state_dict() if world.rank == 0 and optimizer.state else None
     what = "the broadcast of rank 0's optimizer state"

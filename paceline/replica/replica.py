@@ -1,4 +1,4 @@
-"""A model and its optimizer bound to a synchronizer: what calls the four instants, and when.
+"""A model and its optimizer bound to a synchronizer, whose methods are called in each step.
 
     with replica.step(number, weight):      begin
         loss = criterion(model(x), y)       before_read: a pre-hook on every reader of parameters
@@ -185,9 +185,9 @@ class Replica:
         return None if state is None else state.gather(self._communicator)
 
     def restore(self, state: Mapping[str, Any]) -> bool:
-        """Restore on all ranks what `state` returned; return whether this exchange can."""
-        ours = self._binding.synchronizer.state
-        return ours is not None and ours.restore(state)
+        """Restore on all ranks what `state` returned; return False if some of it was dropped."""
+        own = self._binding.synchronizer.state
+        return own is not None and own.restore(state)
 
     def follow(self, scale: Callable[[], float]) -> None:
         """Rescale a lossy wire's residuals by the loss's `scale`, a `GradScaler.get_scale`, say."""
