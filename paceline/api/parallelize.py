@@ -89,12 +89,12 @@ def parallelize(
         if sync_bn:
             converted = convert_sync_batchnorm(model, session.connect("layers"), share)
             assert converted is model
-        parts: dict[str, Any] = {"model": model, "optimizer": optimizer}
-        world._start.restore(parts)
+        saved_objects: dict[str, Any] = {"model": model, "optimizer": optimizer}
+        world._start.restore(saved_objects)
         _broadcast_optimizer_state(optimizer, world)
         if session.run is not None:
-            for name, part in parts.items():
-                refuse_foreign(f"{name}.state_dict()", part.state_dict())
+            for name, saved in saved_objects.items():
+                refuse_foreign(f"{name}.state_dict()", saved.state_dict())
         intra_machine = connect_machine(joined.members, joined.store, world.device, timeouts, sync)
         if intra_machine is not None:
             resources.enter_context(until_end(intra_machine))
@@ -120,7 +120,7 @@ def parallelize(
             notes += config.idle_on_one_machine
         for note in notes if world.rank == 0 else ():
             say_in_python(note)
-        world._bind(model, optimizer, replica, parts)
+        world._bind(model, optimizer, replica, saved_objects)
     return model, optimizer
 
 

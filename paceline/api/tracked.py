@@ -40,11 +40,11 @@ class Tracked:
             ConfigError: an object has no state, a name is used twice, or the checkpoint has other
                 names or a state that doesn't fit.
         """
-        for name, part in named.items():
-            self._check(name, part)
+        for name, tracked in named.items():
+            self._check(name, tracked)
             if self._saved is not None:
-                _restore(name, part, self._saved)
-            self._objects[name] = part
+                _restore(name, tracked, self._saved)
+            self._objects[name] = tracked
 
     def begin(self) -> None:
         """Require that all states of the checkpoint are restored, and release them.
@@ -63,33 +63,33 @@ class Tracked:
     @property
     def scalers(self) -> list[GradScaler]:
         """The loss scalers among the objects."""
-        return [part for part in self._objects.values() if isinstance(part, GradScaler)]
+        return [tracked for tracked in self._objects.values() if isinstance(tracked, GradScaler)]
 
-    def unnamed(self, parts: tuple[Restorable, ...]) -> dict[str, Restorable]:
-        """Name objects by their classes."""
+    def default_names(self, objects: tuple[Restorable, ...]) -> dict[str, Restorable]:
+        """Return objects by their default names."""
         named: dict[str, Restorable] = {}
-        for part in parts:
-            kind, number = type(part).__name__, 1
+        for tracked in objects:
+            kind, number = type(tracked).__name__, 1
             name = kind
             while name in named or name in self._objects:
                 number += 1
                 name = f"{kind} {number}"
-            named[name] = part
+            named[name] = tracked
         return named
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states by name."""
-        return {name: part.state_dict() for name, part in self._objects.items()}
+        return {name: tracked.state_dict() for name, tracked in self._objects.items()}
 
-    def _check(self, name: str, part: Restorable) -> None:
+    def _check(self, name: str, tracked: Restorable) -> None:
         if name in self._objects:
             raise ConfigError(f"world.track(): {name} is already tracked; names must be unique.")
-        if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+        if not (hasattr(tracked, "state_dict") and hasattr(tracked, "load_state_dict")):
             raise ConfigError(
-                f"world.track(): {name} is a {type(part).__name__}, which has no state_dict() and "
-                "load_state_dict(); pass objects that have both methods."
+                f"world.track(): {name} is a {type(tracked).__name__}, which has no state_dict() "
+                "and load_state_dict(); pass objects that have both methods."
             )
-        refuse_foreign(name, part.state_dict())
+        refuse_foreign(name, tracked.state_dict())
 
 
 def refuse_foreign(name: str, state: Any) -> None:
@@ -117,7 +117,7 @@ def _leaves(where: str, state: Any) -> Iterator[tuple[str, Any]]:
         yield where, state
 
 
-def _restore(name: str, part: Restorable, saved: Mapping[str, Any]) -> None:
+def _restore(name: str, tracked: Restorable, saved: Mapping[str, Any]) -> None:
     if name not in saved:
         has = ", ".join(saved) or "nothing"
         raise ConfigError(
@@ -125,7 +125,7 @@ def _restore(name: str, part: Restorable, saved: Mapping[str, Any]) -> None:
             "objects in the same order, or begin another run with resume='no'."
         )
     try:
-        part.load_state_dict(saved[name])
+        tracked.load_state_dict(saved[name])
     except (KeyError, RuntimeError, ValueError, TypeError, AttributeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(

@@ -241,7 +241,7 @@ class World:
                 "world.track() was called after the first step: call it before the first step, so "
                 "that the state can be restored."
             )
-        self._tracked.add({**self._tracked.unnamed(objects), **named})
+        self._tracked.add({**self._tracked.default_names(objects), **named})
         if self._saved_objects:
             with errors_name_arguments():  # a new scheduler has reset the optimizer's rates
                 self._start.restore({"optimizer": self._saved_objects["optimizer"]})
@@ -308,17 +308,17 @@ class World:
         model: nn.Module,
         optimizer: Optimizer,
         replica: Replica,
-        parts: dict[str, Any],
+        saved_objects: dict[str, Any],
     ) -> None:
-        """Make steps of a model from now on; `parts` is what checkpoints save, by name."""
+        """Make steps of a model from now on; `saved_objects` is what checkpoints save, by name."""
         session, rank = self._session, self.rank
         session.resources.callback(replica.close)
         session.resources.callback(_refuse_outside(optimizer, replica))
-        self._replica, self._saved_objects = replica, parts
+        self._replica, self._saved_objects = replica, saved_objects
         checkpointer = None
         if session.run is not None and rank == 0:
             saved: Mapping[str, Stateful] = {
-                **parts,
+                **saved_objects,
                 "course": self._position,
                 "tracked": self._tracked,
             }
