@@ -18,7 +18,7 @@ from torch import nn
 
 from paceline.errors import ConfigError, Message
 
-_SHAPES = 8  # specialised for training, for evaluation, and each for some batch sizes
+_VARIANTS_PER_BLOCK = 8  # code for training and for evaluation, each for some batch sizes
 
 
 def compile_blocks(blocks: list[nn.Module], backend: str = "inductor") -> None:
@@ -26,11 +26,11 @@ def compile_blocks(blocks: list[nn.Module], backend: str = "inductor") -> None:
     import torch._dynamo as dynamo  # takes a second; imported only where it is used
 
     # Blocks share their code: one limit holds for the variants of all of them together.
-    limit = _SHAPES * len(blocks)
+    limit = _VARIANTS_PER_BLOCK * len(blocks)
     dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, limit)
     for block in blocks:
         block.compile(backend=backend)
-        around_call(block, partial(_explained, dynamo.exc.TorchDynamoException))
+        around_call(block, partial(_as_compile_error, dynamo.exc.TorchDynamoException))
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -83,15 +83,15 @@ def replace(target: object, name: str, value: object) -> Callable[[], None]:
 
 
 @contextmanager
-def _explained(kind: type[Exception]) -> Iterator[None]:
+def _as_compile_error(kind: type[Exception]) -> Iterator[None]:
     """Turn a failure of the compiler inside the block into a `ConfigError`."""
     try:
         yield
     except kind as error:
-        raise refusal(error) from error
+        raise compile_error(error) from error
 
 
-def refusal(error: BaseException) -> ConfigError:
+def compile_error(error: BaseException) -> ConfigError:
     """Return the error for a failure of torch.compile."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = f"{type(error).__name__}: {' '.join(lines[:2])[:200]}"
@@ -111,4 +111,4 @@ def check_compiler() -> None:
     try:
         torch.compile(lambda x: x + 1, dynamic=False)(torch.ones(2))
     except Exception as error:  # compilers fail in many ways
-        raise refusal(error) from error
+        raise compile_error(error) from error

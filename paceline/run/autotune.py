@@ -11,11 +11,12 @@ Trials take turns, and no step is trained twice: a trial's steps are the trainin
     round 1    A A A A A A │ B B B B B B │ C …   a block each: `SKIPPED` steps, then `COUNTED`
     round 2    the `FINALISTS` fastest, in the opposite order, so that a drift counts on both sides
 
-A step's time goes from its begin to the next one's; a block's figure is the median, in which one
-evaluation or checkpoint in between doesn't count, and the mean over the ranks, which decide alike.
-A first step isn't counted, because it binds, nor the second, which is the first to wait for what
-the new exchange sends. All candidates that send float32 are equal up to the order of summation, so
-a run may change from one to another; a lossy one is used only where the user asks for it.
+A step's time goes from its begin to the next one's. A block's time is the median over its counted
+steps, which one evaluation or checkpoint in between hardly changes. The ranks then use the mean of
+their times, so they choose alike. The first two steps of a block are skipped: the first binds the
+model anew, and the second is the first to wait for what the new exchange sends. All candidates that
+send float32 are equal up to the order of summation, so a run may change from one to another; a
+lossy one is used only where the user asks for it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from paceline.state.exchange_choice import CHOICE_NAME, Choice, read_choice, wri
 
 SKIPPED, COUNTED, FINALISTS = 2, 4, 3
 LEAST_NOISE, MOST_NOISE = 0.005, 0.03  # of a step's time
-SHARE = 10  # a run measures if its steps are as many times those of the trials
+MIN_RUN_STEPS_PER_TRIAL_STEP = 10  # a shorter run uses allreduce, without trials
 WARMUP = 100  # steps before the trials, where the run's length is unknown
 
 
@@ -119,7 +120,7 @@ class Autotuner:
             return known
         left, needed = setting.steps, steps_of_trials(len(candidates))
         plain = next((c for c in candidates if c.sync == "allreduce"), candidates[0])
-        if left is not None and left < SHARE * needed:
+        if left is not None and left < MIN_RUN_STEPS_PER_TRIAL_STEP * needed:
             if left:
                 steps = "1 step is" if left == 1 else f"{left} steps are"
                 override = "set {--sync} and {--bucket_mb} to override"
@@ -266,8 +267,9 @@ def finalists(seconds: Mapping[int, float]) -> list[int]:
 def decide(first: Mapping[int, float], second: Mapping[int, float]) -> Outcome:
     """Choose the first candidate that none other beats by more than the noise.
 
-    The noise is by how much one and the same candidate differs between the rounds, beyond what all
-    differ, within limits: a smaller difference doesn't matter, and above the upper limit the
+    Each candidate of both rounds has a ratio, time in round 2 / time in round 1. The noise is half
+    of the largest relative deviation of a ratio from the median ratio, between `LEAST_NOISE` and
+    `MOST_NOISE`: below the lower limit a difference doesn't matter, and above the upper limit the
     smallest time is the best guess.
 
     Args:

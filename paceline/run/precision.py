@@ -26,7 +26,7 @@ from paceline.replica.replica import Replica
 
 DTYPES = {"float": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
-_FIRST_GENERATION = 8  # compute capability of NVIDIA's first GPUs with bfloat16
+_MIN_COMPUTE_CAPABILITY = 8  # major version; of NVIDIA's first GPUs with bfloat16
 
 
 class Precision:
@@ -104,8 +104,8 @@ def computes_bfloat16(capabilities: Mapping[str, object]) -> bool:
     """
     if any(capabilities.get(name) for name in (*_INSTRUCTIONS, "hip")):
         return True
-    generation = capabilities.get("compute_capability", 0)
-    return isinstance(generation, int) and generation >= _FIRST_GENERATION
+    capability = capabilities.get("compute_capability", 0)
+    return isinstance(capability, int) and capability >= _MIN_COMPUTE_CAPABILITY
 
 
 def capabilities_of(device: torch.device) -> Mapping[str, object]:
