@@ -1,4 +1,4 @@
-"""What a fork does to be a new process: forget its parent, and run a Python program to its end."""
+"""Turns a fork into a new process: resets what its parent left in it, and runs a Python program."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ ENVIRONMENT = "environment"  # the memory file of a fork that holds it
 STREAMS = ("p2cread", "c2pwrite", "errwrite")  # the child's, as `subprocess.Popen` calls them
 
 _modules: set[str] = set()
-_parents: list[Any] = []  # streams that a fork doesn't use and mustn't close
+_parent_streams: list[Any] = []  # streams that a fork doesn't use and mustn't close
 _torch_state: Any = None
 
 
-def remember() -> None:
-    """Note what this process has imported: its forks go back to that."""
+def record_state() -> None:
+    """Record this process's imports and random state, to which its forks reset theirs."""
     global _torch_state
     _torch_state = sys.modules["torch"].get_rng_state()
     _modules.update(sys.modules)
 
 
-def become(
+def run_as_new_process(
     program: Program,
     arguments: Mapping[str, Any],
     *,
@@ -44,7 +44,7 @@ def become(
     files: Mapping[int, int] | None = None,
     ignored: Sequence[int] = (),
 ) -> NoReturn:
-    """Make this fork what a new process is at its first line, and run the program.
+    """Make this fork equal to a new process at its first line, and run the program to its end.
 
     Args:
         program: what to run.
@@ -62,8 +62,8 @@ def become(
         _reset_signals()
         for number in ignored:
             signal.signal(number, signal.SIG_IGN)
-        _take_streams([arguments[name] for name in STREAMS], files or {})
-        _forget()
+        _set_streams([arguments[name] for name in STREAMS], files or {})
+        _reset_state()
         os.environ.clear()
         os.environ.update(arguments["env"])
         _show_environment(arguments["env"])
@@ -95,8 +95,8 @@ def _reset_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
-def _take_streams(streams: Sequence[int], files: Mapping[int, int]) -> None:
-    """Have these three streams, the ones of the parent where a number is -1, and these files."""
+def _set_streams(streams: Sequence[int], files: Mapping[int, int]) -> None:
+    """Set the three streams, to the parent's where a number is -1, and the inherited files."""
     wanted = {number: fd for number, fd in enumerate(streams) if fd != -1} | dict(files)
     first = max([99, *files]) + 1
     high = {number: fcntl.fcntl(fd, fcntl.F_DUPFD, first) for number, fd in wanted.items()}
@@ -106,15 +106,15 @@ def _take_streams(streams: Sequence[int], files: Mapping[int, int]) -> None:
     os.closerange(first, os.sysconf("SC_OPEN_MAX"))
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         old = getattr(sys, name)
-        _parents.append(old)
+        _parent_streams.append(old)
         how = {"mode": "w" if number else "r", "encoding": old.encoding, "errors": old.errors}
         new = os.fdopen(number, closefd=False, buffering=1 if number == 2 else -1, **how)
         setattr(sys, name, new)
         setattr(sys, f"__{name}__", new)
 
 
-def _forget() -> None:
-    """Forget what the parent did since its imports."""
+def _reset_state() -> None:
+    """Undo what the parent did since `record_state`."""
     gc.freeze()  # what the parent holds isn't this process's to close
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]
     multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]

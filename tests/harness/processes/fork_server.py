@@ -58,14 +58,14 @@ RealPopen = subprocess.Popen  # where a test replaces it
 class _Popen(subprocess.Popen[Any]):
     """A `Popen` that starts Python programs of this environment in its own way."""
 
-    def _execute_child(self, *given: Any) -> None:
-        bound = _ARGUMENTS.bind(self, *given)
+    def _execute_child(self, *args: Any) -> None:
+        bound = _ARGUMENTS.bind(self, *args)
         arguments = bound.arguments
         environment = os.environ if arguments["env"] is None else arguments["env"]
         argv = arguments["args"]
         special = arguments["preexec_fn"] or arguments["pass_fds"] or not arguments["close_fds"]
         if isinstance(argv, str) or special:
-            super()._execute_child(*given)  # type: ignore[misc]
+            super()._execute_child(*args)  # type: ignore[misc]
             return
         program = Program.of(argv, environment)
         if program is None:
@@ -95,20 +95,23 @@ class ForkingPopen(_Popen):
     """A `Popen` that forks this process.
 
     Args:
-        like: what the fork has of the process for which it stands; `fork_child.become` lists it.
-        given: as for `subprocess.Popen`.
+        inherited: what the fork has of the process for which it stands, as keyword arguments of
+            `fork_child.run_as_new_process`.
+        argv, kwargs: as for `subprocess.Popen`.
     """
 
-    def __init__(self, *argv: Any, like: Mapping[str, Any] | None = None, **given: Any) -> None:
-        self._like = like or {}
-        super().__init__(*argv, **given)
+    def __init__(
+        self, *argv: Any, inherited: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        self._inherited = inherited or {}
+        super().__init__(*argv, **kwargs)
 
     def _start(self, program: Program, arguments: dict[str, Any]) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()
         if not pid:
-            fork_child.become(program, arguments, **self._like)
+            fork_child.run_as_new_process(program, arguments, **self._inherited)
         return pid
 
     def _proxy_folder(self) -> Path:
@@ -120,7 +123,7 @@ class ServedPopen(_Popen):
     """A `Popen` that has the fork server fork: the process is the server's child."""
 
     def _start(self, program: Program, arguments: dict[str, Any]) -> int:
-        self._status, told = os.pipe()
+        self._status, status_fd = os.pipe()
         folder = arguments["cwd"] or os.getcwd()
         request = {
             "argv": list(map(os.fspath, arguments["args"])),
@@ -132,8 +135,8 @@ class ServedPopen(_Popen):
             number if arguments[name] == -1 else arguments[name]
             for number, name in enumerate(fork_child.STREAMS)
         ]
-        socket.send_fds(server().control, [json.dumps(request).encode()], [*streams, told])
-        os.close(told)
+        socket.send_fds(server().control, [json.dumps(request).encode()], [*streams, status_fd])
+        os.close(status_fd)
         pid = int.from_bytes(os.read(self._status, 8), "little")
         assert pid, "the fork server ended"
         return pid
@@ -151,9 +154,9 @@ class ServedPopen(_Popen):
         assert status, "the fork server ended"
         return self.pid, int.from_bytes(status, "little")
 
-    def _internal_poll(self, *given: Any, **also: Any) -> int | None:
+    def _internal_poll(self, *args: Any, **kwargs: Any) -> int | None:
         if not hasattr(self, "_status"):
-            return super()._internal_poll(*given, **also)  # type: ignore[misc,no-any-return]
+            return super()._internal_poll(*args, **kwargs)  # type: ignore[misc,no-any-return]
         if self.returncode is None:
             pid, status = self._try_wait(os.WNOHANG)
             if pid:
@@ -236,7 +239,8 @@ class _Serving:
 
     def __init__(self, control: socket.socket, listener: socket.socket) -> None:
         self._control, self._listener = control, listener
-        self._running: dict[int, tuple[ForkingPopen, int]] = {}  # by a descriptor of the process
+        # By a pidfd of the process: it, and where its pid and status are written.
+        self._running: dict[int, tuple[ForkingPopen, int]] = {}
         self._proxies: dict[socket.socket, int] = {}  # the process of each
 
     def serve(self) -> None:
@@ -250,13 +254,13 @@ class _Serving:
                         return
                     self._fork(json.loads(message), descriptors[:3], descriptors[3])
                 elif each is self._listener:
-                    self._take(self._listener.accept()[0])
+                    self._accept_request(self._listener.accept()[0])
                 elif isinstance(each, socket.socket):
-                    self._lose(each)
+                    self._end_program_of(each)
                 else:
                     self._end(each)
 
-    def _take(self, proxy: socket.socket) -> None:
+    def _accept_request(self, proxy: socket.socket) -> None:
         """Fork what a proxy asks for, in its namespaces; or have the proxy itself run that."""
         message, descriptors, _, _ = socket.recv_fds(proxy, 1 << 20, 100)
         if not message:
@@ -276,23 +280,23 @@ class _Serving:
             for descriptor, name in zip(descriptors[:count], NAMESPACES, strict=True)
             if not os.path.samestat(os.fstat(descriptor), os.stat(f"/proc/self/ns/{name}"))
         ]
-        like = {"namespaces": others, "files": files, "ignored": request.pop("ignored")}
-        request.update(like=like, start_new_session=True)
+        inherited = {"namespaces": others, "files": files, "ignored": request.pop("ignored")}
+        request.update(inherited=inherited, start_new_session=True)
         self._proxies[proxy] = self._fork(request, streams, os.dup(proxy.fileno()))
         for descriptor in (*descriptors[:count], *files.values()):
             os.close(descriptor)
 
-    def _fork(self, request: dict[str, Any], streams: Sequence[int], told: int) -> int:
+    def _fork(self, request: dict[str, Any], streams: Sequence[int], status_fd: int) -> int:
         stdin, stdout, stderr = streams
         argv = request.pop("argv")
         process = ForkingPopen(argv, stdin=stdin, stdout=stdout, stderr=stderr, **request)
         for stream in streams:
             os.close(stream)
-        self._running[os.pidfd_open(process.pid)] = process, told
-        _tell(told, process.pid)
+        self._running[os.pidfd_open(process.pid)] = process, status_fd
+        _write_number(status_fd, process.pid)
         return process.pid
 
-    def _lose(self, proxy: socket.socket) -> None:
+    def _end_program_of(self, proxy: socket.socket) -> None:
         """End the program of a proxy that was killed."""
         process = self._proxies.pop(proxy)
         proxy.close()
@@ -300,17 +304,17 @@ class _Serving:
             os.kill(process, signal.SIGKILL)
 
     def _end(self, descriptor: int) -> None:
-        process, told = self._running.pop(descriptor)
+        process, status_fd = self._running.pop(descriptor)
         os.close(descriptor)
         _, status = os.waitpid(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
-        _tell(told, status)
-        os.close(told)
+        _write_number(status_fd, status)
+        os.close(status_fd)
 
 
-def _tell(told: int, number: int) -> None:
+def _write_number(status_fd: int, number: int) -> None:
     with suppress(BrokenPipeError, ConnectionResetError):  # the reader has ended
-        os.write(told, number.to_bytes(8, "little"))
+        os.write(status_fd, number.to_bytes(8, "little"))
 
 
 def _serve(control: int, listener: int, proxies: str) -> None:
@@ -324,7 +328,7 @@ def _serve(control: int, listener: int, proxies: str) -> None:
     import torch
 
     torch.set_num_threads(1)
-    fork_child.remember()
+    fork_child.record_state()
     assert len(os.listdir("/proc/self/task")) == 1, "a thread would be missing in the forks"
     gc.collect()
     gc.freeze()
