@@ -47,7 +47,7 @@ def started(
 
 
 def end(actor: Actor) -> None:
-    actor.tell("exit 0")
+    actor.send_order("exit 0")
     assert actor.ended()
 
 
@@ -108,7 +108,7 @@ def test_a_new_run_of_a_finished_ones_name_isnt_finished(
         assert machines[0].status() == 0
         new = [stage.start(plan(folder, machine), finish=marks[machine]) for machine in (1, 0)]
         for actor in stage.actors(2):
-            actor.tell("exit 0")
+            actor.send_order("exit 0")
         assert [machine.status() for machine in new] == [0, 0]
         assert not any("is finished" in machine.text for machine in new)
 

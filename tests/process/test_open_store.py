@@ -57,7 +57,7 @@ def test_a_stopped_machine_0_keeps_no_other_at_the_runs_end(
 ) -> None:
     machines, actors = formed(stage, rendezvous)
     machines[0].send(signal.SIGSTOP)
-    actors[1].tell("exit 0")
+    actors[1].send_order("exit 0")
     with at_most(20):
         assert machines[1].status() == 1
     assert f"machine 0 ({os.uname().nodename}) didn't confirm that the run is" in machines[1].text
@@ -109,7 +109,7 @@ def test_a_process_without_the_secret_ends_no_run(stage: Stage, rendezvous: Stor
     write_failure(rendezvous, open_store(rendezvous, LIMIT).get("run"))
     assert all(said(m, "written without this run's secret") for m in machines)
     for actor in actors:
-        actor.tell("exit 3")
+        actor.send_order("exit 3")
     assert [machine.status() for machine in machines] == [3, 3]
 
 

@@ -44,7 +44,7 @@ def rendezvous(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store
 
 def end(actors: list[Actor], supervisors: list[Supervisor]) -> None:
     for actor in actors:
-        actor.tell("exit 0")
+        actor.send_order("exit 0")
     assert [supervisor.status() for supervisor in supervisors] == [0] * len(supervisors)
 
 
@@ -64,7 +64,7 @@ def test_machines_with_different_numbers_of_workers_form_one_world(
         stage.start(plan(rendezvous, machine, 3, workers=counts[machine])) for machine in (2, 0, 1)
     ]
     actors = stage.actors(6)
-    worlds = [join_world(actor.place) for actor in actors]
+    worlds = [join_world(actor.environment) for actor in actors]
     members = [members for members, _, _ in worlds]
     assert [m.rank for m in members] == [0, 1, 2, 3, 4, 5]
     assert [(m.machine, m.local_rank) for m in members] == [
@@ -181,8 +181,8 @@ def test_a_killed_run_starts_again_at_once(stage: Stage, rendezvous: StoreSpec) 
     with at_most(LIMIT_S + 5):
         leader = stage.start(plan(rendezvous, 0))
         new = stage.actors(2)
-    assert {actor.place.generation for actor in new}.isdisjoint(
-        {actor.place.generation for actor in old}
+    assert {actor.environment.generation for actor in new}.isdisjoint(
+        {actor.environment.generation for actor in old}
     )
     end(new, [leader, follower])
     assert left_behind(rendezvous) == []
@@ -228,8 +228,8 @@ def test_a_machine_that_comes_back_to_a_run_in_its_course_waits_for_the_next_sta
     end(old[:1], [first])
     leader = stage.start(plan(rendezvous, 0))
     new = stage.actors(2)
-    assert {actor.place.generation for actor in new}.isdisjoint(
-        {actor.place.generation for actor in old}
+    assert {actor.environment.generation for actor in new}.isdisjoint(
+        {actor.environment.generation for actor in old}
     )
     end(new, [leader, back])
 
@@ -242,7 +242,7 @@ def test_a_wrong_number_of_machines_doesnt_end_a_run_in_its_course(
     other = stage.start(plan(rendezvous, 2, 3))
     assert other.status() == 2
     assert "--num_shards 3 on machine 2, but 2 on machine 0" in other.text
-    assert not join_world(actors[0].place)[1].check(["failure"])
+    assert not join_world(actors[0].environment)[1].check(["failure"])
     end(actors, running)
 
 

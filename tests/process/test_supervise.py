@@ -45,7 +45,7 @@ def machine(number: int, rendezvous: StoreSpec, **changes: object) -> RunPlan:
 def test_a_run_whose_workers_end_well_ends_well(stage: Stage) -> None:
     supervisor = stage.start(RunPlan(workers=2))
     for actor in stage.actors(2):
-        actor.tell("exit 0")
+        actor.send_order("exit 0")
     assert supervisor.status() == 0
     assert supervisor.text == ""
 
@@ -88,7 +88,7 @@ def test_a_lost_peer_is_said_where_nobody_says_more(stage: Stage) -> None:
 def test_the_cause_is_said_of_a_worker_that_takes_its_time_to_end(stage: Stage) -> None:
     supervisor = stage.start(RunPlan(workers=2))
     first, second = stage.actors(2)
-    second.leave_word(FailureReport.of_status(3))
+    second.write_failure_report(FailureReport.of_status(3))
     first.fail(PeerLost("rank 1 ended its connection."))
     assert supervisor.status() == 3
     host = os.uname().nodename
@@ -108,7 +108,7 @@ def test_a_killed_worker_is_named_with_its_signal(stage: Stage) -> None:
 
 def test_a_worker_that_leaves_no_word_is_named_with_its_status(stage: Stage) -> None:
     supervisor = stage.start(RunPlan(workers=2))
-    stage.actors(2)[1].tell("exit 7")
+    stage.actors(2)[1].send_order("exit 7")
     assert supervisor.status() == 7
     assert "ended with status 7" in supervisor.text
 
@@ -116,9 +116,9 @@ def test_a_worker_that_leaves_no_word_is_named_with_its_status(stage: Stage) -> 
 def test_the_last_workers_failure_counts_after_the_others_ended_well(stage: Stage) -> None:
     supervisor = stage.start(RunPlan(workers=2))
     first, second = stage.actors(2)
-    first.tell("exit 0")
+    first.send_order("exit 0")
     assert first.ended()
-    second.tell("exit 3")
+    second.send_order("exit 3")
     assert supervisor.status() == 3
 
 
@@ -138,8 +138,8 @@ def test_a_signal_ends_everything(stage: Stage, number: signal.Signals, status: 
 def test_workers_that_dont_hear_sigterm_are_killed_within_five_seconds(stage: Stage) -> None:
     supervisor = stage.start(RunPlan(workers=1))
     (actor,) = stage.actors(1)
-    actor.tell("stubborn")
-    assert actor.hear() == "stubborn"
+    actor.send_order("stubborn")
+    assert actor.receive_line() == "stubborn"
     with at_most(5):
         supervisor.send(signal.SIGINT)
         assert supervisor.status() == 130
@@ -149,7 +149,7 @@ def test_workers_that_dont_hear_sigterm_are_killed_within_five_seconds(stage: St
 def test_a_killed_supervisor_leaves_no_folder_behind(stage: Stage) -> None:
     supervisor = stage.start(RunPlan(workers=1))
     (actor,) = stage.actors(1)
-    error_file = Path(actor.place.error_file)
+    error_file = Path(actor.environment.error_file)
     assert error_file.exists()
     supervisor.send(signal.SIGKILL)
     assert supervisor.status() == -signal.SIGKILL
@@ -160,8 +160,8 @@ def test_a_killed_supervisor_leaves_no_folder_behind(stage: Stage) -> None:
 def test_a_second_signal_leaves_what_saving_takes(stage: Stage) -> None:
     supervisor = stage.start(RunPlan(workers=1))
     (actor,) = stage.actors(1)
-    actor.tell("stubborn")
-    assert actor.hear() == "stubborn"
+    actor.send_order("stubborn")
+    assert actor.receive_line() == "stubborn"
     with at_most(3.9):  # one alone: 4 seconds
         supervisor.send(signal.SIGINT)
         supervisor.send(signal.SIGTERM)
@@ -173,8 +173,8 @@ def test_ctrl_c_reaches_workers_that_wait_in_c_plus_plus(stage: Stage) -> None:
     supervisor = stage.start(RunPlan(workers=2), FULL)
     actors = stage.actors(2)
     for actor in actors:
-        actor.tell("wait in C++")
-        assert actor.hear() == "waiting"
+        actor.send_order("wait in C++")
+        assert actor.receive_line() == "waiting"
     with at_most(5):
         supervisor.send(signal.SIGINT)
         assert supervisor.status() == 130
@@ -184,10 +184,10 @@ def test_ctrl_c_reaches_workers_that_wait_in_c_plus_plus(stage: Stage) -> None:
 def test_a_killed_supervisor_leaves_no_orphans(stage: Stage) -> None:
     supervisor = stage.start(RunPlan(workers=2), FULL)
     waits, parent = stage.actors(2)
-    waits.tell("wait in C++")
-    assert waits.hear() == "waiting"
-    parent.tell("have a child")
-    assert parent.hear() == "born"
+    waits.send_order("wait in C++")
+    assert waits.receive_line() == "waiting"
+    parent.send_order("have a child")
+    assert parent.receive_line() == "born"
     with at_most(2):
         supervisor.send(signal.SIGKILL)
         assert waits.ended()
@@ -197,16 +197,16 @@ def test_a_killed_supervisor_leaves_no_orphans(stage: Stage) -> None:
 def test_a_workers_children_end_with_it(stage: Stage) -> None:
     supervisor = stage.start(RunPlan(workers=1), FULL)
     (parent,) = stage.actors(1)
-    parent.tell("have a child")
-    assert parent.hear() == "born"
-    parent.tell("end")
+    parent.send_order("have a child")
+    assert parent.receive_line() == "born"
+    parent.send_order("end")
     assert parent.ended()
     assert supervisor.status() == 0
 
 
 def test_an_error_that_nobody_foresaw_is_a_traceback_once(stage: Stage) -> None:
     supervisor = stage.start(RunPlan(workers=1), FULL)
-    stage.actors(1)[0].tell("have a bug")
+    stage.actors(1)[0].send_order("have a bug")
     assert supervisor.status() == 1
     assert supervisor.text.count("KeyError: 'a bug'") == 1
     assert supervisor.text.count("Traceback") == 1
@@ -252,6 +252,6 @@ def test_a_lost_rendezvous_ends_no_run(stage: Stage, rendezvous: StoreSpec) -> N
     os.rename(rendezvous.address, f"{rendezvous.address}.gone")
     while "the rendezvous is lost" not in supervisor.text:
         assert supervisor.status(within=0.1) is None
-    actor.tell("exit 0")
+    actor.send_order("exit 0")
     assert supervisor.status() == 0
     assert supervisor.text.count("the rendezvous is lost") == 1

@@ -1,4 +1,4 @@
-"""Worker without torch: starts at once, reports its place and obeys the test's orders.
+"""Worker without torch: starts at once, reports its environment and obeys the test's orders.
 
 It ends with its supervisor as the real ones do, by its standard input.
 """

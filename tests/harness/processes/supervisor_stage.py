@@ -1,7 +1,7 @@
 """Supervisors whose workers obey the test: it sends each an order, and waits for its end.
 
-A worker connects to the stage when it is up. Its connection ends when its process does, and not
-before all of its children have ended, which inherit it: so nobody sleeps and looks again.
+A worker connects to the stage when it is up. Its children inherit the connection, so it closes when
+the worker and all of its children have ended: a test waits for that without polling.
 """
 
 from __future__ import annotations
@@ -30,36 +30,41 @@ FULL = "tests.harness.processes.full_worker"
 
 
 class Actor:
-    """A worker, as the test holds it."""
+    """A worker that obeys the test's orders.
+
+    Attributes:
+        pid: its process.
+        environment: what its supervisor has put into its environment.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._lines = connection.makefile("r")
-        self.pid = int(self.hear())
-        self.place = WorkerEnvironment.from_text(self.hear())
+        self.pid = int(self.receive_line())
+        self.environment = WorkerEnvironment.from_text(self.receive_line())
 
-    def tell(self, order: str) -> None:
+    def send_order(self, order: str) -> None:
         self._connection.sendall(f"{order}\n".encode())
 
-    def hear(self) -> str:
+    def receive_line(self) -> str:
         """Return the worker's next line; "" if it ended."""
         return self._lines.readline().strip()
 
-    def leave_word(self, failure: FailureReport) -> None:
-        """Write down why the worker fails; it doesn't end yet."""
-        failure.write(Path(self.place.error_file))
+    def write_failure_report(self, failure: FailureReport) -> None:
+        """Write the worker's failure report; the worker doesn't end yet."""
+        failure.write(Path(self.environment.error_file))
 
     def fail(self, error: Exception) -> None:
         """Let the worker end with a report of this error."""
         failure = FailureReport.of(error)
-        self.leave_word(failure)
-        self.tell(f"exit {failure.status}")
+        self.write_failure_report(failure)
+        self.send_order(f"exit {failure.status}")
 
     def ended(self, within: float = LIMIT) -> bool:
         """Wait until the worker and its children have ended."""
         self._connection.settimeout(within)
         try:
-            return self.hear() == ""
+            return self.receive_line() == ""
         except ConnectionResetError:
             return True
         except TimeoutError:
@@ -126,23 +131,14 @@ class Stage:
             connection.settimeout(LIMIT)
             new.append(Actor(connection))
         self._actors += new
-        return sorted(new, key=lambda actor: (actor.place.machine, actor.place.local_rank))
+        return sorted(
+            new, key=lambda actor: (actor.environment.machine, actor.environment.local_rank)
+        )
 
     def _await_one(self) -> None:
         running = [s for s in self._supervisors if s.process.exitcode is None]
         ready = wait([self._listener, *(s.process.sentinel for s in running)], timeout=LIMIT)
         assert self._listener in ready, f"no worker came up; ready: {ready}"
-
-    def nobody_comes(self, within: float) -> bool:
-        """Tell whether no worker came up in all that time."""
-        self._listener.settimeout(within)
-        try:
-            self._listener.accept()[0].close()
-            return False
-        except TimeoutError:
-            return True
-        finally:
-            self._listener.settimeout(LIMIT)
 
     def __enter__(self) -> Self:
         return self
