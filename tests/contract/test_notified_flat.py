@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from tests.harness.processes.launcher_processes import ROOT
+from tests.harness.processes.python_program import ROOT
 
 
 @pytest.mark.usefixtures("one_core")  # the process started here inherits it

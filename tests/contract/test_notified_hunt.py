@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from tests.harness.equivalence import deadlock_hunt as hunt
-from tests.harness.processes.launcher_processes import ROOT
+from tests.harness.processes.python_program import ROOT
 
 LOSING = """
 from functools import partial

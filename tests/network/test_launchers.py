@@ -30,7 +30,7 @@ def test_tasks_of_two_machines_find_each_other_over_the_cable(
     running = []
     for variables in srun_variables([1, 2]):
         words = [f"{name}={value}" for name, value in {**variables, **place}.items()]
-        joiner = [
+        program = [
             "env",
             *words,
             sys.executable,
@@ -39,7 +39,7 @@ def test_tasks_of_two_machines_find_each_other_over_the_cable(
             "40",
             "sum",
         ]
-        command = machines[int(variables["SLURM_NODEID"])].inside(*joiner)
+        command = machines[int(variables["SLURM_NODEID"])].inside(*program)
         running.append(
             ServedPopen(
                 command, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT

@@ -13,7 +13,7 @@ import pytest
 
 from paceline.state.checkpoint_files import read_checkpoint
 from tests.harness.processes.bad_inputs import LIMIT, NET, NULL, nobody_left
-from tests.harness.processes.command import Command, Ended
+from tests.harness.processes.command import Command, Result
 from tests.harness.processes.run_folders import until, until_step
 
 OWN = (
@@ -59,7 +59,7 @@ def stopped(
     moment: Callable[[Command], object],
     *numbers: signal.Signals,
     real: bool = False,
-) -> Ended:
+) -> Result:
     """Run a command, send it signals at a moment, and see that nobody is left."""
     with nobody_left() as environment:
         command = Command(*words.split(), folder=folder, environment=environment, real=real)

@@ -25,7 +25,7 @@ from tests.harness.processes.bad_inputs import (
     require_message,
     stand_in,
 )
-from tests.harness.processes.command import Command, Ended
+from tests.harness.processes.command import Command, Result
 from tests.harness.processes.run_folders import until_step
 
 HOST = os.uname().nodename
@@ -84,12 +84,12 @@ class Machines:
             environment={**self._environment, **(also or {})},
         )
 
-    def run(self, first: str, second: str, **also: Mapping[str, str]) -> list[Ended]:
+    def run(self, first: str, second: str, **also: Mapping[str, str]) -> list[Result]:
         commands = [self.start(0, first), self.start(1, second, **also)]
         return [command.wait(LIMIT) for command in commands]
 
 
-def both_say(ends: list[Ended], status: int, said: str) -> None:
+def both_say(ends: list[Result], status: int, said: str) -> None:
     assert len({require_message(ended, status, said) for ended in ends}) == 1
 
 

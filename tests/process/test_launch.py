@@ -11,12 +11,12 @@ import psutil
 import pytest
 
 from tests.harness.network.ports import free_port
-from tests.harness.processes.command import Command, Ended, gone, rows_of
+from tests.harness.processes.command import Command, Result, gone, rows_of
 from tests.harness.processes.launcher_processes import check_world
 from tests.harness.processes.tiny_run import make_database, train
 
 HOST = os.uname().nodename
-JOINER = [sys.executable, "-m", "tests.harness.processes.launched_program"]
+LAUNCHED_PROGRAM = [sys.executable, "-m", "tests.harness.processes.launched_program"]
 ROOT = str(Path(__file__).parents[2])
 
 
@@ -24,19 +24,19 @@ def start(folder: Path, *words: str) -> Command:
     return Command("launch", *words, folder=folder, environment={"PYTHONPATH": ROOT})
 
 
-def launch(folder: Path, *words: str) -> Ended:
+def launch(folder: Path, *words: str) -> Result:
     return start(folder, *words).wait()
 
 
 def test_a_script_that_joins_finds_its_place(tmp_path: Path) -> None:
-    ended = launch(tmp_path, "-n", "3", "--", *JOINER, "30", "sum")
+    ended = launch(tmp_path, "-n", "3", "--", *LAUNCHED_PROGRAM, "30", "sum")
     assert ended.status == 0, ended.text
     check_world(tmp_path, "paceline", [3])
 
 
 def test_two_machines_scripts_are_a_world(tmp_path: Path) -> None:
     place = ("--num_shards", "2", "--run_id", "r", "--master", f"127.0.0.1:{free_port()}")
-    command = ("--", *JOINER, "30", "sum")
+    command = ("--", *LAUNCHED_PROGRAM, "30", "sum")
     machines = [
         start(tmp_path, "-n", n, *place, "--shard_id", i, *command)
         for i, n in (("0", "1"), ("1", "2"))
@@ -66,7 +66,7 @@ def test_a_killed_script_is_named_with_its_signal(tmp_path: Path) -> None:
 
 
 def test_what_join_finds_wrong_is_said_once_by_the_supervisor(tmp_path: Path) -> None:
-    ended = launch(tmp_path, "-n", "2", "--", *JOINER, "30", "damage=1")
+    ended = launch(tmp_path, "-n", "2", "--", *LAUNCHED_PROGRAM, "30", "damage=1")
     assert ended.status == 1
     assert ended.text.count("record 7 is damaged.") == 1
     assert f"paceline: rank 1 on machine 0 ({HOST}): record 7 is damaged." in ended.text

@@ -11,8 +11,8 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from tests.harness.processes.command import rows_of, run
-from tests.harness.processes.launcher_processes import End, Program, mpirun, srun, torchrun
+from tests.harness.processes.command import Result, rows_of, run
+from tests.harness.processes.launcher_processes import LoggedProcess, mpirun, srun, torchrun
 from tests.harness.processes.tiny_run import make_database, steps_of, train
 
 HOST = os.uname().nodename
@@ -39,13 +39,13 @@ def supervised(database: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def started(
     launcher: str, argv: Sequence[str], folder: Path
-) -> AbstractContextManager[Program | list[Program]]:
+) -> AbstractContextManager[LoggedProcess | list[LoggedProcess]]:
     if launcher == "slurm":
         return srun(argv, folder)
     return (torchrun if launcher == "torchrun" else mpirun)(2, argv, folder)
 
 
-def ends_of(launcher: str, argv: Sequence[str], folder: Path) -> list[End]:
+def ends_of(launcher: str, argv: Sequence[str], folder: Path) -> list[Result]:
     with started(launcher, argv, folder) as programs:
         return [each.wait() for each in (programs if isinstance(programs, list) else [programs])]
 
@@ -146,7 +146,7 @@ def test_a_signal_to_one_rank_stops_all_with_its_status_and_leaves_a_checkpoint(
     database: str, tmp_path: Path
 ) -> None:
     with srun(train(database, *ENDLESS, "--run_id", "r"), tmp_path) as programs:
-        programs[0].printed("epoch 1/")
+        programs[0].wait_for_output("epoch 1/")
         programs[1].process.send_signal(signal.SIGTERM)
         ends = [program.wait() for program in programs]
     assert [end.status for end in ends] == [128 + signal.SIGTERM] * 2, ends
@@ -159,7 +159,7 @@ def test_a_live_run_is_refused_a_second_start_by_another_launcher(
 ) -> None:
     words = train(database, *ENDLESS, "--run_id", "r")
     with srun(words, tmp_path) as programs:
-        programs[0].printed("epoch 1/")
+        programs[0].wait_for_output("epoch 1/")
         refused = run(*words[2:], "--num_workers", "2", folder=tmp_path)
     assert refused.status == 2
     assert "this run is active" in refused.text

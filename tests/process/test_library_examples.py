@@ -15,7 +15,8 @@ from PIL import Image
 
 from paceline.models.zoo import build_model
 from tests.harness.data.image_folder import some_images
-from tests.harness.processes.launcher_commands import ROOT, Script, run
+from tests.harness.processes.launcher_commands import Script, run
+from tests.harness.processes.python_program import ROOT
 
 EXAMPLES = ROOT / "examples"
 SMALL = ("--files", "8", "--width", "32", "--layers", "1", "--length", "64", "--batch", "32")

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.processes.launcher_commands import ROOT, run
+from tests.harness.processes.launcher_commands import run
+from tests.harness.processes.python_program import ROOT
 
 EXAMPLE = str(ROOT / "examples/launchers.py")
 SCRIPT = ("-m", "tests.harness.library.library_script")

@@ -12,7 +12,7 @@ import torch
 
 from paceline.cli.main import main
 from paceline.observe.event_file import read_events
-from tests.harness.processes.command import Ended, gone
+from tests.harness.processes.command import Result, gone
 from tests.harness.processes.launcher_commands import Script, run
 
 SCRIPT = ("-m", "tests.harness.library.library_script")
@@ -41,7 +41,7 @@ def whole(sync: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]
     return found
 
 
-def started_again(folder: Path, sync: str) -> Ended:
+def started_again(folder: Path, sync: str) -> Result:
     return run("paceline", *SCRIPT, "run", "--sync", sync, folder=folder)
 
 

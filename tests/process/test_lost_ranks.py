@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.harness.processes.bad_inputs import nobody_left
-from tests.harness.processes.launcher_processes import by_variables, place, srun_variables
+from tests.harness.processes.launcher_processes import (
+    by_variables,
+    rendezvous_variables,
+    srun_variables,
+)
 from tests.harness.processes.run_folders import until
 
 LOST, STEP = 2, 3  # who, and in which step
@@ -81,7 +85,7 @@ def test_survivors_name_the_rank_that_was_lost_and_what_it_was_needed_for(
     with nobody_left() as mark:
         variables = [
             {**own, **rendezvous, **mark}
-            for rendezvous in [place()]
+            for rendezvous in [rendezvous_variables()]
             for own in srun_variables(nodes)
         ]
         folders = [tmp_path] * len(variables)

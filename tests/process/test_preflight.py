@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.harness.network.ports import free_port
-from tests.harness.processes.launcher_processes import ROOT, End, Program, by_variables, place, srun
+from tests.harness.processes.command import Result
+from tests.harness.processes.launcher_processes import (
+    LoggedProcess,
+    by_variables,
+    rendezvous_variables,
+    srun,
+)
+from tests.harness.processes.python_program import ROOT
 from tests.harness.processes.tiny_run import make_database, train
 
 HOST = os.uname().nodename
@@ -50,13 +57,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def both(folder: Path, words: list[str], second: list[str]) -> list[End]:
+def both(folder: Path, words: list[str], second: list[str]) -> list[Result]:
     """Train on two ranks of one node, the second with more words."""
     with srun(words, folder, each={1: second}) as programs:
         return [program.wait() for program in programs]
 
 
-def refused(ends: list[End], *told: str) -> None:
+def refused(ends: list[Result], *told: str) -> None:
     assert [end.status for end in ends] == [2, 2], ends
     lines = [line for end in ends for line in end.text.splitlines(keepends=True)]
     text = "".join(line for line in lines if "ended because" not in line)  # whoever hears it first
@@ -105,7 +112,7 @@ def test_two_supervised_machines_that_disagree_both_say_it(data: Path, tmp_path:
     words = train(str(data / "train-lmdb"), "--run_id", "r", "--num_shards", "2")
     words += ["--master", f"127.0.0.1:{free_port()}"]
     own = (["--shard_id", "0"], ["--shard_id", "1", "--momentum", "0.5", "--output_dir", "out1"])
-    machines = [Program([sys.executable, *words, *more], tmp_path, {}) for more in own]
+    machines = [LoggedProcess([sys.executable, *words, *more], tmp_path, {}) for more in own]
     ends = [machine.wait() for machine in machines]
     assert [end.status for end in ends] == [2, 2], ends
     told = f"--momentum is 0.9 on rank 0 ({HOST}) and 0.5 on rank 1 ({HOST})"
@@ -127,5 +134,10 @@ def test_a_rank_that_stops_in_the_start_is_named_within_the_limit(
 
 def variables_by_hand() -> list[dict[str, str]]:
     """Return what two ranks are told by somebody who sets torchrun's variables."""
-    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", **place()}
+    world = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "0",
+        **rendezvous_variables(),
+    }
     return [{**world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in (0, 1)]

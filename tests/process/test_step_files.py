@@ -17,7 +17,7 @@ from paceline.comm.transport import event_loop as loop
 from paceline.comm.transport.tcp import connect_by_tcp
 from paceline.replica.read_tracing import ReadTracer
 from tests.harness.equivalence.step_files import AROUND, files_listed, functions_of_a_step
-from tests.harness.processes.launcher_processes import ROOT
+from tests.harness.processes.python_program import ROOT
 
 pytestmark = pytest.mark.timeout(300)  # numba may have to compile first
 

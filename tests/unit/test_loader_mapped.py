@@ -20,7 +20,7 @@ from paceline.data.batch_slice import BatchSlice
 from paceline.data.map_style_loader import MappedLoader
 from paceline.data.order import Order
 from paceline.errors import ConfigError, DataError
-from tests.harness.processes.command import Ended, Running
+from tests.harness.processes.command import Result, Running
 
 ROOT = Path(__file__).parents[2]
 SIZE, BATCH = 23, 5
@@ -216,7 +216,7 @@ def test_a_worker_that_dies_is_an_error_of_data(tmp_path: Path) -> None:
     loading = Running(
         [sys.executable, "-c", code], folder=tmp_path, variables={"PYTHONPATH": str(ROOT)}
     )
-    assert loading.wait() == Ended(0, "an error of data\n")
+    assert loading.wait() == Result(0, "an error of data\n")
 
 
 def test_a_worker_that_hangs_is_an_error_within_the_limit(tmp_path: Any) -> None:

@@ -24,7 +24,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.harness.network.ports import free_port
-from tests.harness.processes.launcher_processes import ROOT, Program
+from tests.harness.processes.launcher_processes import LoggedProcess
+from tests.harness.processes.python_program import ROOT
 
 RANKS = Path(__file__).with_name("step_ranks.py")
 LIMIT = 300.0
@@ -50,7 +51,7 @@ def functions_of_a_step(checkout: Path) -> Functions:
     """Return the functions of a checkout's package that run in a step, by file."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        program = Program(
+        program = LoggedProcess(
             [sys.executable, "-P", str(RANKS), name, str(free_port())],
             folder,
             {"PYTHONPATH": str(checkout)},

@@ -23,7 +23,7 @@ import pytest
 
 import paceline.cli.train  # noqa: F401 - likewise
 from paceline.cli.main import main
-from tests.harness.processes.command import Command, Ended, gone
+from tests.harness.processes.command import Command, Result, gone
 from tests.harness.processes.fork_server import environment_of
 
 LIMIT = 110.0  # generous: the machine may be busy
@@ -86,7 +86,7 @@ def require_answer(bad: Bad, folder: Path, capfd: pytest.CaptureFixture[str]) ->
     assert contents(folder) == before
 
 
-def answer(words: str | list[str], capfd: pytest.CaptureFixture[str]) -> Ended:
+def answer(words: str | list[str], capfd: pytest.CaptureFixture[str]) -> Result:
     """Run a command in this process."""
     capfd.readouterr()
     try:
@@ -94,10 +94,10 @@ def answer(words: str | list[str], capfd: pytest.CaptureFixture[str]) -> Ended:
     except SystemExit as end:
         status = int(end.code or 0)
     said = capfd.readouterr()
-    return Ended(status, said.out + said.err)
+    return Result(status, said.out + said.err)
 
 
-def require_run_answer(bad: Bad, folder: Path) -> Ended:
+def require_run_answer(bad: Bad, folder: Path) -> Result:
     """Run the real command, and look at all that is left."""
     before = contents(folder)
     with nobody_left() as environment:
@@ -109,7 +109,7 @@ def require_run_answer(bad: Bad, folder: Path) -> Ended:
     return ended
 
 
-def require_message(ended: Ended, status: int, said: str) -> str:
+def require_message(ended: Result, status: int, said: str) -> str:
     """Require an end with this status whose last words are this message, said once; return it."""
     assert ended.status == status, ended.text
     assert not re.search(r"Traceback|frame #\d", ended.text), ended.text  # Python's, C++'s

@@ -19,7 +19,7 @@ LIMIT = 90.0
 
 
 @dataclass(frozen=True)
-class Ended:
+class Result:
     """How a command ended, and all that it printed."""
 
     status: int
@@ -82,7 +82,7 @@ class Running:
             seen.append(line)
         raise AssertionError(f"ended without {words!r}:\n{''.join(seen)}")
 
-    def wait(self, limit: float = LIMIT) -> Ended:
+    def wait(self, limit: float = LIMIT) -> Result:
         """Wait for the end, and read what `line_with` left; over the limit all are killed."""
         try:
             text, _ = self._process.communicate(timeout=limit)
@@ -90,7 +90,7 @@ class Running:
             self.kill_all()
             text, _ = self._process.communicate()
             raise AssertionError(f"still running after {limit} s:\n{_text(text)}") from None
-        return Ended(self._process.returncode, _text(text))
+        return Result(self._process.returncode, _text(text))
 
     def end(self) -> None:
         """Kill the process, where it still runs."""
@@ -116,7 +116,7 @@ class Command(Running):
         super().__init__(command, folder=folder, variables=environment or {}, real=real)
 
 
-def run(*words: str, folder: Path, limit: float = LIMIT, real: bool = False) -> Ended:
+def run(*words: str, folder: Path, limit: float = LIMIT, real: bool = False) -> Result:
     """Run a command to its end."""
     return Command(*words, folder=folder, real=real).wait(limit)
 

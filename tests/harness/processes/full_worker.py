@@ -18,7 +18,7 @@ from paceline.errors import DataError
 from tests.harness.processes.gloo_all_reduce import sum_of_ranks
 
 
-def work(members: Members, store: Store, token: str) -> None:
+def work(members: Members, store: Store, _token: str) -> None:
     with socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as stage:
         stage.sendall(f"{os.getpid()}\n{os.environ[WORKER_VARIABLE]}\n".encode())
         for line in stage.makefile("r"):
@@ -32,7 +32,7 @@ def _obey(order: str, stage: socket.socket, members: Members, store: Store) -> N
         subprocess.Popen(["sleep", "1000"], pass_fds=[stage.fileno()])
         stage.sendall(b"born\n")
     elif order == "wait in C++":
-        # A handler in Python runs only once C++ returns: this worker doesn't hear SIGTERM.
+        # A handler in Python runs only once C++ returns: this worker doesn't react to SIGTERM.
         signal.signal(signal.SIGTERM, lambda number, frame: None)
         stage.sendall(b"waiting\n")
         store.wait(["never"], timedelta(hours=1))
@@ -45,6 +45,6 @@ def _obey(order: str, stage: socket.socket, members: Members, store: Store) -> N
 
 
 if __name__ == "__main__":
-    place = read_environment().worker
-    assert place is not None
-    run_worker(place, work)
+    worker_environment = read_environment().worker
+    assert worker_environment is not None
+    run_worker(worker_environment, work)

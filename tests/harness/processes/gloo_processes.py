@@ -28,9 +28,9 @@ def spawn(world_size: int, function: Callable[..., Any], *args: object) -> list[
     ranks = []
     for rank in range(world_size):
         ours, theirs = get_context("forkserver").Pipe(duplex=False)
-        place = (rank, world_size, store.port)
+        rendezvous = (rank, world_size, store.port)
         process = get_context("forkserver").Process(
-            target=_rank, args=(theirs, place, function, args), daemon=True
+            target=_rank, args=(theirs, rendezvous, function, args), daemon=True
         )
         process.start()
         theirs.close()
@@ -62,9 +62,9 @@ def _collect(ends: list[Connection]) -> list[Any]:
 
 
 def _rank(
-    pipe: Connection, place: tuple[int, int, int], function: Callable[..., Any], args: Any
+    pipe: Connection, rendezvous: tuple[int, int, int], function: Callable[..., Any], args: Any
 ) -> None:
-    rank, world_size, port = place
+    rank, world_size, port = rendezvous
     torch.set_num_threads(1)
     try:
         communicator = ProcessGroupCommunicator(

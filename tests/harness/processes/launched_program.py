@@ -1,12 +1,13 @@
-"""Process of a launcher: joins the world, and obeys an order.
+"""Program of a launcher's processes: joins the world, and obeys an order.
 
-    sum             add up the ranks by Gloo, and write down what it knows of the world
-    damage=1        rank 1 finds a damaged record, the others wait for its word
-    late=1          the process that the launcher calls 1 never comes
+    sum             sum the ranks by Gloo, and write a file of facts about the world
+    damage=1        rank 1 finds a damaged record, the others wait for a key that is never set
+    late=1          the process that the launcher calls 1 never joins
     all mistaken    each finds the same mistake of the caller's
-    wait            wait for what never comes
+    wait            wait for a key that is never set
 
-As a program: `joiner.py LIMIT ORDER [FOLDER]`; it meets in the folder and ends as the commands do.
+As a program: `launched_program.py LIMIT ORDER [FOLDER]`; the rendezvous is in the folder, if there
+is one, and the program ends as the commands do.
 """
 
 from __future__ import annotations

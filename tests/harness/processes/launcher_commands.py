@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.harness.network.ports import free_port
-from tests.harness.processes.command import Ended, Running
+from tests.harness.processes.command import Result, Running
+from tests.harness.processes.python_program import BIN, ROOT
 
-ROOT = Path(__file__).parents[3]
-BIN = Path(sys.executable).parent
 PATH = {"PYTHONPATH": str(ROOT)}
 PREFIXES: Mapping[str, Sequence[str]] = {
     "python": (),
@@ -62,10 +61,10 @@ def slurm_tasks(*words: str, folder: Path, real: bool = False) -> Iterator[list[
             task.end()
 
 
-def run(launcher: str, *words: str, folder: Path, real: bool = False) -> Ended:
+def run(launcher: str, *words: str, folder: Path, real: bool = False) -> Result:
     """Run a script to its end."""
     if launcher != "slurm":
         return Script(launcher, *words, folder=folder, real=real).wait()
     with slurm_tasks(*words, folder=folder, real=real) as tasks:
         ended = [task.wait() for task in tasks]
-        return Ended(max(task.status for task in ended), "".join(task.text for task in ended))
+        return Result(max(task.status for task in ended), "".join(task.text for task in ended))

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from itertools import count
 from multiprocessing import get_context
 from pathlib import Path
@@ -19,25 +18,17 @@ import psutil
 
 from paceline.cluster.environment import read_environment
 from tests.harness.network.ports import free_port
-from tests.harness.processes import launched_program as joiner
+from tests.harness.processes import launched_program
+from tests.harness.processes.command import Result
 from tests.harness.processes.fork_server import ServedPopen
+from tests.harness.processes.python_program import BIN, ROOT
 
 LIMIT = 100.0
-BIN = Path(sys.executable).parent
-JOINER = ("-m", "tests.harness.processes.launched_program")
-ROOT = Path(__file__).parents[3]
+LAUNCHED_PROGRAM = ("-m", "tests.harness.processes.launched_program")
 
 
-@dataclass(frozen=True, kw_only=True)
-class End:
-    """How one process ended, and all that it printed."""
-
-    status: int
-    text: str
-
-
-class Program:
-    """A program that runs; what it prints goes to a file."""
+class LoggedProcess:
+    """Process of a program, whose output goes to a file."""
 
     def __init__(self, argv: Sequence[str], folder: Path, variables: Mapping[str, str]) -> None:
         self._log = fresh_log(folder)
@@ -52,21 +43,21 @@ class Program:
                 env={**os.environ, **own},
             )
 
-    def wait(self, limit: float = LIMIT) -> End:
+    def wait(self, limit: float = LIMIT) -> Result:
         """Wait for the end; a program over the limit is killed with its children, and fails."""
         try:
             status = self.process.wait(limit)
         except subprocess.TimeoutExpired:
             self.kill()
             raise AssertionError(f"still running after {limit} s:\n{self.text}") from None
-        return End(status=status, text=self.text)
+        return Result(status=status, text=self.text)
 
-    def printed(self, words: str) -> None:
+    def wait_for_output(self, expected: str) -> None:
         """Wait until the program has printed something."""
-        while words not in self.text:
+        while expected not in self.text:
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(0.05)
-                raise AssertionError(f"ended without {words!r}:\n{self.text}")
+                raise AssertionError(f"ended without {expected!r}:\n{self.text}")
 
     def kill(self) -> None:
         """Kill the program and what it started."""
@@ -83,24 +74,26 @@ class Program:
 
 
 class Task:
-    """A joiner, up at once because torch is there already."""
+    """Process of `launched_program`, which starts at once because torch is imported already."""
 
-    def __init__(self, variables: Mapping[str, str], words: Sequence[str], folder: Path) -> None:
+    def __init__(
+        self, variables: Mapping[str, str], arguments: Sequence[str], folder: Path
+    ) -> None:
         self._log = fresh_log(folder)
         self._log.touch()
-        place = (dict(variables), list(words), str(folder), str(self._log))
-        self.process = get_context("forkserver").Process(target=_join, args=place)
+        of_join = (dict(variables), list(arguments), str(folder), str(self._log))
+        self.process = get_context("forkserver").Process(target=_join, args=of_join)
         self.process.start()
 
-    def wait(self, limit: float = LIMIT) -> End:
+    def wait(self, limit: float = LIMIT) -> Result:
         """Wait for the end."""
         self.process.join(limit)
         assert self.process.exitcode is not None, f"still running:\n{self.text}"
-        return End(status=self.process.exitcode, text=self.text)
+        return Result(status=self.process.exitcode, text=self.text)
 
-    def printed(self, words: str) -> None:
+    def wait_for_output(self, expected: str) -> None:
         """Wait until the task has printed something."""
-        while words not in self.text:
+        while expected not in self.text:
             self.process.join(0.02)
             assert self.process.exitcode is None, self.text
 
@@ -116,18 +109,22 @@ class Task:
 
 
 @contextmanager
-def torchrun(processes: int, argv: Sequence[str], folder: Path, *options: str) -> Iterator[Program]:
+def torchrun(
+    processes: int, argv: Sequence[str], folder: Path, *options: str
+) -> Iterator[LoggedProcess]:
     """Run `python argv` as so many processes of torchrun; they end with the block."""
     command = [str(BIN / "torchrun"), "--nproc-per-node", str(processes), *options, *argv]
-    with _ended(Program(command, folder, {})) as programs:
+    with _ended(LoggedProcess(command, folder, {})) as programs:
         yield programs[0]
 
 
 @contextmanager
-def mpirun(processes: int, argv: Sequence[str], folder: Path, *options: str) -> Iterator[Program]:
+def mpirun(
+    processes: int, argv: Sequence[str], folder: Path, *options: str
+) -> Iterator[LoggedProcess]:
     """Run `python argv` as so many processes of mpirun; they end with the block."""
     command = [str(BIN / "mpirun"), "-n", str(processes), *options, sys.executable, *argv]
-    with _ended(Program(command, folder, {})) as programs:
+    with _ended(LoggedProcess(command, folder, {})) as programs:
         yield programs[0]
 
 
@@ -138,7 +135,7 @@ def srun(
     nodes: Sequence[int] = (2,),
     *,
     each: Mapping[int, Sequence[str]] | None = None,
-) -> Iterator[list[Program]]:
+) -> Iterator[list[LoggedProcess]]:
     """Run `python argv` once a task, with the variables that srun sets.
 
     Args:
@@ -147,7 +144,11 @@ def srun(
         nodes: the tasks of each.
         each: more arguments for the tasks of these numbers.
     """
-    variables = [{**own, **rendezvous} for rendezvous in [place()] for own in srun_variables(nodes)]
+    variables = [
+        {**own, **rendezvous}
+        for rendezvous in [rendezvous_variables()]
+        for own in srun_variables(nodes)
+    ]
     with by_variables(argv, [folder] * len(variables), variables, each=each) as programs:
         yield programs
 
@@ -159,11 +160,11 @@ def by_variables(
     variables: Sequence[Mapping[str, str]],
     *,
     each: Mapping[int, Sequence[str]] | None = None,
-) -> Iterator[list[Program]]:
+) -> Iterator[list[LoggedProcess]]:
     """Run `python argv` with each set of variables; the programs end with the block."""
-    words = each or {}
+    more = each or {}
     programs = [
-        Program([sys.executable, *argv, *words.get(number, ())], folder, own)
+        LoggedProcess([sys.executable, *argv, *more.get(number, ())], folder, own)
         for number, (folder, own) in enumerate(zip(folders, variables, strict=True))
     ]
     with _ended(*programs):
@@ -171,19 +172,19 @@ def by_variables(
 
 
 @contextmanager
-def joiners(
-    variables: Sequence[Mapping[str, str]], folder: Path, *words: str, meet: bool = True
+def launched_programs(
+    variables: Sequence[Mapping[str, str]], folder: Path, *arguments: str, meet: bool = True
 ) -> Iterator[list[Task]]:
-    """Run a joiner with each set of variables; they end with the block.
+    """Run `launched_program` with each set of variables; the processes end with the block.
 
     Args:
-        variables: what a launcher tells each process.
+        variables: those that a launcher sets for each process.
         folder: where.
-        words: what the joiners are told.
-        meet: name a free port for them to meet at.
+        arguments: those of the program: a timeout, and an order.
+        meet: set the variables of a rendezvous, too.
     """
-    rendezvous = place() if meet else {}
-    tasks = [Task({**own, **rendezvous}, words, folder) for own in variables]
+    rendezvous = rendezvous_variables() if meet else {}
+    tasks = [Task({**own, **rendezvous}, arguments, folder) for own in variables]
     try:
         yield tasks
     finally:
@@ -217,13 +218,13 @@ def srun_variables(nodes: Sequence[int], job: str = "4711") -> list[dict[str, st
     ]
 
 
-def place() -> dict[str, str]:
+def rendezvous_variables() -> dict[str, str]:
     """Return the variables that name a rendezvous on this machine."""
     return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
 
 def check_world(folder: Path, launcher: str, machines: list[int]) -> None:
-    """Require that all joiners were in one world of these machines."""
+    """Require that all processes were in one world of these machines."""
     found = facts(folder)
     world = sum(machines)
     assert [f["rank"] for f in found] == list(range(world))
@@ -237,7 +238,7 @@ def check_world(folder: Path, launcher: str, machines: list[int]) -> None:
 
 
 def facts(folder: Path) -> list[dict[str, Any]]:
-    """Take what the joiners wrote down, by rank."""
+    """Read and remove the facts that the processes wrote, by rank."""
     files = sorted(folder.glob("facts.*.json"))
     found = [json.loads(file.read_text()) for file in files]
     for file in files:
@@ -251,7 +252,7 @@ def fresh_log(folder: Path) -> Path:
 
 
 @contextmanager
-def _ended(*programs: Program) -> Iterator[Sequence[Program]]:
+def _ended(*programs: LoggedProcess) -> Iterator[Sequence[LoggedProcess]]:
     try:
         yield programs
     finally:
@@ -260,10 +261,10 @@ def _ended(*programs: Program) -> Iterator[Sequence[Program]]:
                 program.kill()
 
 
-def _join(variables: dict[str, str], words: list[str], folder: str, log: str) -> None:
+def _join(variables: dict[str, str], arguments: list[str], folder: str, log: str) -> None:
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.chdir(folder)
-    limit, *order = words
-    sys.exit(joiner.main(read_environment(variables), float(limit), *order))
+    limit, *order = arguments
+    sys.exit(launched_program.main(read_environment(variables), float(limit), *order))

@@ -1,6 +1,6 @@
-"""A program for each of several machines: a supervisor whose workers add up their ranks.
+"""A program for each of several machines: a supervisor whose workers sum their ranks.
 
-As a supervisor: `machine.py RUN_ID MACHINE MACHINES WORKERS FOLDER INTERFACES`.
+As a program: `machine_supervisor.py RUN_ID MACHINE MACHINES WORKERS FOLDER INTERFACES`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.cluster.supervision.worker import run_worker
 from tests.harness.processes.gloo_all_reduce import sum_of_ranks
 
 
-def work(members: Members, store: Store, token: str) -> None:
+def work(members: Members, store: Store, _token: str) -> None:
     total = sum_of_ranks(members, store)
     print(f"rank {members.rank} at {members.address} of {members.addresses}: {total}", flush=True)
 
@@ -39,7 +39,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    place = read_environment().worker
-    if place is None:
+    worker_environment = read_environment().worker
+    if worker_environment is None:
         sys.exit(main())
-    run_worker(place, work)
+    run_worker(worker_environment, work)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.harness.processes.command import Ended
-from tests.harness.processes.launcher_processes import by_variables, place
+from tests.harness.processes.command import Result
+from tests.harness.processes.launcher_processes import by_variables, rendezvous_variables
 
 LIMIT = 300.0  # the first ranks of a fresh clone compile the kernels
 
 
-def run_ranks(arguments: Sequence[str], machines: Sequence[int], folder: Path) -> Ended:
+def run_ranks(arguments: Sequence[str], machines: Sequence[int], folder: Path) -> Result:
     """Run a command as the ranks of one world, until all have ended.
 
     Args:
@@ -26,7 +26,7 @@ def run_ranks(arguments: Sequence[str], machines: Sequence[int], folder: Path) -
     argv = ["-m", "paceline.cli.main", *arguments]
     with by_variables(argv, [folder] * len(variables), variables) as programs:
         ends = [program.wait(LIMIT) for program in programs]
-    return Ended(max(abs(end.status) for end in ends), "".join(end.text for end in ends))
+    return Result(max(abs(end.status) for end in ends), "".join(end.text for end in ends))
 
 
 def torchrun_variables(machines: Sequence[int]) -> list[dict[str, str]]:
@@ -36,7 +36,7 @@ def torchrun_variables(machines: Sequence[int]) -> list[dict[str, str]]:
         machines: the number of ranks of each machine.
     """
     ranks = [(number, local) for number, size in enumerate(machines) for local in range(size)]
-    rendezvous = place()
+    rendezvous = rendezvous_variables()
     return [
         {
             "RANK": str(rank),
