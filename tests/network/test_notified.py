@@ -15,7 +15,7 @@ from tests.harness.network.namespaces import Machine, cut, two_machines
 from tests.harness.processes.bad_inputs import NULL
 from tests.harness.processes.command import run
 from tests.harness.processes.fork_server import ServedPopen
-from tests.harness.processes.run_folders import losses, until_step, write_net
+from tests.harness.processes.run_folders import losses, wait_until_step, write_net
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 100
@@ -82,7 +82,7 @@ def test_a_cable_that_is_cut_in_mid_step_is_told_within_the_limit_by_both(
     machines: tuple[Machine, Machine], tmp_path: Path
 ) -> None:
     with started(machines, tmp_path, f"{WORDS} 100000 --timeout 3 {FOLDER}") as running:
-        until_step(tmp_path / "0/runs/r", 5, 0)
+        wait_until_step(tmp_path / "0/runs/r", 5, 0)
         cut(machines[0])
         said = [process.communicate(timeout=LIMIT)[0] for process in running]
     assert [process.returncode for process in running] == [1, 1], said

@@ -14,7 +14,7 @@ import pytest
 from paceline.state.checkpoint_files import read_checkpoint
 from tests.harness.processes.bad_inputs import LIMIT, NET, NULL, nobody_left
 from tests.harness.processes.command import Command, Result
-from tests.harness.processes.run_folders import until, until_step
+from tests.harness.processes.run_folders import wait_until, wait_until_step
 
 OWN = (
     NET
@@ -75,7 +75,7 @@ def stopped(
 def test_ctrl_c_while_torch_is_loaded_is_quiet_and_leaves_nothing(here: Path) -> None:
     def loads_torch(command: Command) -> None:
         process = psutil.Process(command.pid)
-        until(lambda: any("libtorch_cpu" in m.path for m in process.memory_maps()))
+        wait_until(lambda: any("libtorch_cpu" in m.path for m in process.memory_maps()))
 
     ended = stopped(here, ENDLESS, loads_torch, signal.SIGINT, real=True)
     assert ended.text in ("", "paceline: stopped by SIGINT.\n")
@@ -84,7 +84,7 @@ def test_ctrl_c_while_torch_is_loaded_is_quiet_and_leaves_nothing(here: Path) ->
 
 def test_ctrl_c_while_the_workers_start_ends_them(here: Path) -> None:
     def has_workers(command: Command) -> None:
-        until(lambda: len(command.family()) == 2)
+        wait_until(lambda: len(command.family()) == 2)
 
     ended = stopped(here, f"{ENDLESS} --num_workers 2", has_workers, signal.SIGINT)
     assert ended.text.startswith("paceline: stopped by SIGINT on machine 0")
@@ -101,7 +101,7 @@ def test_ctrl_c_while_machines_are_waited_for_leaves_nothing(here: Path) -> None
 
 def test_a_second_ctrl_c_ends_at_once_and_keeps_the_checkpoints_whole(here: Path) -> None:
     words = f"{ENDLESS} --checkpoint_steps 1"
-    stopped(here, words, lambda _: until_step(here / "runs/r", 5, 0), *[signal.SIGINT] * 2)
+    stopped(here, words, lambda _: wait_until_step(here / "runs/r", 5, 0), *[signal.SIGINT] * 2)
     files = list((here / "runs/r/checkpoints").glob("step-*.pt"))
     assert files
     assert all(read_checkpoint(file) for file in files)
@@ -111,7 +111,7 @@ def test_ctrl_c_in_an_evaluation_keeps_the_epochs_steps(here: Path) -> None:
     words = f"{NULL} --run_id r --model own:Slow --test_data null"
 
     def evaluates(_: Command) -> None:
-        until((here / "evaluating").exists)
+        wait_until((here / "evaluating").exists)
 
     stopped(here, words, evaluates, signal.SIGINT)
     (file,) = (here / "runs/r/checkpoints").glob("step-*.pt")
@@ -123,7 +123,7 @@ def test_a_signal_into_a_checkpoint_leaves_it_whole(here: Path) -> None:
     folder = here / "runs/r/checkpoints"
 
     def writes(_: Command) -> None:
-        until(lambda: any(folder.glob(".step-*.part")))
+        wait_until(lambda: any(folder.glob(".step-*.part")))
 
     stopped(here, words, writes, signal.SIGTERM)
     files = list(folder.glob("step-*.pt"))

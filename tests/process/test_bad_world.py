@@ -26,7 +26,7 @@ from tests.harness.processes.bad_inputs import (
     stand_in,
 )
 from tests.harness.processes.command import Command, Result
-from tests.harness.processes.run_folders import until_step
+from tests.harness.processes.run_folders import wait_until_step
 
 HOST = os.uname().nodename
 OWN = (
@@ -176,7 +176,7 @@ def test_a_place_in_a_live_run_is_refused_and_the_run_goes_on(
     with nobody_left() as environment:
         machines = Machines(here, environment)
         commands = [machines.start(i, endless) for i in (0, 1)]
-        until_step(here / "runs/r", 2, 0)
+        wait_until_step(here / "runs/r", 2, 0)
         for machine, said in ((1, second), (0, first)):
             words = f"{endless} --output_dir elsewhere --num_shards 2 --shard_id {machine}"
             require_message(answer(words, capfd), 2, said)

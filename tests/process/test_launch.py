@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.harness.network.ports import free_port
-from tests.harness.processes.command import Command, Result, gone, rows_of
+from tests.harness.processes.command import Command, Result, all_end, rows_of
 from tests.harness.processes.launcher_processes import check_world
 from tests.harness.processes.tiny_run import make_database, train
 
@@ -90,14 +90,14 @@ def test_a_signal_ends_scripts_and_their_children(
     assert len(family) == 6  # of each worker: the guard, the shell, its sleep
     command.send(number)
     assert command.wait(limit=10).status == status
-    assert gone(family, limit=1)
+    assert all_end(family, limit=1)
 
 
 def test_scripts_end_with_a_killed_supervisor(tmp_path: Path) -> None:
     command = start(tmp_path, "-n", "2", "--", "sh", "-c", WAITS)
     family = family_of(command, 2)
     command.send(signal.SIGKILL)
-    assert gone(family)
+    assert all_end(family)
     command.wait(limit=10)
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from paceline.cli.ledger import main as ledger
-from tests.harness.processes.command import Command, gone, run
-from tests.harness.processes.run_folders import events, until_step, write_net
+from tests.harness.processes.command import Command, all_end, run
+from tests.harness.processes.run_folders import events, wait_until_step, write_net
 
 WORDS = (
     *("train", "--train_data", "null", "--epoch_size", "70", "--image_size", "32"),
@@ -26,13 +26,13 @@ def test_a_run_that_was_killed_and_went_on_with_another_number_of_workers_is_exa
     write_net(tmp_path)
     words = (*WORDS, "--num_labels", "3", "--num_epochs", "3", "--checkpoint_steps", "4")
     command = Command(*words, "--num_workers", "2", folder=tmp_path)
-    until_step(tmp_path / "runs" / "r", 15, generation=0)
+    wait_until_step(tmp_path / "runs" / "r", 15, generation=0)
     family = command.family()
     for process in family:
         process.kill()
     command.send(signal.SIGKILL)
     command.wait()
-    assert gone(family)
+    assert all_end(family)
     assert ledger(["r"]) == 0
     capsys.readouterr()
 

@@ -12,7 +12,7 @@ import torch
 
 from paceline.cli.main import main
 from paceline.observe.event_file import read_events
-from tests.harness.processes.command import Result, gone
+from tests.harness.processes.command import Result, all_end
 from tests.harness.processes.launcher_commands import Script, run
 
 SCRIPT = ("-m", "tests.harness.library.library_script")
@@ -106,7 +106,7 @@ def test_a_stopped_run_saves_and_goes_on(
     ended = script.wait(limit=30)
     assert ended.status == status, ended.text
     assert "Traceback" not in ended.text
-    assert gone(family)
+    assert all_end(family)
     assert ended.text.count(f"paceline: stopped by {number.name}") == 1
     assert ended.text.count(": the state is saved in run, and the same command resumes it.\n") == 1
     newest = max((tmp_path / "run/checkpoints").glob("step-*.pt"))

@@ -13,7 +13,7 @@ from tests.harness.processes.launcher_processes import (
     rendezvous_variables,
     srun_variables,
 )
-from tests.harness.processes.run_folders import until
+from tests.harness.processes.run_folders import wait_until
 
 LOST, STEP = 2, 3  # who, and in which step
 OWN = f'''
@@ -90,7 +90,7 @@ def test_survivors_name_the_rank_that_was_lost_and_what_it_was_needed_for(
         ]
         folders = [tmp_path] * len(variables)
         with by_variables(words, folders, variables) as programs:
-            until((tmp_path / "hurt").exists)
+            wait_until((tmp_path / "hurt").exists)
             lost = programs.pop(LOST)
             ends = [program.wait(LIMIT) for program in programs]
             lost.kill()

@@ -16,9 +16,15 @@ import torch
 from paceline.cluster.environment import WORKER_VARIABLE
 from paceline.state.checkpoint_files import read_checkpoint
 from tests.harness.network.ports import free_port
-from tests.harness.processes.command import Command, gone, rows_of, run
+from tests.harness.processes.command import Command, all_end, rows_of, run
 from tests.harness.processes.fork_server import environment_of
-from tests.harness.processes.run_folders import events, losses, until, until_step, write_net
+from tests.harness.processes.run_folders import (
+    events,
+    losses,
+    wait_until,
+    wait_until_step,
+    write_net,
+)
 
 SMALL = (
     *("train", "--train_data", "null", "--test_data", "null", "--epoch_size", "70"),
@@ -103,16 +109,16 @@ def test_kills_at_random_moments_change_no_bit(
     for _ in range(kills):
         before = len(events(folder))
         command = Command(*words, folder=here)
-        until(partial(started, command))
+        wait_until(partial(started, command))
         asked = moments.randrange(0, 6)
-        until(partial(trained, folder, before, asked))
+        wait_until(partial(trained, folder, before, asked))
         family = command.family()
         moments.shuffle(family)
         for process in family:
             process.kill()
         command.send(signal.SIGKILL)
         command.wait()
-        assert gone(family)
+        assert all_end(family)
     ended = run(*words, folder=here)
     assert ended.status == 0, ended.text
     told = losses(here / "runs" / "r")
@@ -134,7 +140,7 @@ def test_kills_change_no_bit_of_what_only_some_ranks_have(here: Path) -> None:
     for _ in range(2):
         before = len(events(told))
         machines = on_two_machines(here, "run")
-        until(partial(trained, told, before, moments.randrange(1, 9)), limit=150)
+        wait_until(partial(trained, told, before, moments.randrange(1, 9)), limit=150)
         killed = [process for machine in machines for process in machine.family()]
         moments.shuffle(killed)
         for process in killed:
@@ -142,7 +148,7 @@ def test_kills_change_no_bit_of_what_only_some_ranks_have(here: Path) -> None:
         for machine in machines:
             machine.send(signal.SIGKILL)
             machine.wait()
-        assert gone(killed)
+        assert all_end(killed)
     ended = [machine.wait() for machine in on_two_machines(here, "run")]
     assert [end.status for end in ended] == [0, 0], ended
     expected = losses(here / "out0" / "whole")
@@ -194,7 +200,7 @@ def test_other_numbers_of_workers_train_the_same_curve(
     whole = curve(plain)
     for generation, (workers, step) in enumerate(starts):
         command = Command(*train("plain", "--sync", sync, workers=workers), folder=here)
-        until_step(here / "runs" / "r", step, generation)
+        wait_until_step(here / "runs" / "r", step, generation)
         command.send(signal.SIGTERM)
         ended = command.wait()
         assert ended.status == 143, ended.text
@@ -217,14 +223,14 @@ def test_a_signal_ends_all_in_5_seconds_and_leaves_the_last_step_behind(
 ) -> None:
     words = train("plain", "--sync", sync, epochs=100_000)
     command = Command(*words, folder=here)
-    until_step(here / "runs" / "r", 5, 0)
+    wait_until_step(here / "runs" / "r", 5, 0)
     family = command.family()
     assert len(family) == 2
     command.send(number)
     ended = command.wait(5)
     assert ended.status == status, ended.text
     assert ended.text.count("the state is saved in runs/r, and the same command resumes it.\n") == 1
-    assert gone(family, limit=0)
+    assert all_end(family, limit=0)
     assert "Traceback" not in ended.text
     done = max(line["step"] for line in events(here / "runs" / "r") if line["event"] == "step")
     newest = max((here / "runs" / "r" / "checkpoints").glob("step-*.pt"))
@@ -233,7 +239,7 @@ def test_a_signal_ends_all_in_5_seconds_and_leaves_the_last_step_behind(
 
 def test_one_workers_signal_stops_all_at_the_same_step(here: Path) -> None:
     command = Command(*train("plain", "--sync", "notified", epochs=100_000), folder=here)
-    until_step(here / "runs" / "r", 5, 0)
+    wait_until_step(here / "runs" / "r", 5, 0)
     worker = command.family()[1]
     rank = json.loads(environment_of(worker)[WORKER_VARIABLE])["local_rank"]
     worker.send_signal(signal.SIGTERM)

@@ -20,7 +20,7 @@ from tests.harness.data.image_folder import some_images
 from tests.harness.network.ports import free_port
 from tests.harness.network.redis_server import redis_server
 from tests.harness.processes.bad_inputs import answer, require_message
-from tests.harness.processes.command import Command, gone, rows_of, run
+from tests.harness.processes.command import Command, all_end, rows_of, run
 
 SMALL = (
     *("--model", "resnet20", "--image_size", "32", "--augment", "pad", "--num_labels", "3"),
@@ -168,7 +168,7 @@ def test_a_killed_worker_is_named_once_and_nothing_is_left(data: Path, tmp_path:
     assert ended.text.count("was killed by SIGKILL") == 1
     assert "rank" in ended.text
     assert "Traceback" not in ended.text
-    assert gone(family, limit=0)
+    assert all_end(family, limit=0)
 
 
 def test_workers_end_with_a_killed_supervisor(data: Path, tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_workers_end_with_a_killed_supervisor(data: Path, tmp_path: Path) -> Non
     family = command.family()
     command.send(signal.SIGKILL)
     command.wait()
-    assert gone(family)
+    assert all_end(family)
 
 
 def test_a_live_run_is_refused_a_second_start(

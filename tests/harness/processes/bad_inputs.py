@@ -23,7 +23,7 @@ import pytest
 
 import paceline.cli.train  # noqa: F401 - likewise
 from paceline.cli.main import main
-from tests.harness.processes.command import Command, Result, gone
+from tests.harness.processes.command import Command, Result, all_end
 from tests.harness.processes.fork_server import environment_of
 
 LIMIT = 110.0  # generous: the machine may be busy
@@ -82,7 +82,7 @@ def require_answer(bad: Bad, folder: Path, capfd: pytest.CaptureFixture[str]) ->
         return
     before, family = contents(folder), set(psutil.Process().children(recursive=True))
     require_message(answer(bad.words, capfd), bad.status, bad.said)
-    assert gone([p for p in psutil.Process().children(recursive=True) if p not in family])
+    assert all_end([p for p in psutil.Process().children(recursive=True) if p not in family])
     assert contents(folder) == before
 
 
@@ -151,7 +151,7 @@ def nobody_left() -> Iterator[Mapping[str, str]]:
     mark = uuid.uuid4().hex
     try:
         yield {MARK: mark}
-        assert gone(_marked(mark)), [process.cmdline() for process in _marked(mark)]
+        assert all_end(_marked(mark)), [process.cmdline() for process in _marked(mark)]
     finally:
         for process in _marked(mark):
             process.kill()

@@ -20,7 +20,7 @@ LIMIT = 90.0
 
 @dataclass(frozen=True)
 class Result:
-    """How a command ended, and all that it printed."""
+    """Result of a process that has ended: its exit status, and all that it printed."""
 
     status: int
     text: str
@@ -33,7 +33,7 @@ class Running:
         command: its words.
         folder: where.
         variables: of its environment, besides this one's.
-        real: a Python program is no fork of the fork server, but imports all that it needs.
+        real: start a new interpreter for a Python program, instead of a fork of the fork server.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Running:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            bufsize=0,  # a line that was read ahead would be missing from what is read by `wait`
+            bufsize=0,  # `wait` reads the pipe itself, and would miss what a buffer has read ahead
             env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
         )
 
@@ -73,7 +73,7 @@ class Running:
             process.kill()
 
     def line_with(self, words: str) -> str:
-        """Read until a line with `words` comes; return it."""
+        """Read up to a line that contains `words`; return that line."""
         assert self._process.stdout is not None
         seen = []
         for line in map(_text, self._process.stdout):
@@ -127,11 +127,10 @@ def rows_of(run_folder: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(log.read_text().splitlines()[1:]))
 
 
-def gone(processes: Sequence[psutil.Process], limit: float = 5.0) -> bool:
+def all_end(processes: Sequence[psutil.Process], limit: float = 5.0) -> bool:
     """Tell whether all processes end within the limit.
 
-    One that nobody waited for has ended too: a container's first process may not do that for
-    orphans.
+    A zombie has ended too: the first process of a container may not wait for orphans.
     """
     end = time.monotonic() + limit
     while not all(_ended(process) for process in processes):

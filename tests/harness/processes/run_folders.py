@@ -48,19 +48,19 @@ def single(num_labels):
 
 
 def write_net(folder: Path) -> None:
-    """Put somebody's own model into the folder where they stand."""
+    """Write a user's model into a folder."""
     (folder / "net.py").write_text(NET)
 
 
 def events(run: Path, rank: int = 0) -> list[dict[str, Any]]:
-    """Read a rank's whole lines; none while the file isn't there."""
+    """Read a rank's complete lines; none while the file isn't there."""
     path = run / f"events.rank{rank}.jsonl"
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def losses(run: Path) -> dict[int, list[float]]:
-    """Every loss that was told of each step, over all starts of the run."""
+    """Read all losses logged for each step, over all starts of the run."""
     found: dict[int, list[float]] = {}
     for event in events(run):
         if event["event"] == "loss":
@@ -68,17 +68,17 @@ def losses(run: Path) -> dict[int, list[float]]:
     return found
 
 
-def until(condition: Callable[[], bool], limit: float = 60.0) -> None:
-    """Look until it is so."""
+def wait_until(condition: Callable[[], bool], limit: float = 60.0) -> None:
+    """Return once the condition is true; fail after `limit` seconds."""
     deadline, pause = time.monotonic() + limit, threading.Event()
     while not condition():
-        assert time.monotonic() < deadline, "it didn't come to that"
+        assert time.monotonic() < deadline, f"condition not reached within {limit:g} s"
         pause.wait(0.005)
 
 
-def until_step(run: Path, step: int, generation: int) -> None:
+def wait_until_step(run: Path, step: int, generation: int) -> None:
     """Wait until rank 0 has ended a step in a start of the run."""
-    until(
+    wait_until(
         lambda: any(
             event["event"] == "step" and event["step"] >= step and event["generation"] == generation
             for event in events(run)
