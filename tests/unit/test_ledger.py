@@ -32,10 +32,10 @@ def edit(history: RunHistory, rank: int, change: Callable[[dict[str, Any]], obje
             lines[:] = [json.dumps(event) + "\n" for event in kept]
 
 
-def two_ranks(reach: int = 6, **more: Any) -> RunHistory:
+def two_ranks(end_step: int = 6, **more: Any) -> RunHistory:
     """Two epochs of ten samples in steps of 4, 4 and 2: rank 0 has 2, 2, 1 of them."""
     history = RunHistory(samples=10, batch=4, epochs=2)
-    history.start(world=2, at=0, reach=[reach, reach], **more)
+    history.start(world=2, start_step=0, end_steps=[end_step, end_step], **more)
     return history
 
 
@@ -51,7 +51,7 @@ def test_a_run_that_ended_has_every_sample_once(tmp_path: Path) -> None:
 
 def test_a_run_that_is_under_way_is_exact_as_far_as_all_ranks_went(tmp_path: Path) -> None:
     history = RunHistory(samples=10, batch=4, epochs=2)
-    history.start(world=2, at=0, reach=[5, 4], saved=[3])
+    history.start(world=2, start_step=0, end_steps=[5, 4], saved=[3])
     proof = proof_of(history, tmp_path)
     assert proof.exact
     assert (proof.committed, proof.done, proof.begun) == (3, 4, 5)
@@ -60,9 +60,9 @@ def test_a_run_that_is_under_way_is_exact_as_far_as_all_ranks_went(tmp_path: Pat
 
 def test_steps_behind_the_checkpoint_are_void_once_the_run_went_on_from_it(tmp_path: Path) -> None:
     history = RunHistory(samples=10, batch=4, epochs=2)
-    history.start(world=3, at=0, reach=[5, 5, 6], saved=[2])
+    history.start(world=3, start_step=0, end_steps=[5, 5, 6], saved=[2])
     history.kill(torn=[0, 2])
-    history.start(world=2, at=2, reach=[6, 6], ended=True)
+    history.start(world=2, start_step=2, end_steps=[6, 6], ended=True)
     proof = proof_of(history, tmp_path)
     assert proof.exact
     assert proof.starts == 2
@@ -73,8 +73,8 @@ def test_a_generation_answers_for_its_steps_though_they_go_on_like_the_last_ones
     tmp_path: Path,
 ) -> None:
     history = RunHistory(samples=40, batch=4, epochs=1)
-    history.start(world=2, at=0, reach=[3, 3], saved=[3])
-    history.start(world=2, at=3, reach=[10, 10], ended=True)
+    history.start(world=2, start_step=0, end_steps=[3, 3], saved=[3])
+    history.start(world=2, start_step=3, end_steps=[10, 10], ended=True)
     assert proof_of(history, tmp_path).exact
     edit(history, 1, lambda event: (event["event"], event.get("step")) != ("step", 5))
     (fault,) = proof_of(history, tmp_path).faults
@@ -82,8 +82,8 @@ def test_a_generation_answers_for_its_steps_though_they_go_on_like_the_last_ones
 
 
 def test_a_step_before_the_one_where_its_generation_went_on_is_a_fault(tmp_path: Path) -> None:
-    history = two_ranks(reach=3, saved=[3])
-    history.start(world=1, at=3, reach=[6], ended=True)
+    history = two_ranks(end_step=3, saved=[3])
+    history.start(world=1, start_step=3, end_steps=[6], ended=True)
     step = next(line for line in history.files[0, 0] if '"step": 2' in line and '"first"' in line)
     history.files[0, 0].append(step.replace('"generation": 0', '"generation": 1'))
     sentence = "Rank 0 recorded step 2, but this generation could only train step 3 to 5"
@@ -92,7 +92,7 @@ def test_a_step_before_the_one_where_its_generation_went_on_is_a_fault(tmp_path:
 
 def test_samples_that_cannot_be_read_are_told_apart(tmp_path: Path) -> None:
     history = RunHistory(samples=10, batch=4, epochs=2, broken=frozenset({1, 9}))
-    history.start(world=2, at=0, reach=[6, 6], ended=True)
+    history.start(world=2, start_step=0, end_steps=[6, 6], ended=True)
     proof = proof_of(history, tmp_path)
     assert proof.exact
     assert [(a.owed, a.once, a.skipped) for a in proof.accounts] == [(10, 8, 2), (10, 8, 2)]
@@ -100,8 +100,8 @@ def test_samples_that_cannot_be_read_are_told_apart(tmp_path: Path) -> None:
 
 def test_steps_that_came_with_another_runs_checkpoint_are_not_this_runs(tmp_path: Path) -> None:
     history = RunHistory(samples=10, batch=4, epochs=2)
-    history.start(world=1, at=4, reach=[5], origin="other.pt")
-    history.start(world=2, at=4, reach=[6, 6], origin="other.pt", ended=True)
+    history.start(world=1, start_step=4, end_steps=[5], origin="other.pt")
+    history.start(world=2, start_step=4, end_steps=[6, 6], origin="other.pt", ended=True)
     proof = proof_of(history, tmp_path)
     assert proof.exact
     assert proof.base == 4
@@ -110,7 +110,7 @@ def test_steps_that_came_with_another_runs_checkpoint_are_not_this_runs(tmp_path
 
 def test_a_run_that_goes_on_at_a_step_nobody_trained_has_lost_those_before(tmp_path: Path) -> None:
     history = RunHistory(samples=10, batch=4, epochs=2)
-    history.start(world=1, at=4, reach=[6], ended=True)
+    history.start(world=1, start_step=4, end_steps=[6], ended=True)
     proof = proof_of(history, tmp_path)
     assert [a.lost for a in proof.accounts] == [10, 4]
 
@@ -129,7 +129,7 @@ def test_a_missing_line_of_a_step_under_way_is_a_hole_if_later_ones_are_there(
     tmp_path: Path,
 ) -> None:
     history = RunHistory(samples=40, batch=4, epochs=2)
-    history.start(world=3, at=0, reach=[4, 2, 4])
+    history.start(world=3, start_step=0, end_steps=[4, 2, 4])
     assert proof_of(history, tmp_path).exact
     edit(history, 2, lambda event: (event["event"], event.get("step")) != ("step", 2))
     proof = proof_of(history, tmp_path)
@@ -161,7 +161,7 @@ def test_a_share_outside_of_its_batch_is_out_of_place(tmp_path: Path) -> None:
 
 def test_the_same_fault_in_many_steps_is_told_once_and_counted_in_all(tmp_path: Path) -> None:
     history = RunHistory(samples=400, batch=4, epochs=2)
-    history.start(world=2, at=0, reach=[200, 200], ended=True)
+    history.start(world=2, start_step=0, end_steps=[200, 200], ended=True)
     edit(history, 1, lambda event: event["event"] != "step")
     proof = proof_of(history, tmp_path)
     assert [a.lost for a in proof.accounts] == [200, 200]
@@ -169,7 +169,7 @@ def test_the_same_fault_in_many_steps_is_told_once_and_counted_in_all(tmp_path: 
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    history = two_ranks(reach=3)
+    history = two_ranks(end_step=3)
     del history.files[0, 1]
     proof = proof_of(history, tmp_path)
     assert not proof.exact
@@ -177,22 +177,22 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_no_longer_writes_is_not_missed(tmp_path: Path) -> None:
-    history = two_ranks(reach=3, saved=[3])
-    history.start(world=1, at=3, reach=[6], ended=True)
+    history = two_ranks(end_step=3, saved=[3])
+    history.start(world=1, start_step=3, end_steps=[6], ended=True)
     assert proof_of(history, tmp_path).exact
 
 
 def test_a_generation_that_ended_before_its_first_line_changes_nothing(tmp_path: Path) -> None:
-    history = two_ranks(reach=3, saved=[3])
-    history.start(world=4, at=3, reach=[3, 3, 3, 3])
+    history = two_ranks(end_step=3, saved=[3])
+    history.start(world=4, start_step=3, end_steps=[3, 3, 3, 3])
     for rank in range(4):
         edit(history, rank, lambda event: event.get("generation") != 1 or event["event"] == "run")
-    history.start(world=1, at=3, reach=[6], ended=True)
+    history.start(world=1, start_step=3, end_steps=[6], ended=True)
     assert proof_of(history, tmp_path).exact
 
 
 def test_a_run_that_came_to_no_step_is_exact(tmp_path: Path) -> None:
-    proof = proof_of(two_ranks(reach=0), tmp_path)
+    proof = proof_of(two_ranks(end_step=0), tmp_path)
     assert proof.exact
     assert (proof.done, proof.accounts) == (0, ())
 
@@ -224,8 +224,8 @@ def test_lines_that_contradict_each_other_are_faults(
 @pytest.mark.parametrize("kind", ["run", "restore"])
 def test_a_generation_that_never_says_what_it_is_is_a_fault(tmp_path: Path, kind: str) -> None:
     history = RunHistory(samples=10, batch=4, epochs=2)
-    history.start(world=1, at=0, reach=[3], saved=[3])
-    history.start(world=1, at=3, reach=[6], ended=True)
+    history.start(world=1, start_step=0, end_steps=[3], saved=[3])
+    history.start(world=1, start_step=3, end_steps=[6], ended=True)
     edit(history, 0, lambda event: (event["event"], event.get("generation")) != (kind, 1))
     assert "No line records " in words(proof_of(history, tmp_path))
 
@@ -250,7 +250,7 @@ def test_a_field_that_is_missing_is_named(tmp_path: Path) -> None:
 
 def test_the_files_of_two_runs_are_not_added_up(tmp_path: Path) -> None:
     one, other = two_ranks(), RunHistory(samples=12, batch=4, epochs=2)
-    other.start(world=2, at=0, reach=[3, 3])
+    other.start(world=2, start_step=0, end_steps=[3, 3])
     files = one.write(tmp_path / "one") + other.write(tmp_path / "other")
     with pytest.raises(DataError, match="folders of one run only"):
         prove((rank, read_events(path)) for rank, path in files)

@@ -18,7 +18,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run of two machines under runs/, each with a folder of its own; three epochs, one begun."""
     monkeypatch.chdir(tmp_path)
     history = RunHistory(samples=1000, batch=64, epochs=3, broken=frozenset({3}))
-    history.start(world=4, at=0, reach=[17, 18, 17, 17], saved=[16], local=2)
+    history.start(world=4, start_step=0, end_steps=[17, 18, 17, 17], saved=[16], local=2)
     history.write(tmp_path / "runs")
     return tmp_path / "runs"
 
@@ -104,7 +104,7 @@ def test_a_run_that_was_interrupted_before_its_first_step_is_exact(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     history = RunHistory(samples=1000, batch=64, epochs=3)
-    history.start(world=2, at=0, reach=[0, 0])
+    history.start(world=2, start_step=0, end_steps=[0, 0])
     history.write(run / "new")
     assert main(["new/machine0"]) == 0
     assert capsys.readouterr().out == (
@@ -130,7 +130,7 @@ def test_an_unreadable_file_is_named(run: Path) -> None:
 
 def test_many_like_epochs_share_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     history = RunHistory(samples=10, batch=4, epochs=40)
-    history.start(world=1, at=0, reach=[92])
+    history.start(world=1, start_step=0, end_steps=[92])
     history.write(tmp_path)
     assert main([str(tmp_path / "machine0")]) == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if "/40" in line]

@@ -37,16 +37,16 @@ def histories(draw: st.DrawFn) -> RunHistory:
 def start(draw: st.DrawFn, history: RunHistory) -> bool:
     """Start the run once more; tell whether it ended."""
     world = draw(st.integers(1, 4))
-    at = draw(st.sampled_from(history.saved or [0]))
-    all_passed = draw(st.integers(at, history.total))
+    start_step = draw(st.sampled_from(history.saved or [0]))
+    all_passed = draw(st.integers(start_step, history.total))
     ahead = draw(st.lists(st.integers(0, LAG), min_size=world, max_size=world))
     ended = all_passed == history.total and draw(st.booleans())
     history.start(
         world=world,
-        at=at,
-        reach=[min(all_passed + more, history.total) for more in ahead],
-        saved=draw(st.sets(st.integers(at, all_passed), max_size=3)),
-        told=draw(st.booleans()),
+        start_step=start_step,
+        end_steps=[min(all_passed + more, history.total) for more in ahead],
+        saved=draw(st.sets(st.integers(start_step, all_passed), max_size=3)),
+        checkpoint_logged=draw(st.booleans()),
         ended=ended,
         local=draw(st.integers(1, 4)),
     )
@@ -110,8 +110,8 @@ def standing(history: RunHistory) -> list[tuple[Key, int]]:
             if event.get("event") != "step" or event["first"] == event["last"]:
                 continue
             step, generation = event["step"], event["generation"]
-            void = any(g > generation and at <= step for g, at in restores.items())
-            last = generation == history.generation and step + 1 == history.reach[key[1]]
+            void = any(g > generation and start_step <= step for g, start_step in restores.items())
+            last = generation == history.generation and step + 1 == history.end_steps[key[1]]
             if not void and step < history.done and (not last or step < history.committed):
                 found.append((key, number))
     return found

@@ -1,11 +1,11 @@
 """Made-up histories of runs, written as event files, and what they trained by plain counting.
 
     history = RunHistory(samples=10, batch=4, epochs=2)
-    history.start(world=2, at=0, reach=[3, 4], saved=[2])     # rank 1 was one step further
-    history.kill(torn=[1])                                     # in the middle of a line
-    history.start(world=1, at=2, reach=[6], ended=True)
+    history.start(world=2, start_step=0, end_steps=[3, 4], saved=[2])   # rank 1: one step further
+    history.kill(torn=[1])                                              # in the middle of a line
+    history.start(world=1, start_step=2, end_steps=[6], ended=True)
 
-Nothing here is shared with the code that is tested but the format of a line.
+It shares nothing with the tested code but the format of a line.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class RunHistory:
     Attributes:
         broken: positions whose records can't be read, in each epoch.
         files: the lines of each machine's files; a torn one ends without a line's end.
-        trained: how often each position of each step that stands was trained.
-        generation: the last one.
-        reach: how far each rank of it came.
-        saved: the checkpoints that a later generation may go on from.
+        trained: how often each position of each step that counts was trained.
+        generation: number of the last generation.
+        end_steps: the step before which each of its ranks ended.
+        saved: the checkpoints from which a later generation may resume.
         committed: steps that must have been trained, by what the files say.
     """
 
@@ -41,7 +41,7 @@ class RunHistory:
     files: dict[Key, list[str]] = field(default_factory=dict)
     trained: dict[int, Counter[int]] = field(default_factory=dict)
     generation: int = -1
-    reach: Sequence[int] = ()
+    end_steps: Sequence[int] = ()
     saved: list[int] = field(default_factory=list)
     committed: int = 0
 
@@ -56,16 +56,16 @@ class RunHistory:
     @property
     def done(self) -> int:
         """Steps that all ranks of the last generation passed."""
-        return min(self.reach)
+        return min(self.end_steps)
 
     def start(
         self,
         *,
         world: int,
-        at: int,
-        reach: Sequence[int],
+        start_step: int,
+        end_steps: Sequence[int],
         saved: Iterable[int] = (),
-        told: bool = True,
+        checkpoint_logged: bool = True,
         ended: bool = False,
         origin: str | None = None,
         local: int = 99,
@@ -74,27 +74,27 @@ class RunHistory:
 
         Args:
             world: ranks.
-            at: the step before which it goes on.
-            reach: before which step each rank ends.
+            start_step: the first step of this generation.
+            end_steps: the step before which each rank ends.
             saved: before which steps checkpoints are published.
-            told: the event of the last checkpoint was written before the end came.
-            ended: it comes to the run's end.
+            checkpoint_logged: the event of the last checkpoint was written before the end.
+            ended: the run ends with this generation.
             origin: the checkpoint was another run's.
             local: ranks a machine.
         """
         self.generation += 1
-        self.reach = reach
-        self.saved = sorted({s for s in self.saved if s <= at} | {at, *saved})
-        events = [step for step in self.saved if step > at]
-        events = events if told else events[:-1]
-        self.committed = self.total if ended else max([at, *events])
-        for step in [step for step in self.trained if step >= at]:
+        self.end_steps = end_steps
+        self.saved = sorted({s for s in self.saved if s <= start_step} | {start_step, *saved})
+        events = [step for step in self.saved if step > start_step]
+        events = events if checkpoint_logged else events[:-1]
+        self.committed = self.total if ended else max([start_step, *events])
+        for step in [step for step in self.trained if step >= start_step]:
             del self.trained[step]
         for rank in range(world):
             lines = self.files.setdefault((rank // local, rank), [])
             if lines and not lines[-1].endswith("\n"):
                 lines.pop()  # as the writer does
-            lines.extend(self._lines(rank, world, at, events if rank == 0 else [], origin))
+            lines.extend(self._lines(rank, world, start_step, events if rank == 0 else [], origin))
             if ended:
                 lines.append(_line(event="end", generation=self.generation))
 
@@ -125,7 +125,7 @@ class RunHistory:
         return once, skipped
 
     def share(self, step: int, rank: int, world: int) -> tuple[int, int]:
-        """Deal a batch out like cards, then straighten each hand: the first ranks have one more."""
+        """Divide a batch into contiguous slices; the first ranks may get one sample more."""
         first = step % self.steps * self.batch
         positions = range(first, min(first + self.batch, self.samples))
         sizes = [len(positions[r::world]) for r in range(world)]
@@ -133,15 +133,15 @@ class RunHistory:
         return begin, begin + sizes[rank]
 
     def _lines(
-        self, rank: int, world: int, at: int, saved: Sequence[int], origin: str | None
+        self, rank: int, world: int, start_step: int, saved: Sequence[int], origin: str | None
     ) -> Iterator[str]:
         number = self.generation
         size: dict[str, Any] = {"samples": self.samples, "steps": self.steps}
         size |= {"epochs": self.epochs, "batch": self.batch, "world_size": world, "machines": 1}
         yield _line(event="run", generation=number, rank=rank, **size, model="m", device="cpu")
-        yield _line(event="restore", generation=number, step=at, origin=origin)
+        yield _line(event="restore", generation=number, step=start_step, origin=origin)
         yield _line(event="note", text="Good luck")
-        for step in range(at, self.reach[rank]):
+        for step in range(start_step, self.end_steps[rank]):
             yield self._step(step, rank, world)
             if rank == 0:
                 yield _line(event="loss", generation=number, step=step, loss=0.5)
