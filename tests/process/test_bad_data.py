@@ -16,12 +16,12 @@ from tests.harness.data.databases import write_lmdb
 from tests.harness.data.image_folder import put, some_images
 from tests.harness.data.permissions import closed
 from tests.harness.processes.bad_inputs import (
+    RANK_PREFIX,
     TRAIN,
-    WHO,
     Bad,
     require_answer,
     require_run_answer,
-    stand_in,
+    write_model,
 )
 from tests.harness.processes.run_folders import events
 
@@ -32,110 +32,113 @@ NO_RECORD = (
 )
 AT_ONCE = {
     "missing": Bad(
-        words=WORDS + "missing",
-        said="--train_data missing: there is no such database; check the path.",
+        command=WORDS + "missing",
+        message="--train_data missing: there is no such database; check the path.",
     ),
     "missing test": Bad(
-        words=WORDS + "whole --test_data missing",
-        said="--test_data missing: there is no such database; check the path.",
+        command=WORDS + "whole --test_data missing",
+        message="--test_data missing: there is no such database; check the path.",
     ),
     "a file": Bad(
-        words=WORDS + "own.py",
-        said="own.py is a file, but lmdb databases are folders: give the folder's path, or "
+        command=WORDS + "own.py",
+        message="own.py is a file, but lmdb databases are folders: give the folder's path, or "
         "--db_type minidb if the file is a minidb.",
     ),
     "a folder of images": Bad(
-        words=WORDS + "images",
-        said=r"images is not a database: it has none of data.mdb \(lmdb\), CURRENT \(leveldb\), "
+        command=WORDS + "images",
+        message=r"images is not a database: it has none of data.mdb \(lmdb\), CURRENT \(leveldb\), "
         r"data.minidb \(minidb\); check the path.",
     ),
     "another kind": Bad(
-        words=WORDS + "whole --db_type leveldb",
-        said="whole: the database type is lmdb, not leveldb; give --db_type lmdb.",
+        command=WORDS + "whole --db_type leveldb",
+        message="whole: the database type is lmdb, not leveldb; give --db_type lmdb.",
     ),
-    "empty": Bad(words=WORDS + "empty", said="empty holds no records; create it again.", status=1),
+    "empty": Bad(
+        command=WORDS + "empty", message="empty holds no records; create it again.", status=1
+    ),
     "torn lmdb": Bad(
-        words=WORDS + "torn-lmdb",
-        said=r"torn-lmdb/data.mdb has \d+ of \d+ bytes: the copy is incomplete; copy the database "
-        "again.",
+        command=WORDS + "torn-lmdb",
+        message=r"torn-lmdb/data.mdb has \d+ of \d+ bytes: the copy is incomplete; copy the "
+        "database again.",
         status=1,
     ),
     "torn leveldb": Bad(
-        words=WORDS + "torn-leveldb --db_type leveldb",
-        said=r"\S+torn-leveldb/\d+.ldb has \d+ of \d+ bytes: the copy is incomplete; copy the "
+        command=WORDS + "torn-leveldb --db_type leveldb",
+        message=r"\S+torn-leveldb/\d+.ldb has \d+ of \d+ bytes: the copy is incomplete; copy the "
         "database again.",
         status=1,
     ),
     "torn minidb": Bad(
-        words=WORDS + "torn-minidb --db_type minidb",
-        said=r"torn-minidb/data.minidb breaks off in the record at byte \d+: the copy is "
+        command=WORDS + "torn-minidb --db_type minidb",
+        message=r"torn-minidb/data.minidb breaks off in the record at byte \d+: the copy is "
         r"incomplete \(or this is not a minidb\); copy it again.",
         status=1,
     ),
     "nothing but garbage": Bad(
-        words=WORDS + "garbage --bad_records skip",
-        said=rf'record "00000000_class\d/\d.jpg" of garbage: {NO_RECORD}',
+        command=WORDS + "garbage --bad_records skip",
+        message=rf'record "00000000_class\d/\d.jpg" of garbage: {NO_RECORD}',
         status=1,
     ),
     "labels beyond": Bad(
-        words=WORDS + "whole --num_labels 2",
-        said="--num_labels 2: whole has labels up to 2; give at least 3.",
+        command=WORDS + "whole --num_labels 2",
+        message="--num_labels 2: whole has labels up to 2; give at least 3.",
     ),
     "other classes": Bad(
-        words=WORDS + "whole --test_data other",
-        said="--test_data other: its classes class0, class1 differ from those of the training "
+        command=WORDS + "whole --test_data other",
+        message="--test_data other: its classes class0, class1 differ from those of the training "
         "data, class0, class1, class2; create both databases from folders with the same classes.",
     ),
     "too few": Bad(
-        words=WORDS + "whole --num_workers 30",
-        said="--train_data whole: 15 samples for 30 workers; at least one sample per worker is "
+        command=WORDS + "whole --num_workers 30",
+        message="--train_data whole: 15 samples for 30 workers; at least one sample per worker is "
         "needed.",
     ),
     "create of no classes": Bad(
-        words="db create images/class0 made",
-        said="images/class0 has no subfolders: put the images of each class in "
+        command="db create images/class0 made",
+        message="images/class0 has no subfolders: put the images of each class in "
         "images/class0/<class>.",
     ),
     "create of parts": Bad(
-        words="db create parts made",
-        said="parts has test/ and train/, each of which contains class folders: create one "
+        command="db create parts made",
+        message="parts has test/ and train/, each of which contains class folders: create one "
         "database from each, beginning with parts/train.",
     ),
     "create of nothing": Bad(
-        words="db create missing made",
-        said="missing isn't a folder: give a folder that contains class folders.",
+        command="db create missing made",
+        message="missing isn't a folder: give a folder that contains class folders.",
     ),
     "create onto a database": Bad(
-        words="db create images whole",
-        said="whole isn't empty: give another name, or remove it first.",
+        command="db create images whole",
+        message="whole isn't empty: give another name, or remove it first.",
     ),
     "create of a damaged image": Bad(
-        words="db create broken made",
-        said=r"broken/dog/2.jpg is a damaged image: .*\. Repair or remove it, or give "
+        command="db create broken made",
+        message=r"broken/dog/2.jpg is a damaged image: .*\. Repair or remove it, or give "
         "--skip_damaged.",
         status=1,
     ),
     "convert onto a database": Bad(
-        words="db convert whole other",
-        said="other isn't empty: give another name, or remove it first.",
+        command="db convert whole other",
+        message="other isn't empty: give another name, or remove it first.",
     ),
     "convert of a torn one": Bad(
-        words="db convert torn-lmdb made",
-        said=r"torn-lmdb/data.mdb has \d+ of \d+ bytes: the copy is incomplete; copy the database "
-        "again.",
+        command="db convert torn-lmdb made",
+        message=r"torn-lmdb/data.mdb has \d+ of \d+ bytes: the copy is incomplete; copy the "
+        "database again.",
         status=1,
     ),
     "info of a file inside": Bad(
-        words="db info whole/data.mdb",
-        said="whole/data.mdb is one file of a database: give the folder whole instead.",
+        command="db info whole/data.mdb",
+        message="whole/data.mdb is one file of a database: give the folder whole instead.",
     ),
     "training on a file inside": Bad(
-        words=WORDS + "torn-leveldb/CURRENT --db_type leveldb",
-        said="torn-leveldb/CURRENT is one file of a database: give the folder torn-leveldb "
+        command=WORDS + "torn-leveldb/CURRENT --db_type leveldb",
+        message="torn-leveldb/CURRENT is one file of a database: give the folder torn-leveldb "
         "instead.",
     ),
     "info of nothing": Bad(
-        words="db info missing", said="missing: there is no such folder or file; check the path."
+        command="db info missing",
+        message="missing: there is no such folder or file; check the path.",
     ),
 }
 KEY = r'record "00000007_class\d/\d.jpg" of '
@@ -203,7 +206,7 @@ def break_records(folder: Path) -> None:
 
 @pytest.fixture
 def here(made: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    return stand_in(made, monkeypatch)
+    return write_model(made, monkeypatch)
 
 
 @pytest.mark.parametrize("name", AT_ONCE)
@@ -218,8 +221,8 @@ def test_a_record_that_only_a_worker_reads_ends_the_run(
     name: str, here: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     words = f"{WORDS}{name} --num_workers 2 --output_dir {tmp_path}"
-    said = WHO + LATER[name] + REMEDIES
-    require_answer(Bad(words=words, said=said, status=1, writes=True), here, capfd)
+    message = RANK_PREFIX + LATER[name] + REMEDIES
+    require_answer(Bad(command=words, message=message, status=1, writes=True), here, capfd)
 
 
 def test_a_truncated_jpeg_can_be_left_out(here: Path, tmp_path: Path) -> None:
@@ -236,8 +239,8 @@ def test_a_database_that_may_not_be_read_names_who_can_help(
     hidden = here / "closed"
     shutil.copytree(here / "whole", hidden)
     bad = Bad(
-        words=WORDS + "closed",
-        said="closed: you have no permission to read it; ask its owner.",
+        command=WORDS + "closed",
+        message="closed: you have no permission to read it; ask its owner.",
     )
     try:
         with closed(hidden):

@@ -14,12 +14,12 @@ from tests.harness.data.small_disk import small_disk
 from tests.harness.processes.bad_inputs import (
     NET,
     NULL,
-    WHO,
+    RANK_PREFIX,
     Bad,
     contents,
     require_answer,
     require_message,
-    stand_in,
+    write_model,
 )
 from tests.harness.processes.command import run
 from tests.harness.processes.run_folders import events
@@ -42,7 +42,7 @@ FULL = r"\(No space left on device\)"
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    return stand_in(tmp_path, monkeypatch, FAT)
+    return write_model(tmp_path, monkeypatch, FAT)
 
 
 def test_a_full_disk_keeps_the_checkpoints_and_the_run_goes_on_once_there_is_room(
@@ -52,11 +52,12 @@ def test_a_full_disk_keeps_the_checkpoints_and_the_run_goes_on_once_there_is_roo
     words = f"{NULL} --epoch_size 52 --model own:fat --run_id r --output_dir disk"
     words += " --checkpoint_steps 3 --keep_checkpoints 9"
     with small_disk(here / "disk", "3m") as disk:
-        said = (
-            WHO + rf"disk/r/checkpoints/step-00000009.pt: the checkpoint can't be written {FULL}; "
+        message = (
+            RANK_PREFIX
+            + rf"disk/r/checkpoints/step-00000009.pt: the checkpoint can't be written {FULL}; "
             "make room, or give another --output_dir. Earlier checkpoints are unchanged."
         )
-        require_message(run(*words.split(), folder=here), 1, said)
+        require_message(run(*words.split(), folder=here), 1, message)
         files = sorted((disk.path / "r/checkpoints").iterdir())
         assert [file.name for file in files] == ["step-00000003.pt", "step-00000006.pt"]
         assert [read_checkpoint(file)["position"]["number"] for file in files] == [3, 6]
@@ -74,11 +75,12 @@ def test_a_full_disk_for_the_events_is_told_and_the_ledger_is_exact_in_the_end(
     words = f"{NULL} --epoch_size 200 --batch_size 1 --model own:net --run_id r --output_dir disk"
     with small_disk(here / "disk", "1m") as disk:
         disk.fill(leave=16 << 10)
-        said = (
-            WHO + rf"disk/r/events.rank0.jsonl can't be written {FULL}: make room, or give another "
+        message = (
+            RANK_PREFIX
+            + rf"disk/r/events.rank0.jsonl can't be written {FULL}: make room, or give another "
             "--output_dir."
         )
-        require_message(run(*words.split(), folder=here), 1, said)
+        require_message(run(*words.split(), folder=here), 1, message)
         disk.make_room()
         ended = run(*words.split(), folder=here)
         assert ended.status == 0, ended.text
@@ -91,9 +93,9 @@ def test_a_disk_without_room_for_a_run_is_refused(
     with small_disk(here / "disk", "1m") as disk:
         (disk.path / "r").mkdir()
         disk.fill(leave=0)
-        said = f"disk/r can't be written {FULL}: make room, or give another --output_dir."
+        message = f"disk/r can't be written {FULL}: make room, or give another --output_dir."
         words = f"{NULL} --model own:net --run_id r --output_dir disk"
-        require_answer(Bad(words=words, said=said, status=1), here, capfd)
+        require_answer(Bad(command=words, message=message, status=1), here, capfd)
 
 
 def test_a_database_for_which_the_disk_is_too_small_leaves_nothing(
@@ -101,13 +103,13 @@ def test_a_database_for_which_the_disk_is_too_small_leaves_nothing(
 ) -> None:
     some_images(here / "images", classes=2, each=9, size=64)
     with small_disk(here / "disk", "16k"):
-        said = (
+        message = (
             r"disk/made: the disk is full; stopped after \d+ records and nothing was left there. "
             "Free space or choose another disk."
         )
         for kind in ("lmdb", "leveldb", "minidb"):
             words = f"db create images disk/made --db_type {kind}"
-            require_answer(Bad(words=words, said=said, status=1), here, capfd)
+            require_answer(Bad(command=words, message=message, status=1), here, capfd)
 
 
 @pytest.mark.parametrize(
@@ -117,22 +119,24 @@ def test_a_database_for_which_the_disk_is_too_small_leaves_nothing(
 def test_an_output_folder_that_cant_be_written_is_refused(
     folder: str, reason: str, here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    said = rf"--output_dir: {folder}/r can't be written \({reason}\); give a folder where you may "
+    message = (
+        rf"--output_dir: {folder}/r can't be written \({reason}\); give a folder where you may "
+    )
     words = f"{NULL} --model own:net --run_id r --output_dir {folder}"
-    require_answer(Bad(words=words, said=said + "write."), here, capfd)
+    require_answer(Bad(command=words, message=message + "write."), here, capfd)
 
 
 def test_an_output_folder_of_somebody_else_is_refused(
     here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (here / "theirs").mkdir()
-    said = (
+    message = (
         r"--output_dir: theirs/r can't be written \(Permission denied\); give a folder where you "
         "may write."
     )
     with read_only(here / "theirs"):
         words = f"{NULL} --model own:net --run_id r --output_dir theirs"
-        require_answer(Bad(words=words, said=said), here, capfd)
+        require_answer(Bad(command=words, message=message), here, capfd)
 
 
 def test_a_run_whose_checkpoints_may_not_be_written_ends_with_its_files_as_they_were(
@@ -141,13 +145,13 @@ def test_a_run_whose_checkpoints_may_not_be_written_ends_with_its_files_as_they_
     (here / "runs/r").mkdir(parents=True)
     (here / "runs/r/checkpoints").write_text("a file where a folder should be")
     before = contents(here / "runs/r/checkpoints")
-    said = (
-        WHO + r"runs/r/checkpoints/step-00000002.pt: the checkpoint can't be written "
+    message = (
+        RANK_PREFIX + r"runs/r/checkpoints/step-00000002.pt: the checkpoint can't be written "
         r"\((File exists|Not a directory)\); make room, or give another --output_dir. Earlier "
         "checkpoints are unchanged."
     )
     words = f"{NULL} --model own:net --run_id r"
-    require_answer(Bad(words=words, said=said, status=1, writes=True), here, capfd)
+    require_answer(Bad(command=words, message=message, status=1, writes=True), here, capfd)
     assert contents(here / "runs/r/checkpoints") == before
     assert [event["step"] for event in events(here / "runs/r") if event["event"] == "step"] == [
         0,

@@ -15,101 +15,102 @@ from tests.harness.processes.bad_inputs import (
 )
 
 COMMANDS = {
-    "unknown command": Bad(words="trian", said=r"no command 'trian': did you mean train\?"),
+    "unknown command": Bad(command="trian", message=r"no command 'trian': did you mean train\?"),
     "nothing like a command": Bad(
-        words="fly", said="no command 'fly': there are train, launch, db, ledger."
+        command="fly", message="no command 'fly': there are train, launch, db, ledger."
     ),
     "unknown command of db": Bad(
-        words="db creat a b", said=r"no command 'db creat': did you mean create\?"
+        command="db creat a b", message=r"no command 'db creat': did you mean create\?"
     ),
     "launch of nothing": Bad(
-        words="launch -n 2 --",
-        said="there is no command: give one, as in paceline launch -n 2 -- python train.py.",
+        command="launch -n 2 --",
+        message="there is no command: give one, as in paceline launch -n 2 -- python train.py.",
     ),
     "launch of no program": Bad(
-        words="launch -n 2 -- nowhere",
-        said="the command nowhere isn't found: give a program, as in paceline launch -n 2 -- "
+        command="launch -n 2 -- nowhere",
+        message="the command nowhere isn't found: give a program, as in paceline launch -n 2 -- "
         "python train.py.",
     ),
     "launch of no number": Bad(
-        words="launch -n two -- true",
-        said="Error parsing --num_workers: 'two' must be a whole number, such as 32.",
+        command="launch -n two -- true",
+        message="Error parsing --num_workers: 'two' must be a whole number, such as 32.",
     ),
     "ledger of nothing": Bad(
-        words="ledger",
-        said="Error parsing LedgerConfig: paceline ledger: a run folder or run id is required.",
+        command="ledger",
+        message="Error parsing LedgerConfig: paceline ledger: a run folder or run id is required.",
     ),
 }
 FLAGS = {
     "nothing like a flag": Bad(
-        words="--nonsense 3",
-        said="Unrecognized options: --nonsense, 3",
+        command="--nonsense 3",
+        message="Unrecognized options: --nonsense, 3",
     ),
-    "a stray word": Bad(words="stray", said="Unrecognized options: stray"),
+    "a stray word": Bad(command="stray", message="Unrecognized options: stray"),
     "no value": Bad(
-        words="--batch_size",
-        said="Missing value for argument '--batch_size'. Expected 1 values.",
+        command="--batch_size",
+        message="Missing value for argument '--batch_size'. Expected 1 values.",
     ),
     "an empty value": Bad(
-        words="--batch_size ''",
-        said="Error parsing --batch_size: '' must be a whole number, such as 32.",
+        command="--batch_size ''",
+        message="Error parsing --batch_size: '' must be a whole number, such as 32.",
     ),
     "not a number": Bad(
-        words="--batch_size many",
-        said="Error parsing --batch_size: 'many' must be a whole number, such as 32.",
+        command="--batch_size many",
+        message="Error parsing --batch_size: 'many' must be a whole number, such as 32.",
     ),
     "not a whole number": Bad(
-        words="--batch_size 2.5",
-        said="Error parsing --batch_size: '2.5' must be a whole number, such as 32.",
+        command="--batch_size 2.5",
+        message="Error parsing --batch_size: '2.5' must be a whole number, such as 32.",
     ),
     "not a float": Bad(
-        words="--weight_decay much",
-        said="Error parsing --weight_decay: 'much' must be a number, such as 0.1.",
+        command="--weight_decay much",
+        message="Error parsing --weight_decay: 'much' must be a number, such as 0.1.",
     ),
     "out of range": Bad(
-        words="--momentum 1.5",
-        said=r"Error parsing optim: --momentum 1.5: must be at least 0 and less than 1\.",
+        command="--momentum 1.5",
+        message=r"Error parsing optim: --momentum 1.5: must be at least 0 and less than 1\.",
     ),
     "negative": Bad(
-        words="--batch_size -4", said="Error parsing optim: --batch_size -4: must be at least 1."
+        command="--batch_size -4",
+        message="Error parsing optim: --batch_size -4: must be at least 1.",
     ),
     "nan": Bad(
-        words="--max_loss nan", said="Error parsing optim: --max_loss nan: must be at least 0."
+        command="--max_loss nan", message="Error parsing optim: --max_loss nan: must be at least 0."
     ),
     "infinite": Bad(
-        words="--timeout inf",
-        said="Error parsing world: --timeout inf: must be greater than 0 and finite.",
+        command="--timeout inf",
+        message="Error parsing world: --timeout inf: must be greater than 0 and finite.",
     ),
     "not a choice": Bad(
-        words="--dtype double",
-        said=r"invalid choice 'double' for argument '--dtype'. Expected one of \('float', "
+        command="--dtype double",
+        message=r"invalid choice 'double' for argument '--dtype'. Expected one of \('float', "
         r"'float16', 'bfloat16'\).",
     ),
     "contradictory": Bad(
-        words="--num_gpus 2 --num_workers 2",
-        said="Error parsing world: --num_gpus 2 and --num_workers 2 are redundant: use one "
+        command="--num_gpus 2 --num_workers 2",
+        message="Error parsing world: --num_gpus 2 and --num_workers 2 are redundant: use one "
         "of them.",
     ),
     "two rendezvous": Bad(
-        words="--redis_host h --master h:1",
-        said="Error parsing world: --redis_host and --master select different rendezvous "
+        command="--redis_host h --master h:1",
+        message="Error parsing world: --redis_host and --master select different rendezvous "
         "methods: use one.",
     ),
     "a flag that needs another": Bad(
-        words="--num_shards 2 --master node0:29500",
-        said="Error parsing world: --num_shards 2 needs --run_id, the same on all machines.",
+        command="--num_shards 2 --master node0:29500",
+        message="Error parsing world: --num_shards 2 needs --run_id, the same on all machines.",
     ),
     "a machine out of range": Bad(
-        words="--num_shards 2 --shard_id 2 --master node0:29500 --run_id r",
-        said="Error parsing world: --shard_id 2: must be 0 to 1 with --num_shards 2.",
+        command="--num_shards 2 --shard_id 2 --master node0:29500 --run_id r",
+        message="Error parsing world: --shard_id 2: must be 0 to 1 with --num_shards 2.",
     ),
     "a port out of range": Bad(
-        words="--redis_host h --redis_port 99999",
-        said=r"Error parsing world: --redis_port 99999: must be from 1 to 65535\.",
+        command="--redis_host h --redis_port 99999",
+        message=r"Error parsing world: --redis_port 99999: must be from 1 to 65535\.",
     ),
     "a run's name that is a path": Bad(
-        words="--run_id ../r",
-        said=r"Error parsing world: --run_id '\.\./r': the value is used as a file name; use "
+        command="--run_id ../r",
+        message=r"Error parsing world: --run_id '\.\./r': the value is used as a file name; use "
         r"printable characters except / and \\, and not only blanks and dots\.",
     ),
 }
@@ -129,10 +130,10 @@ def test_a_flag_that_cant_be_is_a_sentence(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     bad = FLAGS[name]
-    require_answer(Bad(words=NULL + bad.words, said=bad.said), tmp_path, capfd)
+    require_answer(Bad(command=NULL + bad.command, message=bad.message), tmp_path, capfd)
 
 
 def test_a_mistyped_flag_names_the_nearest_one(tmp_path: Path) -> None:
-    bad = Bad(words=NULL + "--batch_sise 3", said="Unrecognized options: --batch_sise, 3")
+    bad = Bad(command=NULL + "--batch_sise 3", message="Unrecognized options: --batch_sise, 3")
     ended = require_run_answer(bad, tmp_path)
     assert sections(ended.text)[1].startswith("Perhaps you meant: --batch_size INT")

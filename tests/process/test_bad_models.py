@@ -10,11 +10,11 @@ import torch
 from tests.harness.processes.bad_inputs import (
     NET,
     NULL,
-    WHO,
+    RANK_PREFIX,
     Bad,
     require_answer,
     require_run_answer,
-    stand_in,
+    write_model,
 )
 
 OWN = (
@@ -110,19 +110,19 @@ LATER = {
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "broken.py").write_text("import torch\n\noops\n")
-    return stand_in(tmp_path, monkeypatch, OWN)
+    return write_model(tmp_path, monkeypatch, OWN)
 
 
 @pytest.mark.parametrize("model", AT_ONCE)
 def test_a_model_that_cant_be_is_refused_before_anything_is_written(
     model: str, here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    bad = Bad(words=f"{NULL} --model {model}", said=AT_ONCE[model])
+    bad = Bad(command=f"{NULL} --model {model}", message=AT_ONCE[model])
     require_answer(bad, here, capfd)
 
 
 def test_the_real_command_refuses_a_model_that_isnt_there(here: Path) -> None:
-    bad = Bad(words=f"{NULL} --model nowhere:net", said=AT_ONCE["nowhere:net"])
+    bad = Bad(command=f"{NULL} --model nowhere:net", message=AT_ONCE["nowhere:net"])
     require_run_answer(bad, here)
 
 
@@ -130,31 +130,34 @@ def test_the_real_command_refuses_a_model_that_isnt_there(here: Path) -> None:
 def test_what_only_a_worker_sees_of_a_model_is_a_sentence_too(
     model: str, here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    bad = Bad(words=f"{NULL} --model {model}", said=WHO + LATER[model], writes=True)
+    bad = Bad(command=f"{NULL} --model {model}", message=RANK_PREFIX + LATER[model], writes=True)
     require_answer(bad, here, capfd)
 
 
 def test_a_step_that_needs_more_memory_than_there_is_says_what_to_make_smaller(
     here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    said = (
-        WHO + r"Out of memory in a step, which asked for \d+ bytes: give a smaller "
+    message = (
+        RANK_PREFIX + r"Out of memory in a step, which asked for \d+ bytes: give a smaller "
         "--batch_size or --image_size, or spread the batch over more GPUs or machines."
     )
     for words in ("--model own:too_large", "--model own:net --image_size 9999999"):
-        require_answer(Bad(words=f"{NULL} {words}", said=said, status=1, writes=True), here, capfd)
+        require_answer(
+            Bad(command=f"{NULL} {words}", message=message, status=1, writes=True), here, capfd
+        )
 
 
 def test_a_batch_norm_of_a_single_image_is_a_sentence(
     here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     words = f"{NULL} --model resnet18 --batch_size 1"
-    said = (
-        WHO + r"A BatchNorm got only one value per channel in training \(.*\), too few for a "
+    message = (
+        RANK_PREFIX
+        + r"A BatchNorm got only one value per channel in training \(.*\), too few for a "
         "variance: give a larger --batch_size, fewer workers, or --sync_bn, which computes it over "
         "the values of all workers."
     )
-    require_answer(Bad(words=words, said=said, writes=True), here, capfd)
+    require_answer(Bad(command=words, message=message, writes=True), here, capfd)
 
 
 class Malicious:
@@ -205,8 +208,10 @@ def weights(here: Path) -> Path:
 def test_weights_that_arent_are_refused_before_anything_is_written(
     file: str, weights: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    status, said = WEIGHTS[file]
-    bad = Bad(words=f"{NULL} --model own:net --load_model_path {file}", said=said, status=status)
+    status, message = WEIGHTS[file]
+    bad = Bad(
+        command=f"{NULL} --model own:net --load_model_path {file}", message=message, status=status
+    )
     require_answer(bad, weights, capfd)
 
 
@@ -214,7 +219,11 @@ def test_weights_that_arent_are_refused_before_anything_is_written(
 def test_weights_that_dont_fit_or_would_run_code_are_refused(
     file: str, weights: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    status, said = LATER_WEIGHTS[file]
+    status, message = LATER_WEIGHTS[file]
     words = f"{NULL} --model own:net --load_model_path {file}"
-    require_answer(Bad(words=words, said=WHO + said, status=status, writes=True), weights, capfd)
+    require_answer(
+        Bad(command=words, message=RANK_PREFIX + message, status=status, writes=True),
+        weights,
+        capfd,
+    )
     assert "you are mine" not in capfd.readouterr().out

@@ -19,10 +19,10 @@ from tests.harness.processes.bad_inputs import (
     LIMIT,
     NULL,
     Bad,
-    nobody_left,
+    no_process_left,
     require_answer,
     require_message,
-    stand_in,
+    write_model,
 )
 from tests.harness.processes.command import Command
 
@@ -38,7 +38,7 @@ NOT_COME = (
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "meet").mkdir()
-    return stand_in(tmp_path, monkeypatch)
+    return write_model(tmp_path, monkeypatch)
 
 
 @contextmanager
@@ -67,12 +67,12 @@ def server(answer: bytes) -> Iterator[int]:
 
 def test_a_taken_port_is_named(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with server(b"") as port:
-        said = (
+        message = (
             rf"--master: port {port} can't be opened on this machine \(Address already in use\): "
             "another run may be using it; choose another port."
         )
         words = f"{WORDS} --master 127.0.0.1:{port}"
-        require_answer(Bad(words=words, said=said), here, capfd)
+        require_answer(Bad(command=words, message=message), here, capfd)
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b""])
@@ -82,8 +82,8 @@ def test_somebody_else_at_machine_0s_port_isnt_believed(
     with server(answer) as port:
         reason = rf" \(127.0.0.1:{port} can't be reached: no store answers there\)"
         words = f"{SECOND} --master 127.0.0.1:{port}"
-        said = NOT_COME.format(0, reason)
-        require_answer(Bad(words=words, said=said, status=1), here, capfd)
+        message = NOT_COME.format(0, reason)
+        require_answer(Bad(command=words, message=message, status=1), here, capfd)
 
 
 def test_nobody_at_machine_0s_port_is_waited_for(
@@ -92,7 +92,7 @@ def test_nobody_at_machine_0s_port_is_waited_for(
     port = free_port()
     reason = rf" \(127.0.0.1:{port} can't be reached: Connection refused\)"
     words = f"{SECOND} --master 127.0.0.1:{port}"
-    require_answer(Bad(words=words, said=NOT_COME.format(0, reason), status=1), here, capfd)
+    require_answer(Bad(command=words, message=NOT_COME.format(0, reason), status=1), here, capfd)
 
 
 MASTERS = {
@@ -107,7 +107,7 @@ MASTERS = {
 def test_a_master_that_cant_be_is_refused(
     master: str, here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    bad = Bad(words=f"{SECOND} --master {master}", said=MASTERS[master])
+    bad = Bad(command=f"{SECOND} --master {master}", message=MASTERS[master])
     require_answer(bad, here, capfd)
 
 
@@ -115,9 +115,9 @@ def test_a_redis_server_that_isnt_there_is_named(
     here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     port = free_port()
-    said = rf"The Redis server at 127.0.0.1:{port} can't be reached \(.*refused\): {CHECK}"
+    message = rf"The Redis server at 127.0.0.1:{port} can't be reached \(.*refused\): {CHECK}"
     words = f"{WORDS} --redis_host 127.0.0.1 --redis_port {port}"
-    require_answer(Bad(words=words, said=said, status=1), here, capfd)
+    require_answer(Bad(command=words, message=message, status=1), here, capfd)
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0" * 99 + b"\r\n", b""])
@@ -125,9 +125,9 @@ def test_what_isnt_redis_is_named(
     answer: bytes, here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with server(answer) as port:
-        said = rf"The Redis server at 127.0.0.1:{port} can't be reached \(.*\): {CHECK}"
+        message = rf"The Redis server at 127.0.0.1:{port} can't be reached \(.*\): {CHECK}"
         words = f"{WORDS} --redis_host 127.0.0.1 --redis_port {port}"
-        require_answer(Bad(words=words, said=said, status=1), here, capfd)
+        require_answer(Bad(command=words, message=message, status=1), here, capfd)
 
 
 def test_a_redis_server_that_refuses_the_password_is_told_without_the_password(
@@ -135,24 +135,24 @@ def test_a_redis_server_that_refuses_the_password_is_told_without_the_password(
 ) -> None:
     with redis_server("secret") as url:
         at = f"127.0.0.1:{urlsplit(url).port}"
-        said = (
+        message = (
             rf"The Redis server at {at} refused the user or the password: give them as --redis_url "
             r"redis://USER:PASSWORD@HOST:PORT/0 \(the user may be empty\)."
         )
         for place in (f"--redis_url redis://:wrong@{at}/0", f"--redis_url redis://{at}/0"):
-            require_answer(Bad(words=WORDS + place, said=said), here, capfd)
+            require_answer(Bad(command=WORDS + place, message=message), here, capfd)
 
 
 def test_a_redis_server_that_goes_during_the_start_is_told(here: Path) -> None:
-    with redis_server() as url, nobody_left() as environment:
+    with redis_server() as url, no_process_left() as environment:
         words = f"{NULL} --num_shards 2 --run_id r --redis_url {url}".split()
         command = Command(*words, folder=here, environment=environment)
         command.line_with("waiting for machine 1 of 2")
         stop_redis(url)
-        said = (
+        message = (
             rf"The Redis server at 127.0.0.1:{urlsplit(url).port} can't be reached \(.*\): {CHECK}"
         )
-        require_message(command.wait(LIMIT), 1, said)
+        require_message(command.wait(LIMIT), 1, message)
     assert not (here / "runs").exists()
 
 
@@ -166,39 +166,39 @@ def test_a_shared_folder_that_isnt_is_refused(
     folder: str, here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for words in (WORDS, SECOND):
-        said = (
+        message = (
             rf"--file_store_path \S+/{folder}: there is no such folder; create it where all "
             "machines can access it."
         )
-        bad = Bad(words=f"{words} --file_store_path {folder}", said=said)
+        bad = Bad(command=f"{words} --file_store_path {folder}", message=message)
         require_answer(bad, here, capfd)
 
 
 def test_a_shared_folder_that_may_not_be_written_is_refused(
     here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    said = (
+    message = (
         r"The shared folder \S+/meet/paceline-r: Permission denied; give a folder that this user "
         "can write on all machines."
     )
     with read_only(here / "meet"):
-        bad = Bad(words=f"{WORDS} --file_store_path meet", said=said)
+        bad = Bad(command=f"{WORDS} --file_store_path meet", message=message)
         require_answer(bad, here, capfd)
 
 
 def test_a_machine_that_doesnt_come_is_named(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for words, machine in ((WORDS, 1), (SECOND, 0)):
-        said = NOT_COME.format(machine, "")
-        bad = Bad(words=f"{words} --file_store_path meet", said=said, status=1)
+        message = NOT_COME.format(machine, "")
+        bad = Bad(command=f"{words} --file_store_path meet", message=message, status=1)
         require_answer(bad, here, capfd)
 
 
 def test_an_interface_that_isnt_there_is_refused(
     here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    said = (
+    message = (
         "--distributed_interfaces eth77: this machine has no such interface with an IPv4 address; "
         r"it has .*lo.*\."
     )
     words = f"{WORDS} --file_store_path meet --distributed_interfaces eth77"
-    require_answer(Bad(words=words, said=said), here, capfd)
+    require_answer(Bad(command=words, message=message), here, capfd)

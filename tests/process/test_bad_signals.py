@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from paceline.state.checkpoint_files import read_checkpoint
-from tests.harness.processes.bad_inputs import LIMIT, NET, NULL, nobody_left
+from tests.harness.processes.bad_inputs import LIMIT, NET, NULL, no_process_left
 from tests.harness.processes.command import Command, Result
 from tests.harness.processes.run_folders import wait_until, wait_until_step
 
@@ -61,7 +61,7 @@ def stopped(
     real: bool = False,
 ) -> Result:
     """Run a command, send it signals at a moment, and see that nobody is left."""
-    with nobody_left() as environment:
+    with no_process_left() as environment:
         command = Command(*words.split(), folder=folder, environment=environment, real=real)
         moment(command)
         for number in numbers:
@@ -133,5 +133,5 @@ def test_a_signal_into_a_checkpoint_leaves_it_whole(here: Path) -> None:
 
 def test_little_is_imported_before_ctrl_c_is_heard() -> None:
     code = "import paceline.cli.main, sys; print(*sys.modules)"
-    said = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True).stdout
-    assert not {"torch", "tyro", "numpy", "difflib", "importlib.metadata"} & set(said.split())
+    message = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True).stdout
+    assert not {"torch", "tyro", "numpy", "difflib", "importlib.metadata"} & set(message.split())

@@ -15,12 +15,12 @@ from tests.harness.processes.bad_inputs import (
     LIMIT,
     NET,
     NULL,
-    WHO,
+    RANK_PREFIX,
     Bad,
-    nobody_left,
+    no_process_left,
     require_answer,
     require_run_answer,
-    stand_in,
+    write_model,
 )
 from tests.harness.processes.command import Command, run
 from tests.harness.processes.run_folders import losses
@@ -37,7 +37,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run of four steps that looks as if it had been killed in the last one."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "own.py").write_text(NET)
-    with nobody_left() as environment:
+    with no_process_left() as environment:
         ended = Command(*WORDS.split(), folder=folder, environment=environment).wait(LIMIT)
     assert ended.status == 0, ended.text
     for name in ("finished", "checkpoints/step-00000004.pt", "net_model.pt"):
@@ -49,7 +49,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def here(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "here"
     shutil.copytree(trained, folder)
-    return stand_in(folder, monkeypatch)
+    return write_model(folder, monkeypatch)
 
 
 def tear(file: Path) -> None:
@@ -61,10 +61,10 @@ def test_a_torn_checkpoint_is_named_and_the_one_before_it_used(here: Path) -> No
     before = losses(here / RUN)
     ended = run(*WORDS.split(), folder=here)
     assert ended.status == 0, ended.text
-    said = ended.text
-    assert f"{NEWEST}: torn or damaged (" in said
-    assert f"Resuming from {RUN}checkpoints/step-00000002.pt: epoch 1, 2 steps done." in said
-    assert "Traceback" not in said
+    message = ended.text
+    assert f"{NEWEST}: torn or damaged (" in message
+    assert f"Resuming from {RUN}checkpoints/step-00000002.pt: epoch 1, 2 steps done." in message
+    assert "Traceback" not in message
     told = losses(here / RUN)
     assert told[2] == before[2] * 2  # step 2 was trained again, and to the same loss
     assert main(["ledger", "r"]) == 0
@@ -75,9 +75,9 @@ def test_a_checkpoint_of_another_run_is_named_and_the_one_before_it_used(here: P
     torch.save({**state, "config": {**state["config"], "momentum": 0.5}}, here / NEWEST)
     ended = run(*WORDS.split(), folder=here)
     assert ended.status == 0, ended.text
-    said = ended.text
-    assert f"{NEWEST}: this checkpoint belongs to another run and is skipped." in said
-    assert "step-00000002.pt: epoch 1, 2 steps done." in said
+    message = ended.text
+    assert f"{NEWEST}: this checkpoint belongs to another run and is skipped." in message
+    assert "step-00000002.pt: epoch 1, 2 steps done." in message
 
 
 def test_without_a_good_checkpoint_the_run_doesnt_begin_anew_by_itself(
@@ -87,11 +87,13 @@ def test_without_a_good_checkpoint_the_run_doesnt_begin_anew_by_itself(
     for file in files:
         tear(file)
     events = (here / RUN / "events.rank0.jsonl").read_bytes()
-    said = (
-        WHO + TORN + r" No checkpoint of run r \(2 found\) can be used: use another --run_id, or "
+    message = (
+        RANK_PREFIX
+        + TORN
+        + r" No checkpoint of run r \(2 found\) can be used: use another --run_id, or "
         "delete the checkpoints to restart the run."
     )
-    require_answer(Bad(words=WORDS, said=said, status=1), here, capfd)
+    require_answer(Bad(command=WORDS, message=message, status=1), here, capfd)
     assert (here / RUN / "events.rank0.jsonl").read_bytes() == events
 
 
@@ -105,46 +107,47 @@ def made_with(checkpoint: str, now: str) -> str:
 
 REFUSED = {
     "other flags": Bad(
-        words=WORDS + " --momentum 0.5",
-        said="--run_id r: this run was started with --momentum 0.9, but --momentum is now 0.5; "
+        command=WORDS + " --momentum 0.5",
+        message="--run_id r: this run was started with --momentum 0.9, but --momentum is now 0.5; "
         "restore the former value, or give another --run_id.",
     ),
     "other batches": Bad(
-        words=WORDS + " --batch_size 8",
-        said="--run_id r: this run was started with --batch_size 4, but --batch_size is now 8; "
+        command=WORDS + " --batch_size 8",
+        message="--run_id r: this run was started with --batch_size 4, but --batch_size is now 8; "
         "restore the former value, or give another --run_id.",
     ),
     "other epochs": Bad(
-        words=WORDS + " --epoch_size 8",
-        said="--run_id r: this run was started with --epoch_size 16, but --epoch_size is now 8; "
+        command=WORDS + " --epoch_size 8",
+        message="--run_id r: this run was started with --epoch_size 16, but --epoch_size is now 8; "
         "restore the former value, or give another --run_id.",
     ),
     "resume no": Bad(
-        words=WORDS + " --resume no",
-        said="--resume no: run r already exists; give another --run_id, or remove runs/r.",
+        command=WORDS + " --resume no",
+        message="--resume no: run r already exists; give another --run_id, or remove runs/r.",
     ),
     "resume missing": Bad(
-        words=WORDS + " --run_id new --resume nowhere.pt",
-        said="--resume nowhere.pt: there is no such file; give 'auto', 'no', or the path of a "
+        command=WORDS + " --run_id new --resume nowhere.pt",
+        message="--resume nowhere.pt: there is no such file; give 'auto', 'no', or the path of a "
         "checkpoint.",
     ),
     "resume with other batches": Bad(
-        words=WORDS + f" --run_id new --batch_size 8 --resume {NEWEST}",
-        said=made_with(NEWEST, "16 images, 16 per epoch and 8 per step"),
+        command=WORDS + f" --run_id new --batch_size 8 --resume {NEWEST}",
+        message=made_with(NEWEST, "16 images, 16 per epoch and 8 per step"),
     ),
     "resume with other epochs": Bad(
-        words=WORDS + f" --run_id new --epoch_size 8 --resume {NEWEST}",
-        said=made_with(NEWEST, "8 images, 8 per epoch and 4 per step"),
+        command=WORDS + f" --run_id new --epoch_size 8 --resume {NEWEST}",
+        message=made_with(NEWEST, "8 images, 8 per epoch and 4 per step"),
     ),
     "resume garbage": Bad(
-        words=WORDS + " --run_id new --resume own.py",
-        said="own.py: not a file of weights; give one that a run, torch.save or safetensors wrote.",
+        command=WORDS + " --run_id new --resume own.py",
+        message="own.py: not a file of weights; give one that a run, torch.save or safetensors "
+        "wrote.",
         status=1,
     ),
     "ledger of nothing": Bad(
-        words="ledger nowhere",
-        said=r"nowhere is neither a run folder \(with files events.rank<r>.jsonl\) nor the id of a "
-        "run in --output_dir runs, which has r; check the path.",
+        command="ledger nowhere",
+        message=r"nowhere is neither a run folder \(with files events.rank<r>.jsonl\) nor the id "
+        "of a run in --output_dir runs, which has r; check the path.",
     ),
 }
 
@@ -161,8 +164,8 @@ def test_a_run_doesnt_go_on_with_other_data(here: Path, capfd: pytest.CaptureFix
     assert main(["db", "create", "images", "few"]) == 0
     tear(here / NEWEST)
     before = RUN + "checkpoints/step-00000002.pt"
-    said = made_with(before, "12 images, 12 per epoch and 4 per step")
-    require_answer(Bad(words=WORDS + " --train_data few", said=said), here, capfd)
+    message = made_with(before, "12 images, 12 per epoch and 4 per step")
+    require_answer(Bad(command=WORDS + " --train_data few", message=message), here, capfd)
 
 
 def test_a_run_does_not_resume_with_other_images_of_the_same_number(
@@ -170,38 +173,39 @@ def test_a_run_does_not_resume_with_other_images_of_the_same_number(
 ) -> None:
     some_images(here / "images", classes=2, each=8)
     assert main(["db", "create", "images", "other"]) == 0
-    said = (
+    message = (
         f"{NEWEST} was written with the same number of images, but the images or labels differ. "
         "Use the same data, or start a new run from its weights with --load_model_path."
     )
-    require_answer(Bad(words=WORDS + " --train_data other", said=said), here, capfd)
+    require_answer(Bad(command=WORDS + " --train_data other", message=message), here, capfd)
 
 
 def test_a_finished_run_is_left_as_it_is(here: Path) -> None:
     (here / RUN / "finished").write_text("finished\n")
-    said = "run r is finished; give another --run_id to train again."
-    require_run_answer(Bad(words=WORDS, said=said, status=0), here)
+    message = "run r is finished; give another --run_id to train again."
+    require_run_answer(Bad(command=WORDS, message=message, status=0), here)
 
 
 def test_a_damaged_configuration_is_named(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for damage, reason in ((b"torn = ", "Invalid value .*"), (b"\xff\xfe", ".*can't decode.*")):
         (here / RUN / "config.toml").write_bytes(damage)
-        said = (
+        message = (
             rf"runs/r/config.toml can't be read \({reason}\): restore the file, or give "
             "another --run_id."
         )
-        require_answer(Bad(words=WORDS, said=said, status=1), here, capfd)
+        require_answer(Bad(command=WORDS, message=message, status=1), here, capfd)
 
 
 def test_a_damaged_number_of_the_last_start_is_named(
     here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (here / RUN / "generation").write_text("")
-    said = (
-        WHO + "runs/r/generation is damaged; it must contain the number of the run's last start: "
+    message = (
+        RANK_PREFIX
+        + "runs/r/generation is damaged; it must contain the number of the run's last start: "
         "write that number into it, or give another --run_id."
     )
-    require_answer(Bad(words=WORDS, said=said, status=1), here, capfd)
+    require_answer(Bad(command=WORDS, message=message, status=1), here, capfd)
 
 
 def test_damaged_events_are_named_by_their_line(
@@ -210,11 +214,11 @@ def test_damaged_events_are_named_by_their_line(
     path = here / RUN / "events.rank0.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([*lines[:3], "damaged\n", *lines[4:]]))
-    said = (
+    message = (
         r"\S+/runs/r/events.rank0.jsonl, line 4: not an event \(.*\); the file is damaged, restore "
         r"it from a copy."
     )
-    require_answer(Bad(words="ledger r", said=said, status=1), here, capfd)
+    require_answer(Bad(command="ledger r", message=message, status=1), here, capfd)
     path.write_text("".join([*lines[:4], *lines[6:]]))
     assert main(["ledger", "r"]) == 1
     assert "Not exact: " in capfd.readouterr().out
@@ -224,21 +228,21 @@ def test_weights_are_no_checkpoint_to_start_from(
     here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     torch.save({"2.weight": torch.ones(3, 48)}, here / "weights.pt")
-    said = (
+    message = (
         "weights.pt: not a run's checkpoint: it has no 'paceline'; give one that a run wrote, or "
         "load weights with --load_model_path."
     )
     words = WORDS + " --run_id new --resume weights.pt"
-    require_answer(Bad(words=words, said=said, status=1), here, capfd)
+    require_answer(Bad(command=words, message=message, status=1), here, capfd)
 
 
 def test_a_checkpoint_of_another_model_is_no_start(
     here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    said = (
-        f"{WHO}--resume {NEWEST}: the checkpoint's model doesn't fit: .* size mismatch for "
+    message = (
+        f"{RANK_PREFIX}--resume {NEWEST}: the checkpoint's model doesn't fit: .* size mismatch for "
         r"2.weight: .*\]\); give the model that it was trained with\."
     )
     (here / "other.py").write_text(NET.replace("AvgPool2d(8)", "AvgPool2d(16)").replace("48", "12"))
     words = WORDS.replace("own:net", "other:net") + f" --run_id new --resume {NEWEST}"
-    require_answer(Bad(words=words, said=said, writes=True), here, capfd)
+    require_answer(Bad(command=words, message=message, writes=True), here, capfd)

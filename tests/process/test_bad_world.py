@@ -17,13 +17,13 @@ from tests.harness.processes.bad_inputs import (
     LIMIT,
     NET,
     NULL,
-    WHO,
+    RANK_PREFIX,
     Bad,
     answer,
-    nobody_left,
+    no_process_left,
     require_answer,
     require_message,
-    stand_in,
+    write_model,
 )
 from tests.harness.processes.command import Command, Result
 from tests.harness.processes.run_folders import wait_until_step
@@ -68,7 +68,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("0", "1", "meet"):
         (tmp_path / name).mkdir()
     (tmp_path / "1/own.py").write_text(OWN)
-    return stand_in(tmp_path / "0", monkeypatch, OWN)
+    return write_model(tmp_path / "0", monkeypatch, OWN)
 
 
 class Machines:
@@ -89,20 +89,20 @@ class Machines:
         return [command.wait(LIMIT) for command in commands]
 
 
-def both_say(ends: list[Result], status: int, said: str) -> None:
-    assert len({require_message(ended, status, said) for ended in ends}) == 1
+def both_say(ends: list[Result], status: int, message: str) -> None:
+    assert len({require_message(ended, status, message) for ended in ends}) == 1
 
 
 def test_another_model_on_the_other_machine_is_told_by_both(here: Path) -> None:
     own = here.parent / "1/own.py"
     own.write_text(OWN.replace("nn.Linear(48, num_labels)", "nn.Linear(48, num_labels).double()"))
-    with nobody_left() as environment:
+    with no_process_left() as environment:
         ends = Machines(here, environment).run(SHARED, SHARED)
-    said = (
-        rf"{WHO}the model's 2.weight is \[3, 48\] float32 on rank 0 \({HOST}\) and \[3, 48\] "
-        rf"float64 on rank 1 \({HOST}\): build the same model on all ranks."
+    message = (
+        rf"{RANK_PREFIX}the model's 2.weight is \[3, 48\] float32 on rank 0 \({HOST}\) and "
+        rf"\[3, 48\] float64 on rank 1 \({HOST}\): build the same model on all ranks."
     )
-    both_say(ends, 2, said)
+    both_say(ends, 2, message)
 
 
 def test_another_data_set_on_the_other_machine_is_told_by_both(here: Path) -> None:
@@ -111,13 +111,13 @@ def test_another_data_set_on_the_other_machine_is_told_by_both(here: Path) -> No
         some_images(folder / "images", classes=3, each=each, size=32)
         assert main(["db", "create", f"{folder}/images", f"{folder}/data"]) == 0
     words = f"{SHARED} --train_data data"
-    with nobody_left() as environment:
+    with no_process_left() as environment:
         ends = Machines(here, environment).run(words, words)
-    said = (
-        rf"{WHO}--train_data's number of records is 6 on rank 0 \({HOST}\) and 9 on rank 1 "
+    message = (
+        rf"{RANK_PREFIX}--train_data's number of records is 6 on rank 0 \({HOST}\) and 9 on rank 1 "
         rf"\({HOST}\): give all machines the same data set."
     )
-    both_say(ends, 2, said)
+    both_say(ends, 2, message)
 
 
 OLD = """
@@ -131,18 +131,18 @@ metadata.version = lambda name: "0.0.9" if name == "paceline" else real(name)
 def test_another_version_on_the_other_machine_is_told_by_both(here: Path) -> None:
     (here.parent / "old").mkdir()
     (here.parent / "old/sitecustomize.py").write_text(OLD)
-    with nobody_left() as environment:
+    with no_process_left() as environment:
         old = {"PYTHONPATH": str(here.parent / "old"), "PYTHONNODEBUGRANGES": "1"}  # no fork
         ends = Machines(here, environment).run(SHARED, SHARED, also=old)
-    said = (
-        rf"{WHO}paceline is 0.1.0 on rank 0 \({HOST}\) and 0.0.9 on rank 1 \({HOST}\): install the "
-        "same version on all machines."
+    message = (
+        rf"{RANK_PREFIX}paceline is 0.1.0 on rank 0 \({HOST}\) and 0.0.9 on rank 1 \({HOST}\): "
+        "install the same version on all machines."
     )
-    both_say(ends, 2, said)
+    both_say(ends, 2, message)
 
 
 def test_another_number_of_machines_is_told_by_both_before_anything_is_written(here: Path) -> None:
-    with nobody_left() as environment:
+    with no_process_left() as environment:
         machines = Machines(here, environment)
         first = machines.start(0, SHARED)
         second = Command(
@@ -151,12 +151,12 @@ def test_another_number_of_machines_is_told_by_both_before_anything_is_written(h
             environment=environment,
         )
         ends = [first.wait(LIMIT), second.wait(LIMIT)]
-    said = (
+    message = (
         rf"(machine 1 \({HOST}\): )?--num_shards 3 on machine 1, but 2 on machine 0 \({HOST}\): "
         "give the same number on all machines."
     )
     for ended in ends:
-        require_message(ended, 2, said)
+        require_message(ended, 2, message)
     assert not (here / "runs").exists()
     assert list((here.parent / "meet").iterdir()) == []
 
@@ -173,13 +173,13 @@ def test_a_place_in_a_live_run_is_refused_and_the_run_goes_on(
         rf"--run_id r is in use by a live run on host {HOST} \(process \d+; .*\): choose another, "
         "or stop that run."
     )
-    with nobody_left() as environment:
+    with no_process_left() as environment:
         machines = Machines(here, environment)
         commands = [machines.start(i, endless) for i in (0, 1)]
         wait_until_step(here / "runs/r", 2, 0)
-        for machine, said in ((1, second), (0, first)):
+        for machine, message in ((1, second), (0, first)):
             words = f"{endless} --output_dir elsewhere --num_shards 2 --shard_id {machine}"
-            require_message(answer(words, capfd), 2, said)
+            require_message(answer(words, capfd), 2, message)
         commands[1].send(signal.SIGINT)
         ends = [command.wait(LIMIT) for command in commands]
     assert [ended.status for ended in ends] == [130, 130]
@@ -189,7 +189,7 @@ def test_a_place_in_a_live_run_is_refused_and_the_run_goes_on(
 def test_a_stranger_at_machine_0s_port_changes_nothing(here: Path) -> None:
     port = free_port()
     words = f"{NULL} --model own:net --run_id r --master 127.0.0.1:{port}"
-    with nobody_left() as environment:
+    with no_process_left() as environment:
         machines = Machines(here, environment)
         first = machines.start(0, words)
         first.line_with("waiting for machine 1")
@@ -207,25 +207,25 @@ def test_a_stranger_at_machine_0s_port_changes_nothing(here: Path) -> None:
 def test_a_rank_that_dies_in_the_first_step_is_named(
     here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    said = (
+    message = (
         rf"rank 1 on machine 0 \({HOST}\) was killed by SIGKILL. If no user killed it, the machine "
         "ran out of memory: try a smaller batch."
     )
     words = f"{NULL} --model own:dies_in_the_first_step --num_workers 2"
-    require_answer(Bad(words=words, said=said, status=1, writes=True), here, capfd)
+    require_answer(Bad(command=words, message=message, status=1, writes=True), here, capfd)
 
 
 @pytest.mark.parametrize(("sync", "whom"), [("allreduce", "a peer"), ("notified", "rank 1")])
 def test_a_rank_that_freezes_is_waited_for_as_long_as_the_flag_says(
     sync: str, whom: str, here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    said = (
+    message = (
         rf"rank 0 on machine 0 \({HOST}\): rank 0 waited 2 s for ({whom}|a peer) in .* step [12]: "
         r"(a peer|it) hangs, can't be reached, or needs a longer --timeout "
         r"\(--first_iter_timeout at the start\)."
     )
     words = f"{NULL} --epoch_size 400 --model own:freezes --num_workers 2 --timeout 2 --sync {sync}"
-    require_answer(Bad(words=words, said=said, status=1, writes=True), here, capfd)
+    require_answer(Bad(command=words, message=message, status=1, writes=True), here, capfd)
 
 
 LAUNCHED = {
@@ -245,13 +245,13 @@ LAUNCHED = {
 }
 
 
-@pytest.mark.parametrize("said", LAUNCHED)
+@pytest.mark.parametrize("message", LAUNCHED)
 def test_a_launchers_variables_that_contradict_each_other_are_named(
-    said: str, here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    message: str, here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for variable, value in LAUNCHED[said].items():
+    for variable, value in LAUNCHED[message].items():
         monkeypatch.setenv(variable, value)
-    require_answer(Bad(words=f"{NULL} --model own:net", said=said), here, capfd)
+    require_answer(Bad(command=f"{NULL} --model own:net", message=message), here, capfd)
 
 
 @pytest.mark.parametrize(
@@ -271,12 +271,12 @@ def test_a_rank_that_never_comes_is_named_within_the_limit(
     rendezvous = {"GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     for variable, value in {**place, **rendezvous}.items():
         monkeypatch.setenv(variable, value)
-    said = (
+    message = (
         rf"rank {rank} of 2 on {HOST}: {missing.format(port)} didn't come within 1 s: check "
         "their output, or give a longer --first_iter_timeout."
     )
     words = f"{NULL} --model own:net --first_iter_timeout 1"
-    require_answer(Bad(words=words, said=said, status=1), here, capfd)
+    require_answer(Bad(command=words, message=message, status=1), here, capfd)
 
 
 def test_a_flag_that_contradicts_torchruns_count_names_both(
@@ -284,13 +284,13 @@ def test_a_flag_that_contradicts_torchruns_count_names_both(
 ) -> None:
     alone = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     rendezvous = {"GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    with nobody_left() as environment:
+    with no_process_left() as environment:
         words = f"{NULL} --model own:net --num_workers 3".split()
         command = Command(*words, folder=here, environment={**environment, **alone, **rendezvous})
         ended = command.wait(LIMIT)
-    said = (
+    message = (
         "--num_workers 3: contradicts the launcher: torchrun started 1 on this machine; remove "
         "--num_workers, or start a matching number of processes."
     )
-    require_message(ended, 2, said)
+    require_message(ended, 2, message)
     assert not (here / "runs").exists()

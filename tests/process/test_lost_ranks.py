@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.processes.bad_inputs import nobody_left
+from tests.harness.processes.bad_inputs import no_process_left
 from tests.harness.processes.launcher_processes import (
     by_variables,
     rendezvous_variables,
@@ -82,7 +82,7 @@ def test_survivors_name_the_rank_that_was_lost_and_what_it_was_needed_for(
     (tmp_path / "own.py").write_text(OWN)
     words = [*WORDS, "--model", f"own:{model}"]
     words += ["--timeout", "3"] if "freezes" in model else []
-    with nobody_left() as mark:
+    with no_process_left() as mark:
         variables = [
             {**own, **rendezvous, **mark}
             for rendezvous in [rendezvous_variables()]

@@ -1,13 +1,13 @@
 """Bad inputs, and what must be true of the answer to each.
 
-- The status: 2 where the caller can mend it, 1 where the world must, 130 or 143 for a signal.
-- The message: one or two sentences, said once and last, with value, rule and remedy.
-- Nothing else: no traceback, no process left, nothing lost, nothing written that nobody wanted.
+- The status: 2 for a user's mistake, 1 for any other failure, 130 or 143 for a signal.
+- The message: one or two sentences, printed once and last, with value, rule and remedy.
+- Nothing else: no traceback, no process left, no file removed, and no file written but a run's.
 """
 
 from __future__ import annotations
 
-import encodings.idna  # noqa: F401 - now: a test may be somebody who can't read its file
+import encodings.idna  # noqa: F401 - now: a test may run as a user who can't read its file
 import hashlib
 import re
 import shlex
@@ -28,7 +28,7 @@ from tests.harness.processes.fork_server import environment_of
 
 LIMIT = 110.0  # generous: the machine may be busy
 MARK = "PACELINE_TEST_MARK"
-WHO = r"rank \d on machine \d \(\S+\): "
+RANK_PREFIX = r"rank \d on machine \d \(\S+\): "
 TRAIN = (
     "train --image_size 32 --augment none --num_labels 3 --batch_size 4 --num_epochs 1 --use_cpu "
 )
@@ -48,23 +48,23 @@ _RULER = re.compile(r" ?─{4,} ?")
 
 @dataclass(frozen=True, kw_only=True)
 class Bad:
-    """A command that can't be done.
+    """A command that fails, and its answer.
 
     Attributes:
-        words: the command's, as a shell reads them.
-        said: the whole message, as a regular expression, without "paceline: ".
+        command: the command's arguments, as in a shell.
+        message: the whole message, as a regular expression, without "paceline: ".
         status: the exit status.
-        writes: it may leave a run's folder, for only a worker can know.
+        writes: the command may leave a run's folder, because only a worker detects the failure.
     """
 
-    words: str
-    said: str
+    command: str
+    message: str
     status: int = 2
     writes: bool = False
 
 
-def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, own: str = NET) -> Path:
-    """Go to a folder, and put somebody's own model there: `own:net`, or what `own` has."""
+def write_model(folder: Path, monkeypatch: pytest.MonkeyPatch, own: str = NET) -> Path:
+    """Write a user's model into a folder, `own:net` or what `own` has, and change into it."""
     (folder / "own.py").write_text(own)
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", ["", *sys.path])
@@ -73,15 +73,15 @@ def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, own: str = NET) -> P
 
 
 def require_answer(bad: Bad, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Run a command in this process, which has torch already, and look at all that is left.
+    """Run a command in this process, and check its answer and what it leaves.
 
-    A command that may start workers runs as a process: a fork has torch already, too.
+    A command that may start workers runs as a process of its own.
     """
     if bad.writes or bad.status == 1:
         require_run_answer(bad, folder)
         return
     before, family = contents(folder), set(psutil.Process().children(recursive=True))
-    require_message(answer(bad.words, capfd), bad.status, bad.said)
+    require_message(answer(bad.command, capfd), bad.status, bad.message)
     assert all_end([p for p in psutil.Process().children(recursive=True) if p not in family])
     assert contents(folder) == before
 
@@ -93,24 +93,25 @@ def answer(words: str | list[str], capfd: pytest.CaptureFixture[str]) -> Result:
         status = main(shlex.split(words) if isinstance(words, str) else words)
     except SystemExit as end:
         status = int(end.code or 0)
-    said = capfd.readouterr()
-    return Result(status, said.out + said.err)
+    printed = capfd.readouterr()
+    return Result(status, printed.out + printed.err)
 
 
 def require_run_answer(bad: Bad, folder: Path) -> Result:
-    """Run the real command, and look at all that is left."""
+    """Run the command as a process, and check its answer and what it leaves."""
     before = contents(folder)
-    with nobody_left() as environment:
+    with no_process_left() as environment:
         variables = {**environment, "PYTHONPATH": str(folder)}
-        ended = Command(*shlex.split(bad.words), folder=folder, environment=variables).wait(LIMIT)
-    require_message(ended, bad.status, bad.said)
+        command = Command(*shlex.split(bad.command), folder=folder, environment=variables)
+        ended = command.wait(LIMIT)
+    require_message(ended, bad.status, bad.message)
     if not bad.writes:
         assert contents(folder) == before
     return ended
 
 
-def require_message(ended: Result, status: int, said: str) -> str:
-    """Require an end with this status whose last words are this message, said once; return it."""
+def require_message(ended: Result, status: int, expected: str) -> str:
+    """Require an end with this status that printed this message once and last; return it."""
     assert ended.status == status, ended.text
     assert not re.search(r"Traceback|frame #\d", ended.text), ended.text  # Python's, C++'s
     if "╭" in ended.text:
@@ -122,12 +123,14 @@ def require_message(ended: Result, status: int, said: str) -> str:
         assert ended.text.count(message) == 1
         assert 1 <= len(re.findall(r"[.?](?= |$)", message)) <= 2, message
     message = message.removeprefix("paceline: ")
-    assert re.fullmatch(said, message), f"{message!r} isn't {said!r}; all of it:\n{ended.text}"
+    assert re.fullmatch(expected, message), (
+        f"{message!r} isn't {expected!r}; the whole output:\n{ended.text}"
+    )
     return message
 
 
 def sections(text: str) -> list[str]:
-    """Return what stands in the parts of a box that a mistake in the flags is told in."""
+    """Return the text of each section of the box that reports a mistake in the flags."""
     box = _BOX.sub(" ", text[text.index("╭") : text.rindex("╯")]).partition("\n")[2]
     return [part for part in (" ".join(part.split()) for part in _RULER.split(box)) if part]
 
@@ -146,8 +149,8 @@ def _digest(path: Path) -> str:
 
 
 @contextmanager
-def nobody_left() -> Iterator[Mapping[str, str]]:
-    """Yield an environment for commands; require that nobody who has it is left after the block."""
+def no_process_left() -> Iterator[Mapping[str, str]]:
+    """Yield an environment for commands; require that no process has it after the block."""
     mark = uuid.uuid4().hex
     try:
         yield {MARK: mark}
