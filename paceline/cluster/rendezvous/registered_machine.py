@@ -80,7 +80,7 @@ class RegisteredMachine:
         return LeaseWatch(self.store, registration, self.registration.process)
 
     def abandon(self) -> None:
-        """Leave before the world is complete, so that the next start finds the number free."""
+        """Deregister from a start that won't train, so that the next one finds the number free."""
         self._heartbeat.close()
         with suppress(*STORE_ERRORS):  # a store that is gone holds no entries
             if self.leads:

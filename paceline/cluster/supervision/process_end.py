@@ -2,7 +2,7 @@
 
 A supervised worker leaves a failure report for its supervisor. A process of another launcher prints
 its sentence, and writes it into the store as the first report on why the run ended. One that fails
-only because a peer has ended reads the cause there, for two seconds:
+only because a peer has ended waits there for the cause, up to two seconds (one after a timeout):
 
     paceline: rank 1 on machine 0 (a): record 7 is damaged.
     paceline: rank 0 on machine 0 (a): ended because rank 1 on machine 0 (a) failed: record 7 is …
@@ -55,7 +55,7 @@ class ProcessEnd:
         """Report to the peers that the process is about to end with a status other than 0."""
 
     def close(self) -> None:
-        """Leave well."""
+        """End normally: deregister, and wait for the others if this process cleans up."""
 
 
 class SupervisedEnd(ProcessEnd):
@@ -98,7 +98,8 @@ class LaunchedEnd(ProcessEnd):
 
     def fail(self, error: BaseException) -> int:
         failure = FailureReport.of(error)
-        # A process that lost a peer waits longer than one that saw a peer hang, and left for that.
+        # A process whose peer hangs (a timeout) waits less, and so posts its report before those
+        # that lost a connection only because this process ended.
         limit = _CAUSE_S / 2 if isinstance(error, CommTimeout) else _CAUSE_S
         status = within(2 * _CAUSE_S, lambda: self._report(failure, limit))
         if status is None:  # the store has gone with the process that served it
