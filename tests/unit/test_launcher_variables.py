@@ -202,8 +202,22 @@ def without(variables: dict[str, str], name: str) -> dict[str, str]:
         (SRUN | {"SLURM_STEP_NUM_TASKS": "8"}, "contradict each other"),
         (SRUN | {"SLURM_NODEID": "4"}, "SLURM_NODEID 4 contradict each other"),
         (SRUN | {"SLURM_PROCID": "7"}, "SLURM_PROCID 7 and SLURM_STEP_NUM_TASKS 7"),
-        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "2x3"}, "'2x3': it must have a form such as 2(x3),1"),
-        (SRUN | {"SLURM_STEP_NODELIST": "a[1"}, "'a[1': it must have a form such as"),
+        (
+            SRUN | {"SLURM_STEP_TASKS_PER_NODE": "2x3"},
+            "SLURM_STEP_TASKS_PER_NODE '2x3': it must have a form such as 2(x3),1",
+        ),
+        (
+            without(SRUN, "SLURM_STEP_TASKS_PER_NODE") | {"SLURM_TASKS_PER_NODE": "2x3"},
+            "SLURM_TASKS_PER_NODE '2x3': it must have a form such as 2(x3),1",
+        ),
+        (
+            SRUN | {"SLURM_STEP_NODELIST": "a[1"},
+            "SLURM_STEP_NODELIST 'a[1': it must have a form such as",
+        ),
+        (
+            without(SRUN, "SLURM_STEP_NODELIST") | {"SLURM_NODELIST": "a[1-]"},
+            "SLURM_NODELIST 'a[1-]': it must have a form such as",
+        ),
     ],
 )
 def test_variables_that_cant_be_are_named(variables: dict[str, str], told: str) -> None:
@@ -222,18 +236,18 @@ def test_variables_that_cant_be_are_named(variables: dict[str, str], told: str) 
     ],
 )
 def test_node_lists_are_written_out(text: str, nodes: list[str]) -> None:
-    assert expand_nodes(text) == nodes
+    assert expand_nodes(text, "SLURM_NODELIST") == nodes
 
 
 @pytest.mark.parametrize("text", ["", "a,,b", "a[", "a]", "a[1-]", "a[]", "a[x-y]", "a b"])
 def test_what_is_no_node_list_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="SLURM_STEP_NODELIST"):
-        expand_nodes(text)
+    with pytest.raises(ConfigError, match=r"^SLURM_NODELIST "):
+        expand_nodes(text, "SLURM_NODELIST")
 
 
 def test_counts_are_written_out() -> None:
-    assert expand_counts("2(x3),1") == (2, 2, 2, 1)
-    assert expand_counts("16") == (16,)
+    assert expand_counts("2(x3),1", "SLURM_TASKS_PER_NODE") == (2, 2, 2, 1)
+    assert expand_counts("16", "SLURM_TASKS_PER_NODE") == (16,)
 
 
 def test_ports_are_free_for_servers_and_spread() -> None:
