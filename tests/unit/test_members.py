@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 
 from paceline.cluster.environment import (
@@ -11,8 +13,9 @@ from paceline.cluster.environment import (
     read_environment,
 )
 from paceline.cluster.membership.members import Members
+from paceline.cluster.rendezvous.machine_rendezvous import serve
 from paceline.cluster.rendezvous.run_plan import RunPlan
-from paceline.cluster.stores.store_spec import StoreSpec
+from paceline.cluster.stores.store_spec import StoreSpec, open_store
 from paceline.cluster.supervision.failure_report import FailureReport, cause
 from paceline.config.world import WorldConfig
 from paceline.errors import CommTimeout, ConfigError, DataError, PeerLost
@@ -119,6 +122,16 @@ def test_a_plan_meets_where_the_flags_say(flags: dict[str, str], kind: str, addr
     plan = RunPlan.of(world, workers=world.workers)
     assert plan.rendezvous == StoreSpec(kind=kind, address=address, space="paceline-a%20b")  # type: ignore[arg-type]
     assert (plan.machine, plan.machines, plan.workers) == (1, 2, 3)
+
+
+def test_a_wrong_address_is_named_with_its_flag_or_variables() -> None:
+    with pytest.raises(ConfigError, match=r"^--master node0: give it as HOST:PORT"):
+        RunPlan.of(WorldConfig(num_shards=2, run_id="r", master="node0"), workers=1)
+    by_launcher = StoreSpec(kind="tcp", address=":29500", space="r")  # an empty MASTER_ADDR
+    with pytest.raises(ConfigError, match=r"^MASTER_ADDR:MASTER_PORT :29500: give it as HOST:PORT"):
+        open_store(by_launcher, timedelta(seconds=1))
+    with pytest.raises(ConfigError, match=r"^MASTER_ADDR:MASTER_PORT :29500: give it as HOST:PORT"):
+        serve(by_launcher, (), print, "MASTER_PORT")
 
 
 def test_a_plan_for_one_machine_needs_no_rendezvous() -> None:

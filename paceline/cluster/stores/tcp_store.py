@@ -199,15 +199,20 @@ def serve_tcp(host: str, port: int, timeout: timedelta, given: str = "--master")
     return store
 
 
-def split_address(address: str) -> tuple[str, int]:
+def split_address(address: str, source: str = "MASTER_ADDR:MASTER_PORT") -> tuple[str, int]:
     """Read HOST:PORT.
 
+    Args:
+        address: the text.
+        source: the flag or the variables that give it. `--master` is checked where flags are read,
+            so later only a launcher's variables can be wrong.
+
     Raises:
-        ConfigError: it is something else.
+        ConfigError: it is something else; names the source.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigError(f"--master {address}: give it as HOST:PORT, such as node0:29500.")
+        raise ConfigError(f"{source} {address}: give it as HOST:PORT, such as node0:29500.")
     return host.strip("[]"), int(port)
 
 
