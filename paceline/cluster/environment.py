@@ -34,10 +34,10 @@ class WorkerEnvironment(JsonRecord):
 
     Attributes:
         run_id: the run's name.
-        generation: the name of this start of the run.
+        start_id: the random id of this start of the run.
         machine: the machine's number (Caffe2's shard_id).
         local_rank: the worker's local rank.
-        store: address of the store that records the generation's membership and serves the
+        store: address of the store that records the start's membership and serves the
             rendezvous of process groups; may hold a password.
         first_iter_timeout: seconds to wait for the other workers at the start.
         timeout: seconds to wait for the other workers after the start.
@@ -46,7 +46,7 @@ class WorkerEnvironment(JsonRecord):
     """
 
     run_id: str
-    generation: str
+    start_id: str
     machine: int
     local_rank: int
     store: StoreSpec

@@ -181,8 +181,8 @@ def test_a_killed_run_starts_again_at_once(stage: Stage, rendezvous: StoreSpec) 
     with at_most(LIMIT_S + 5):
         leader = stage.start(plan(rendezvous, 0))
         new = stage.actors(2)
-    assert {actor.place.generation for actor in new}.isdisjoint(
-        {actor.place.generation for actor in old}
+    assert {actor.place.start_id for actor in new}.isdisjoint(
+        {actor.place.start_id for actor in old}
     )
     end(new, [leader, follower])
     assert left_behind(rendezvous) == []
@@ -228,8 +228,8 @@ def test_a_machine_that_comes_back_to_a_run_in_its_course_waits_for_the_next_sta
     end(old[:1], [first])
     leader = stage.start(plan(rendezvous, 0))
     new = stage.actors(2)
-    assert {actor.place.generation for actor in new}.isdisjoint(
-        {actor.place.generation for actor in old}
+    assert {actor.place.start_id for actor in new}.isdisjoint(
+        {actor.place.start_id for actor in old}
     )
     end(new, [leader, back])
 

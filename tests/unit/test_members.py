@@ -66,7 +66,7 @@ def test_a_world_may_have_one_worker() -> None:
 def test_a_workers_place_survives_its_environment() -> None:
     place = WorkerEnvironment(
         run_id="r",
-        generation="abc",
+        start_id="abc",
         machine=1,
         local_rank=0,
         store=StoreSpec(kind="redis", address="redis://:secret@h:1/0", space="paceline-r/abc"),

@@ -57,15 +57,15 @@ def follow(
     assert rendezvous is not None
 
     def register(live: _Live) -> RegisteredMachine:
-        name = live.record.generation
-        return RegisteredMachine(plan, rendezvous, name, registration, notice=notice, warn=warn)
+        start_id = live.record.generation
+        return RegisteredMachine(plan, rendezvous, start_id, registration, notice=notice, warn=warn)
 
     if not rendezvous.served_by_run:  # machine 0 serves that one, and may be yet to start
         open_store(rendezvous, STORE_LIMIT)
     while True:
         reason = ""
         try:
-            live = _live_generation(rendezvous, registration, plan, deadline)
+            live = _live_start(rendezvous, registration, plan, deadline)
             if _finished(live, plan):
                 with suppress(*STORE_ERRORS):  # another machine has removed the start
                     register(live).leave()
@@ -103,7 +103,7 @@ class _Live:
     leader: LeaseWatch
 
 
-def _live_generation(
+def _live_start(
     rendezvous: StoreSpec, registration: Registration, plan: RunPlan, deadline: Deadline
 ) -> _Live:
     """Wait for a start that is alive or finished."""

@@ -31,7 +31,7 @@ _ENDING_S = 15.0
 def take_over(
     plan: RunPlan, rendezvous: StoreSpec, registration: Registration, deadline: Deadline
 ) -> str:
-    """Make a new start the run's newest; return its name.
+    """Make a new start the run's newest; return its id.
 
     Nothing of it is in the store before, so that a process killed on the way leaves nothing that
     the next one doesn't find by the run's record.

@@ -38,10 +38,10 @@ from paceline.cluster.rendezvous.registered_machine import (
     RegisteredMachine,
 )
 from paceline.cluster.rendezvous.registration import (
-    GenerationInfo,
     RegisteredWorld,
     Registration,
     RunRecord,
+    WorldInfo,
 )
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.stores.store_spec import (
@@ -93,25 +93,23 @@ def open_run(
         try:
             if plan.machine == 0:
                 server, rendezvous = host(plan, report)
-                generation = take_over(plan, rendezvous, registration, deadline)
+                start_id = take_over(plan, rendezvous, registration, deadline)
                 registered = RegisteredMachine(
-                    plan, rendezvous, generation, registration, notice=notice, warn=warn
+                    plan, rendezvous, start_id, registration, notice=notice, warn=warn
                 )
                 undo.callback(registered.abandon)
                 world = complete_world(registered, deadline)
             else:
                 registered, world = follow(plan, registration, deadline, notice, warn)
                 undo.callback(registered.abandon)
-            generation_info = _form(registered, world, listener, deadline)
+            world_info = _form(registered, world, listener, deadline)
         except DistError as error:
             raise CommError(
                 f"The rendezvous was lost during the start: {first_line(error)}."
             ) from error
         undo.pop_all()
         listener.close()
-    return FormedRun(
-        registered=registered, world=world, generation_info=generation_info, server=server
-    )
+    return FormedRun(registered=registered, world=world, world_info=world_info, server=server)
 
 
 def answer_finished(plan: RunPlan, limit: float = 5.0) -> None:
@@ -138,9 +136,9 @@ def answer_finished(plan: RunPlan, limit: float = 5.0) -> None:
             if peek(open_store(last, STORE_LIMIT), FINISHED) is not None:
                 return  # it was left for a machine that was killed
         registration = registration_of(plan, listener)
-        generation = take_over(plan, rendezvous, registration, deadline)
+        start_id = take_over(plan, rendezvous, registration, deadline)
         registered = RegisteredMachine(
-            plan, rendezvous, generation, registration, notice=ignore, warn=ignore
+            plan, rendezvous, start_id, registration, notice=ignore, warn=ignore
         )
         try:
             registered.store.set(FINISHED, "1")
@@ -222,7 +220,7 @@ def _form(
     world: RegisteredWorld,
     listener: ProbeListener,
     deadline: Deadline,
-) -> GenerationInfo:
+) -> WorldInfo:
     store, machine = registered.store, registered.plan.machine
     machines = world.registrations
     addresses: tuple[str, ...] = ("127.0.0.1",) * len(machines)
@@ -242,11 +240,11 @@ def _form(
         addresses = agreed_addresses(
             store, world.token, machines, machine, listener, deadline, check
         )
-    generation_info = GenerationInfo(
+    world_info = WorldInfo(
         token=world.token,
         machines=tuple(entry.workers for entry in machines),
         addresses=addresses,
         hosts=tuple(entry.process.host for entry in machines),
     )
-    store.set(registered.key("formed"), generation_info.to_text())
-    return generation_info
+    store.set(registered.key("formed"), world_info.to_text())
+    return world_info

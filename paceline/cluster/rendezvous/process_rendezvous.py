@@ -1,8 +1,8 @@
 """How the processes that a launcher started find each other and agree on ranks and machines.
 
     rank 0                                    rank i
-    make a start: a space of a random name
-    write its name to `start`                 wait for `start`; in its space, write here/<i>
+    make a start: a space of a random id
+    write its id to `start`                   wait for `start`; in its space, write here/<i>
     wait for all here/<i>
     write `world`: all that came, a token       wait for a world that it is in
     -- local rank 0 of each machine: connect to each other's addresses, post which ones worked --
@@ -102,11 +102,11 @@ def _open(
 ) -> tuple[StoreSpec, RegisteredWorld]:
     """Make a start, and wait for all."""
     outer = open_store(rendezvous, STORE_LIMIT, make=True)
-    old, name = peek(outer, START), uuid.uuid4().hex
-    space = rendezvous.within(name)
+    old, start_id = peek(outer, START), uuid.uuid4().hex
+    space = rendezvous.within(start_id)
     store = open_store(space, STORE_LIMIT, make=True)
     store.set(f"here/{own.rank}", own.to_text())
-    outer.set(START, name)
+    outer.set(START, start_id)
     if old is not None:
         erase(rendezvous.within(old.decode()))
     try:
@@ -142,13 +142,13 @@ def _find(
     found: bytes | None = None
     missing = [0]
     while True:
-        name = peek(outer, START)
+        start_id = peek(outer, START)
         with suppress(FolderRemoved):  # an earlier start's space, just now
-            if name is not None and name != found:
-                space = rendezvous.within(name.decode())
+            if start_id is not None and start_id != found:
+                space = rendezvous.within(start_id.decode())
                 store = open_store(space, STORE_LIMIT)
                 store.set(f"here/{own.rank}", own.to_text())
-                found = name
+                found = start_id
             if found is not None:
                 text = peek(store, "world")
                 world = None if text is None else RegisteredWorld.from_text(text)

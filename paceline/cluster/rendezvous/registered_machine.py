@@ -37,7 +37,7 @@ class RegisteredMachine:
     Args:
         plan: this machine's plan.
         rendezvous: address of the run's rendezvous, as this machine reaches it.
-        generation: the start's name.
+        start_id: the start's id, which names its space in the store.
         registration: this machine's registration.
         notice: called in the heartbeat's thread with the failure that ended the run.
         warn: called in the heartbeat's thread with a line if the store is lost.
@@ -47,15 +47,15 @@ class RegisteredMachine:
         self,
         plan: RunPlan,
         rendezvous: StoreSpec,
-        generation: str,
+        start_id: str,
         registration: Registration,
         *,
         notice: Callable[[FailureReport], None],
         warn: Callable[[str], None],
     ) -> None:
         self.plan, self.registration = plan, registration
-        self.rendezvous, self.generation = rendezvous, generation
-        self.space = rendezvous.within(generation)
+        self.rendezvous, self.start_id = rendezvous, start_id
+        self.space = rendezvous.within(start_id)
         self.store = open_store(self.space, STORE_LIMIT, make=self.leads)
         self.run_store = open_store(rendezvous, STORE_LIMIT)
         # The heartbeat has connections of its own: a wait on one blocks its other users.
@@ -117,7 +117,7 @@ class RegisteredMachine:
 
     def _is_newest(self) -> bool:
         text = peek(self.run_store, "run")
-        return text is not None and RunRecord.from_text(text).generation == self.generation
+        return text is not None and RunRecord.from_text(text).generation == self.start_id
 
     def _beat(self, count: int) -> None:
         self._lease_store.set(lease_key(self.registration), str(count))

@@ -7,13 +7,13 @@ Machines with supervisors write these. In the run's space:
     run                 the newest start of the run                             RunRecord
     beat                keeps `run` from expiring                               a counter
 
-In the start's own space, which has its name:
+In the start's own space, which is named by its id:
 
     machine/<i>         the registration of machine i                           Registration
     lease/<id>          the lease of the machine with that registration         a counter
     world               all registrations, written by machine 0                 RegisteredWorld
     reach/<i>           the addresses at which machine i reached each of the others
-    formed/<i>          what the workers of machine i need to know              GenerationInfo
+    formed/<i>          what the workers of machine i need to know              WorldInfo
     failure             why the run ended; the first report is the run's        FailureReport
     finished            machine 0 has marked the run as finished
     left/<i>            machine i has ended and stopped its lease
@@ -72,7 +72,13 @@ class Registration(JsonRecord):
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord(JsonRecord):
-    """Record of a run's newest start: its name, its number of machines, and machine 0."""
+    """Record of a run's newest start, which the next start reads, perhaps from a shared folder.
+
+    Attributes:
+        generation: the start's id.
+        machines: the number of machines.
+        leader: machine 0's registration.
+    """
 
     generation: str
     machines: int
@@ -120,8 +126,8 @@ class RegisteredWorld(JsonRecord):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationInfo(JsonRecord):
-    """Generation info: what all workers of a machine need to know about the world."""
+class WorldInfo(JsonRecord):
+    """World info: what all workers of a machine need to know about the world."""
 
     token: str
     machines: tuple[int, ...]

@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from paceline.cluster.environment import WorkerEnvironment
 from paceline.cluster.rendezvous.registered_machine import FINISHED, RegisteredMachine
-from paceline.cluster.rendezvous.registration import GenerationInfo, RegisteredWorld
+from paceline.cluster.rendezvous.registration import RegisteredWorld, WorldInfo
 from paceline.cluster.stores.store_spec import STORE_ERRORS, first_line, peek
 from paceline.errors import CommError
 
@@ -37,13 +37,13 @@ class FormedRun:
     Attributes:
         registered: this machine's registration in the start.
         world: the registrations of all machines.
-        generation_info: what this machine's workers need to know about the world.
+        world_info: what this machine's workers need to know about the world.
         server: the TCP store's server, if this machine serves it; else None.
     """
 
     registered: RegisteredMachine
     world: RegisteredWorld
-    generation_info: GenerationInfo
+    world_info: WorldInfo
     server: TCPStore | None
 
     def worker(self, local_rank: int, error_file: str) -> WorkerEnvironment:
@@ -51,7 +51,7 @@ class FormedRun:
         plan = self.registered.plan
         return WorkerEnvironment(
             run_id=plan.run_id,
-            generation=self.registered.generation,
+            start_id=self.registered.start_id,
             machine=plan.machine,
             local_rank=local_rank,
             store=self.registered.space,
@@ -118,6 +118,6 @@ class FormedRun:
                 return
             reason = f"its store is lost: {first_line(error)}"
         raise CommError(
-            f"machine 0 ({self.generation_info.hosts[0]}) didn't confirm that the run is "
+            f"machine 0 ({self.world_info.hosts[0]}) didn't confirm that the run is "
             f"finished ({reason}): start the same command again on all machines."
         )

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import Store
 
 from paceline.cluster.environment import WorkerEnvironment, worker_environment
 from paceline.cluster.membership.members import Members
-from paceline.cluster.rendezvous.registration import GenerationInfo
+from paceline.cluster.rendezvous.registration import WorldInfo
 from paceline.cluster.stores.store_spec import open_store
 from paceline.cluster.supervision.allocator import keep_freed_memory
 from paceline.cluster.supervision.failure_report import FailureReport
@@ -58,7 +58,7 @@ def join_world(environment: WorkerEnvironment) -> tuple[Members, Store, str]:
         CommError: the store can't be reached.
     """
     store = open_store(environment.store, timedelta(seconds=environment.first_iter_timeout))
-    info = GenerationInfo.from_text(store.get(f"formed/{environment.machine}"))
+    info = WorldInfo.from_text(store.get(f"formed/{environment.machine}"))
     return info.members(environment.machine, environment.local_rank), store, info.token
 
 
