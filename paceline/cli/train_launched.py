@@ -49,7 +49,7 @@ def train_launched(config: TrainConfig, environment: Environment) -> int:
     plan, launched, world = RunPlan.of(config.world, workers=1), environment.launched, config.world
     lasting = world.file_store_path or world.redis_host or world.redis_url
     try:
-        if launched is not None and not launched.start and lasting and not world.run_id:
+        if launched is not None and not launched.launch_id and lasting and not world.run_id:
             raise ConfigError(
                 Message(
                     "{} with {--file_store_path} or Redis needs {--run_id}, the same for all "

@@ -93,22 +93,22 @@ def test_torchruns_variables_are_read() -> None:
         local_rank=1,
         local_world_size=2,
         node=1,
-        start="torchrun-213aa719.1",
+        launch_id="torchrun-213aa719.1",
         master="node0:41315",
-        serves=True,
+        launcher_serves_store=True,
     )
 
 
 def test_without_torchruns_store_rank_0_serves() -> None:
-    assert not launched(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "False"}).serves
+    assert not launched(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "False"}).launcher_serves_store
     by_hand = {k: v for k, v in TORCHRUN.items() if not k.startswith("TORCHELASTIC_")}
-    assert not launched(by_hand).serves
+    assert not launched(by_hand).launcher_serves_store
     assert launched(by_hand).rank == 3
 
 
 def test_a_restart_has_another_name() -> None:
     again = launched(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"})
-    assert again.start != launched(TORCHRUN).start
+    assert again.launch_id != launched(TORCHRUN).launch_id
 
 
 def test_mpichs_variables_are_read() -> None:
@@ -132,7 +132,7 @@ def test_sruns_variables_are_read() -> None:
         local_rank=0,
         local_world_size=1,
         node=3,
-        start="slurm-901593.2.0",
+        launch_id="slurm-901593.2.0",
         master=f"node01:{port_of('901593', '2')}",
     )
     assert command_of(place.launcher) == "srun"
@@ -154,7 +154,7 @@ def test_master_variables_overrule_sruns_nodes() -> None:
 
 
 def test_a_requeued_job_is_another_start() -> None:
-    assert launched(SRUN | {"SLURM_RESTART_COUNT": "1"}).start == "slurm-901593.2.1"
+    assert launched(SRUN | {"SLURM_RESTART_COUNT": "1"}).launch_id == "slurm-901593.2.1"
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,10 @@ from itertools import product
 
 from paceline.cluster.launchers.launched_process import (
     LaunchedProcess,
-    port_in,
+    read_integer,
     read_numbers,
+    read_port,
     require,
-    whole,
 )
 from paceline.errors import ConfigError
 
@@ -44,7 +44,7 @@ def read_srun(variables: Mapping[str, str]) -> LaunchedProcess | None:
     nodes_name = _name(variables, "STEP_NODELIST", "NODELIST")
     if (
         "SLURM_PROCID" not in variables
-        or whole(variables, "SLURM_STEP_ID") >= _OWN_STEPS
+        or read_integer(variables, "SLURM_STEP_ID") >= _OWN_STEPS
         or variables.get(size) == "1"
     ):
         return None
@@ -52,9 +52,9 @@ def read_srun(variables: Mapping[str, str]) -> LaunchedProcess | None:
     require(variables, (*needed, counts_name, nodes_name), "srun")
     counts, node = (
         expand_counts(variables[counts_name], counts_name),
-        whole(variables, "SLURM_NODEID"),
+        read_integer(variables, "SLURM_NODEID"),
     )
-    if sum(counts) != whole(variables, size) or node >= len(counts):
+    if sum(counts) != read_integer(variables, size) or node >= len(counts):
         raise ConfigError(
             f"{counts_name} {variables[counts_name]}, {size} {variables[size]} and SLURM_NODEID "
             f"{node} contradict each other: check where these variables are set."
@@ -63,11 +63,11 @@ def read_srun(variables: Mapping[str, str]) -> LaunchedProcess | None:
     place = read_numbers({**variables, names[3]: str(counts[node])}, "slurm", "srun", names)
     job, step = variables["SLURM_JOB_ID"], variables["SLURM_STEP_ID"]
     first = "127.0.0.1" if len(counts) == 1 else expand_nodes(variables[nodes_name], nodes_name)[0]
-    port = variables.get("MASTER_PORT") and port_in(variables, "MASTER_PORT")
+    port = variables.get("MASTER_PORT") and read_port(variables, "MASTER_PORT")
     return replace(
         place,
         node=node,
-        start=f"slurm-{job}.{step}.{variables.get('SLURM_RESTART_COUNT', '0')}",
+        launch_id=f"slurm-{job}.{step}.{variables.get('SLURM_RESTART_COUNT', '0')}",
         master=f"{variables.get('MASTER_ADDR', first)}:{port or port_of(job, step)}",
     )
 

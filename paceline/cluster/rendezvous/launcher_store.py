@@ -50,13 +50,13 @@ def meet(
     """
     if not launched.master and flags is None:
         return _meet_by_mpi(launched, wanted, timeout, report)
-    space = run_space(launched.start)
-    if flags is None or launched.serves:
+    space = run_space(launched.launch_id)
+    if flags is None or launched.launcher_serves_store:
         secret = read_secret() if flags is None else flags.secret
         rendezvous = StoreSpec(kind="tcp", address=launched.master, space=space, secret=secret)
     else:
-        rendezvous = replace(flags, space=space if launched.start else flags.space)
-    if not rendezvous.served_by_run or launched.serves or launched.rank > 0:
+        rendezvous = replace(flags, space=space if launched.launch_id else flags.space)
+    if not rendezvous.served_by_run or launched.launcher_serves_store or launched.rank > 0:
         return None, rendezvous
     given = "MASTER_PORT" if flags is None else "--master"
     return serve(rendezvous, tuple(wanted), report, given)
