@@ -109,5 +109,5 @@ def read_secret(file: str = "") -> str:
 
 
 def environment_of(worker: WorkerEnvironment) -> dict[str, str]:
-    """Return the environment to start a worker with: this process's, and the worker's place."""
+    """Return the variables to start a worker with: this process's, and the worker's own."""
     return {**_DEFAULTS, **os.environ, WORKER_VARIABLE: worker.to_text()}

@@ -97,7 +97,7 @@ def join_world_of(
     rendezvous: StoreSpec | None = None,
     wanted: Sequence[str] = (),
 ) -> Joined:
-    """Find this process's place in the world; collective.
+    """Find the other processes of the world, and this one's rank; collective.
 
     Args:
         environment: what started the process.

@@ -80,9 +80,9 @@ SHELL_IN_SALLOC = {
 
 
 def launched(variables: Mapping[str, str]) -> LaunchedProcess:
-    place = read_environment(variables).launched
-    assert place is not None
-    return place
+    process = read_environment(variables).launched
+    assert process is not None
+    return process
 
 
 def test_torchruns_variables_are_read() -> None:
@@ -124,8 +124,8 @@ def test_open_mpis_variables_are_read() -> None:
 
 
 def test_sruns_variables_are_read() -> None:
-    place = launched(SRUN)
-    assert place == LaunchedProcess(
+    process = launched(SRUN)
+    assert process == LaunchedProcess(
         launcher="slurm",
         rank=6,
         world_size=7,
@@ -135,7 +135,7 @@ def test_sruns_variables_are_read() -> None:
         launch_id="slurm-901593.2.0",
         master=f"node01:{port_of('901593', '2')}",
     )
-    assert command_of(place.launcher) == "srun"
+    assert command_of(process.launcher) == "srun"
 
 
 def test_a_task_of_the_first_node_knows_its_nodes_count() -> None:

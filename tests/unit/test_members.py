@@ -1,4 +1,4 @@
-"""Values of the cluster: ranks, places, plans, and which of several failures is the cause."""
+"""Values of the cluster: ranks, environments, plans, and which of several failures is the cause."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def test_a_world_may_have_one_worker() -> None:
     assert (Members.alone().world_size, Members.alone().address) == (1, "127.0.0.1")
 
 
-def test_a_workers_place_survives_its_environment() -> None:
-    place = WorkerEnvironment(
+def test_what_a_supervisor_gives_a_worker_survives_its_environment() -> None:
+    worker = WorkerEnvironment(
         run_id="r",
         start_id="abc",
         machine=1,
@@ -74,9 +74,9 @@ def test_a_workers_place_survives_its_environment() -> None:
         timeout=10.0,
         error_file="error.json",
     )
-    assert read_environment(environment_of(place)).worker == place
-    assert "secret" not in repr(place)
-    assert set(environment_of(place)) >= {WORKER_VARIABLE, "PATH"}
+    assert read_environment(environment_of(worker)).worker == worker
+    assert "secret" not in repr(worker)
+    assert set(environment_of(worker)) >= {WORKER_VARIABLE, "PATH"}
     assert read_environment({}).worker is None
 
 

@@ -27,7 +27,7 @@ def share_address(
     """Return rank 0's addresses and port; collective.
 
     Args:
-        launched: this process's place.
+        launched: this process, as mpirun's variables describe it.
         addresses: at which the others may reach rank 0; what the others give isn't used.
         port: its port.
         timeout: seconds to wait for the others.

@@ -20,7 +20,7 @@ _OPEN_MPI = (
 
 
 def read_mpirun(variables: Mapping[str, str]) -> LaunchedProcess:
-    """Return the process's place.
+    """Read rank, world size, local rank and local world size.
 
     Raises:
         ConfigError: the variables contradict each other, or some are missing; names them.

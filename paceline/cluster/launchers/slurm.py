@@ -34,7 +34,7 @@ _BRACKET = re.compile(r"\[([\d,-]*)\]")
 
 
 def read_srun(variables: Mapping[str, str]) -> LaunchedProcess | None:
-    """Return the process's place; None if srun didn't start it as one of several.
+    """Read rank, world size and local rank; None if srun didn't start it as one of several.
 
     Raises:
         ConfigError: the variables contradict each other, or some are missing; names them.
@@ -60,12 +60,12 @@ def read_srun(variables: Mapping[str, str]) -> LaunchedProcess | None:
             f"{node} contradict each other: check where these variables are set."
         )
     names = ("SLURM_PROCID", size, "SLURM_LOCALID", "tasks of this node")
-    place = read_numbers({**variables, names[3]: str(counts[node])}, "slurm", "srun", names)
+    process = read_numbers({**variables, names[3]: str(counts[node])}, "slurm", "srun", names)
     job, step = variables["SLURM_JOB_ID"], variables["SLURM_STEP_ID"]
     first = "127.0.0.1" if len(counts) == 1 else expand_nodes(variables[nodes_name], nodes_name)[0]
     port = variables.get("MASTER_PORT") and read_port(variables, "MASTER_PORT")
     return replace(
-        place,
+        process,
         node=node,
         launch_id=f"slurm-{job}.{step}.{variables.get('SLURM_RESTART_COUNT', '0')}",
         master=f"{variables.get('MASTER_ADDR', first)}:{port or port_of(job, step)}",

@@ -45,7 +45,7 @@ def meet(
         the store's server, where this process serves it, and the job's space in the store.
 
     Raises:
-        ConfigError: the place can't be had, or mpirun's processes have none.
+        ConfigError: the store's port can't be opened, or mpirun's processes have no rendezvous.
         CommError: rank 0 can't be reached, or mpirun's processes didn't come in time.
     """
     if not launched.master and flags is None:

@@ -68,7 +68,7 @@ def gather(
 
     Args:
         rendezvous: the job's space in a store that all processes reach.
-        launched: this process's place by its launcher.
+        launched: this process, as its launcher describes it.
         wanted: the network interfaces to use; none: all.
         deadline: the limit.
 
