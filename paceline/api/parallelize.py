@@ -116,7 +116,7 @@ def parallelize(
         setting = TrialSetting(folder=session.run, report=report)
         replica = replicate(model, optimizer, peers, config, share, setting)
         notes: list[str | Message] = list(world._start.restore_exchange(replica))
-        if len(joined.members.machines) == 1:
+        if len(joined.members.workers_per_machine) == 1:
             notes += config.idle_on_one_machine
         for note in notes if world.rank == 0 else ():
             say_in_python(note)

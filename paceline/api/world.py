@@ -396,7 +396,7 @@ class World:
             generation=self.generation,
             rank=self.rank,
             world_size=self.world_size,
-            machines=len(self._members.machines),
+            machines=len(self._members.workers_per_machine),
             samples=order and order.samples,
             steps=order and order.steps,
             epochs=None,  # only the script has this number

@@ -94,7 +94,7 @@ def fitted(world: WorldConfig, joined: Joined) -> WorldConfig:
         ConfigError: a flag contradicts the launcher; names both values.
     """
     members, machine = joined.members, joined.members.machine
-    workers, machines = members.local_world_size, len(members.machines)
+    workers, machines = members.local_world_size, len(members.workers_per_machine)
     flags = ("gpus", "num_gpus", "num_workers")
     counted = next((flag for flag in flags if _given(world, flag)), "num_workers")
     for flag, given, there, started in (
@@ -157,7 +157,7 @@ def _prepare(config: TrainConfig, joined: Joined, folder: RunFolder, *, anew: bo
         if members.rank == 0:
             say(note)
     joined.store.set(f"checked/{members.machine}", "")
-    checked = [f"checked/{machine}" for machine in range(len(members.machines))]
+    checked = [f"checked/{machine}" for machine in range(len(members.workers_per_machine))]
     joined.await_all(checked, "some machines didn't finish checking their configuration", limit)
     folder.open(config.identity())
     joined.store.set(opened, "")

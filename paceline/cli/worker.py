@@ -115,7 +115,7 @@ def _announce(
         rank=members.rank,
         model=config.model.name,
         world_size=members.world_size,
-        machines=len(members.machines),
+        machines=len(members.workers_per_machine),
         device=trainer.device.type,
         samples=trainer.train.samples,
         steps=trainer.train.steps,

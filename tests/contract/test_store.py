@@ -187,7 +187,7 @@ def test_no_compare_set_of_four_processes_overwrites_another(spec: StoreSpec) ->
 
 def all_reduce(store: Store, number: int, count: int) -> float:
     members = Members.on(
-        0, number, machines=(count,), addresses=("127.0.0.1",), hosts=("localhost",)
+        0, number, workers_per_machine=(count,), addresses=("127.0.0.1",), hosts=("localhost",)
     )
     return sum_of_ranks(members, store)
 

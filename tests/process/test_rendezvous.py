@@ -72,7 +72,9 @@ def test_machines_with_different_numbers_of_workers_form_one_world(
         (1, 0),
         *((2, 0), (2, 1), (2, 2)),
     ]
-    assert {(m.world_size, m.machines, m.address) for m in members} == {(6, counts, "127.0.0.1")}
+    assert {(m.world_size, m.workers_per_machine, m.address) for m in members} == {
+        (6, counts, "127.0.0.1")
+    }
     assert len({token for _, _, token in worlds}) == 1
     worlds[0][1].set("from rank 0", "hello")
     assert worlds[5][1].get("from rank 0") == b"hello"

@@ -15,7 +15,7 @@ from paceline.cluster.supervision import supervisor
 from paceline.cluster.supervision.event_queue import EventQueue, Exited
 from paceline.cluster.supervision.supervisor import _Workers
 
-INFO = WorldInfo(token="t", machines=(1,), addresses=("127.0.0.1",), hosts=("a",))
+INFO = WorldInfo(token="t", workers_per_machine=(1,), addresses=("127.0.0.1",), hosts=("a",))
 
 
 class SlowToEnd:

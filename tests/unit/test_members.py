@@ -27,7 +27,7 @@ def member(machine: int, local_rank: int) -> Members:
     return Members.on(
         machine,
         local_rank,
-        machines=MACHINES,
+        workers_per_machine=MACHINES,
         addresses=("10.0.0.1", "10.0.0.2", "10.0.0.3"),
         hosts=("a", "b", "c"),
     )
@@ -53,7 +53,7 @@ def test_members_that_contradict_themselves_are_a_bug() -> None:
             local_rank=0,
             local_world_size=2,
             machine=0,
-            machines=(2,),
+            workers_per_machine=(2,),
             addresses=("127.0.0.1",),
             hosts=("a",),
         )

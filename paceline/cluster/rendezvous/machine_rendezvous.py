@@ -222,29 +222,29 @@ def _form(
     deadline: Deadline,
 ) -> WorldInfo:
     store, machine = registered.store, registered.plan.machine
-    machines = world.registrations
-    addresses: tuple[str, ...] = ("127.0.0.1",) * len(machines)
+    registrations = world.registrations
+    addresses: tuple[str, ...] = ("127.0.0.1",) * len(registrations)
     if not world.one_network or registered.plan.interfaces:
-        watches = [registered.watch(entry) for entry in machines]
+        watches = [registered.watch(entry) for entry in registrations]
 
         def check(missing: list[int]) -> None:
             for peer in missing:
                 verdict = watches[peer].verdict()
                 if verdict.state == "dead":
                     raise CommError(
-                        f"Machine {peer} ({machines[peer].process.host}) ended during the start "
-                        f"({verdict.reason}): check the output "
-                        "of that machine, and start the run again."
+                        f"Machine {peer} ({registrations[peer].process.host}) ended during the "
+                        f"start ({verdict.reason}): check the output of that machine, and start "
+                        "the run again."
                     )
 
         addresses = agreed_addresses(
-            store, world.token, machines, machine, listener, deadline, check
+            store, world.token, registrations, machine, listener, deadline, check
         )
     world_info = WorldInfo(
         token=world.token,
-        machines=tuple(entry.workers for entry in machines),
+        workers_per_machine=tuple(entry.workers for entry in registrations),
         addresses=addresses,
-        hosts=tuple(entry.process.host for entry in machines),
+        hosts=tuple(entry.process.host for entry in registrations),
     )
     store.set(registered.key("formed"), world_info.to_text())
     return world_info

@@ -178,17 +178,17 @@ def _members(
     wanted: Sequence[str],
     deadline: Deadline,
 ) -> Members:
-    machines = world.machines()
-    machine = next(i for i, group in enumerate(machines) if own in group)
-    addresses: tuple[str, ...] = ("127.0.0.1",) * len(machines)
+    groups = world.processes_by_machine()
+    machine = next(i for i, group in enumerate(groups) if own in group)
+    addresses: tuple[str, ...] = ("127.0.0.1",) * len(groups)
     if wanted or not world.one_network:
-        leaders = [group[0] for group in machines]
+        leaders = [group[0] for group in groups]
         probing = listener if own in leaders else None
         addresses = agreed_addresses(store, world.token, leaders, machine, probing, deadline)
     return Members.on(
         machine,
-        machines[machine].index(own),
-        machines=tuple(map(len, machines)),
+        groups[machine].index(own),
+        workers_per_machine=tuple(map(len, groups)),
         addresses=addresses,
-        hosts=tuple(group[0].process.host for group in machines),
+        hosts=tuple(group[0].process.host for group in groups),
     )

@@ -199,7 +199,7 @@ def reach(
 def agreed_addresses(
     store: Store,
     token: str,
-    machines: Sequence[Registration],
+    registrations: Sequence[Registration],
     machine: int,
     listener: ProbeListener | None,
     deadline: Deadline,
@@ -210,7 +210,7 @@ def agreed_addresses(
     Args:
         store: the start's.
         token: the job token.
-        machines: a registration of each machine.
+        registrations: one of each machine.
         machine: this machine's number.
         listener: answers the others' probes; None: another process of this machine probes.
         deadline: the limit.
@@ -219,24 +219,26 @@ def agreed_addresses(
     Raises:
         CommError: a machine has no address that all others reached; names the machines.
     """
-    numbers = range(len(machines))
+    numbers = range(len(registrations))
     if listener is not None:
         listener.answer(token, machine)
-        others = {i: (machines[i].addresses, machines[i].port) for i in numbers if i != machine}
+        others = {
+            i: (registrations[i].addresses, registrations[i].port) for i in numbers if i != machine
+        }
         store.set(f"reach/{machine}", json.dumps(reach(token, machine, others, deadline.pause)))
     soon = deadline.at_most(_MEET_S, "start the run again")
-    while missing := absent(store, "reach", len(machines)):
+    while missing := absent(store, "reach", len(registrations)):
         check(missing)
-        soon.wait(f"the connections of {numbered('machine', missing, len(machines))}")
+        soon.wait(f"the connections of {numbered('machine', missing, len(registrations))}")
     reports = [json.loads(store.get(f"reach/{i}")) for i in numbers]
     store.set(f"judged/{machine}", "1")
     reached = [{int(peer): tries for peer, tries in report.items()} for report in reports]
     try:
-        return choose([entry.addresses for entry in machines], reached)
+        return choose([entry.addresses for entry in registrations], reached)
     except CommError:
         # All judge the same reports, and the process that serves the store takes them away.
         until = time.monotonic() + _JUDGE_S
-        while absent(store, "judged", len(machines)) and time.monotonic() < until:
+        while absent(store, "judged", len(registrations)) and time.monotonic() < until:
             deadline.pause()
         raise
 

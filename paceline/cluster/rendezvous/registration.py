@@ -106,8 +106,8 @@ class RegisteredWorld(JsonRecord):
         """Whether all are on one machine, where 127.0.0.1 reaches every other."""
         return len({entry.process.network for entry in self.registrations}) == 1
 
-    def machines(self) -> tuple[tuple[Registration, ...], ...]:
-        """Return the launcher's processes of each machine, by their local ranks.
+    def processes_by_machine(self) -> tuple[tuple[Registration, ...], ...]:
+        """Return the launcher's processes on each machine, in the order of their local ranks.
 
         Raises:
             ConfigError: the launcher's numbers contradict each other.
@@ -130,7 +130,7 @@ class WorldInfo(JsonRecord):
     """World info: what all workers of a machine need to know about the world."""
 
     token: str
-    machines: tuple[int, ...]
+    workers_per_machine: tuple[int, ...]
     addresses: tuple[str, ...]
     hosts: tuple[str, ...]
 
@@ -139,7 +139,7 @@ class WorldInfo(JsonRecord):
         return Members.on(
             machine,
             local_rank,
-            machines=self.machines,
+            workers_per_machine=self.workers_per_machine,
             addresses=self.addresses,
             hosts=self.hosts,
         )

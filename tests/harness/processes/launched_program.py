@@ -66,7 +66,7 @@ def _facts(joined: Joined, limit: float) -> dict[str, object]:
         "launcher": joined.launcher,
         "rank": members.rank,
         "machine": members.machine,
-        "machines": members.machines,
+        "machines": members.workers_per_machine,
         "addresses": members.addresses,
         "told": joined.from_rank_0("greeting", f"hello from rank {members.rank}", limit),
         "token": joined.token,
