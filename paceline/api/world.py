@@ -28,7 +28,7 @@ from paceline.api.argument_names import as_argument, in_python
 from paceline.api.sample_position import SamplePosition
 from paceline.api.session import Session
 from paceline.api.tracked import Tracked
-from paceline.cluster.supervision.supervisor import saved_sentence, say
+from paceline.cluster.supervision.supervisor import print_message, saved_sentence
 from paceline.comm.communicator import Communicator, gather_texts, total
 from paceline.data.batch_slice import BatchSlice
 from paceline.data.order import Order
@@ -478,7 +478,7 @@ class World:
         except Stop:
             self._broken = True  # the state is saved already
             if session.joined.launcher == "paceline" and session.run and self.rank == 0:
-                say(saved_sentence(session.run))
+                print_message(saved_sentence(session.run))
             raise SystemExit(session.signals.status or _TERMINATED) from None
 
     def _release(

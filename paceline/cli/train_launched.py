@@ -28,7 +28,7 @@ from paceline.cluster.environment import Environment
 from paceline.cluster.join import Joined, join_world_of
 from paceline.cluster.launchers.launchers import command_of
 from paceline.cluster.rendezvous.run_plan import RunPlan
-from paceline.cluster.supervision.supervisor import finished_sentence, say
+from paceline.cluster.supervision.supervisor import finished_sentence, print_message
 from paceline.cluster.supervision.worker import end_process
 from paceline.config.train import TrainConfig
 from paceline.config.world import WorldConfig
@@ -69,7 +69,7 @@ def train_launched(config: TrainConfig, environment: Environment) -> int:
         if launched is not None:
             host = socket.gethostname()
             here = f"rank {launched.rank} of {launched.world_size} on {host}: "
-        say(f"{here}{error}")
+        print_message(f"{here}{error}")
         return error.status
     try:
         _work(config, joined)
@@ -133,7 +133,7 @@ def _work(config: TrainConfig, joined: Joined) -> None:
     finished = joined.from_rank_0("end of the run", str(done), limit)
     if finished == str(True):
         if members.rank == 0:
-            say(finished_sentence(config.world.run_id))
+            print_message(finished_sentence(config.world.run_id))
         return
     with closing(folder):
         _prepare(config, joined, folder, anew=anew)
@@ -155,7 +155,7 @@ def _prepare(config: TrainConfig, joined: Joined, folder: RunFolder, *, anew: bo
         gpus = members.local_world_size
     for note in [*notes(config, gpus, joined.launcher), *wiring.check(config, gpus)]:
         if members.rank == 0:
-            say(note)
+            print_message(note)
     joined.store.set(f"checked/{members.machine}", "")
     checked = [f"checked/{machine}" for machine in range(len(members.workers_per_machine))]
     joined.await_all(checked, "some machines didn't finish checking their configuration", limit)

@@ -32,7 +32,7 @@ from paceline.cluster.supervision.process_end import (
     ProcessEnd,
     SupervisedEnd,
 )
-from paceline.cluster.supervision.supervisor import say
+from paceline.cluster.supervision.supervisor import print_message
 from paceline.cluster.supervision.worker import join_world
 from paceline.errors import Message
 
@@ -132,7 +132,7 @@ def join_world_of(
     remedy = Message("check their output, or give a longer {--first_iter_timeout}")
     # With many processes, a line on what each waits for would be many lines.
     deadline = Deadline(first_iter_timeout, ignore, time.sleep, remedy)
-    server, space = meet(launched, rendezvous, wanted, first_iter_timeout, say)
+    server, space = meet(launched, rendezvous, wanted, first_iter_timeout, print_message)
     world = gather(space, launched, wanted, deadline)
     world.store.set_timeout(timedelta(seconds=first_iter_timeout))
     return Joined(

@@ -31,7 +31,7 @@ from paceline.cluster.stores.store_spec import (
 )
 from paceline.cluster.stores.waiting import within
 from paceline.cluster.supervision.failure_report import FAILURE, FailureReport, post
-from paceline.cluster.supervision.supervisor import say
+from paceline.cluster.supervision.supervisor import print_message
 from paceline.cluster.supervision.worker import report_error
 from paceline.errors import CommTimeout
 
@@ -48,7 +48,7 @@ class ProcessEnd:
     def fail(self, error: BaseException) -> int:
         """Report why the process fails and leave; return the exit status."""
         failure = FailureReport.of(error)
-        say(failure.text)
+        print_message(failure.text)
         return failure.status
 
     def warn(self, status: int) -> None:
@@ -103,7 +103,7 @@ class LaunchedEnd(ProcessEnd):
         limit = _CAUSE_S / 2 if isinstance(error, CommTimeout) else _CAUSE_S
         status = within(2 * _CAUSE_S, lambda: self._report(failure, limit))
         if status is None:  # the store has gone with the process that served it
-            say(f"{self._name}: {failure.text}")
+            print_message(f"{self._name}: {failure.text}")
             return failure.status
         within(2 * _CAUSE_S, lambda: self._leave(_CAUSE_S))
         return status
@@ -122,15 +122,15 @@ class LaunchedEnd(ProcessEnd):
         first = self._cause(limit) if failure.consequence else None
         if first is None:
             post(self._world.store, failure.by(self._name))
-            # What all processes of a machine may find at once, such as a wrong flag, is said once.
+            # A mistake of all processes of a machine, such as a wrong flag, is printed once.
             digest = hashlib.sha256(failure.text.encode()).hexdigest()[:16]
             key = f"reported/{self._world.members.machine}/{digest}"
             if self._world.store.compare_set(key, "", self._name) == self._name.encode():
-                say(f"{self._name}: {failure.text}")
+                print_message(f"{self._name}: {failure.text}")
             return failure.status
         process, _, why = first.text.partition(": ")
         reason = (why.splitlines() or [""])[-1]
-        say(f"{self._name}: ended because {process} failed: {reason}")
+        print_message(f"{self._name}: ended because {process} failed: {reason}")
         return first.status
 
     def _cause(self, limit: float) -> FailureReport | None:

@@ -46,7 +46,7 @@ _POST_S = 1.0
 _LEAVE_S = 1.0
 
 
-def say(text: str | Message) -> None:
+def print_message(text: str | Message) -> None:
     """Print a line for the user, on standard error, if there is one."""
     with suppress(OSError):
         erase = "\r\x1b[2K" if sys.stderr.isatty() else ""  # of a worker's progress, or of ^C
@@ -67,7 +67,7 @@ def supervise(
     plan: RunPlan,
     argv: Sequence[str],
     *,
-    report: Callable[[str], None] = say,
+    report: Callable[[str], None] = print_message,
     formed: Callable[[], None] = lambda: None,
     finish: Callable[[], None] | None = None,
 ) -> int:
