@@ -1,11 +1,11 @@
 """Joins a world, whatever launched this process: reads its variables, finds the others.
 
-    launcher   started by                      the processes meet
-    paceline   a supervisor of `paceline`      in the store that its environment names
-    others     a row of `LAUNCHERS`            where `rendezvous` says
-    alone      a user                          nowhere: it is the whole world
+    launcher   started by                      rendezvous
+    paceline   a supervisor of `paceline`      the store that its environment names
+    others     a row of `LAUNCHERS`            the store that `open_rendezvous` returns
+    alone      a user                          none: it is the whole world
 
-From there on all is the same: ranks, addresses, a store, a job token, and a way to leave.
+From there on all is the same: ranks, addresses, a store, a job token, and how to deregister.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from paceline.cluster.environment import Environment
 from paceline.cluster.membership.members import Members
 from paceline.cluster.membership.process_identity import ProcessIdentity
 from paceline.cluster.rendezvous.deadline import Deadline, ignore
-from paceline.cluster.rendezvous.launcher_store import meet
-from paceline.cluster.rendezvous.process_rendezvous import gather
+from paceline.cluster.rendezvous.launcher_store import open_rendezvous
+from paceline.cluster.rendezvous.process_rendezvous import form_world
 from paceline.cluster.stores.store_spec import StoreSpec
 from paceline.cluster.stores.waiting import await_keys
 from paceline.cluster.supervision.allocator import keep_freed_memory
@@ -103,7 +103,7 @@ def join_world_of(
         environment: what started the process.
         first_iter_timeout: seconds to wait for the others at the start.
         timeout: seconds that the store's server waits for the others at the end.
-        rendezvous: where flags say to meet.
+        rendezvous: the store that flags name, if they name one.
         wanted: the network interfaces to use; none: all.
 
     Raises:
@@ -132,8 +132,8 @@ def join_world_of(
     remedy = Message("check their output, or give a longer {--first_iter_timeout}")
     # With many processes, a line on what each waits for would be many lines.
     deadline = Deadline(first_iter_timeout, ignore, time.sleep, remedy)
-    server, space = meet(launched, rendezvous, wanted, first_iter_timeout, print_message)
-    world = gather(space, launched, wanted, deadline)
+    server, space = open_rendezvous(launched, rendezvous, wanted, first_iter_timeout, print_message)
+    world = form_world(space, launched, wanted, deadline)
     world.store.set_timeout(timedelta(seconds=first_iter_timeout))
     return Joined(
         members=world.members,

@@ -143,7 +143,7 @@ def test_a_task_of_the_first_node_knows_its_nodes_count() -> None:
     assert (first.local_rank, first.local_world_size) == (1, 2)
 
 
-def test_a_node_alone_meets_on_the_loopback() -> None:
+def test_a_node_alone_has_its_rendezvous_on_the_loopback() -> None:
     alone = {"SLURM_STEP_TASKS_PER_NODE": "7", "SLURM_NODEID": "0", "SLURM_LOCALID": "6"}
     assert launched(SRUN | alone).master.startswith("127.0.0.1:")
 

@@ -111,7 +111,9 @@ def test_our_errors_are_sentences_and_others_are_tracebacks() -> None:
         ({"file_store_path": "/nfs/meet"}, "folder", "/nfs/meet"),
     ],
 )
-def test_a_plan_meets_where_the_flags_say(flags: dict[str, str], kind: str, address: str) -> None:
+def test_a_plans_rendezvous_is_the_one_that_the_flags_name(
+    flags: dict[str, str], kind: str, address: str
+) -> None:
     world = WorldConfig(
         num_shards=2,
         shard_id=1,

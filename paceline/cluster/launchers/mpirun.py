@@ -1,6 +1,6 @@
 """Reader of the variables that mpirun sets: MPICH's and Intel's, and Open MPI's.
 
-Neither says where to meet, nor numbers the machines. MPICH's rank alone means nothing: Slurm sets
+Neither names a rendezvous, nor numbers the machines. MPICH's rank alone means nothing: Slurm sets
 the same `PMI_RANK` for programs that it starts itself.
 """
 

@@ -108,7 +108,7 @@ def expand_counts(text: str, variable: str) -> tuple[int, ...]:
 
 
 def port_of(job: str, step: str) -> int:
-    """Return the port at which the tasks of a step meet."""
+    """Return the port of the rendezvous of a step's tasks."""
     digest = hashlib.sha256(f"{job}.{step}".encode()).digest()
     return _PORTS[int.from_bytes(digest[:8], "big") % len(_PORTS)]
 

@@ -25,18 +25,18 @@ from paceline.cluster.stores.tcp_store import TcpStore, serve_tcp
 from paceline.errors import CommError
 
 
-def meet(
+def open_rendezvous(
     launched: LaunchedProcess,
     flags: StoreSpec | None,
     wanted: Sequence[str],
     timeout: float,
     report: Callable[[str], None],
 ) -> tuple[TCPStore | None, StoreSpec]:
-    """Return where the processes meet; rank 0 serves the TCP store if the launcher doesn't.
+    """Return where the rendezvous is; rank 0 serves the TCP store if the launcher doesn't.
 
     Args:
         launched: this process, as its launcher describes it.
-        flags: where flags say to meet.
+        flags: the store that flags name, if they name one.
         wanted: the network interfaces to use; none: all.
         timeout: seconds to wait for the others of mpirun's processes.
         report: receives a line if any process that reaches rank 0's store can join.
@@ -49,7 +49,7 @@ def meet(
         CommError: rank 0 can't be reached, or mpirun's processes didn't come in time.
     """
     if not launched.master and flags is None:
-        return _meet_by_mpi(launched, wanted, timeout, report)
+        return _open_rendezvous_by_mpi(launched, wanted, timeout, report)
     space = run_space(launched.launch_id)
     if flags is None or launched.launcher_serves_store:
         secret = read_secret() if flags is None else flags.secret
@@ -62,7 +62,7 @@ def meet(
     return serve(rendezvous, tuple(wanted), report, given)
 
 
-def _meet_by_mpi(
+def _open_rendezvous_by_mpi(
     launched: LaunchedProcess,
     wanted: Sequence[str],
     timeout: float,

@@ -161,7 +161,7 @@ def registration_of(plan: RunPlan, listener: ProbeListener) -> Registration:
 
 
 def host(plan: RunPlan, report: Callable[[str], None]) -> tuple[TCPStore | None, StoreSpec]:
-    """Serve the TCP store if that is where the run meets.
+    """Serve the TCP store if that is where the run's rendezvous is.
 
     Args:
         plan: machine 0's part.

@@ -61,10 +61,10 @@ class FormedWorld:
     store: Store
 
 
-def gather(
+def form_world(
     rendezvous: StoreSpec, launched: LaunchedProcess, wanted: Sequence[str], deadline: Deadline
 ) -> FormedWorld:
-    """Find the others; collective.
+    """Find the other processes and form the world with them; collective.
 
     Args:
         rendezvous: the job's space in a store that all processes reach.
@@ -86,8 +86,8 @@ def gather(
             port=listener.port,
         )
         try:
-            meet = _open if launched.rank == 0 else _find
-            space, world = meet(rendezvous, own, launched.world_size, deadline)
+            register = _open if launched.rank == 0 else _find
+            space, world = register(rendezvous, own, launched.world_size, deadline)
             store = open_store(space, STORE_LIMIT)
             members = _members(world, own, store, listener, wanted, deadline)
         except DistError as error:

@@ -45,7 +45,7 @@ _ANSWER_S = 15.0
 _SILENCE_S = 1.0
 """How long one connection may keep the others waiting."""
 
-_MEET_S = 60.0
+_PROBE_REPORTS_S = 60.0
 _JUDGE_S = 5.0
 
 
@@ -226,7 +226,7 @@ def agreed_addresses(
             i: (registrations[i].addresses, registrations[i].port) for i in numbers if i != machine
         }
         store.set(f"reach/{machine}", json.dumps(reach(token, machine, others, deadline.pause)))
-    soon = deadline.at_most(_MEET_S, "start the run again")
+    soon = deadline.at_most(_PROBE_REPORTS_S, "start the run again")
     while missing := absent(store, "reach", len(registrations)):
         check(missing)
         soon.wait(f"the connections of {numbered('machine', missing, len(registrations))}")

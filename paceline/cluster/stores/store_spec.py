@@ -73,7 +73,7 @@ class StoreSpec(JsonRecord):
         folder = str(Path(world.file_store_path).absolute()) if world.file_store_path else ""
         if world.master:
             split_address(world.master, "--master")
-        # Redis before the folder: Caffe2's clusters give both, and meet through Redis.
+        # Redis before the folder: Caffe2's clusters give both, and rendezvous through Redis.
         addresses = {"redis": world.redis_url or host, "folder": folder, "tcp": world.master}
         for kind, address in addresses.items():
             if address:

@@ -1,4 +1,4 @@
-"""A run from the moment its machines have met: how they agree that it is finished, and leave.
+"""A run after its rendezvous: how its machines agree that it is finished, and deregister.
 
 Machine 0, where the run's state is, decides that the run is finished:
 
