@@ -62,7 +62,7 @@ def train_launched(config: TrainConfig, environment: Environment) -> int:
             first_iter_timeout=plan.first_iter_timeout,
             timeout=plan.timeout,
             rendezvous=plan.rendezvous,
-            wanted=plan.interfaces,
+            interface_names=plan.interfaces,
         )
     except PacelineError as error:
         here = ""  # this process, as far as the launcher names it before the world is formed

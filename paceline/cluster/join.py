@@ -95,7 +95,7 @@ def join_world_of(
     first_iter_timeout: float,
     timeout: float,
     rendezvous: StoreSpec | None = None,
-    wanted: Sequence[str] = (),
+    interface_names: Sequence[str] = (),
 ) -> Joined:
     """Find the other processes of the world, and this one's rank; collective.
 
@@ -104,7 +104,7 @@ def join_world_of(
         first_iter_timeout: seconds to wait for the others at the start.
         timeout: seconds that the store's server waits for the others at the end.
         rendezvous: the store that flags name, if they name one.
-        wanted: the network interfaces to use; none: all.
+        interface_names: the network interfaces to use; none: all.
 
     Raises:
         ConfigError: the launcher's numbers contradict each other, or the rendezvous is wrong.
@@ -132,8 +132,10 @@ def join_world_of(
     remedy = Message("check their output, or give a longer {--first_iter_timeout}")
     # With many processes, a line on what each waits for would be many lines.
     deadline = Deadline(first_iter_timeout, ignore, time.sleep, remedy)
-    server, space = open_rendezvous(launched, rendezvous, wanted, first_iter_timeout, print_message)
-    world = form_world(space, launched, wanted, deadline)
+    server, space = open_rendezvous(
+        launched, rendezvous, interface_names, first_iter_timeout, print_message
+    )
+    world = form_world(space, launched, interface_names, deadline)
     world.store.set_timeout(timedelta(seconds=first_iter_timeout))
     return Joined(
         members=world.members,

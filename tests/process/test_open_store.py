@@ -126,7 +126,7 @@ def test_a_run_without_a_secret_warns_once_where_others_reach_its_port(
     lines: list[str] = []
     with monkeypatch.context() as patch:
         place = "paceline.cluster.rendezvous.machine_rendezvous.listening_address"
-        patch.setattr(place, lambda name, available, wanted: "")
+        patch.setattr(place, lambda name, available, interface_names: "")
         for spec in (replace(rendezvous, secret="open sesame"), rendezvous):
             server, _ = host(plan(spec, 0), lines.append)
             del server

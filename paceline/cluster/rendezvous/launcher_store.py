@@ -28,7 +28,7 @@ from paceline.errors import CommError
 def open_rendezvous(
     launched: LaunchedProcess,
     flags: StoreSpec | None,
-    wanted: Sequence[str],
+    interface_names: Sequence[str],
     timeout: float,
     report: Callable[[str], None],
 ) -> tuple[TCPStore | None, StoreSpec]:
@@ -37,7 +37,7 @@ def open_rendezvous(
     Args:
         launched: this process, as its launcher describes it.
         flags: the store that flags name, if they name one.
-        wanted: the network interfaces to use; none: all.
+        interface_names: the network interfaces to use; none: all.
         timeout: seconds to wait for the others of mpirun's processes.
         report: receives a line if any process that reaches rank 0's store can join.
 
@@ -49,7 +49,7 @@ def open_rendezvous(
         CommError: rank 0 can't be reached, or mpirun's processes didn't come in time.
     """
     if not launched.master and flags is None:
-        return _open_rendezvous_by_mpi(launched, wanted, timeout, report)
+        return _open_rendezvous_by_mpi(launched, interface_names, timeout, report)
     space = run_space(launched.launch_id)
     if flags is None or launched.launcher_serves_store:
         secret = read_secret() if flags is None else flags.secret
@@ -58,17 +58,20 @@ def open_rendezvous(
         rendezvous = replace(flags, space=space if launched.launch_id else flags.space)
     if not rendezvous.served_by_run or launched.launcher_serves_store or launched.rank > 0:
         return None, rendezvous
-    given = "MASTER_PORT" if flags is None else "--master"
-    return serve(rendezvous, tuple(wanted), report, given)
+    port_source = "MASTER_PORT" if flags is None else "--master"
+    return serve(rendezvous, tuple(interface_names), report, port_source)
 
 
 def _open_rendezvous_by_mpi(
     launched: LaunchedProcess,
-    wanted: Sequence[str],
+    interface_names: Sequence[str],
     timeout: float,
     report: Callable[[str], None],
 ) -> tuple[TCPStore | None, StoreSpec]:
-    addresses, secret = own_addresses(wanted, apart=not launched.one_machine), read_secret()
+    addresses, secret = (
+        own_addresses(interface_names, other_machines=not launched.one_machine),
+        read_secret(),
+    )
     server, port = None, 0
     if launched.rank == 0:
         address = addresses[0] if len(addresses) == 1 else ""

@@ -46,9 +46,9 @@ def take_over(
         old = None if found is None else RunRecord.from_text(found)
         if old is not None:
             _wait_until_over(plan, rendezvous, old, registration.process, deadline)
-        expected, wanted = "" if found is None else found.decode(), record.to_text()
+        expected, desired = "" if found is None else found.decode(), record.to_text()
         with suppress(FolderRemoved):  # just now, by the last machine of the run before
-            if store.compare_set("run", expected, wanted) == wanted.encode():
+            if store.compare_set("run", expected, desired) == desired.encode():
                 if old is not None:
                     erase(rendezvous.within(old.generation))
                 return record.generation

@@ -155,7 +155,7 @@ def registration_of(plan: RunPlan, listener: ProbeListener) -> Registration:
         process=ProcessIdentity.of_this_process(),
         workers=plan.workers,
         rank=plan.machine,
-        addresses=own_addresses(plan.interfaces, apart=plan.machines > 1),
+        addresses=own_addresses(plan.interfaces, other_machines=plan.machines > 1),
         port=listener.port,
     )
 
@@ -183,17 +183,17 @@ def host(plan: RunPlan, report: Callable[[str], None]) -> tuple[TCPStore | None,
 
 def serve(
     rendezvous: StoreSpec,
-    wanted: tuple[str, ...],
+    interface_names: tuple[str, ...],
     report: Callable[[str], None],
-    given: str = "--master",
+    port_source: str = "--master",
 ) -> tuple[TCPStore, StoreSpec]:
     """Serve a TCP store on the interface of its address.
 
     Args:
         rendezvous: the store, as an option or a launcher gives it.
-        wanted: the network interfaces to use; none: all.
+        interface_names: the network interfaces to use; none: all.
         report: receives a line if any process that reaches the store can join.
-        given: the option or variable that names the port.
+        port_source: the option or variable that names the port.
 
     Returns:
         the store's server, and the way to the store from this machine.
@@ -202,8 +202,8 @@ def serve(
         ConfigError: the port can't be had.
     """
     name, port = split_address(rendezvous.address)
-    address = listening_address(name, interfaces(), wanted)
-    server = serve_tcp(address, port, STORE_LIMIT, given)
+    address = listening_address(name, interfaces(), interface_names)
+    server = serve_tcp(address, port, STORE_LIMIT, port_source)
     if not address.startswith("127.") and not rendezvous.secret:
         report(OPEN_STORE.format(address or "all interfaces", server.port))
     return server, replace(rendezvous, address=f"{address or '127.0.0.1'}:{server.port}")

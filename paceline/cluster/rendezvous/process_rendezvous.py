@@ -62,14 +62,17 @@ class FormedWorld:
 
 
 def form_world(
-    rendezvous: StoreSpec, launched: LaunchedProcess, wanted: Sequence[str], deadline: Deadline
+    rendezvous: StoreSpec,
+    launched: LaunchedProcess,
+    interface_names: Sequence[str],
+    deadline: Deadline,
 ) -> FormedWorld:
     """Find the other processes and form the world with them; collective.
 
     Args:
         rendezvous: the job's space in a store that all processes reach.
         launched: this process, as its launcher describes it.
-        wanted: the network interfaces to use; none: all.
+        interface_names: the network interfaces to use; none: all.
         deadline: the limit.
 
     Raises:
@@ -82,14 +85,16 @@ def form_world(
             node=launched.node,
             local_rank=launched.local_rank,
             process=ProcessIdentity.of_this_process(),
-            addresses=own_addresses(wanted, apart=bool(wanted) or not launched.one_machine),
+            addresses=own_addresses(
+                interface_names, other_machines=bool(interface_names) or not launched.one_machine
+            ),
             port=listener.port,
         )
         try:
             register = _open if launched.rank == 0 else _find
             space, world = register(rendezvous, own, launched.world_size, deadline)
             store = open_store(space, STORE_LIMIT)
-            members = _members(world, own, store, listener, wanted, deadline)
+            members = _members(world, own, store, listener, interface_names, deadline)
         except DistError as error:
             raise CommError(
                 f"The rendezvous was lost during the start: {first_line(error)}."
@@ -175,13 +180,13 @@ def _members(
     own: Registration,
     store: Store,
     listener: ProbeListener,
-    wanted: Sequence[str],
+    interface_names: Sequence[str],
     deadline: Deadline,
 ) -> Members:
     groups = world.processes_by_machine()
     machine = next(i for i, group in enumerate(groups) if own in group)
     addresses: tuple[str, ...] = ("127.0.0.1",) * len(groups)
-    if wanted or not world.one_network:
+    if interface_names or not world.one_network:
         leaders = [group[0] for group in groups]
         probing = listener if own in leaders else None
         addresses = agreed_addresses(store, world.token, leaders, machine, probing, deadline)

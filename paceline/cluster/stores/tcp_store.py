@@ -167,14 +167,14 @@ class TcpStore(PolledStore):
         return connection
 
 
-def serve_tcp(host: str, port: int, timeout: timedelta, given: str = "--master") -> TCPStore:
+def serve_tcp(host: str, port: int, timeout: timedelta, port_source: str = "--master") -> TCPStore:
     """Serve a store on `host` ("" for all interfaces) and `port` (0: one that is free).
 
     Args:
         host: where to listen.
         port: where to listen.
         timeout: the limit of the store's `get`.
-        given: the flag or variable that names the port.
+        port_source: the flag or variable that names the port.
 
     Raises:
         ConfigError: the port can't be opened.
@@ -183,7 +183,7 @@ def serve_tcp(host: str, port: int, timeout: timedelta, given: str = "--master")
         listener = socket.create_server((host, port), backlog=1024)
     except OSError as error:
         raise ConfigError(
-            f"{given}: port {port} can't be opened on this machine "
+            f"{port_source}: port {port} can't be opened on this machine "
             f"({os.strerror(error.errno or 0)}): another run may be using it; choose another port."
         ) from error
     port = listener.getsockname()[1]
