@@ -33,8 +33,8 @@ def take_over(
 ) -> str:
     """Make a new start the run's newest; return its id.
 
-    Nothing of it is in the store before, so that a process killed on the way leaves nothing that
-    the next one doesn't find by the run's record.
+    Writes nothing before the run's record names the start, so that a killed process leaves no keys
+    that the record doesn't lead to.
 
     Raises:
         ConfigError: the run is alive; names its machine.
@@ -85,13 +85,17 @@ def _missing(registered: RegisteredMachine, watches: dict[int, LeaseWatch]) -> l
 
 
 def _wait_until_over(
-    plan: RunPlan, rendezvous: StoreSpec, old: RunRecord, here: ProcessIdentity, deadline: Deadline
+    plan: RunPlan,
+    rendezvous: StoreSpec,
+    old: RunRecord,
+    own_process: ProcessIdentity,
+    deadline: Deadline,
 ) -> None:
     """Wait until no machine of a start is alive; its machine 0 alive is an error at once."""
     store = open_store(rendezvous.within(old.generation), STORE_LIMIT)
-    there = [*read_registrations(store, "machine", old.machines).values(), old.leader]
-    entries = {registration.id: registration for registration in there}
-    watches = [LeaseWatch(store, registration, here) for registration in entries.values()]
+    registrations = [*read_registrations(store, "machine", old.machines).values(), old.leader]
+    entries = {registration.id: registration for registration in registrations}
+    watches = [LeaseWatch(store, registration, own_process) for registration in entries.values()]
     ending = deadline.at_most(_ENDING_S, "")
     while watches:
         verdicts = {watch: watch.verdict() for watch in watches}

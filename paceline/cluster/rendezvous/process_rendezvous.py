@@ -2,9 +2,9 @@
 
     rank 0                                    rank i
     make a start: a space of a random id
-    write its id to `start`                   wait for `start`; in its space, write here/<i>
-    wait for all here/<i>
-    write `world`: all that came, a token       wait for a world that it is in
+    write its id to `start`                   wait for `start`; in its space, register
+    wait for all registrations                as registration/<i>
+    write `world`: these, and the job token   wait for a world that it is in
     -- local rank 0 of each machine: connect to each other's addresses, post which ones worked --
     every machine's address is the first of its own at which all others reached it
 
@@ -106,21 +106,21 @@ def _open(
     rendezvous: StoreSpec, own: Registration, world_size: int, deadline: Deadline
 ) -> tuple[StoreSpec, RegisteredWorld]:
     """Make a start, and wait for all."""
-    outer = open_store(rendezvous, STORE_LIMIT, make=True)
-    old, start_id = peek(outer, START), uuid.uuid4().hex
+    job_store = open_store(rendezvous, STORE_LIMIT, make=True)
+    old, start_id = peek(job_store, START), uuid.uuid4().hex
     space = rendezvous.within(start_id)
     store = open_store(space, STORE_LIMIT, make=True)
-    store.set(f"here/{own.rank}", own.to_text())
-    outer.set(START, start_id)
+    store.set(f"registration/{own.rank}", own.to_text())
+    job_store.set(START, start_id)
     if old is not None:
         erase(rendezvous.within(old.decode()))
     try:
-        while missing := absent(store, "here", world_size):
+        while missing := absent(store, "registration", world_size):
             deadline.wait(numbered("rank", missing, world_size))
     except DeadlinePassed as error:
         _give_up(store, world_size, str(error), deadline)
         raise
-    registrations = read_registrations(store, "here", world_size)
+    registrations = read_registrations(store, "registration", world_size)
     world = RegisteredWorld(
         token=secrets.token_hex(16), registrations=tuple(registrations.values())
     )
@@ -128,14 +128,14 @@ def _open(
     return space, world
 
 
-def _give_up(store: Store, world_size: int, why: str, deadline: Deadline) -> None:
-    """Tell the processes that came, and keep the store until they have read it."""
-    came = read_registrations(store, "here", world_size)
-    world = RegisteredWorld(token="", registrations=tuple(came.values()), lost=why)
+def _give_up(store: Store, world_size: int, reason: str, deadline: Deadline) -> None:
+    """Report to the registered processes, and keep the store until they have read why."""
+    registered = read_registrations(store, "registration", world_size)
+    world = RegisteredWorld(token="", registrations=tuple(registered.values()), lost=reason)
     store.set("world", world.to_text())
-    readers = [f"read/{rank}" for rank in came if rank > 0]
-    until = time.monotonic() + _READ_S
-    while not store.check(readers) and time.monotonic() < until:
+    readers = [f"read/{rank}" for rank in registered if rank > 0]
+    read_deadline = time.monotonic() + _READ_S
+    while not store.check(readers) and time.monotonic() < read_deadline:
         deadline.pause()
 
 
@@ -143,16 +143,16 @@ def _find(
     rendezvous: StoreSpec, own: Registration, world_size: int, deadline: Deadline
 ) -> tuple[StoreSpec, RegisteredWorld]:
     """Wait for a start, and for a world in it that this process is in."""
-    outer = _reached(rendezvous, world_size, deadline)
+    job_store = _open_when_served(rendezvous, world_size, deadline)
     found: bytes | None = None
     missing = [0]
     while True:
-        start_id = peek(outer, START)
+        start_id = peek(job_store, START)
         with suppress(FolderRemoved):  # an earlier start's space, just now
             if start_id is not None and start_id != found:
                 space = rendezvous.within(start_id.decode())
                 store = open_store(space, STORE_LIMIT)
-                store.set(f"here/{own.rank}", own.to_text())
+                store.set(f"registration/{own.rank}", own.to_text())
                 found = start_id
             if found is not None:
                 text = peek(store, "world")
@@ -162,11 +162,11 @@ def _find(
                     if world.lost:
                         raise CommError(world.lost)
                     return space, world
-                missing = absent(store, "here", world_size) or [0]
+                missing = absent(store, "registration", world_size) or [0]
         deadline.wait(numbered("rank", missing, world_size))
 
 
-def _reached(rendezvous: StoreSpec, world_size: int, deadline: Deadline) -> Store:
+def _open_when_served(rendezvous: StoreSpec, world_size: int, deadline: Deadline) -> Store:
     """Open the store once it is there: rank 0 may be yet to serve it."""
     while True:
         try:

@@ -248,8 +248,8 @@ def agreed_addresses(
         return choose_addresses([entry.addresses for entry in registrations], reached)
     except CommError:
         # All come to this end by the same reports, which go with the process that serves the store.
-        until = time.monotonic() + _READ_REPORTS_S
-        while absent(store, "judged", len(registrations)) and time.monotonic() < until:
+        read_deadline = time.monotonic() + _READ_REPORTS_S
+        while absent(store, "judged", len(registrations)) and time.monotonic() < read_deadline:
             deadline.pause()
         raise
 

@@ -19,7 +19,7 @@ In the start's own space, which is named by its id:
     left/<i>            machine i has ended and stopped its lease
     remover             the id of the machine that removes all this
 
-Processes of a launcher write their registrations to `here/<rank>`, and rank 0 the world.
+Processes of a launcher write their registrations to `registration/<rank>`, and rank 0 the world.
 
 Ranks are counted machine by machine; a launcher's may go round the machines:
 

@@ -154,7 +154,7 @@ class LaunchedEnd(ProcessEnd):
                 deadline = min(deadline, time.monotonic() + _CAUSE_S)
             time.sleep(_PAUSE_S)
         if not self._rendezvous.served_by_run:  # a folder or Redis keeps what is of this start
-            outer = open_store(self._rendezvous, STORE_LIMIT)
-            if peek(outer, START) == self._world.space.space.rpartition("/")[2].encode():
-                outer.delete_key(START)
+            job_store = open_store(self._rendezvous, STORE_LIMIT)
+            if peek(job_store, START) == self._world.space.space.rpartition("/")[2].encode():
+                job_store.delete_key(START)
             erase(self._world.space)
