@@ -13,13 +13,32 @@ In the start's own space, which is named by its id:
     lease/<id>          the lease of the machine with that registration         a counter
     world               all registrations, written by machine 0                 RegisteredWorld
     reach/<i>           the addresses at which machine i reached each of the others
+    judged/<i>          machine i has read all `reach` entries
     formed/<i>          what the workers of machine i need to know              WorldInfo
     failure             why the run ended; the first report is the run's        FailureReport
     finished            machine 0 has marked the run as finished
     left/<i>            machine i has ended and stopped its lease
     remover             the id of the machine that removes all this
 
-Processes of a launcher write their registrations to `registration/<rank>`, and rank 0 the world.
+Processes of a launcher have no supervisor, and write these. In the job's space:
+
+    start               the id of the newest start, written by rank 0
+
+In the start's own space, besides `world`, `failure`, `reach/<i>` and `judged/<i>` as above:
+
+    registration/<i>    the registration of the launcher's rank i               Registration
+    read/<i>            rank i has read the world
+    checked/<i>         the first process of machine i has checked the configuration
+    opened/<i>          the first process of machine i has opened the run folder
+    reported/<i>/<digest>  which rank of machine i prints the failure with this digest
+    left/<i>            rank i has ended
+
+Ranks write these into the space of a start, whatever started them; <g> is `Members.generation`:
+
+    preflight/<subject>/<g>/facts/<i>, .../digest/<i>    what rank i compares with rank 0
+    from rank 0/<name>                                   a value that rank 0 shares
+    generation/<g>/<purpose>/...                         torch's rendezvous of a process group
+    generation/<g>/ended/<i>                             rank i closed its world after so many steps
 
 Ranks are counted machine by machine; a launcher's may go round the machines:
 
