@@ -269,7 +269,7 @@ def elsewhere(machines: int) -> RunRecord:
 
 def test_another_machines_dead_run_is_known_by_its_lease(stage: Stage, folder: StoreSpec) -> None:
     store = open_store(folder, timedelta(seconds=5), make=True)
-    inside = open_store(folder.within("old"), timedelta(seconds=5), make=True)
+    inside = open_store(folder.subspace("old"), timedelta(seconds=5), make=True)
     store.set("run", elsewhere(1).to_text())
     inside.set("lease/far", "1234")
     (Path(folder.address) / SPACE / "tmp=half").mkdir()
@@ -283,7 +283,7 @@ def test_another_machines_dead_run_is_known_by_its_lease(stage: Stage, folder: S
 
 def test_a_machine_that_finds_a_dead_run_leaves_it_alone(stage: Stage, folder: StoreSpec) -> None:
     store = open_store(folder, timedelta(seconds=5), make=True)
-    inside = open_store(folder.within("old"), timedelta(seconds=5), make=True)
+    inside = open_store(folder.subspace("old"), timedelta(seconds=5), make=True)
     store.set("run", elsewhere(2).to_text())
     inside.set("lease/far", "1234")
     supervisor = stage.start(plan(folder, 1, first_iter_timeout=1.0))
@@ -300,7 +300,7 @@ def test_another_machines_live_run_is_known_by_its_lease(stage: Stage, folder: S
     done = threading.Event()
 
     def beat() -> None:
-        lease = open_store(folder.within("old"), timedelta(seconds=5), make=True)
+        lease = open_store(folder.subspace("old"), timedelta(seconds=5), make=True)
         while not done.wait(BEAT_S):
             lease.add("lease/far", 1)
 

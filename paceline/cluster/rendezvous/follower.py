@@ -113,7 +113,7 @@ def _live_start(
         text = peek(store, "run")
         if text is not None and (live is None or text != live.text):
             record = RunRecord.from_text(text)
-            inside = open_store(rendezvous.within(record.generation), STORE_LIMIT)
+            inside = open_store(rendezvous.subspace(record.generation), STORE_LIMIT)
             leader = LeaseWatch(inside, record.leader, registration.process)
             live = _Live(text=text, record=record, store=inside, leader=leader)
         if (

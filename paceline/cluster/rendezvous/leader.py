@@ -50,7 +50,7 @@ def take_over(
         with suppress(FolderRemoved):  # just now, by the last machine of the run before
             if store.compare_set("run", expected, desired) == desired.encode():
                 if old is not None:
-                    erase(rendezvous.within(old.generation))
+                    erase(rendezvous.subspace(old.generation))
                 return record.generation
 
 
@@ -92,7 +92,7 @@ def _wait_until_over(
     deadline: Deadline,
 ) -> None:
     """Wait until no machine of a start is alive; its machine 0 alive is an error at once."""
-    store = open_store(rendezvous.within(old.generation), STORE_LIMIT)
+    store = open_store(rendezvous.subspace(old.generation), STORE_LIMIT)
     registrations = [*read_registrations(store, "machine", old.machines).values(), old.leader]
     entries = {registration.id: registration for registration in registrations}
     watches = [LeaseWatch(store, registration, own_process) for registration in entries.values()]

@@ -132,7 +132,7 @@ def answer_finished(plan: RunPlan, limit: float = 5.0) -> None:
             else peek(open_store(rendezvous, STORE_LIMIT, make=True), "run")
         )
         if found is not None:
-            last = rendezvous.within(RunRecord.from_text(found).generation)
+            last = rendezvous.subspace(RunRecord.from_text(found).generation)
             if peek(open_store(last, STORE_LIMIT), FINISHED) is not None:
                 return  # it was left for a machine that was killed
         registration = registration_of(plan, listener)

@@ -108,12 +108,12 @@ def _open(
     """Make a start, and wait for all."""
     job_store = open_store(rendezvous, STORE_LIMIT, make=True)
     old, start_id = peek(job_store, START), uuid.uuid4().hex
-    space = rendezvous.within(start_id)
+    space = rendezvous.subspace(start_id)
     store = open_store(space, STORE_LIMIT, make=True)
     store.set(f"registration/{own.rank}", own.to_text())
     job_store.set(START, start_id)
     if old is not None:
-        erase(rendezvous.within(old.decode()))
+        erase(rendezvous.subspace(old.decode()))
     try:
         while missing := absent(store, "registration", world_size):
             deadline.wait(numbered("rank", missing, world_size))
@@ -150,7 +150,7 @@ def _find(
         start_id = peek(job_store, START)
         with suppress(FolderRemoved):  # an earlier start's space, just now
             if start_id is not None and start_id != found:
-                space = rendezvous.within(start_id.decode())
+                space = rendezvous.subspace(start_id.decode())
                 store = open_store(space, STORE_LIMIT)
                 store.set(f"registration/{own.rank}", own.to_text())
                 found = start_id

@@ -55,7 +55,7 @@ class RegisteredMachine:
     ) -> None:
         self.plan, self.registration = plan, registration
         self.rendezvous, self.start_id = rendezvous, start_id
-        self.space = rendezvous.within(start_id)
+        self.space = rendezvous.subspace(start_id)
         self.store = open_store(self.space, STORE_LIMIT, make=self.leads)
         self.run_store = open_store(rendezvous, STORE_LIMIT)
         # The heartbeat has connections of its own: a wait on one blocks its other users.

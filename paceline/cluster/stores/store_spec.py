@@ -85,7 +85,7 @@ class StoreSpec(JsonRecord):
         """Whether a process of the run serves the store, which ends with it."""
         return STORES[self.kind].served_by_run
 
-    def within(self, name: str) -> Self:
+    def subspace(self, name: str) -> Self:
         """Return the space `name` inside this one."""
         return replace(self, space=f"{self.space}/{name}" if self.space else name)
 

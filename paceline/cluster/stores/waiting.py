@@ -45,18 +45,18 @@ def await_keys(
         pause = min(1.5 * pause, 0.1)
 
 
-def within(limit: float, work: Callable[[], _T]) -> _T | None:
-    """Return what `work` returns, or None if the store fails it or keeps it waiting too long.
+def call_with_timeout(timeout: float, call: Callable[[], _T]) -> _T | None:
+    """Call in a thread; return the result, or None after an error of the store or the timeout.
 
     An error is not reported: the heartbeat has warned that the store is lost.
     """
     results: list[_T] = []
 
-    def do() -> None:
+    def run() -> None:
         with suppress(*STORE_ERRORS):
-            results.append(work())
+            results.append(call())
 
-    thread = threading.Thread(target=do, name="store", daemon=True)
+    thread = threading.Thread(target=run, name="store", daemon=True)
     thread.start()
-    thread.join(limit)
+    thread.join(timeout)
     return results[0] if results else None

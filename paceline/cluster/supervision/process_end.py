@@ -29,7 +29,7 @@ from paceline.cluster.stores.store_spec import (
     open_store,
     peek,
 )
-from paceline.cluster.stores.waiting import within
+from paceline.cluster.stores.waiting import call_with_timeout
 from paceline.cluster.supervision.failure_report import FAILURE, FailureReport, post
 from paceline.cluster.supervision.supervisor import print_message
 from paceline.cluster.supervision.worker import report_error
@@ -101,15 +101,15 @@ class LaunchedEnd(ProcessEnd):
         # A process whose peer hangs (a timeout) waits less, and so posts its report before those
         # that lost a connection only because this process ended.
         limit = _CAUSE_S / 2 if isinstance(error, CommTimeout) else _CAUSE_S
-        status = within(2 * _CAUSE_S, lambda: self._report(failure, limit))
+        status = call_with_timeout(2 * _CAUSE_S, lambda: self._report(failure, limit))
         if status is None:  # the store has gone with the process that served it
             print_message(f"{self._name}: {failure.text}")
             return failure.status
-        within(2 * _CAUSE_S, lambda: self._leave(_CAUSE_S))
+        call_with_timeout(2 * _CAUSE_S, lambda: self._leave(_CAUSE_S))
         return status
 
     def warn(self, status: int) -> None:
-        within(
+        call_with_timeout(
             _CAUSE_S,
             lambda: post(self._world.store, FailureReport.of_status(status).by(self._name)),
         )

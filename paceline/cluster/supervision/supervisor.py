@@ -26,7 +26,7 @@ from paceline.cluster.rendezvous.machine_rendezvous import open_run
 from paceline.cluster.rendezvous.registered_machine import Finished
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.stores.store_spec import STORE_ERRORS
-from paceline.cluster.stores.waiting import within
+from paceline.cluster.stores.waiting import call_with_timeout
 from paceline.cluster.supervision.event_queue import (
     EventQueue,
     Exited,
@@ -130,7 +130,9 @@ class _Workers:
             if failure is not None:
                 # The run's reason, this one or another machine's, before the others see workers
                 # end because of it.
-                first = within(_POST_S, partial(post, self._run.registered.store, failure))
+                first = call_with_timeout(
+                    _POST_S, partial(post, self._run.registered.store, failure)
+                )
                 failure = first or failure
                 self._signal(signal.SIGTERM)
                 self._report(failure.text)
@@ -243,7 +245,7 @@ class _Workers:
 
     def _leave(self, failure: FailureReport | None) -> None:
         if failure is not None:
-            within(_LEAVE_S, lambda: self._run.leave(time.sleep, _LEAVE_S))
+            call_with_timeout(_LEAVE_S, lambda: self._run.leave(time.sleep, _LEAVE_S))
             return
         with suppress(Interrupted):  # a signal: the other machines are not waited for
             try:
