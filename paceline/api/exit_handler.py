@@ -76,10 +76,10 @@ class ExitHandler:
         if sys.exit == self._noted:
             sys.exit = self._exit
 
-    def warn(self) -> None:
+    def post_exit_status(self) -> None:
         """Post the reason for the peers, if the script ends with a status other than 0."""
         if self.asked:
-            self._ending.warn(self.asked)
+            self._ending.post_exit_status(self.asked)
 
     def _noted(self, status: str | int | None = None, /) -> NoReturn:
         self.asked = status & 0xFF if isinstance(status, int) else int(status is not None)

@@ -298,7 +298,7 @@ class World:
         trace: TracebackType | None,
     ) -> None:
         if kind is None or issubclass(kind, SystemExit):
-            self._session.exit_handler.warn()
+            self._session.exit_handler.post_exit_status()
             self.close()
         else:
             self._release(kind, error, trace)
@@ -499,7 +499,7 @@ class World:
         if self._session.exit_handler.failed:
             return
         try:
-            self._session.exit_handler.warn()
+            self._session.exit_handler.post_exit_status()
             self.close()
         except Exception as error:
             self._session.exit_handler.at_exit(error)

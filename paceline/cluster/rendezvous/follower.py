@@ -33,8 +33,8 @@ def follow(
     plan: RunPlan,
     registration: Registration,
     deadline: Deadline,
-    notice: Callable[[FailureReport], None],
-    warn: Callable[[str], None],
+    on_failure: Callable[[FailureReport], None],
+    report_store_loss: Callable[[str], None],
 ) -> tuple[RegisteredMachine, RegisteredWorld]:
     """Register this machine in the run's live start.
 
@@ -42,8 +42,8 @@ def follow(
         plan: this machine's part.
         registration: its entry.
         deadline: the limit.
-        notice: see `RegisteredMachine`.
-        warn: see `RegisteredMachine`.
+        on_failure: see `RegisteredMachine`.
+        report_store_loss: see `RegisteredMachine`.
 
     Returns:
         the registered machine, and the complete world with it.
@@ -58,7 +58,14 @@ def follow(
 
     def register(live: _Live) -> RegisteredMachine:
         start_id = live.record.generation
-        return RegisteredMachine(plan, rendezvous, start_id, registration, notice=notice, warn=warn)
+        return RegisteredMachine(
+            plan,
+            rendezvous,
+            start_id,
+            registration,
+            on_failure=on_failure,
+            report_store_loss=report_store_loss,
+        )
 
     if not rendezvous.served_by_run:  # machine 0 serves that one, and may be yet to start
         open_store(rendezvous, STORE_LIMIT)
@@ -68,7 +75,7 @@ def follow(
             live = _live_start(rendezvous, registration, plan, deadline)
             if _finished(live, plan):
                 with suppress(*STORE_ERRORS):  # another machine has removed the start
-                    register(live).leave()
+                    register(live).deregister()
                 raise Finished
             text = peek(live.store, "world")
             if live.record.machines != plan.machines:

@@ -62,8 +62,8 @@ def open_run(
     plan: RunPlan,
     *,
     report: Callable[[str], None],
-    notice: Callable[[FailureReport], None],
-    warn: Callable[[str], None],
+    on_failure: Callable[[FailureReport], None],
+    report_store_loss: Callable[[str], None],
     pause: Callable[[float], None] = time.sleep,
 ) -> FormedRun:
     """Form a run with the other machines.
@@ -71,8 +71,9 @@ def open_run(
     Args:
         plan: this machine's part.
         report: receives lines about what the start waits for.
-        notice: receives, from another thread, the failure that a machine gives for the run's end.
-        warn: receives, from another thread, a line if the store is lost.
+        on_failure: receives, from another thread, the failure that a machine gives for the
+            run's end.
+        report_store_loss: receives, from another thread, a line if the store is lost.
         pause: sleeps; may raise to end the wait.
 
     Raises:
@@ -92,17 +93,24 @@ def open_run(
         server: TCPStore | None = None
         try:
             if plan.machine == 0:
-                server, rendezvous = host(plan, report)
+                server, rendezvous = serve_if_needed(plan, report)
                 start_id = take_over(plan, rendezvous, registration, deadline)
                 registered = RegisteredMachine(
-                    plan, rendezvous, start_id, registration, notice=notice, warn=warn
+                    plan,
+                    rendezvous,
+                    start_id,
+                    registration,
+                    on_failure=on_failure,
+                    report_store_loss=report_store_loss,
                 )
                 undo.callback(registered.abandon)
                 world = complete_world(registered, deadline)
             else:
-                registered, world = follow(plan, registration, deadline, notice, warn)
+                registered, world = follow(
+                    plan, registration, deadline, on_failure, report_store_loss
+                )
                 undo.callback(registered.abandon)
-            world_info = _form(registered, world, listener, deadline)
+            world_info = _agree_on_world_info(registered, world, listener, deadline)
         except DistError as error:
             raise CommError(
                 f"The rendezvous was lost during the start: {first_line(error)}."
@@ -125,7 +133,7 @@ def answer_finished(plan: RunPlan, limit: float = 5.0) -> None:
     """
     deadline = Deadline(limit, ignore, time.sleep, "")
     with suppress(*STORE_ERRORS), closing(ProbeListener()) as listener:
-        server, rendezvous = host(plan, ignore)
+        server, rendezvous = serve_if_needed(plan, ignore)
         found = (
             None
             if server is not None
@@ -138,12 +146,12 @@ def answer_finished(plan: RunPlan, limit: float = 5.0) -> None:
         registration = registration_of(plan, listener)
         start_id = take_over(plan, rendezvous, registration, deadline)
         registered = RegisteredMachine(
-            plan, rendezvous, start_id, registration, notice=ignore, warn=ignore
+            plan, rendezvous, start_id, registration, on_failure=ignore, report_store_loss=ignore
         )
         try:
             registered.store.set(FINISHED, "1")
             registered.store.set(registered.key("left"), "1")
-            while not registered.others_left():
+            while not registered.all_left():
                 deadline.wait("the other machines")
         finally:
             registered.abandon()
@@ -160,7 +168,9 @@ def registration_of(plan: RunPlan, listener: ProbeListener) -> Registration:
     )
 
 
-def host(plan: RunPlan, report: Callable[[str], None]) -> tuple[TCPStore | None, StoreSpec]:
+def serve_if_needed(
+    plan: RunPlan, report: Callable[[str], None]
+) -> tuple[TCPStore | None, StoreSpec]:
     """Serve the TCP store if that is where the run's rendezvous is.
 
     Args:
@@ -205,17 +215,17 @@ def serve(
     address = listening_address(name, interfaces(), interface_names)
     server = serve_tcp(address, port, STORE_LIMIT, port_source)
     if not address.startswith("127.") and not rendezvous.secret:
-        report(OPEN_STORE.format(address or "all interfaces", server.port))
+        report(UNPROTECTED_STORE_WARNING.format(address or "all interfaces", server.port))
     return server, replace(rendezvous, address=f"{address or '127.0.0.1'}:{server.port}")
 
 
-OPEN_STORE = (
+UNPROTECTED_STORE_WARNING = (
     "any process that reaches port {1} on {0} can join this run and read its job token: give all "
     "machines the same secret, with PACELINE_SECRET or --secret_file."
 )
 
 
-def _form(
+def _agree_on_world_info(
     registered: RegisteredMachine,
     world: RegisteredWorld,
     listener: ProbeListener,

@@ -17,7 +17,7 @@ In the start's own space, which is named by its id:
     formed/<i>          what the workers of machine i need to know              WorldInfo
     failure             why the run ended; the first report is the run's        FailureReport
     finished            machine 0 has marked the run as finished
-    left/<i>            machine i has ended and stopped its lease
+    left/<i>            machine i has deregistered: it has ended and stopped its lease
     remover             the id of the machine that removes all this
 
 Processes of a launcher have no supervisor, and write these. In the job's space:
@@ -31,7 +31,7 @@ In the start's own space, besides `world`, `failure`, `reach/<i>` and `judged/<i
     checked/<i>         the first process of machine i has checked the configuration
     opened/<i>          the first process of machine i has opened the run folder
     reported/<i>/<digest>  which rank of machine i prints the failure with this digest
-    left/<i>            rank i has ended
+    left/<i>            rank i has deregistered: it has ended
 
 Ranks write these into the space of a start, whatever started them; <g> is `Members.generation`:
 

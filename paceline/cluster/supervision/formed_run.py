@@ -6,7 +6,7 @@ Machine 0, where the run's state is, decides that the run is finished:
     its workers have ended well               its workers have ended well
     mark its run folder
     write `finished` into the store  ──────▶  mark its run folder
-    leave                                     leave
+    deregister                                deregister
 
 So a mark on another machine means that machine 0 has one. A machine that was killed before its mark
 comes back with the same command and reads `finished` in the store, or from `answer_finished`.
@@ -46,8 +46,8 @@ class FormedRun:
     world_info: WorldInfo
     server: TCPStore | None
 
-    def worker(self, local_rank: int, error_file: str) -> WorkerEnvironment:
-        """Return the environment of a worker."""
+    def worker_environment(self, local_rank: int, error_file: str) -> WorkerEnvironment:
+        """Return what to pass to a worker."""
         plan = self.registered.plan
         return WorkerEnvironment(
             run_id=plan.run_id,
@@ -62,37 +62,37 @@ class FormedRun:
         )
 
     def finish(
-        self, write: Callable[[], None], pause: Callable[[float], None], limit: float
+        self, mark_finished: Callable[[], None], pause: Callable[[float], None], limit: float
     ) -> None:
-        """Write down that the run is finished: machine 0 first, the others after it.
+        """Mark the run as finished: machine 0 first, the others after it.
 
         Args:
-            write: writes it down on this machine.
+            mark_finished: marks this machine's run folder.
             pause: sleeps; may raise to end the wait.
             limit: seconds to wait for machine 0.
 
         Raises:
-            PacelineError: it can't be written, or machine 0 was killed or reports nothing.
+            PacelineError: the mark can't be written, or machine 0 was killed or reports nothing.
         """
-        if not self.registered.leads:
+        if not self.registered.is_machine_0:
             self._await_finished(pause, limit)
-        write()
-        if self.registered.leads:
+        mark_finished()
+        if self.registered.is_machine_0:
             with suppress(*STORE_ERRORS):  # the run doesn't need the store any more
                 self.registered.store.set(FINISHED, "1")
 
-    def leave(self, pause: Callable[[float], None], linger: float) -> None:
-        """Leave the run; the machine that serves the store waits for the others, within a limit.
+    def deregister(self, pause: Callable[[float], None], timeout: float) -> None:
+        """Deregister; the machine that serves the store waits for the others, within a limit.
 
         Args:
             pause: sleeps; may raise to end the wait.
-            linger: seconds that the store's server waits for the other machines.
+            timeout: seconds that the store's server waits for the other machines.
         """
-        self.registered.leave()
-        deadline = time.monotonic() + linger
+        self.registered.deregister()
+        deadline = time.monotonic() + timeout
         while (
             self.server is not None
-            and not self.registered.others_left()
+            and not self.registered.all_left()
             and time.monotonic() < deadline
         ):
             pause(_PAUSE_S)

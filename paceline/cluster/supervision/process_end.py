@@ -1,4 +1,4 @@
-"""How a process leaves its world, well or not, and which process reports why.
+"""How a process ends, normally or after a failure, and which process reports why.
 
 A supervised worker leaves a failure report for its supervisor. A process of another launcher prints
 its sentence, and writes it into the store as the first report on why the run ended. One that fails
@@ -7,7 +7,7 @@ only because a peer has ended waits there for the cause, up to two seconds (one 
     paceline: rank 1 on machine 0 (a): record 7 is damaged.
     paceline: rank 0 on machine 0 (a): ended because rank 1 on machine 0 (a) failed: record 7 is …
 
-The process that serves the store leaves last, within a limit, so that the others can read it.
+The process that serves the store ends last, within a limit, so that the others can read it.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class ProcessEnd:
     """
 
     def fail(self, error: BaseException) -> int:
-        """Report why the process fails and leave; return the exit status."""
+        """Report why the process fails and deregister; return the exit status."""
         failure = FailureReport.of(error)
         print_message(failure.text)
         return failure.status
 
-    def warn(self, status: int) -> None:
+    def post_exit_status(self, status: int) -> None:
         """Report to the peers that the process is about to end with a status other than 0."""
 
     def close(self) -> None:
@@ -67,7 +67,7 @@ class SupervisedEnd(ProcessEnd):
     def fail(self, error: BaseException) -> int:
         return report_error(self._environment, error)
 
-    def warn(self, status: int) -> None:
+    def post_exit_status(self, status: int) -> None:
         FailureReport.of_status(status).write(Path(self._environment.error_file))
 
 
@@ -75,7 +75,7 @@ class LaunchedEnd(ProcessEnd):
     """End of a process that another launcher, such as torchrun, started.
 
     Args:
-        world: the world that the process leaves.
+        world: the world that the process is in.
         rendezvous: address of the job's space in the store; it contains the world's space.
         server: the store's server, if this process serves it; else None.
         stays: whether this process waits until all others have left, and then cleans up.
@@ -105,10 +105,10 @@ class LaunchedEnd(ProcessEnd):
         if status is None:  # the store has gone with the process that served it
             print_message(f"{self._name}: {failure.text}")
             return failure.status
-        call_with_timeout(2 * _CAUSE_S, lambda: self._leave(_CAUSE_S))
+        call_with_timeout(2 * _CAUSE_S, lambda: self._deregister(_CAUSE_S))
         return status
 
-    def warn(self, status: int) -> None:
+    def post_exit_status(self, status: int) -> None:
         call_with_timeout(
             _CAUSE_S,
             lambda: post(self._world.store, FailureReport.of_status(status).by(self._name)),
@@ -116,7 +116,7 @@ class LaunchedEnd(ProcessEnd):
 
     def close(self) -> None:
         with suppress(*STORE_ERRORS):  # no process is left that needs it
-            self._leave(self._timeout)
+            self._deregister(self._timeout)
 
     def _report(self, failure: FailureReport, limit: float) -> int:
         first = self._cause(limit) if failure.consequence else None
@@ -142,7 +142,7 @@ class LaunchedEnd(ProcessEnd):
             time.sleep(_PAUSE_S)
         return FailureReport.from_text(text)
 
-    def _leave(self, limit: float) -> None:
+    def _deregister(self, limit: float) -> None:
         members, store = self._world.members, self._world.store
         store.set(f"left/{members.rank}", "")
         if not self._stays:

@@ -1,7 +1,7 @@
 """A machine's supervisor: it starts the workers, watches them, and ends them all together.
 
     open the run -> start the workers -> wait for the first of: all ended well | one failed |
-    a signal | another machine's failure -> post the reason -> end the workers -> leave
+    a signal | another machine's failure -> post the reason -> end the workers -> deregister
 
 Of several failures the supervisor reports the cause, once: a lost peer is a consequence, so the
 supervisor waits two seconds for its cause, from this machine's other workers and from the store.
@@ -43,7 +43,7 @@ _SAVE_S = 2.5  # a worker has that long to save what it trained, whatever comes
 _KILL_S = 0.5
 _REAP_S = 10.0  # a busy machine may take that long to end a killed process
 _POST_S = 1.0
-_LEAVE_S = 1.0
+_DEREGISTER_S = 1.0
 
 
 def print_message(text: str | Message) -> None:
@@ -90,8 +90,8 @@ def supervise(
             run = open_run(
                 plan,
                 report=report,
-                notice=events.put,
-                warn=events.put,
+                on_failure=events.put,
+                report_store_loss=events.put,
                 pause=events.pause,
             )
         except Interrupted as end:
@@ -140,7 +140,7 @@ class _Workers:
         finally:
             self._signal(signal.SIGKILL)
             self._error_files.close()
-        self._leave(failure)
+        self._deregister(failure)
         return 0 if failure is None else failure.status
 
     def _work(
@@ -170,7 +170,7 @@ class _Workers:
         for local_rank in range(self._plan.workers):
             memory = os.memfd_create(f"paceline error file {local_rank}")
             self._error_files.callback(os.close, memory)
-            worker = self._run.worker(local_rank, f"/proc/{os.getpid()}/fd/{memory}")
+            worker = self._run.worker_environment(local_rank, f"/proc/{os.getpid()}/fd/{memory}")
             try:
                 self._workers[local_rank] = WorkerProcess(argv, worker, self._events)
             except OSError as error:
@@ -243,13 +243,15 @@ class _Workers:
                 return False
         return True
 
-    def _leave(self, failure: FailureReport | None) -> None:
+    def _deregister(self, failure: FailureReport | None) -> None:
         if failure is not None:
-            call_with_timeout(_LEAVE_S, lambda: self._run.leave(time.sleep, _LEAVE_S))
+            call_with_timeout(
+                _DEREGISTER_S, lambda: self._run.deregister(time.sleep, _DEREGISTER_S)
+            )
             return
         with suppress(Interrupted):  # a signal: the other machines are not waited for
             try:
-                self._run.leave(self._events.pause, self._plan.timeout)
+                self._run.deregister(self._events.pause, self._plan.timeout)
             except STORE_ERRORS as error:
                 self._report(f"the rendezvous couldn't be cleaned up: {error}")
 
