@@ -60,7 +60,7 @@ def main(argv: Sequence[str], prog: str = "paceline train") -> int:
     config = parse(TrainConfig, argv, prog=prog, description=DESCRIPTION)
     environment = read_environment()
     worker = environment.worker
-    if worker is not None and not worker.command:
+    if worker is not None and not worker.runs_command:
         run_worker(worker, partial(train, config.with_run_id(worker.run_id)))
         return 0
     if worker is not None or environment.launched is not None:

@@ -42,7 +42,7 @@ class WorkerEnvironment(JsonRecord):
         first_iter_timeout: seconds to wait for the other workers at the start.
         timeout: seconds to wait for the other workers after the start.
         error_file: path of the file to which the worker writes why it failed.
-        command: whether the worker runs the command given to `paceline launch`.
+        runs_command: whether the worker runs the command given to `paceline launch`.
     """
 
     run_id: str
@@ -53,7 +53,7 @@ class WorkerEnvironment(JsonRecord):
     first_iter_timeout: float
     timeout: float
     error_file: str
-    command: bool = False
+    runs_command: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

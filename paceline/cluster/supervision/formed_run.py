@@ -58,7 +58,7 @@ class FormedRun:
             first_iter_timeout=plan.first_iter_timeout,
             timeout=plan.timeout,
             error_file=error_file,
-            command=plan.command,
+            runs_command=plan.runs_command,
         )
 
     def finish(
