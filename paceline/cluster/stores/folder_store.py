@@ -35,7 +35,7 @@ from urllib.parse import quote
 
 from torch.distributed import DistStoreError
 
-from paceline.cluster.stores.polled_store import ChangedStore, as_bytes
+from paceline.cluster.stores.polled_store import CompareAndSetStore, as_bytes
 from paceline.errors import CommError, ConfigError
 
 _GONE = (errno.ENOENT, errno.ESTALE)
@@ -52,7 +52,7 @@ class FolderRemoved(CommError):
     """Error of a store whose folder was removed."""
 
 
-class FolderStore(ChangedStore):
+class FolderStore(CompareAndSetStore):
     """Key-value store in a shared folder; the module's docstring describes the files.
 
     Args:
@@ -94,7 +94,7 @@ class FolderStore(ChangedStore):
             run.rmdir()
 
     def read(self, keys: Sequence[str]) -> list[bytes | None]:
-        return [self.look(key)[1] for key in keys]
+        return [self.read_version(key)[1] for key in keys]
 
     def missing(self, keys: Sequence[str]) -> list[str]:
         with self._sentences():
@@ -103,7 +103,7 @@ class FolderStore(ChangedStore):
 
     def set(self, key: str, value: str | bytes) -> None:
         data = as_bytes(value)
-        self.change(key, lambda old: data)
+        self.update(key, lambda old: data)
 
     def delete_key(self, key: str) -> bool:
         with self._sentences():
@@ -115,7 +115,7 @@ class FolderStore(ChangedStore):
             shutil.rmtree(grave, ignore_errors=True)
             return True
 
-    def look(self, key: str) -> tuple[str | None, bytes | None]:
+    def read_version(self, key: str) -> tuple[str | None, bytes | None]:
         """Return the head's name and the value, or None and None where there is no key."""
         folder = self.path / _key_name(key)
         deadline = time.monotonic() + self.limit
@@ -132,9 +132,11 @@ class FolderStore(ChangedStore):
             "Remove the folder."
         )
 
-    def replace(self, key: str, seen: str | None, value: bytes) -> bool:
+    def replace(self, key: str, version: str | None, value: bytes) -> bool:
         with self._sentences():
-            return self._create(key, value) if seen is None else self._advance(key, seen, value)
+            return (
+                self._create(key, value) if version is None else self._advance(key, version, value)
+            )
 
     def _create(self, key: str, value: bytes) -> bool:
         folder = self.path / _temporary_name()
