@@ -39,7 +39,7 @@ from paceline.cluster.stores.polled_store import CompareAndSetStore, as_bytes
 from paceline.errors import CommError, ConfigError
 
 _GONE = (errno.ENOENT, errno.ESTALE)
-"""Somebody removed a file after we had read its name; ESTALE is NFS's word for it."""
+"""Another process removed a file after its name was read; NFS reports ESTALE."""
 
 _PRIVATE = 0o700
 """Of the folders: values hold the job token, which only this user may read."""
@@ -77,19 +77,19 @@ class FolderStore(CompareAndSetStore):
                 remedy="create it where all machines can access it",
             )
         if make:
-            with self._sentences():
+            with self._translated_errors():
                 self.path.mkdir(_PRIVATE, parents=True, exist_ok=True)
 
     def erase(self) -> None:
         """Remove the folder, at once: a process that still writes there can't bring it back.
 
-        With it go halves of entries in the folder around it, and that folder if it is empty.
+        Also removes unfinished entries in the folder around it, and that folder if it is empty.
         """
         run = self.path.parent
         with suppress(FileNotFoundError):
             os.rename(self.path, run / _temporary_name())
-        for half in run.glob("tmp=*"):
-            shutil.rmtree(half, ignore_errors=True)
+        for unfinished in run.glob("tmp=*"):
+            shutil.rmtree(unfinished, ignore_errors=True)
         with suppress(OSError):  # not empty: a new start of the run is already here
             run.rmdir()
 
@@ -97,7 +97,7 @@ class FolderStore(CompareAndSetStore):
         return [self.read_version(key)[1] for key in keys]
 
     def missing(self, keys: Sequence[str]) -> list[str]:
-        with self._sentences():
+        with self._translated_errors():
             names = set(_fresh_names(self.path))
             return [key for key in keys if _key_name(key) not in names]
 
@@ -106,13 +106,13 @@ class FolderStore(CompareAndSetStore):
         self.update(key, lambda old: data)
 
     def delete_key(self, key: str) -> bool:
-        with self._sentences():
-            grave = self.path / _temporary_name()
+        with self._translated_errors():
+            removed = self.path / _temporary_name()
             try:
-                os.rename(self.path / _key_name(key), grave)
+                os.rename(self.path / _key_name(key), removed)
             except FileNotFoundError:
                 return False
-            shutil.rmtree(grave, ignore_errors=True)
+            shutil.rmtree(removed, ignore_errors=True)
             return True
 
     def read_version(self, key: str) -> tuple[str | None, bytes | None]:
@@ -120,7 +120,7 @@ class FolderStore(CompareAndSetStore):
         folder = self.path / _key_name(key)
         deadline = time.monotonic() + self.limit
         while time.monotonic() <= deadline:
-            with self._sentences(), _unless_gone():
+            with self._translated_errors(), _unless_gone():
                 if folder.name not in _fresh_names(self.path):
                     return None, None
                 heads = [name for name in _fresh_names(folder) if name.startswith("head=")]
@@ -133,7 +133,7 @@ class FolderStore(CompareAndSetStore):
         )
 
     def replace(self, key: str, version: str | None, value: bytes) -> bool:
-        with self._sentences():
+        with self._translated_errors():
             return (
                 self._create(key, value) if version is None else self._advance(key, version, value)
             )
@@ -174,7 +174,7 @@ class FolderStore(CompareAndSetStore):
         return True
 
     @contextmanager
-    def _sentences(self) -> Iterator[None]:
+    def _translated_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
