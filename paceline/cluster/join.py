@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import HashStore, Store
 from paceline.cluster.environment import Environment
 from paceline.cluster.membership.members import Members
 from paceline.cluster.membership.process_identity import ProcessIdentity
-from paceline.cluster.rendezvous.deadline import Deadline, ignore
+from paceline.cluster.rendezvous.deadline import Deadline, no_report
 from paceline.cluster.rendezvous.launcher_store import open_rendezvous
 from paceline.cluster.rendezvous.process_rendezvous import form_world
 from paceline.cluster.stores.store_spec import StoreSpec
@@ -131,7 +131,7 @@ def join_world_of(
         )
     remedy = Message("check their output, or give a longer {--first_iter_timeout}")
     # With many processes, a line on what each waits for would be many lines.
-    deadline = Deadline(first_iter_timeout, ignore, time.sleep, remedy)
+    deadline = Deadline(first_iter_timeout, no_report, time.sleep, remedy)
     server, space = open_rendezvous(
         launched, rendezvous, interface_names, first_iter_timeout, print_message
     )

@@ -15,7 +15,12 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistError
 
 from paceline.cluster.membership.lease_watch import LeaseWatch
-from paceline.cluster.rendezvous.deadline import Deadline, DeadlinePassed, absent, numbered
+from paceline.cluster.rendezvous.deadline import (
+    Deadline,
+    DeadlinePassed,
+    describe_numbers,
+    missing_numbers,
+)
 from paceline.cluster.rendezvous.registered_machine import (
     FINISHED,
     STORE_LIMIT,
@@ -97,7 +102,7 @@ def follow(
             raise
         except (CommError, DistError) as error:  # machine 0 went, and took the store with it
             reason = f" ({first_line(error)})"
-        deadline.wait(numbered("machine", [0], plan.machines) + reason)
+        deadline.check_and_pause(describe_numbers("machine", [0], plan.machines) + reason)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +134,7 @@ def _live_start(
             and (_finished(live, plan) or live.leader.verdict().state == "alive")
         ):
             return live
-        deadline.wait(numbered("machine", [0], plan.machines))
+        deadline.check_and_pause(describe_numbers("machine", [0], plan.machines))
 
 
 def _finished(live: _Live, plan: RunPlan) -> bool:
@@ -163,7 +168,7 @@ def _refuse_live_holder(holder: LeaseWatch, plan: RunPlan, deadline: Deadline) -
     """
     host = holder.registration.process.host
     while (verdict := holder.verdict()).state == "unknown":
-        deadline.wait(f"a heartbeat of machine {plan.machine} ({host})")
+        deadline.check_and_pause(f"a heartbeat of machine {plan.machine} ({host})")
     if verdict.state == "alive":
         raise ConfigError(
             f"--shard_id {plan.machine} of run {plan.run_id!r} is taken by a live machine, host "
@@ -181,5 +186,5 @@ def _await_world(
             return world if registered.registration in world.registrations else None
         if peek(registered.run_store, "run") != live.text or live.leader.verdict().state == "dead":
             return None
-        missing = absent(registered.store, "machine", registered.plan.machines) or [0]
-        deadline.wait(numbered("machine", missing, registered.plan.machines))
+        missing = missing_numbers(registered.store, "machine", registered.plan.machines) or [0]
+        deadline.check_and_pause(describe_numbers("machine", missing, registered.plan.machines))

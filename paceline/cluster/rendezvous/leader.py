@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from paceline.cluster.membership.lease_watch import LeaseWatch
 from paceline.cluster.membership.process_identity import ProcessIdentity
-from paceline.cluster.rendezvous.deadline import Deadline, DeadlinePassed, numbered
+from paceline.cluster.rendezvous.deadline import Deadline, DeadlinePassed, describe_numbers
 from paceline.cluster.rendezvous.registered_machine import (
     STORE_LIMIT,
     RegisteredMachine,
@@ -63,7 +63,7 @@ def complete_world(registered: RegisteredMachine, deadline: Deadline) -> Registe
     registered.store.set(registered.key("machine"), registered.registration.to_text())
     watches: dict[int, LeaseWatch] = {}
     while missing := _missing(registered, watches):
-        deadline.wait(numbered("machine", missing, registered.plan.machines))
+        deadline.check_and_pause(describe_numbers("machine", missing, registered.plan.machines))
     registrations = tuple(
         watches[machine].registration for machine in range(registered.plan.machines)
     )
@@ -96,7 +96,7 @@ def _wait_until_over(
     registrations = [*read_registrations(store, "machine", old.machines).values(), old.leader]
     entries = {registration.id: registration for registration in registrations}
     watches = [LeaseWatch(store, registration, own_process) for registration in entries.values()]
-    ending = deadline.at_most(_ENDING_S, "")
+    end_deadline = deadline.sooner(_ENDING_S, "")
     while watches:
         verdicts = {watch: watch.verdict() for watch in watches}
         for watch, verdict in verdicts.items():
@@ -105,7 +105,7 @@ def _wait_until_over(
         watches = [watch for watch in watches if verdicts[watch].state != "dead"]
         if watches:
             try:
-                ending.wait(
+                end_deadline.check_and_pause(
                     f"the end of run {plan.run_id!r} on {watches[0].registration.process.host}"
                 )
             except DeadlinePassed:

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 
 from paceline.cluster.membership.process_identity import ProcessIdentity
-from paceline.cluster.rendezvous.deadline import Deadline, ignore
+from paceline.cluster.rendezvous.deadline import Deadline, no_report
 from paceline.cluster.rendezvous.follower import follow
 from paceline.cluster.rendezvous.leader import complete_world, take_over
 from paceline.cluster.rendezvous.reachability import (
@@ -131,9 +131,9 @@ def answer_finished(plan: RunPlan, limit: float = 5.0) -> None:
         plan: machine 0's part in the run.
         limit: seconds to wait for machines to come.
     """
-    deadline = Deadline(limit, ignore, time.sleep, "")
+    deadline = Deadline(limit, no_report, time.sleep, "")
     with suppress(*STORE_ERRORS), closing(ProbeListener()) as listener:
-        server, rendezvous = serve_if_needed(plan, ignore)
+        server, rendezvous = serve_if_needed(plan, no_report)
         found = (
             None
             if server is not None
@@ -146,13 +146,18 @@ def answer_finished(plan: RunPlan, limit: float = 5.0) -> None:
         registration = registration_of(plan, listener)
         start_id = take_over(plan, rendezvous, registration, deadline)
         registered = RegisteredMachine(
-            plan, rendezvous, start_id, registration, on_failure=ignore, report_store_loss=ignore
+            plan,
+            rendezvous,
+            start_id,
+            registration,
+            on_failure=no_report,
+            report_store_loss=no_report,
         )
         try:
             registered.store.set(FINISHED, "1")
             registered.store.set(registered.key("left"), "1")
             while not registered.all_left():
-                deadline.wait("the other machines")
+                deadline.check_and_pause("the other machines")
         finally:
             registered.abandon()
 

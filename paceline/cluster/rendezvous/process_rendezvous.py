@@ -28,7 +28,12 @@ from torch.distributed import DistError
 from paceline.cluster.launchers.launched_process import LaunchedProcess
 from paceline.cluster.membership.members import Members
 from paceline.cluster.membership.process_identity import ProcessIdentity
-from paceline.cluster.rendezvous.deadline import Deadline, DeadlinePassed, absent, numbered
+from paceline.cluster.rendezvous.deadline import (
+    Deadline,
+    DeadlinePassed,
+    describe_numbers,
+    missing_numbers,
+)
 from paceline.cluster.rendezvous.reachability import (
     ProbeListener,
     agreed_addresses,
@@ -115,8 +120,8 @@ def _open(
     if old is not None:
         erase(rendezvous.subspace(old.decode()))
     try:
-        while missing := absent(store, "registration", world_size):
-            deadline.wait(numbered("rank", missing, world_size))
+        while missing := missing_numbers(store, "registration", world_size):
+            deadline.check_and_pause(describe_numbers("rank", missing, world_size))
     except DeadlinePassed as error:
         _give_up(store, world_size, str(error), deadline)
         raise
@@ -162,8 +167,8 @@ def _find(
                     if world.lost:
                         raise CommError(world.lost)
                     return space, world
-                missing = absent(store, "registration", world_size) or [0]
-        deadline.wait(numbered("rank", missing, world_size))
+                missing = missing_numbers(store, "registration", world_size) or [0]
+        deadline.check_and_pause(describe_numbers("rank", missing, world_size))
 
 
 def _open_when_served(rendezvous: StoreSpec, world_size: int, deadline: Deadline) -> Store:
@@ -172,7 +177,9 @@ def _open_when_served(rendezvous: StoreSpec, world_size: int, deadline: Deadline
         try:
             return open_store(rendezvous, STORE_LIMIT)
         except CommError as error:
-            deadline.wait(f"{numbered('rank', [0], world_size)} ({str(error).rstrip('.')})")
+            deadline.check_and_pause(
+                f"{describe_numbers('rank', [0], world_size)} ({str(error).rstrip('.')})"
+            )
 
 
 def _members(

@@ -31,7 +31,7 @@ from contextlib import suppress
 
 from torch._C._distributed_c10d import Store
 
-from paceline.cluster.rendezvous.deadline import Deadline, absent, numbered
+from paceline.cluster.rendezvous.deadline import Deadline, describe_numbers, missing_numbers
 from paceline.cluster.rendezvous.registration import Registration
 from paceline.errors import CommError, ConfigError
 
@@ -235,11 +235,11 @@ def agreed_addresses(
         store.set(
             f"reach/{machine}", json.dumps(probe_peers(token, machine, others, deadline.pause))
         )
-    reports_deadline = deadline.at_most(_PROBE_REPORTS_S, "start the run again")
-    while missing := absent(store, "reach", len(registrations)):
+    reports_deadline = deadline.sooner(_PROBE_REPORTS_S, "start the run again")
+    while missing := missing_numbers(store, "reach", len(registrations)):
         check(missing)
-        reports_deadline.wait(
-            f"the connections of {numbered('machine', missing, len(registrations))}"
+        reports_deadline.check_and_pause(
+            f"the connections of {describe_numbers('machine', missing, len(registrations))}"
         )
     reports = [json.loads(store.get(f"reach/{i}")) for i in numbers]
     store.set(f"judged/{machine}", "1")
@@ -249,7 +249,10 @@ def agreed_addresses(
     except CommError:
         # All come to this end by the same reports, which go with the process that serves the store.
         read_deadline = time.monotonic() + _READ_REPORTS_S
-        while absent(store, "judged", len(registrations)) and time.monotonic() < read_deadline:
+        while (
+            missing_numbers(store, "judged", len(registrations))
+            and time.monotonic() < read_deadline
+        ):
             deadline.pause()
         raise
 

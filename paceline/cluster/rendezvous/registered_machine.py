@@ -129,9 +129,9 @@ class RegisteredMachine:
             self._on_failure = None
 
 
-def read_registrations(store: Store, entries: str, total: int) -> dict[int, Registration]:
+def read_registrations(store: Store, key_prefix: str, total: int) -> dict[int, Registration]:
     """Return the registrations that are there, by the machines' numbers or the processes' ranks."""
-    texts = {number: peek(store, f"{entries}/{number}") for number in range(total)}
+    texts = {number: peek(store, f"{key_prefix}/{number}") for number in range(total)}
     return {
         number: Registration.from_text(text) for number, text in texts.items() if text is not None
     }
