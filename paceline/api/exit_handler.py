@@ -66,7 +66,7 @@ class ExitHandler:
     def install(self, joined: Joined) -> None:
         """Report failures of a process of this world from now on."""
         self._alone = self._alone and joined.members.world_size == 1
-        self._ending, self.active = joined.ending, True
+        self._ending, self.active = joined.process_end, True
 
     def uninstall(self) -> None:
         """Put the interpreter's own hooks back: the world ended well."""

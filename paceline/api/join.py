@@ -18,7 +18,7 @@ from paceline.api.exit_handler import ExitHandler
 from paceline.api.session import Session
 from paceline.api.world import World
 from paceline.cluster.environment import read_environment
-from paceline.cluster.join import Joined, join_world_of
+from paceline.cluster.join import Joined, join_world
 from paceline.cluster.membership.members import Members
 from paceline.cluster.rendezvous.preflight import version_facts
 from paceline.cluster.supervision.stop_signals import StopSignals
@@ -105,7 +105,7 @@ def join(
         folder = None if run is None else Path(run)
         resources = ExitStack()
         try:
-            joined = join_world_of(environment, first_iter_timeout=limits[0], timeout=limits[1])
+            joined = join_world(environment, first_iter_timeout=limits[0], timeout=limits[1])
             chosen = _device(device, joined.members)
             exit_handler.install(joined)
             session = Session(

@@ -286,7 +286,7 @@ class World:
             raise
         self._release(None, None, None)
         self._session.exit_handler.uninstall()
-        self._session.joined.ending.close()
+        self._session.joined.process_end.close()
 
     def __enter__(self) -> Self:
         return self

@@ -25,7 +25,7 @@ from paceline import wiring
 from paceline.cli.notes import notes
 from paceline.cli.worker import train
 from paceline.cluster.environment import Environment
-from paceline.cluster.join import Joined, join_world_of
+from paceline.cluster.join import Joined, join_world
 from paceline.cluster.launchers.launchers import command_of
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.supervision.supervisor import finished_sentence, print_message
@@ -57,7 +57,7 @@ def train_launched(config: TrainConfig, environment: Environment) -> int:
                     command_of(launched.launcher),
                 )
             )
-        joined = join_world_of(
+        joined = join_world(
             environment,
             first_iter_timeout=plan.first_iter_timeout,
             timeout=plan.timeout,
@@ -78,8 +78,8 @@ def train_launched(config: TrainConfig, environment: Environment) -> int:
     except KeyboardInterrupt:
         end_process(130)
     except BaseException as error:
-        end_process(joined.ending.fail(error))
-    joined.ending.close()
+        end_process(joined.process_end.fail(error))
+    joined.process_end.close()
     return 0
 
 

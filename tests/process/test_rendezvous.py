@@ -18,7 +18,7 @@ from paceline.cluster.membership.lease import BEAT_S, LIMIT_S
 from paceline.cluster.membership.process_identity import ProcessIdentity
 from paceline.cluster.rendezvous.registration import Registration, RunRecord
 from paceline.cluster.stores.store_spec import StoreSpec, open_store
-from paceline.cluster.supervision.worker import join_world
+from paceline.cluster.supervision.worker import read_world
 from tests.harness.network.redis_server import redis_server
 from tests.harness.network.rendezvous import KINDS, SPACE, left_behind, plan, rendezvous_of
 from tests.harness.processes.supervisor_stage import Actor, Stage, Supervisor, at_most
@@ -64,7 +64,7 @@ def test_machines_with_different_numbers_of_workers_form_one_world(
         stage.start(plan(rendezvous, machine, 3, workers=counts[machine])) for machine in (2, 0, 1)
     ]
     actors = stage.actors(6)
-    worlds = [join_world(actor.place) for actor in actors]
+    worlds = [read_world(actor.place) for actor in actors]
     members = [members for members, _, _ in worlds]
     assert [m.rank for m in members] == [0, 1, 2, 3, 4, 5]
     assert [(m.machine, m.local_rank) for m in members] == [
@@ -244,7 +244,7 @@ def test_a_wrong_number_of_machines_doesnt_end_a_run_in_its_course(
     other = stage.start(plan(rendezvous, 2, 3))
     assert other.status() == 2
     assert "--num_shards 3 on machine 2, but 2 on machine 0" in other.text
-    assert not join_world(actors[0].place)[1].check(["failure"])
+    assert not read_world(actors[0].place)[1].check(["failure"])
     end(actors, running)
 
 

@@ -30,7 +30,7 @@ def joined(launcher: str, machines: tuple[int, ...], machine: int = 0) -> Joined
         store=HashStore(),
         token="t",
         launcher=launcher,
-        ending=ProcessEnd(),
+        process_end=ProcessEnd(),
         rendezvous="node0:1234",
     )
 

@@ -96,7 +96,7 @@ def follow(
                 holder = RegisteredWorld.from_text(text).registrations[plan.machine]
                 watch = LeaseWatch(live.store, holder, registration.process)
                 _refuse_live_holder(watch, plan, deadline)
-            elif (joined := _join(live, register(live), deadline)) is not None:
+            elif (joined := _register_and_wait(live, register(live), deadline)) is not None:
                 return joined
         except DeadlinePassed:
             raise
@@ -142,10 +142,10 @@ def _finished(live: _Live, plan: RunPlan) -> bool:
     return plan.begun and peek(live.store, FINISHED) is not None
 
 
-def _join(
+def _register_and_wait(
     live: _Live, registered: RegisteredMachine, deadline: Deadline
 ) -> tuple[RegisteredMachine, RegisteredWorld] | None:
-    """Register and wait for the world; None if it will not form, or not with this machine."""
+    """Return the complete world; None if it will not form, or not with this machine."""
     key, own = registered.key("machine"), registered.registration.to_text()
     with ExitStack() as undo:
         undo.callback(registered.abandon)

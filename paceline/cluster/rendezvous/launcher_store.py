@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from paceline.cluster.environment import read_secret
 from paceline.cluster.launchers.launched_process import LaunchedProcess
-from paceline.cluster.launchers.mpi_address import share_address
+from paceline.cluster.launchers.mpi_address import broadcast_address
 from paceline.cluster.rendezvous.machine_rendezvous import UNPROTECTED_STORE_WARNING, serve
 from paceline.cluster.rendezvous.reachability import own_addresses
 from paceline.cluster.rendezvous.registered_machine import STORE_LIMIT
@@ -79,7 +79,7 @@ def _open_rendezvous_by_mpi(
         port = server.port
         if not launched.one_machine and not secret:
             report(UNPROTECTED_STORE_WARNING.format(address or "all interfaces", port))
-    addresses, port = share_address(launched, addresses, port, timeout)
+    addresses, port = broadcast_address(launched, addresses, port, timeout)
     address = f"{_answering(addresses, port)}:{port}"
     return server, StoreSpec(kind="tcp", address=address, space=run_space("mpirun"), secret=secret)
 

@@ -56,14 +56,14 @@ def compare(
     store.set(f"{prefix}/digest/{members.rank}", hashlib.sha256(text.encode()).hexdigest())
     keys = [f"{prefix}/digest/{rank}" for rank in range(members.world_size)]
 
-    def late(missing: list[str]) -> str:
+    def make_timeout_message(missing: list[str]) -> str:
         ranks = ", ".join(members.describe(int(key.rpartition("/")[2])) for key in missing)
         # In paceline.loader(), a missing rank may never have called it.
         calls = "; all ranks must call paceline.loader(), not only rank 0"
         advice = "check its output" + (calls if subject.startswith("loader ") else "")
         return f"{ranks} didn't report its {subject} within {timeout:g} s: {advice}."
 
-    await_keys(store, keys, timeout, late)
+    await_keys(store, keys, timeout, make_timeout_message)
     digests = store.multi_get(keys)
     for rank, digest in enumerate(digests):
         if digest != digests[0]:

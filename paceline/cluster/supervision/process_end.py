@@ -78,7 +78,7 @@ class LaunchedEnd(ProcessEnd):
         world: the world that the process is in.
         rendezvous: address of the job's space in the store; it contains the world's space.
         server: the store's server, if this process serves it; else None.
-        stays: whether this process waits until all others have left, and then cleans up.
+        cleans_up: whether this process waits until all others have left, and then cleans up.
         timeout: seconds that this process waits for the others after a normal end.
     """
 
@@ -88,11 +88,11 @@ class LaunchedEnd(ProcessEnd):
         rendezvous: StoreSpec,
         server: TCPStore | None,
         *,
-        stays: bool,
+        cleans_up: bool,
         timeout: float,
     ) -> None:
         self._world, self._rendezvous, self._server = world, rendezvous, server
-        self._stays, self._timeout = stays, timeout
+        self._cleans_up, self._timeout = cleans_up, timeout
         members = world.members
         self._name = members.describe(members.rank)
 
@@ -145,7 +145,7 @@ class LaunchedEnd(ProcessEnd):
     def _deregister(self, limit: float) -> None:
         members, store = self._world.members, self._world.store
         store.set(f"left/{members.rank}", "")
-        if not self._stays:
+        if not self._cleans_up:
             return
         others = [f"left/{rank}" for rank in range(members.world_size)]
         deadline = time.monotonic() + limit

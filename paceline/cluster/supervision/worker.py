@@ -1,4 +1,4 @@
-"""A worker's side of its supervisor: finding the world, ending with it, reporting why it failed.
+"""A worker's side of its supervisor: reading the world, ending with it, reporting why it failed.
 
 The worker's standard input is a pipe that only its supervisor holds open. A thread reads it; at its
 end the supervisor is gone, however it went, and the worker kills its own process group: nothing is
@@ -41,15 +41,15 @@ def run_worker(environment: WorkerEnvironment, work: Callable[[Members, Store, s
     end_with_supervisor()
     keep_freed_memory()
     try:
-        work(*join_world(environment))
+        work(*read_world(environment))
     except SystemExit as stop:  # by a signal; the run's state is saved
         end_process(int(stop.code or 0))
     except BaseException as error:
         end_process(report_error(environment, error))
 
 
-def join_world(environment: WorkerEnvironment) -> tuple[Members, Store, str]:
-    """Return the world as this worker sees it, the run's store, and the job token.
+def read_world(environment: WorkerEnvironment) -> tuple[Members, Store, str]:
+    """Open the run's store; return the world as this worker sees it, the store and the job token.
 
     Keep the store for as long as a process group uses it: C++ doesn't keep a store written in
     Python alive.

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 from paceline.cluster.environment import Environment, read_environment
-from paceline.cluster.join import Joined, join_world_of
+from paceline.cluster.join import Joined, join_world
 from paceline.cluster.stores.store_spec import StoreSpec, run_space
 from paceline.errors import ConfigError, DataError, PacelineError
 from tests.harness.processes.gloo_all_reduce import sum_of_ranks
@@ -31,7 +31,7 @@ def main(environment: Environment, limit: float, order: str, folder: str = "") -
     if launched is not None and order == f"late={launched.rank}":
         signal.pause()
     try:
-        joined = join_world_of(
+        joined = join_world(
             environment, first_iter_timeout=limit, timeout=10, rendezvous=rendezvous
         )
     except PacelineError as error:
@@ -40,10 +40,10 @@ def main(environment: Environment, limit: float, order: str, folder: str = "") -
     try:
         _obey(order, joined, limit)
     except Exception as error:
-        status = joined.ending.fail(error)
+        status = joined.process_end.fail(error)
         sys.stderr.flush()
         os._exit(status)
-    joined.ending.close()
+    joined.process_end.close()
     return 0
 
 
