@@ -20,9 +20,9 @@ from paceline.errors import ConfigError
 SECRET_VARIABLE = "PACELINE_SECRET"
 WORKER_VARIABLE = "PACELINE_WORKER"
 
-# Threads of one tensor operation wait asleep, not spinning: they share the cores with the threads
-# that decode images, and a spinning one keeps the one that it waits for from running. Seen: 8 times
-# as many images a second on a busy machine.
+# Threads of one tensor operation sleep while they wait. Spinning threads would take the cores from
+# the threads that decode images, and from those that they wait for. Measured: 8 times as many
+# images a second on a busy machine.
 # torch's store warns wherever an address has no hostname, as on most networks of a few machines.
 # Variables that the user sets are kept.
 _DEFAULTS = {"OMP_WAIT_POLICY": "PASSIVE", "TORCH_CPP_LOG_LEVEL": "ERROR"}
