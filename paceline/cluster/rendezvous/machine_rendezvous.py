@@ -121,7 +121,7 @@ def open_run(
 
 
 def answer_finished(plan: RunPlan, limit: float = 5.0) -> None:
-    """Tell the machines that come within the limit that the run is over; for machine 0.
+    """Report to the machines that come within the limit that the run is over; for machine 0.
 
     The machines wait for machine 0, as its store may have ended with it. Started again it finds its
     run folder marked, and opens a start of the run that never trains. Nothing is lost if the

@@ -98,8 +98,8 @@ class LaunchedEnd(ProcessEnd):
 
     def fail(self, error: BaseException) -> int:
         failure = FailureReport.of(error)
-        # A process whose peer hangs (a timeout) waits less, and so posts its report before those
-        # that lost a connection only because this process ended.
+        # A process that timed out waits less: its report is in the store before the peers that only
+        # lost their connection to it stop waiting.
         limit = _CAUSE_S / 2 if isinstance(error, CommTimeout) else _CAUSE_S
         status = call_with_timeout(2 * _CAUSE_S, lambda: self._report(failure, limit))
         if status is None:  # the store has gone with the process that served it
@@ -128,8 +128,8 @@ class LaunchedEnd(ProcessEnd):
             if self._world.store.compare_set(key, "", self._name) == self._name.encode():
                 print_message(f"{self._name}: {failure.text}")
             return failure.status
-        process, _, why = first.text.partition(": ")
-        reason = (why.splitlines() or [""])[-1]
+        process, _, description = first.text.partition(": ")
+        reason = (description.splitlines() or [""])[-1]
         print_message(f"{self._name}: ended because {process} failed: {reason}")
         return first.status
 
