@@ -80,7 +80,7 @@ def peers_of(place: Place, store: Store) -> Peers:
     members = Members.on(
         place.machine,
         place.local_rank,
-        machines=tuple(place.company.values()),
+        workers_per_machine=tuple(place.company.values()),
         addresses=addresses,
         hosts=addresses,
     )

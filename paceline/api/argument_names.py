@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from paceline.cluster.supervision.supervisor import say
+from paceline.cluster.supervision.supervisor import print_message
 from paceline.errors import Message, PacelineError, as_flag
 
 _ARGUMENTS = {
@@ -35,9 +35,9 @@ def as_arguments(sentence: str | Message) -> str:
     return sentence.render(as_argument) if isinstance(sentence, Message) else sentence
 
 
-def say_in_python(note: str | Message) -> None:
+def print_message_for_scripts(note: str | Message) -> None:
     """Print a note on standard error, its options as arguments."""
-    say(as_arguments(note))
+    print_message(as_arguments(note))
 
 
 @contextmanager

@@ -71,7 +71,7 @@ class ExitHandler:
     def activate(self, joined: Joined) -> None:
         """Report failures as those of a process of this world from now on."""
         self._alone = self._alone and joined.members.world_size == 1
-        self._process_end, self.active = joined.ending, True
+        self._process_end, self.active = joined.process_end, True
 
     def restore_hooks(self) -> None:
         """Put back the hooks that the constructor replaced: the world ended well."""
@@ -81,10 +81,10 @@ class ExitHandler:
         if sys.exit == self._exit_recording_status:
             sys.exit = self._exit
 
-    def warn(self) -> None:
+    def post_exit_status(self) -> None:
         """Post the reason for the peers, if the script ends with a status other than 0."""
         if self.requested_status:
-            self._process_end.warn(self.requested_status)
+            self._process_end.post_exit_status(self.requested_status)
 
     def _exit_recording_status(self, status: str | int | None = None, /) -> NoReturn:
         self.requested_status = (

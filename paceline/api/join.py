@@ -13,16 +13,16 @@ from pathlib import Path
 
 import torch
 
-from paceline.api.argument_names import errors_name_arguments, say_in_python
+from paceline.api.argument_names import errors_name_arguments, print_message_for_scripts
 from paceline.api.exit_handler import ExitHandler
 from paceline.api.session import Session
 from paceline.api.world import World
 from paceline.cluster.environment import read_environment
-from paceline.cluster.join import Joined, join_world_of
+from paceline.cluster.join import Joined, join_world
 from paceline.cluster.membership.members import Members
 from paceline.cluster.rendezvous.preflight import version_facts
 from paceline.cluster.supervision.stop_signals import StopSignals
-from paceline.cluster.supervision.supervisor import saved_sentence, say
+from paceline.cluster.supervision.supervisor import print_message, saved_sentence
 from paceline.config.rules import positive
 from paceline.config.run import OutputConfig
 from paceline.errors import ConfigError
@@ -105,7 +105,7 @@ def join(
         folder = None if run is None else Path(run)
         resources = ExitStack()
         try:
-            joined = join_world_of(environment, first_iter_timeout=timeouts[0], timeout=timeouts[1])
+            joined = join_world(environment, first_iter_timeout=timeouts[0], timeout=timeouts[1])
             chosen = _device(device, joined.members)
             exit_handler.activate(joined)
             session = Session(
@@ -115,7 +115,7 @@ def join(
                 run=folder,
                 output=output,
                 seed=seed,
-                signals=StopSignals(partial(_say_stopped, joined, folder)),
+                signals=StopSignals(partial(_print_stopped, joined, folder)),
                 exit_handler=exit_handler,
                 resources=resources,
             )
@@ -146,18 +146,20 @@ def _open_world(session: Session) -> World:
     if run is not None:
         start = find_start(output, run, session.identity, communicator, session.device)
         for note in start.notes if members.rank == 0 else ():
-            say(note)
+            print_message(note)
         run.mkdir(parents=True, exist_ok=True)  # on machines without rank 0
-        trace = build_trace(output, members, run, communicator, session.device, say_in_python)
+        trace = build_trace(
+            output, members, run, communicator, session.device, print_message_for_scripts
+        )
         recorder = StepAccount(EventFile(run, members.rank), trace=trace)
     session.resources.callback(recorder.close)
     return World(session, communicator, start, recorder, trace)
 
 
-def _say_stopped(joined: Joined, run: Path | None, number: signal.Signals) -> None:
-    """Say once that the run stops, where no supervisor of Paceline says it."""
+def _print_stopped(joined: Joined, run: Path | None, number: signal.Signals) -> None:
+    """Print once that the run stops, where no supervisor of Paceline prints it."""
     if run is not None and joined.members.rank == 0 and joined.launcher != "paceline":
-        say(f"stopped by {number.name}: {saved_sentence(run)}")
+        print_message(f"stopped by {number.name}: {saved_sentence(run)}")
 
 
 def _device(given: str | torch.device | None, members: Members) -> torch.device:

@@ -9,7 +9,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from paceline.api.argument_names import as_arguments, errors_name_arguments, say_in_python
+from paceline.api.argument_names import (
+    as_arguments,
+    errors_name_arguments,
+    print_message_for_scripts,
+)
 from paceline.api.tracked import refuse_foreign
 from paceline.api.world import World
 from paceline.cluster.rendezvous.preflight import model_facts
@@ -111,15 +115,15 @@ def parallelize(
 
         def report(note: str | Message) -> None:
             world._recorder.event("note", text=as_arguments(note))
-            say_in_python(note)
+            print_message_for_scripts(note)
 
         setting = TrialSetting(folder=session.run, report=report)
         replica = replicate(model, optimizer, peers, config, share, setting)
         notes: list[str | Message] = list(world._start.restore_exchange(replica))
-        if len(joined.members.machines) == 1:
+        if len(joined.members.workers_per_machine) == 1:
             notes += config.idle_on_one_machine
         for note in notes if world.rank == 0 else ():
-            say_in_python(note)
+            print_message_for_scripts(note)
         world._bind(model, optimizer, replica, saved_objects)
     return model, optimizer
 

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import PrefixStore
 from paceline.api.exit_handler import ExitHandler
 from paceline.cluster.join import Joined
 from paceline.cluster.rendezvous.preflight import compare
-from paceline.cluster.stores.waiting import within
+from paceline.cluster.stores.waiting import call_with_timeout
 from paceline.cluster.supervision.stop_signals import StopSignals
 from paceline.comm.communicator import Communicator, until_end
 from paceline.comm.process_group import ProcessGroupCommunicator
@@ -90,7 +90,9 @@ class Session:
     def post_end(self, steps: int) -> None:
         """Record in the store that this rank ends well after so many steps."""
         members = self.joined.members
-        within(_STORE_S, lambda: self.joined.store.set(self._end_key(members.rank), str(steps)))
+        call_with_timeout(
+            _STORE_S, lambda: self.joined.store.set(self._end_key(members.rank), str(steps))
+        )
 
     def ended_peer(self, steps: int, operation: str) -> CommError | None:
         """Return the error for a peer that has ended well, too early for an operation, if any.
@@ -114,7 +116,7 @@ class Session:
                         )
             return None
 
-        return within(_STORE_S, look)
+        return call_with_timeout(_STORE_S, look)
 
     def _end_key(self, rank: int) -> str:
         return f"generation/{self.joined.members.generation}/ended/{rank}"

@@ -28,7 +28,7 @@ from paceline.api.argument_names import as_argument, errors_name_arguments
 from paceline.api.sample_position import SamplePosition
 from paceline.api.session import Session
 from paceline.api.tracked import Tracked
-from paceline.cluster.supervision.supervisor import saved_sentence, say
+from paceline.cluster.supervision.supervisor import print_message, saved_sentence
 from paceline.comm.communicator import Communicator, gather_texts, total
 from paceline.data.batch_slice import BatchSlice
 from paceline.data.order import Order
@@ -286,7 +286,7 @@ class World:
             raise
         self._release(None, None, None)
         self._session.exit_handler.restore_hooks()
-        self._session.joined.ending.close()
+        self._session.joined.process_end.close()
 
     def __enter__(self) -> Self:
         return self
@@ -298,7 +298,7 @@ class World:
         traceback: TracebackType | None,
     ) -> None:
         if kind is None or issubclass(kind, SystemExit):
-            self._session.exit_handler.warn()
+            self._session.exit_handler.post_exit_status()
             self.close()
         else:
             self._release(kind, error, traceback)
@@ -396,7 +396,7 @@ class World:
             generation=self.generation,
             rank=self.rank,
             world_size=self.world_size,
-            machines=len(self._members.machines),
+            machines=len(self._members.workers_per_machine),
             samples=order and order.samples,
             steps=order and order.steps,
             epochs=None,  # only the script has this number
@@ -478,7 +478,7 @@ class World:
         except Stop:
             self._broken = True  # the state is saved already
             if session.joined.launcher == "paceline" and session.run and self.rank == 0:
-                say(saved_sentence(session.run))
+                print_message(saved_sentence(session.run))
             raise SystemExit(session.signals.status or _TERMINATED) from None
 
     def _release(
@@ -499,7 +499,7 @@ class World:
         if self._session.exit_handler.failed:
             return
         try:
-            self._session.exit_handler.warn()
+            self._session.exit_handler.post_exit_status()
             self.close()
         except Exception as error:
             self._session.exit_handler.at_exit(error)

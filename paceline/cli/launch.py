@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     workers = world.workers if counted else max(1, torch.cuda.device_count())
     plan = RunPlan.of(world, workers=workers)
     guarded = [sys.executable, "-I", "-S", parent_death_watchdog.__file__, *command]
-    return supervise(replace(plan, command=True), guarded)
+    return supervise(replace(plan, runs_command=True), guarded)
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:

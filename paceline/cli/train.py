@@ -23,7 +23,7 @@ from paceline.cli.worker import train
 from paceline.cluster.environment import read_environment
 from paceline.cluster.rendezvous.machine_rendezvous import answer_finished
 from paceline.cluster.rendezvous.run_plan import RunPlan
-from paceline.cluster.supervision.supervisor import finished_sentence, say, supervise
+from paceline.cluster.supervision.supervisor import finished_sentence, print_message, supervise
 from paceline.cluster.supervision.worker import run_worker
 from paceline.config.train import TrainConfig
 from paceline.state.run_folder import RunFolder, choose_run_id
@@ -60,7 +60,7 @@ def main(argv: Sequence[str], prog: str = "paceline train") -> int:
     config = parse(TrainConfig, argv, prog=prog, description=DESCRIPTION)
     environment = read_environment()
     worker = environment.worker
-    if worker is not None and not worker.command:
+    if worker is not None and not worker.runs_command:
         run_worker(worker, partial(train, config.with_run_id(worker.run_id)))
         return 0
     if worker is not None or environment.launched is not None:
@@ -79,12 +79,12 @@ def _supervise(config: TrainConfig, argv: Sequence[str]) -> int:
     folder.check(config.identity(), anew=anew)
     plan = replace(RunPlan.of(config.world, workers=config.world.workers), begun=folder.begun)
     if folder.finished_as(config.identity()):
-        say(finished_sentence(run_id))
+        print_message(finished_sentence(run_id))
         if plan.machine == 0 and plan.machines > 1:
             answer_finished(plan)
         return 0
     for note in [*notes(config, gpus), *wiring.check(config, gpus)]:
-        say(note)
+        print_message(note)
     try:
         return supervise(
             plan,

@@ -25,10 +25,10 @@ from paceline import wiring
 from paceline.cli.notes import notes
 from paceline.cli.worker import train
 from paceline.cluster.environment import Environment
-from paceline.cluster.join import Joined, join_world_of
+from paceline.cluster.join import Joined, join_world
 from paceline.cluster.launchers.launchers import command_of
 from paceline.cluster.rendezvous.run_plan import RunPlan
-from paceline.cluster.supervision.supervisor import finished_sentence, say
+from paceline.cluster.supervision.supervisor import finished_sentence, print_message
 from paceline.cluster.supervision.worker import end_process
 from paceline.config.train import TrainConfig
 from paceline.config.world import WorldConfig
@@ -49,7 +49,7 @@ def train_launched(config: TrainConfig, environment: Environment) -> int:
     plan, launched, world = RunPlan.of(config.world, workers=1), environment.launched, config.world
     lasting = world.file_store_path or world.redis_host or world.redis_url
     try:
-        if launched is not None and not launched.start and lasting and not world.run_id:
+        if launched is not None and not launched.launch_id and lasting and not world.run_id:
             raise ConfigError(
                 Message(
                     "{} with {--file_store_path} or Redis needs {--run_id}, the same for all "
@@ -57,19 +57,19 @@ def train_launched(config: TrainConfig, environment: Environment) -> int:
                     command_of(launched.launcher),
                 )
             )
-        joined = join_world_of(
+        joined = join_world(
             environment,
             first_iter_timeout=plan.first_iter_timeout,
             timeout=plan.timeout,
             rendezvous=plan.rendezvous,
-            wanted=plan.interfaces,
+            interface_names=plan.interfaces,
         )
     except PacelineError as error:
         here = ""  # this process, as far as the launcher names it before the world is formed
         if launched is not None:
             host = socket.gethostname()
             here = f"rank {launched.rank} of {launched.world_size} on {host}: "
-        say(f"{here}{error}")
+        print_message(f"{here}{error}")
         return error.status
     try:
         _work(config, joined)
@@ -78,8 +78,8 @@ def train_launched(config: TrainConfig, environment: Environment) -> int:
     except KeyboardInterrupt:
         end_process(130)
     except BaseException as error:
-        end_process(joined.ending.fail(error))
-    joined.ending.close()
+        end_process(joined.process_end.fail(error))
+    joined.process_end.close()
     return 0
 
 
@@ -94,7 +94,7 @@ def fitted(world: WorldConfig, joined: Joined) -> WorldConfig:
         ConfigError: a flag contradicts the launcher; names both values.
     """
     members, machine = joined.members, joined.members.machine
-    workers, machines = members.local_world_size, len(members.machines)
+    workers, machines = members.local_world_size, len(members.workers_per_machine)
     flags = ("gpus", "num_gpus", "num_workers")
     counted = next((flag for flag in flags if _given(world, flag)), "num_workers")
     for flag, given, there, started in (
@@ -133,7 +133,7 @@ def _work(config: TrainConfig, joined: Joined) -> None:
     finished = joined.from_rank_0("end of the run", str(done), limit)
     if finished == str(True):
         if members.rank == 0:
-            say(finished_sentence(config.world.run_id))
+            print_message(finished_sentence(config.world.run_id))
         return
     with closing(folder):
         _prepare(config, joined, folder, anew=anew)
@@ -155,9 +155,9 @@ def _prepare(config: TrainConfig, joined: Joined, folder: RunFolder, *, anew: bo
         gpus = members.local_world_size
     for note in [*notes(config, gpus, joined.launcher), *wiring.check(config, gpus)]:
         if members.rank == 0:
-            say(note)
+            print_message(note)
     joined.store.set(f"checked/{members.machine}", "")
-    checked = [f"checked/{machine}" for machine in range(len(members.machines))]
+    checked = [f"checked/{machine}" for machine in range(len(members.workers_per_machine))]
     joined.await_all(checked, "some machines didn't finish checking their configuration", limit)
     folder.open(config.identity())
     joined.store.set(opened, "")

@@ -15,7 +15,7 @@ from paceline.cli.garbage_collection import uncollected
 from paceline.cli.preflight import agree_on_inputs, agree_on_model
 from paceline.cluster.membership.members import Members
 from paceline.cluster.supervision.stop_signals import StopSignals
-from paceline.cluster.supervision.supervisor import saved_sentence, say
+from paceline.cluster.supervision.supervisor import print_message, saved_sentence
 from paceline.comm.communicator import until_end
 from paceline.config.train import TrainConfig
 from paceline.recorder import Recorder
@@ -84,7 +84,7 @@ def train(config: TrainConfig, members: Members, store: Store, token: str) -> No
         _announce(config, members, trainer, start, recorder, log)
         if not _run(trainer, signals):
             if members.rank == 0:
-                say(saved_sentence(folder))
+                print_message(saved_sentence(folder))
             sys.exit(signals.status or _TERMINATED)
         recorder.event("end", generation=start.generation)
 
@@ -115,7 +115,7 @@ def _announce(
         rank=members.rank,
         model=config.model.name,
         world_size=members.world_size,
-        machines=len(members.machines),
+        machines=len(members.workers_per_machine),
         device=trainer.device.type,
         samples=trainer.train.samples,
         steps=trainer.train.steps,

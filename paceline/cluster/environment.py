@@ -20,9 +20,9 @@ from paceline.errors import ConfigError
 SECRET_VARIABLE = "PACELINE_SECRET"
 WORKER_VARIABLE = "PACELINE_WORKER"
 
-# Threads of one tensor operation wait asleep, not spinning: they share the cores with the threads
-# that decode images, and a spinning one keeps the one that it waits for from running. Seen: 8 times
-# as many images a second on a busy machine.
+# Threads of one tensor operation sleep while they wait. Spinning threads would take the cores from
+# the threads that decode images, and from those that they wait for. Measured: 8 times as many
+# images a second on a busy machine.
 # torch's store warns wherever an address has no hostname, as on most networks of a few machines.
 # Variables that the user sets are kept.
 _DEFAULTS = {"OMP_WAIT_POLICY": "PASSIVE", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -34,26 +34,26 @@ class WorkerEnvironment(JsonRecord):
 
     Attributes:
         run_id: the run's name.
-        generation: the name of this start of the run.
+        start_id: the random id of this start of the run.
         machine: the machine's number (Caffe2's shard_id).
         local_rank: the worker's local rank.
-        store: address of the store that records the generation's membership and serves the
+        store: address of the store that records the start's membership and serves the
             rendezvous of process groups; may hold a password.
         first_iter_timeout: seconds to wait for the other workers at the start.
         timeout: seconds to wait for the other workers after the start.
         error_file: path of the file to which the worker writes why it failed.
-        command: whether the worker runs the command given to `paceline launch`.
+        runs_command: whether the worker runs the command given to `paceline launch`.
     """
 
     run_id: str
-    generation: str
+    start_id: str
     machine: int
     local_rank: int
     store: StoreSpec
     first_iter_timeout: float
     timeout: float
     error_file: str
-    command: bool = False
+    runs_command: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,5 +109,5 @@ def read_secret(file: str = "") -> str:
 
 
 def environment_of(worker: WorkerEnvironment) -> dict[str, str]:
-    """Return the environment to start a worker with: this process's, and the worker's place."""
+    """Return the variables to start a worker with: this process's, and the worker's own."""
     return {**_DEFAULTS, **os.environ, WORKER_VARIABLE: worker.to_text()}

@@ -1,11 +1,11 @@
 """Joins a world, whatever launched this process: reads its variables, finds the others.
 
-    launcher   started by                      the processes meet
-    paceline   a supervisor of `paceline`      in the store that its environment names
-    others     a row of `LAUNCHERS`            where `rendezvous` says
-    alone      a user                          nowhere: it is the whole world
+    launcher   started by                      rendezvous
+    paceline   a supervisor of `paceline`      the store that its environment names
+    others     a row of `LAUNCHERS`            the store that `open_rendezvous` returns
+    alone      a user                          none: it is the whole world
 
-From there on all is the same: ranks, addresses, a store, a job token, and a way to leave.
+From there on all is the same: ranks, addresses, a store, a job token, and how to deregister.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch._C._distributed_c10d import HashStore, Store
 from paceline.cluster.environment import Environment
 from paceline.cluster.membership.members import Members
 from paceline.cluster.membership.process_identity import ProcessIdentity
-from paceline.cluster.rendezvous.deadline import Deadline, ignore
-from paceline.cluster.rendezvous.launcher_store import meet
-from paceline.cluster.rendezvous.process_rendezvous import gather
+from paceline.cluster.rendezvous.deadline import Deadline, no_report
+from paceline.cluster.rendezvous.launcher_store import open_rendezvous
+from paceline.cluster.rendezvous.process_rendezvous import form_world
 from paceline.cluster.stores.store_spec import StoreSpec
 from paceline.cluster.stores.waiting import await_keys
 from paceline.cluster.supervision.allocator import keep_freed_memory
@@ -32,8 +32,8 @@ from paceline.cluster.supervision.process_end import (
     ProcessEnd,
     SupervisedEnd,
 )
-from paceline.cluster.supervision.supervisor import say
-from paceline.cluster.supervision.worker import join_world
+from paceline.cluster.supervision.supervisor import print_message
+from paceline.cluster.supervision.worker import read_world
 from paceline.errors import Message
 
 
@@ -46,7 +46,7 @@ class Joined:
         store: the store for the rendezvous of process groups; keep a reference to it as long as any
             process group uses it.
         token: the job token.
-        ending: reports this process's failure, or performs its normal exit.
+        process_end: reports this process's failure, or performs its normal exit.
         launcher: what started the processes: "paceline", "alone" (one process without a launcher),
             or a name in `LAUNCHERS`.
         rendezvous: HOST:PORT of the TCP store through which the processes found each other; "" if
@@ -57,7 +57,7 @@ class Joined:
     store: Store
     token: str
     launcher: str
-    ending: ProcessEnd
+    process_end: ProcessEnd
     rendezvous: str = ""
 
     def from_rank_0(self, name: str, value: str, timeout: float) -> str:
@@ -79,32 +79,34 @@ class Joined:
         self.await_all([key], f"{self.members.describe(0)} didn't report the {name}", timeout)
         return self.store.get(key).decode()
 
-    def await_all(self, keys: Sequence[str], late: str, timeout: float) -> None:
+    def await_all(self, keys: Sequence[str], timeout_message: str, timeout: float) -> None:
         """Wait for keys in the store.
 
         Raises:
-            CommTimeout: some didn't come in time; its text is `late`.
+            CommTimeout: some didn't come in time; its text begins with `timeout_message`.
             PeerLost: another process gave a reason for the run's end.
         """
-        await_keys(self.store, keys, timeout, lambda missing: f"{late} within {timeout:g} s.")
+        await_keys(
+            self.store, keys, timeout, lambda missing: f"{timeout_message} within {timeout:g} s."
+        )
 
 
-def join_world_of(
+def join_world(
     environment: Environment,
     *,
     first_iter_timeout: float,
     timeout: float,
     rendezvous: StoreSpec | None = None,
-    wanted: Sequence[str] = (),
+    interface_names: Sequence[str] = (),
 ) -> Joined:
-    """Find this process's place in the world; collective.
+    """Find the other processes of the world, and this one's rank; collective.
 
     Args:
         environment: what started the process.
         first_iter_timeout: seconds to wait for the others at the start.
         timeout: seconds that the store's server waits for the others at the end.
-        rendezvous: where flags say to meet.
-        wanted: the network interfaces to use; none: all.
+        rendezvous: the store that flags name, if they name one.
+        interface_names: the network interfaces to use; none: all.
 
     Raises:
         ConfigError: the launcher's numbers contradict each other, or the rendezvous is wrong.
@@ -112,13 +114,13 @@ def join_world_of(
     """
     keep_freed_memory()
     if environment.worker is not None:
-        members, store, token = join_world(environment.worker)
+        members, store, token = read_world(environment.worker)
         return Joined(
             members=members,
             store=store,
             token=token,
             launcher="paceline",
-            ending=SupervisedEnd(environment.worker),
+            process_end=SupervisedEnd(environment.worker),
         )
     launched = environment.launched
     if launched is None or launched.world_size == 1:
@@ -127,19 +129,23 @@ def join_world_of(
             store=HashStore(),
             token=secrets.token_hex(16),
             launcher="alone" if launched is None else launched.launcher,
-            ending=ProcessEnd(),
+            process_end=ProcessEnd(),
         )
     remedy = Message("check their output, or give a longer {--first_iter_timeout}")
     # With many processes, a line on what each waits for would be many lines.
-    deadline = Deadline(first_iter_timeout, ignore, time.sleep, remedy)
-    server, space = meet(launched, rendezvous, wanted, first_iter_timeout, say)
-    world = gather(space, launched, wanted, deadline)
+    deadline = Deadline(first_iter_timeout, no_report, time.sleep, remedy)
+    server, job_space = open_rendezvous(
+        launched, rendezvous, interface_names, first_iter_timeout, print_message
+    )
+    world = form_world(job_space, launched, interface_names, deadline)
     world.store.set_timeout(timedelta(seconds=first_iter_timeout))
     return Joined(
         members=world.members,
         store=world.store,
         token=world.token,
         launcher=launched.launcher,
-        rendezvous=space.address if space.served_by_run else "",
-        ending=LaunchedEnd(world, space, server, stays=launched.rank == 0, timeout=timeout),
+        rendezvous=job_space.address if job_space.served_by_run else "",
+        process_end=LaunchedEnd(
+            world, job_space, server, cleans_up=launched.rank == 0, timeout=timeout
+        ),
     )

@@ -135,7 +135,7 @@ class Autotuner:
         known: list[object] | None = None
         if self._communicator.rank == 0 and self._setting.folder is not None:
             choice = read_choice(self._setting.folder)
-            if choice is not None and choice.machines == self._members.machines:
+            if choice is not None and choice.machines == self._members.workers_per_machine:
                 known = _terms(choice)
         what = "the broadcast of rank 0's exchange"
         known = broadcast_state(self._communicator, known, self._device, what)
@@ -157,7 +157,7 @@ class Autotuner:
                 bucket_mb=chosen.bucket_mb,
                 wire=chosen.wire,
                 connections=chosen.connections,
-                machines=self._members.machines,
+                machines=self._members.workers_per_machine,
                 milliseconds={name: round(value, 3) for name, value in figures.items()},
             )
             write_choice(self._setting.folder, choice)

@@ -23,23 +23,26 @@ CONNECTIONS = 4  # to each peer, tried with the first of them where there are se
 
 
 def candidates_of(
-    config: SyncConfig, trained: TrainedParameters, machines: Sequence[int], device: torch.device
+    config: SyncConfig,
+    trained: TrainedParameters,
+    workers_per_machine: Sequence[int],
+    device: torch.device,
 ) -> list[SyncConfig]:
     """List the exchanges to choose from: those that fit the options, and differ.
 
     Args:
         config: the options.
         trained: the trained parameters; bucket sizes that divide them alike are one.
-        machines: for each machine, its number of ranks.
+        workers_per_machine: for each machine, its number of ranks.
         device: device of the parameters.
     """
     if config.sync != "auto":
         return [config]
-    if sum(machines) == 1:
+    if sum(workers_per_machine) == 1:
         return [SyncConfig(sync="allreduce", bucket_mb=config.bucket_mb)]
     found = [(sync, size, config.connections) for sync, size in CANDIDATES[device.type]]
     open_choice = config.connections == 0 and config.transport != "nixl"
-    if len(machines) > 1 and found[0][0] == "notified" and open_choice:
+    if len(workers_per_machine) > 1 and found[0][0] == "notified" and open_choice:
         found.append((*found[0][:2], CONNECTIONS))
     different: dict[object, SyncConfig] = {}
     for sync, size, connections in found:

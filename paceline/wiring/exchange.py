@@ -138,7 +138,7 @@ def replicate(
     members, communicator = peers.members, peers.communicator
     trained = TrainedParameters.of(model, optimizer)
     device = next((p.device for p in trained.groups), torch.device("cpu"))
-    candidates = candidates_of(config, trained, members.machines, device)
+    candidates = candidates_of(config, trained, members.workers_per_machine, device)
     autotuner = Autotuner(candidates, members, communicator, device, setting or TrialSetting())
     replica = Replica(
         model,

@@ -94,7 +94,7 @@ class Peers:
     @property
     def topology(self) -> Topology:
         """The ranks of each machine are a group."""
-        return Topology.of(self.members.machines)
+        return Topology.of(self.members.workers_per_machine)
 
 
 def device_of(config: TrainConfig, local_rank: int) -> torch.device:
@@ -147,7 +147,7 @@ def adds_up_on_gpus(members: Members, device: torch.device, sync: str) -> bool:
 
     On one machine alone, `--sync allreduce` is such a sum, and windows share memory.
     """
-    several = len(members.machines) > 1 and max(members.machines) > 1
+    several = len(members.workers_per_machine) > 1 and max(members.workers_per_machine) > 1
     return sync == "notified" and device.type == "cuda" and several
 
 

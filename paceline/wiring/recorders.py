@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from paceline.cluster.membership.members import Members
-from paceline.cluster.supervision.supervisor import say
+from paceline.cluster.supervision.supervisor import print_message
 from paceline.comm.communicator import Communicator
 from paceline.config.run import OutputConfig
 from paceline.config.train import TrainConfig
@@ -30,7 +30,7 @@ def build_trace(
     folder: Path,
     communicator: Communicator,
     device: torch.device,
-    report: Callable[[str | Message], None] = say,
+    report: Callable[[str | Message], None] = print_message,
 ) -> Trace | None:
     """Make what traces the steps that are to be traced; its file goes into `folder`."""
     steps = output.traced

@@ -134,14 +134,14 @@ def test_deleted_keys_are_gone_and_can_come_back(store: Store) -> None:
 
 
 def test_a_space_holds_only_its_own(spec: StoreSpec) -> None:
-    outer, inner = (open_store(s, LIMIT) for s in (spec, spec.within("inner")))
+    outer, inner = (open_store(s, LIMIT) for s in (spec, spec.subspace("inner")))
     outer.set("k", "outer")
     inner.set("k", "inner")
     assert (outer.get("k"), inner.get("k")) == (b"outer", b"inner")
-    erase(spec.within("inner"))
+    erase(spec.subspace("inner"))
     assert outer.get("k") == b"outer"
     if spec.kind != "tcp":  # that one goes with its server
-        assert not open_store(spec.within("inner"), LIMIT).check(["k"])
+        assert not open_store(spec.subspace("inner"), LIMIT).check(["k"])
 
 
 def test_a_spec_survives_its_text(spec: StoreSpec) -> None:
@@ -187,7 +187,7 @@ def test_no_compare_set_of_four_processes_overwrites_another(spec: StoreSpec) ->
 
 def all_reduce(store: Store, number: int, count: int) -> float:
     members = Members.on(
-        0, number, machines=(count,), addresses=("127.0.0.1",), hosts=("localhost",)
+        0, number, workers_per_machine=(count,), addresses=("127.0.0.1",), hosts=("localhost",)
     )
     return sum_of_ranks(members, store)
 

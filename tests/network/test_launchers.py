@@ -1,4 +1,4 @@
-"""Tasks of srun on two machines: they meet at the first node and find the cable between them."""
+"""Tasks of srun on two machines: their rendezvous is on the first node, their cable is found."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from paceline.cluster.rendezvous.machine_rendezvous import host
+from paceline.cluster.rendezvous.machine_rendezvous import serve_if_needed
 from paceline.cluster.rendezvous.registration import RunRecord
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.stores.store_spec import StoreSpec, open_store
@@ -114,7 +114,7 @@ def test_a_process_without_the_secret_ends_no_run(stage: Stage, rendezvous: Stor
 
 
 def test_two_runs_at_once_on_a_machine_have_ports_of_their_own() -> None:
-    hosted = [host(RunPlan(), print) for _ in range(2)]
+    hosted = [serve_if_needed(RunPlan(), print) for _ in range(2)]
     ports = {split_address(spec.address)[1] for _, spec in hosted}
     assert len(ports) == 2
     assert all(spec.address.startswith("127.0.0.1:") for _, spec in hosted)
@@ -126,12 +126,12 @@ def test_a_run_without_a_secret_warns_once_where_others_reach_its_port(
     lines: list[str] = []
     with monkeypatch.context() as patch:
         place = "paceline.cluster.rendezvous.machine_rendezvous.listening_address"
-        patch.setattr(place, lambda name, available, wanted: "")
+        patch.setattr(place, lambda name, available, interface_names: "")
         for spec in (replace(rendezvous, secret="open sesame"), rendezvous):
-            server, _ = host(plan(spec, 0), lines.append)
+            server, _ = serve_if_needed(plan(spec, 0), lines.append)
             del server
     assert len(lines) == 1
     assert "any process that reaches port" in lines[0]
     assert "PACELINE_SECRET" in lines[0]
-    host(plan(rendezvous, 0), lines.append)
+    serve_if_needed(plan(rendezvous, 0), lines.append)
     assert len(lines) == 1  # on 127.0.0.1 only this machine's users reach it

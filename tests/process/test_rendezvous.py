@@ -18,7 +18,7 @@ from paceline.cluster.membership.lease import BEAT_S, LIMIT_S
 from paceline.cluster.membership.process_identity import ProcessIdentity
 from paceline.cluster.rendezvous.registration import Registration, RunRecord
 from paceline.cluster.stores.store_spec import StoreSpec, open_store
-from paceline.cluster.supervision.worker import join_world
+from paceline.cluster.supervision.worker import read_world
 from tests.harness.network.redis_server import redis_server
 from tests.harness.network.rendezvous import KINDS, SPACE, left_behind, plan, rendezvous_of
 from tests.harness.processes.supervisor_stage import Actor, Stage, Supervisor, at_most
@@ -64,7 +64,7 @@ def test_machines_with_different_numbers_of_workers_form_one_world(
         stage.start(plan(rendezvous, machine, 3, workers=counts[machine])) for machine in (2, 0, 1)
     ]
     actors = stage.actors(6)
-    worlds = [join_world(actor.environment) for actor in actors]
+    worlds = [read_world(actor.environment) for actor in actors]
     members = [members for members, _, _ in worlds]
     assert [m.rank for m in members] == [0, 1, 2, 3, 4, 5]
     assert [(m.machine, m.local_rank) for m in members] == [
@@ -72,7 +72,9 @@ def test_machines_with_different_numbers_of_workers_form_one_world(
         (1, 0),
         *((2, 0), (2, 1), (2, 2)),
     ]
-    assert {(m.world_size, m.machines, m.address) for m in members} == {(6, counts, "127.0.0.1")}
+    assert {(m.world_size, m.workers_per_machine, m.address) for m in members} == {
+        (6, counts, "127.0.0.1")
+    }
     assert len({token for _, _, token in worlds}) == 1
     worlds[0][1].set("from rank 0", "hello")
     assert worlds[5][1].get("from rank 0") == b"hello"
@@ -181,8 +183,8 @@ def test_a_killed_run_starts_again_at_once(stage: Stage, rendezvous: StoreSpec) 
     with at_most(LIMIT_S + 5):
         leader = stage.start(plan(rendezvous, 0))
         new = stage.actors(2)
-    assert {actor.environment.generation for actor in new}.isdisjoint(
-        {actor.environment.generation for actor in old}
+    assert {actor.environment.start_id for actor in new}.isdisjoint(
+        {actor.environment.start_id for actor in old}
     )
     end(new, [leader, follower])
     assert left_behind(rendezvous) == []
@@ -228,8 +230,8 @@ def test_a_machine_that_comes_back_to_a_run_in_its_course_waits_for_the_next_sta
     end(old[:1], [first])
     leader = stage.start(plan(rendezvous, 0))
     new = stage.actors(2)
-    assert {actor.environment.generation for actor in new}.isdisjoint(
-        {actor.environment.generation for actor in old}
+    assert {actor.environment.start_id for actor in new}.isdisjoint(
+        {actor.environment.start_id for actor in old}
     )
     end(new, [leader, back])
 
@@ -242,7 +244,7 @@ def test_a_wrong_number_of_machines_doesnt_end_a_run_in_its_course(
     other = stage.start(plan(rendezvous, 2, 3))
     assert other.status() == 2
     assert "--num_shards 3 on machine 2, but 2 on machine 0" in other.text
-    assert not join_world(actors[0].environment)[1].check(["failure"])
+    assert not read_world(actors[0].environment)[1].check(["failure"])
     end(actors, running)
 
 
@@ -267,7 +269,7 @@ def elsewhere(machines: int) -> RunRecord:
 
 def test_another_machines_dead_run_is_known_by_its_lease(stage: Stage, folder: StoreSpec) -> None:
     store = open_store(folder, timedelta(seconds=5), make=True)
-    inside = open_store(folder.within("old"), timedelta(seconds=5), make=True)
+    inside = open_store(folder.subspace("old"), timedelta(seconds=5), make=True)
     store.set("run", elsewhere(1).to_text())
     inside.set("lease/far", "1234")
     (Path(folder.address) / SPACE / "tmp=half").mkdir()
@@ -281,7 +283,7 @@ def test_another_machines_dead_run_is_known_by_its_lease(stage: Stage, folder: S
 
 def test_a_machine_that_finds_a_dead_run_leaves_it_alone(stage: Stage, folder: StoreSpec) -> None:
     store = open_store(folder, timedelta(seconds=5), make=True)
-    inside = open_store(folder.within("old"), timedelta(seconds=5), make=True)
+    inside = open_store(folder.subspace("old"), timedelta(seconds=5), make=True)
     store.set("run", elsewhere(2).to_text())
     inside.set("lease/far", "1234")
     supervisor = stage.start(plan(folder, 1, first_iter_timeout=1.0))
@@ -298,7 +300,7 @@ def test_another_machines_live_run_is_known_by_its_lease(stage: Stage, folder: S
     done = threading.Event()
 
     def beat() -> None:
-        lease = open_store(folder.within("old"), timedelta(seconds=5), make=True)
+        lease = open_store(folder.subspace("old"), timedelta(seconds=5), make=True)
         while not done.wait(BEAT_S):
             lease.add("lease/far", 1)
 

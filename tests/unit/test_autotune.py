@@ -119,7 +119,7 @@ class Run:
         """Make so many steps; return with which exchange, by rank."""
         setting = TrialSetting(folder=self.folder, steps=self.steps, report=self.notes.append)
         hosts = ("127.0.0.1",) * len(self.machines)
-        members = Members.on(0, 0, machines=self.machines, addresses=hosts, hosts=hosts)
+        members = Members.on(0, 0, workers_per_machine=self.machines, addresses=hosts, hosts=hosts)
 
         def on_rank(communicator: Communicator) -> list[SyncConfig]:
             chooser = Autotuner(TWO, members, communicator, CPU, setting)

@@ -43,7 +43,7 @@ def test_who_read_before_others_wrote_starts_again(store: FolderStore) -> None:
             other.add("n", 1)
         return old + b"!"  # type: ignore[operator]
 
-    assert store.change("n", slow) == b"3!"
+    assert store.update("n", slow) == b"3!"
     assert seen == [b"0", b"3"]
 
 
@@ -59,7 +59,7 @@ def test_who_read_before_the_key_was_made_anew_starts_again(store: FolderStore) 
             other.set("k", "second")
         return b"ours"
 
-    store.change("k", slow)
+    store.update("k", slow)
     assert seen == [b"first", b"second"]
 
 
@@ -73,7 +73,7 @@ def test_two_that_make_a_key_at_once_dont_both_win(store: FolderStore) -> None:
             assert other.compare_set("k", "", "theirs") == b"theirs"
         return b"ours" if old is None else old
 
-    assert store.change("k", slow) == b"theirs"
+    assert store.update("k", slow) == b"theirs"
     assert seen == [None, b"theirs"]
 
 

@@ -24,13 +24,13 @@ from paceline.errors import ConfigError
 def joined(launcher: str, machines: tuple[int, ...], machine: int = 0) -> Joined:
     names = tuple(f"h{i}" for i in range(len(machines)))
     addresses = ("127.0.0.1",) * len(machines)
-    members = Members.on(machine, 0, machines=machines, addresses=addresses, hosts=names)
+    members = Members.on(machine, 0, workers_per_machine=machines, addresses=addresses, hosts=names)
     return Joined(
         members=members,
         store=HashStore(),
         token="t",
         launcher=launcher,
-        ending=ProcessEnd(),
+        process_end=ProcessEnd(),
         rendezvous="node0:1234",
     )
 

@@ -80,9 +80,9 @@ SHELL_IN_SALLOC = {
 
 
 def launched(variables: Mapping[str, str]) -> LaunchedProcess:
-    place = read_environment(variables).launched
-    assert place is not None
-    return place
+    process = read_environment(variables).launched
+    assert process is not None
+    return process
 
 
 def test_torchruns_variables_are_read() -> None:
@@ -93,22 +93,22 @@ def test_torchruns_variables_are_read() -> None:
         local_rank=1,
         local_world_size=2,
         node=1,
-        start="torchrun-213aa719.1",
+        launch_id="torchrun-213aa719.1",
         master="node0:41315",
-        serves=True,
+        launcher_serves_store=True,
     )
 
 
 def test_without_torchruns_store_rank_0_serves() -> None:
-    assert not launched(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "False"}).serves
+    assert not launched(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "False"}).launcher_serves_store
     by_hand = {k: v for k, v in TORCHRUN.items() if not k.startswith("TORCHELASTIC_")}
-    assert not launched(by_hand).serves
+    assert not launched(by_hand).launcher_serves_store
     assert launched(by_hand).rank == 3
 
 
 def test_a_restart_has_another_name() -> None:
     again = launched(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"})
-    assert again.start != launched(TORCHRUN).start
+    assert again.launch_id != launched(TORCHRUN).launch_id
 
 
 def test_mpichs_variables_are_read() -> None:
@@ -124,18 +124,18 @@ def test_open_mpis_variables_are_read() -> None:
 
 
 def test_sruns_variables_are_read() -> None:
-    place = launched(SRUN)
-    assert place == LaunchedProcess(
+    process = launched(SRUN)
+    assert process == LaunchedProcess(
         launcher="slurm",
         rank=6,
         world_size=7,
         local_rank=0,
         local_world_size=1,
         node=3,
-        start="slurm-901593.2.0",
+        launch_id="slurm-901593.2.0",
         master=f"node01:{port_of('901593', '2')}",
     )
-    assert command_of(place.launcher) == "srun"
+    assert command_of(process.launcher) == "srun"
 
 
 def test_a_task_of_the_first_node_knows_its_nodes_count() -> None:
@@ -143,7 +143,7 @@ def test_a_task_of_the_first_node_knows_its_nodes_count() -> None:
     assert (first.local_rank, first.local_world_size) == (1, 2)
 
 
-def test_a_node_alone_meets_on_the_loopback() -> None:
+def test_a_node_alone_has_its_rendezvous_on_the_loopback() -> None:
     alone = {"SLURM_STEP_TASKS_PER_NODE": "7", "SLURM_NODEID": "0", "SLURM_LOCALID": "6"}
     assert launched(SRUN | alone).master.startswith("127.0.0.1:")
 
@@ -154,7 +154,7 @@ def test_master_variables_overrule_sruns_nodes() -> None:
 
 
 def test_a_requeued_job_is_another_start() -> None:
-    assert launched(SRUN | {"SLURM_RESTART_COUNT": "1"}).start == "slurm-901593.2.1"
+    assert launched(SRUN | {"SLURM_RESTART_COUNT": "1"}).launch_id == "slurm-901593.2.1"
 
 
 @pytest.mark.parametrize(
@@ -202,8 +202,22 @@ def without(variables: dict[str, str], name: str) -> dict[str, str]:
         (SRUN | {"SLURM_STEP_NUM_TASKS": "8"}, "contradict each other"),
         (SRUN | {"SLURM_NODEID": "4"}, "SLURM_NODEID 4 contradict each other"),
         (SRUN | {"SLURM_PROCID": "7"}, "SLURM_PROCID 7 and SLURM_STEP_NUM_TASKS 7"),
-        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "2x3"}, "'2x3': it must have a form such as 2(x3),1"),
-        (SRUN | {"SLURM_STEP_NODELIST": "a[1"}, "'a[1': it must have a form such as"),
+        (
+            SRUN | {"SLURM_STEP_TASKS_PER_NODE": "2x3"},
+            "SLURM_STEP_TASKS_PER_NODE '2x3': it must have a form such as 2(x3),1",
+        ),
+        (
+            without(SRUN, "SLURM_STEP_TASKS_PER_NODE") | {"SLURM_TASKS_PER_NODE": "2x3"},
+            "SLURM_TASKS_PER_NODE '2x3': it must have a form such as 2(x3),1",
+        ),
+        (
+            SRUN | {"SLURM_STEP_NODELIST": "a[1"},
+            "SLURM_STEP_NODELIST 'a[1': it must have a form such as",
+        ),
+        (
+            without(SRUN, "SLURM_STEP_NODELIST") | {"SLURM_NODELIST": "a[1-]"},
+            "SLURM_NODELIST 'a[1-]': it must have a form such as",
+        ),
     ],
 )
 def test_variables_that_cant_be_are_named(variables: dict[str, str], told: str) -> None:
@@ -222,18 +236,18 @@ def test_variables_that_cant_be_are_named(variables: dict[str, str], told: str) 
     ],
 )
 def test_node_lists_are_written_out(text: str, nodes: list[str]) -> None:
-    assert expand_nodes(text) == nodes
+    assert expand_nodes(text, "SLURM_NODELIST") == nodes
 
 
 @pytest.mark.parametrize("text", ["", "a,,b", "a[", "a]", "a[1-]", "a[]", "a[x-y]", "a b"])
 def test_what_is_no_node_list_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="SLURM_STEP_NODELIST"):
-        expand_nodes(text)
+    with pytest.raises(ConfigError, match=r"^SLURM_NODELIST "):
+        expand_nodes(text, "SLURM_NODELIST")
 
 
 def test_counts_are_written_out() -> None:
-    assert expand_counts("2(x3),1") == (2, 2, 2, 1)
-    assert expand_counts("16") == (16,)
+    assert expand_counts("2(x3),1", "SLURM_TASKS_PER_NODE") == (2, 2, 2, 1)
+    assert expand_counts("16", "SLURM_TASKS_PER_NODE") == (16,)
 
 
 def test_ports_are_free_for_servers_and_spread() -> None:

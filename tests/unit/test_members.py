@@ -1,6 +1,8 @@
-"""Values of the cluster: ranks, places, plans, and which of several failures is the cause."""
+"""Values of the cluster: ranks, environments, plans, and which of several failures is the cause."""
 
 from __future__ import annotations
+
+from datetime import timedelta
 
 import pytest
 
@@ -11,8 +13,9 @@ from paceline.cluster.environment import (
     read_environment,
 )
 from paceline.cluster.membership.members import Members
+from paceline.cluster.rendezvous.machine_rendezvous import serve
 from paceline.cluster.rendezvous.run_plan import RunPlan
-from paceline.cluster.stores.store_spec import StoreSpec
+from paceline.cluster.stores.store_spec import StoreSpec, open_store
 from paceline.cluster.supervision.failure_report import FailureReport, cause
 from paceline.config.world import WorldConfig
 from paceline.errors import CommTimeout, ConfigError, DataError, PeerLost
@@ -24,7 +27,7 @@ def member(machine: int, local_rank: int) -> Members:
     return Members.on(
         machine,
         local_rank,
-        machines=MACHINES,
+        workers_per_machine=MACHINES,
         addresses=("10.0.0.1", "10.0.0.2", "10.0.0.3"),
         hosts=("a", "b", "c"),
     )
@@ -50,7 +53,7 @@ def test_members_that_contradict_themselves_are_a_bug() -> None:
             local_rank=0,
             local_world_size=2,
             machine=0,
-            machines=(2,),
+            workers_per_machine=(2,),
             addresses=("127.0.0.1",),
             hosts=("a",),
         )
@@ -60,10 +63,10 @@ def test_a_world_may_have_one_worker() -> None:
     assert (Members.alone().world_size, Members.alone().address) == (1, "127.0.0.1")
 
 
-def test_a_workers_place_survives_its_environment() -> None:
-    place = WorkerEnvironment(
+def test_what_a_supervisor_gives_a_worker_survives_its_environment() -> None:
+    worker = WorkerEnvironment(
         run_id="r",
-        generation="abc",
+        start_id="abc",
         machine=1,
         local_rank=0,
         store=StoreSpec(kind="redis", address="redis://:secret@h:1/0", space="paceline-r/abc"),
@@ -71,9 +74,9 @@ def test_a_workers_place_survives_its_environment() -> None:
         timeout=10.0,
         error_file="error.json",
     )
-    assert read_environment(environment_of(place)).worker == place
-    assert "secret" not in repr(place)
-    assert set(environment_of(place)) >= {WORKER_VARIABLE, "PATH"}
+    assert read_environment(environment_of(worker)).worker == worker
+    assert "secret" not in repr(worker)
+    assert set(environment_of(worker)) >= {WORKER_VARIABLE, "PATH"}
     assert read_environment({}).worker is None
 
 
@@ -108,7 +111,9 @@ def test_our_errors_are_sentences_and_others_are_tracebacks() -> None:
         ({"file_store_path": "/nfs/meet"}, "folder", "/nfs/meet"),
     ],
 )
-def test_a_plan_meets_where_the_flags_say(flags: dict[str, str], kind: str, address: str) -> None:
+def test_a_plans_rendezvous_is_the_one_that_the_flags_name(
+    flags: dict[str, str], kind: str, address: str
+) -> None:
     world = WorldConfig(
         num_shards=2,
         shard_id=1,
@@ -119,6 +124,16 @@ def test_a_plan_meets_where_the_flags_say(flags: dict[str, str], kind: str, addr
     plan = RunPlan.of(world, workers=world.workers)
     assert plan.rendezvous == StoreSpec(kind=kind, address=address, space="paceline-a%20b")  # type: ignore[arg-type]
     assert (plan.machine, plan.machines, plan.workers) == (1, 2, 3)
+
+
+def test_a_wrong_address_is_named_with_its_flag_or_variables() -> None:
+    with pytest.raises(ConfigError, match=r"^--master node0: give it as HOST:PORT"):
+        RunPlan.of(WorldConfig(num_shards=2, run_id="r", master="node0"), workers=1)
+    by_launcher = StoreSpec(kind="tcp", address=":29500", space="r")  # an empty MASTER_ADDR
+    with pytest.raises(ConfigError, match=r"^MASTER_ADDR:MASTER_PORT :29500: give it as HOST:PORT"):
+        open_store(by_launcher, timedelta(seconds=1))
+    with pytest.raises(ConfigError, match=r"^MASTER_ADDR:MASTER_PORT :29500: give it as HOST:PORT"):
+        serve(by_launcher, (), print, "MASTER_PORT")
 
 
 def test_a_plan_for_one_machine_needs_no_rendezvous() -> None:

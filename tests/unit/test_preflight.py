@@ -30,7 +30,7 @@ HOSTS = ("a", "b", "c")
 
 def member(rank: int) -> Members:
     places = ("127.0.0.1",) * 3
-    return Members.on(rank, 0, machines=(1, 1, 1), addresses=places, hosts=HOSTS)
+    return Members.on(rank, 0, workers_per_machine=(1, 1, 1), addresses=places, hosts=HOSTS)
 
 
 def verdicts(subject: str, *facts: dict[str, str]) -> list[str]:

@@ -24,7 +24,7 @@ def registration(rank: int, host: str, local_rank: int, node: int | None = None)
 def ranks(*registrations: Registration) -> list[list[int]]:
     """Return the launcher's ranks on each machine, in our order."""
     world = RegisteredWorld(token="t", registrations=registrations)
-    return [[each.rank for each in group] for group in world.machines()]
+    return [[each.rank for each in group] for group in world.processes_by_machine()]
 
 
 def test_block_by_block_our_ranks_are_the_launchers() -> None:

@@ -222,7 +222,9 @@ def test_gpus_add_up_first_where_some_machine_of_several_has_more_than_one(
 ) -> None:
     places = ("127.0.0.1",) * len(machines)
     for machine in range(len(machines)):
-        members = Members.on(machine, 0, machines=machines, addresses=places, hosts=places)
+        members = Members.on(
+            machine, 0, workers_per_machine=machines, addresses=places, hosts=places
+        )
         assert adds_up_on_gpus(members, torch.device(device), sync) == adds_up
 
 

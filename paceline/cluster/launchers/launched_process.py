@@ -24,11 +24,12 @@ class LaunchedProcess:
         local_rank: the process's local rank.
         local_world_size: the number of processes that the launcher started on this machine.
         node: the launcher's number for the machine, if the launcher numbers machines.
-        start: an identifier of this start of the job, different from that of any other start; "" if
-            the launcher gives none.
+        launch_id: an identifier of this launch of the job, different from that of any other launch;
+            "" if the launcher gives none.
         master: HOST:PORT of a TCP store that all processes reach, if the launcher gives one; else
             "".
-        serves: whether the launcher itself serves that store; otherwise, rank 0 does.
+        launcher_serves_store: whether the launcher itself serves that store; otherwise, rank 0 does
+            so.
     """
 
     launcher: str
@@ -37,9 +38,9 @@ class LaunchedProcess:
     local_rank: int
     local_world_size: int
     node: int | None = None
-    start: str = ""
+    launch_id: str = ""
     master: str = ""
-    serves: bool = False
+    launcher_serves_store: bool = False
 
     @property
     def one_machine(self) -> bool:
@@ -62,17 +63,17 @@ def read_numbers(
         ConfigError: one is missing, isn't a number, or contradicts another; names them.
     """
     require(variables, names, command)
-    rank, size, local_rank, local_size = (whole(variables, name) for name in names)
-    for part, count in (names[:2], names[2:]):
-        if whole(variables, part) >= whole(variables, count):
+    rank, size, local_rank, local_size = (read_integer(variables, name) for name in names)
+    for index, count in (names[:2], names[2:]):
+        if read_integer(variables, index) >= read_integer(variables, count):
             raise ConfigError(
-                f"{part} {variables[part]} and {count} {variables[count]}: {part} must be less "
+                f"{index} {variables[index]} and {count} {variables[count]}: {index} must be less "
                 f"than {count}; check where these variables are set."
             )
     if local_rank > rank or local_size > size:
-        words = ", ".join(f"{name} {variables[name]}" for name in names)
+        settings = ", ".join(f"{name} {variables[name]}" for name in names)
         raise ConfigError(
-            f"{words}: a machine can't have more processes than the world; check where these "
+            f"{settings}: a machine can't have more processes than the world; check where these "
             "variables are set."
         )
     return LaunchedProcess(
@@ -101,7 +102,7 @@ def require(variables: Mapping[str, str], names: tuple[str, ...], command: str) 
         )
 
 
-def whole(variables: Mapping[str, str], name: str) -> int:
+def read_integer(variables: Mapping[str, str], name: str) -> int:
     """Return a variable's value as a number from 0 on.
 
     Raises:
@@ -113,13 +114,13 @@ def whole(variables: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
-def port_in(variables: Mapping[str, str], name: str) -> int:
+def read_port(variables: Mapping[str, str], name: str) -> int:
     """Return a variable's value as the number of a port.
 
     Raises:
         ConfigError: it is something else.
     """
-    port = whole(variables, name)
+    port = read_integer(variables, name)
     if not 0 < port < 65536:
         raise ConfigError(f"{name} is {port} in the environment: a port must be 1 to 65535.")
     return port

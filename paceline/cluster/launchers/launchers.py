@@ -1,8 +1,8 @@
 """The table of launchers whose processes join a world: torchrun, mpirun, Slurm's srun.
 
 A new launcher, such as PBS, is a file here that reads its variables, and a row of `LAUNCHERS`. What
-the reader returns says where the processes meet: a reader that gives no `master` needs an option
-for it, or MPI.
+the reader returns says where the rendezvous is: a launcher whose reader gives no `master` needs an
+option for it, or MPI.
 """
 
 from __future__ import annotations

@@ -16,18 +16,18 @@ from paceline.cluster.launchers.launched_process import LaunchedProcess
 from paceline.errors import CommError, ConfigError, Message
 
 _PROGRAM = Path(__file__).with_name("mpi_broadcast.py")
-_OTHERS = (
+_OTHER_RENDEZVOUS = (
     "or give the processes a rendezvous: --master, --file_store_path, --redis_host or --redis_url"
 )
 
 
-def share_address(
+def broadcast_address(
     launched: LaunchedProcess, addresses: Sequence[str], port: int, timeout: float
 ) -> tuple[tuple[str, ...], int]:
     """Return rank 0's addresses and port; collective.
 
     Args:
-        launched: this process's place.
+        launched: this process, as mpirun's variables describe it.
         addresses: at which the others may reach rank 0; what the others give isn't used.
         port: its port.
         timeout: seconds to wait for the others.
@@ -39,7 +39,7 @@ def share_address(
     if find_spec("mpi4py") is None:
         raise ConfigError(
             "The processes that mpirun started find each other through mpi4py, which isn't "
-            f"installed: pip install 'paceline[mpi]', {_OTHERS}."
+            f"installed: pip install 'paceline[mpi]', {_OTHER_RENDEZVOUS}."
         )
     try:
         done = subprocess.run(
@@ -60,10 +60,10 @@ def share_address(
             )
         ) from error
     except subprocess.CalledProcessError as error:
-        said = error.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"]
+        errors = error.stderr.decode(errors="replace").strip().splitlines() or ["no error output"]
         raise CommError(
-            f"mpi4py couldn't connect the processes that mpirun started ({said[-1]}): install "
-            f"an mpi4py that is built against the same MPI as this mpirun, {_OTHERS}."
+            f"mpi4py couldn't connect the processes that mpirun started ({errors[-1]}): install "
+            f"an mpi4py that is built against the same MPI as this mpirun, {_OTHER_RENDEZVOUS}."
         ) from error
     shared, port = json.loads(done.stdout)
     return tuple(shared), port

@@ -2,8 +2,8 @@
 
     stdin of rank 0  ->  MPI_Bcast of the length, MPI_Bcast of the bytes  ->  stdout of every rank
 
-It runs beside the process that mpirun started, in its place towards mpirun, because MPI's start
-has no time limit and keeps Python's lock: from outside it can be given up.
+It runs as a child that takes over the process's MPI rank: MPI_Init has no timeout and holds the
+GIL, but a child can be killed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reader of the variables that mpirun sets: MPICH's and Intel's, and Open MPI's.
 
-Neither says where to meet, nor numbers the machines. MPICH's rank alone means nothing: Slurm sets
+Neither names a rendezvous, nor numbers the machines. MPICH's rank alone means nothing: Slurm sets
 the same `PMI_RANK` for programs that it starts itself.
 """
 
@@ -20,7 +20,7 @@ _OPEN_MPI = (
 
 
 def read_mpirun(variables: Mapping[str, str]) -> LaunchedProcess:
-    """Return the process's place.
+    """Read rank, world size, local rank and local world size.
 
     Raises:
         ConfigError: the variables contradict each other, or some are missing; names them.

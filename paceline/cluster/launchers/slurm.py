@@ -18,10 +18,10 @@ from itertools import product
 
 from paceline.cluster.launchers.launched_process import (
     LaunchedProcess,
-    port_in,
+    read_integer,
     read_numbers,
+    read_port,
     require,
-    whole,
 )
 from paceline.errors import ConfigError
 
@@ -34,7 +34,7 @@ _BRACKET = re.compile(r"\[([\d,-]*)\]")
 
 
 def read_srun(variables: Mapping[str, str]) -> LaunchedProcess | None:
-    """Return the process's place; None if srun didn't start it as one of several.
+    """Read rank, world size and local rank; None if srun didn't start it as one of several.
 
     Raises:
         ConfigError: the variables contradict each other, or some are missing; names them.
@@ -44,62 +44,71 @@ def read_srun(variables: Mapping[str, str]) -> LaunchedProcess | None:
     nodes_name = _name(variables, "STEP_NODELIST", "NODELIST")
     if (
         "SLURM_PROCID" not in variables
-        or whole(variables, "SLURM_STEP_ID") >= _OWN_STEPS
+        or read_integer(variables, "SLURM_STEP_ID") >= _OWN_STEPS
         or variables.get(size) == "1"
     ):
         return None
     needed = ("SLURM_JOB_ID", "SLURM_PROCID", size, "SLURM_LOCALID", "SLURM_NODEID")
     require(variables, (*needed, counts_name, nodes_name), "srun")
-    counts, node = expand_counts(variables[counts_name]), whole(variables, "SLURM_NODEID")
-    if sum(counts) != whole(variables, size) or node >= len(counts):
+    counts, node = (
+        expand_counts(variables[counts_name], counts_name),
+        read_integer(variables, "SLURM_NODEID"),
+    )
+    if sum(counts) != read_integer(variables, size) or node >= len(counts):
         raise ConfigError(
             f"{counts_name} {variables[counts_name]}, {size} {variables[size]} and SLURM_NODEID "
             f"{node} contradict each other: check where these variables are set."
         )
     names = ("SLURM_PROCID", size, "SLURM_LOCALID", "tasks of this node")
-    place = read_numbers({**variables, names[3]: str(counts[node])}, "slurm", "srun", names)
+    process = read_numbers({**variables, names[3]: str(counts[node])}, "slurm", "srun", names)
     job, step = variables["SLURM_JOB_ID"], variables["SLURM_STEP_ID"]
-    first = "127.0.0.1" if len(counts) == 1 else expand_nodes(variables[nodes_name])[0]
-    port = variables.get("MASTER_PORT") and port_in(variables, "MASTER_PORT")
+    first = "127.0.0.1" if len(counts) == 1 else expand_nodes(variables[nodes_name], nodes_name)[0]
+    port = variables.get("MASTER_PORT") and read_port(variables, "MASTER_PORT")
     return replace(
-        place,
+        process,
         node=node,
-        start=f"slurm-{job}.{step}.{variables.get('SLURM_RESTART_COUNT', '0')}",
+        launch_id=f"slurm-{job}.{step}.{variables.get('SLURM_RESTART_COUNT', '0')}",
         master=f"{variables.get('MASTER_ADDR', first)}:{port or port_of(job, step)}",
     )
 
 
-def expand_nodes(text: str) -> list[str]:
+def expand_nodes(text: str, variable: str) -> list[str]:
     """Return the names in a node list: "a[01-02,7],b" is a01, a02, a7, b.
 
+    Args:
+        text: the list.
+        variable: the name of its variable.
+
     Raises:
-        ConfigError: it isn't such a list.
+        ConfigError: it isn't such a list; names the variable.
     """
     nodes = _COMMA.split(text)
     if not all(_NODE.fullmatch(node) for node in nodes):
-        raise _not_nodes(text)
-    return [name for node in nodes for name in _names(node, text)]
+        raise _not_nodes(text, variable)
+    return [name for node in nodes for name in _names(node, text, variable)]
 
 
-def expand_counts(text: str) -> tuple[int, ...]:
+def expand_counts(text: str, variable: str) -> tuple[int, ...]:
     """Return the tasks of each node: "2(x3),1" is 2, 2, 2, 1.
 
+    Args:
+        text: the list.
+        variable: the name of its variable.
+
     Raises:
-        ConfigError: it isn't such a list.
+        ConfigError: it isn't such a list; names the variable.
     """
     counts: list[int] = []
     for part in text.split(","):
         match = _COUNT.fullmatch(part)
         if match is None:
-            raise ConfigError(
-                f"SLURM_STEP_TASKS_PER_NODE {text!r}: it must have a form such as 2(x3),1."
-            )
+            raise ConfigError(f"{variable} {text!r}: it must have a form such as 2(x3),1.")
         counts += [int(match[1])] * int(match[2] or 1)
     return tuple(counts)
 
 
 def port_of(job: str, step: str) -> int:
-    """Return the port at which the tasks of a step meet."""
+    """Return the port of the rendezvous of a step's tasks."""
     digest = hashlib.sha256(f"{job}.{step}".encode()).digest()
     return _PORTS[int.from_bytes(digest[:8], "big") % len(_PORTS)]
 
@@ -109,23 +118,23 @@ def _name(variables: Mapping[str, str], step: str, job: str) -> str:
     return f"SLURM_{step if f'SLURM_{step}' in variables else job}"
 
 
-def _names(node: str, text: str) -> Iterator[str]:
+def _names(node: str, text: str, variable: str) -> Iterator[str]:
     """Write out one entry of a list: each bracket means any of its numbers."""
     parts = _BRACKET.split(node)  # literal, bracket, literal, …
-    choices = [list(_numbers(part, text)) if i % 2 else [part] for i, part in enumerate(parts)]
+    choices = [
+        list(_numbers(part, text, variable)) if i % 2 else [part] for i, part in enumerate(parts)
+    ]
     yield from map("".join, product(*choices))
 
 
-def _numbers(bracket: str, text: str) -> Iterator[str]:
+def _numbers(bracket: str, text: str, variable: str) -> Iterator[str]:
     for part in bracket.split(","):
         first, dash, last = part.partition("-")
         last = last if dash else first
         if not (first.isdecimal() and last.isdecimal()):
-            raise _not_nodes(text)
+            raise _not_nodes(text, variable)
         yield from (f"{n:0{len(first)}}" for n in range(int(first), int(last) + 1))
 
 
-def _not_nodes(text: str) -> ConfigError:
-    return ConfigError(
-        f"SLURM_STEP_NODELIST {text!r}: it must have a form such as node[01-03,07],login."
-    )
+def _not_nodes(text: str, variable: str) -> ConfigError:
+    return ConfigError(f"{variable} {text!r}: it must have a form such as node[01-03,07],login.")

@@ -12,28 +12,28 @@ from dataclasses import replace
 
 from paceline.cluster.launchers.launched_process import (
     LaunchedProcess,
-    port_in,
+    read_integer,
     read_numbers,
+    read_port,
     require,
-    whole,
 )
 
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 def read_torchrun(variables: Mapping[str, str]) -> LaunchedProcess:
-    """Return the process's place.
+    """Read rank, world size, local rank, the machine's number and the TCP store's address.
 
     Raises:
         ConfigError: the variables contradict each other, or some are missing; names them.
     """
-    place = read_numbers(variables, "torchrun", "torchrun", _NAMES)
+    process = read_numbers(variables, "torchrun", "torchrun", _NAMES)
     require(variables, ("GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"), "torchrun")
     run = variables.get("TORCHELASTIC_RUN_ID", "by-hand")
     return replace(
-        place,
-        node=whole(variables, "GROUP_RANK"),
-        start=f"torchrun-{run}.{variables.get('TORCHELASTIC_RESTART_COUNT', '0')}",
-        master=f"{variables['MASTER_ADDR']}:{port_in(variables, 'MASTER_PORT')}",
-        serves=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        process,
+        node=read_integer(variables, "GROUP_RANK"),
+        launch_id=f"torchrun-{run}.{variables.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+        master=f"{variables['MASTER_ADDR']}:{read_port(variables, 'MASTER_PORT')}",
+        launcher_serves_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )

@@ -1,8 +1,8 @@
 """Who is alive: a lease is a counter in the store that its owner advances.
 
 Clocks of different machines are never compared. A reader watches the counter on its own clock:
-a process that advances it is alive, one that does not within the limit is dead, and before either
-was seen nothing is known. On the same machine the kernel knows at once.
+a process that advances it is alive, and one that does not within the limit is dead. Until the
+reader has seen either, the verdict is unknown. On the same machine the kernel knows at once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ LIMIT_S = 10 * BEAT_S
 folder may be slow to show them."""
 
 ENDED = "ended"
-"""The counter of an owner that gave its lease up before the world stood."""
+"""The counter of an owner that gave its lease up before the world was complete."""
 
 
 @dataclass(frozen=True, kw_only=True)

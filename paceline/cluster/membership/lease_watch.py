@@ -18,12 +18,14 @@ class LeaseWatch:
     Args:
         store: the store of this start (one launch attempt) of the run.
         registration: the registration whose lease is watched.
-        here: the identity of this process.
+        own_process: the identity of this process.
     """
 
-    def __init__(self, store: Store, registration: Registration, here: ProcessIdentity) -> None:
+    def __init__(
+        self, store: Store, registration: Registration, own_process: ProcessIdentity
+    ) -> None:
         self.registration = registration
-        self._store, self._here = store, here
+        self._store, self._own_process = store, own_process
         self._counter = peek(store, lease_key(registration))
         self._since, self._advanced = time.monotonic(), False
 
@@ -32,7 +34,7 @@ class LeaseWatch:
         counter, now = peek(self._store, lease_key(self.registration)), time.monotonic()
         if counter != self._counter:
             self._counter, self._since, self._advanced = counter, now, True
-        process = ask_kernel(self.registration.process, self._here)
+        process = ask_kernel(self.registration.process, self._own_process)
         return judge(counter, process, now - self._since, advanced=self._advanced)
 
 

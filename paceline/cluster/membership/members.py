@@ -17,13 +17,14 @@ class Members:
     """Members of one generation of the world, as one worker sees them.
 
     Attributes:
-        generation: the generation's number, counted from 0.
+        generation: 0 in every world, as no caller gives another number. Keys in the store and the
+            purposes of windows contain it.
         rank: this worker's rank, 0 to world_size - 1.
         world_size: the number of workers.
         local_rank: this worker's local rank.
         local_world_size: the number of workers on its machine.
         machine: the number of this worker's machine (Caffe2's shard_id).
-        machines: for each machine, its number of workers.
+        workers_per_machine: for each machine, its number of workers.
         addresses: for each machine, the IPv4 address at which all other machines reach it.
         hosts: the machines' host names, for messages.
     """
@@ -34,16 +35,16 @@ class Members:
     local_rank: int
     local_world_size: int
     machine: int
-    machines: tuple[int, ...]
+    workers_per_machine: tuple[int, ...]
     addresses: tuple[str, ...]
     hosts: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        assert len(self.addresses) == len(self.hosts) == len(self.machines)
-        assert self.world_size == sum(self.machines)
-        assert self.local_world_size == self.machines[self.machine]
+        assert len(self.addresses) == len(self.hosts) == len(self.workers_per_machine)
+        assert self.world_size == sum(self.workers_per_machine)
+        assert self.local_world_size == self.workers_per_machine[self.machine]
         assert 0 <= self.local_rank < self.local_world_size
-        assert self.rank == sum(self.machines[: self.machine]) + self.local_rank
+        assert self.rank == sum(self.workers_per_machine[: self.machine]) + self.local_rank
 
     @classmethod
     def on(
@@ -51,7 +52,7 @@ class Members:
         machine: int,
         local_rank: int,
         *,
-        machines: tuple[int, ...],
+        workers_per_machine: tuple[int, ...],
         addresses: tuple[str, ...],
         hosts: tuple[str, ...],
         generation: int = 0,
@@ -59,12 +60,12 @@ class Members:
         """Return the world as worker `local_rank` of `machine` sees it."""
         return cls(
             generation=generation,
-            rank=sum(machines[:machine]) + local_rank,
-            world_size=sum(machines),
+            rank=sum(workers_per_machine[:machine]) + local_rank,
+            world_size=sum(workers_per_machine),
             local_rank=local_rank,
-            local_world_size=machines[machine],
+            local_world_size=workers_per_machine[machine],
             machine=machine,
-            machines=machines,
+            workers_per_machine=workers_per_machine,
             addresses=addresses,
             hosts=hosts,
         )
@@ -72,7 +73,7 @@ class Members:
     @classmethod
     def alone(cls, host: str = "localhost") -> Self:
         """Return a world of one worker."""
-        return cls.on(0, 0, machines=(1,), addresses=("127.0.0.1",), hosts=(host,))
+        return cls.on(0, 0, workers_per_machine=(1,), addresses=("127.0.0.1",), hosts=(host,))
 
     @property
     def address(self) -> str:
@@ -82,7 +83,7 @@ class Members:
     def machine_of(self, rank: int) -> int:
         """Return the number of the machine that a rank runs on."""
         assert 0 <= rank < self.world_size
-        return bisect_right(list(accumulate(self.machines)), rank)
+        return bisect_right(list(accumulate(self.workers_per_machine)), rank)
 
     def describe(self, rank: int) -> str:
         """Name a rank for messages: "rank 3 on machine 1 (host)"."""

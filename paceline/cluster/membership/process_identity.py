@@ -50,17 +50,17 @@ class ProcessIdentity:
 
 
 def ask_kernel(
-    who: ProcessIdentity, here: ProcessIdentity
+    process: ProcessIdentity, own_process: ProcessIdentity
 ) -> Literal["runs", "ended", "elsewhere"]:
     """Tell whether a process runs, if it is (or was) one of this machine's.
 
     Args:
-        who: the process in question.
-        here: this process, or another one of this machine.
+        process: the process in question.
+        own_process: this process, or another one on this machine.
     """
-    if who.kernel != here.kernel:
+    if process.kernel != own_process.kernel:
         return "elsewhere"
-    return "runs" if _start_time(who.pid) == who.started else "ended"
+    return "runs" if _start_time(process.pid) == process.started else "ended"
 
 
 def _start_time(pid: int) -> int | None:

@@ -38,7 +38,7 @@ class Deadline:
         self._report, self._pause, self._remedy = report, pause, remedy
         self._reported = ""
 
-    def wait(self, awaited: str) -> None:
+    def check_and_pause(self, awaited: str) -> None:
         """Pause for a moment; report first what the wait is for, if that is new.
 
         Raises:
@@ -57,21 +57,21 @@ class Deadline:
         """Pause for a moment of a wait that has a limit of its own and isn't worth a line."""
         self._pause(_PAUSE_S)
 
-    def at_most(self, limit: float, remedy: str | Message) -> Deadline:
+    def sooner(self, limit: float, remedy: str | Message) -> Deadline:
         """Return a deadline that ends sooner, if `limit` is sooner."""
         left = max(0.0, self._deadline - time.monotonic())
         return Deadline(min(limit, left), self._report, self._pause, remedy)
 
 
-def ignore(line: object) -> None:
+def no_report(line: object) -> None:
     """Report nothing of what a start waits for."""
 
 
-def absent(store: Store, entries: str, total: int) -> list[int]:
-    """Return the numbers of the machines or ranks that have no entry of this name in the store."""
-    return [i for i in range(total) if not store.check([f"{entries}/{i}"])]
+def missing_numbers(store: Store, key_prefix: str, total: int) -> list[int]:
+    """Return the machines or ranks whose key `key_prefix`/<number> is missing in the store."""
+    return [i for i in range(total) if not store.check([f"{key_prefix}/{i}"])]
 
 
-def numbered(noun: str, missing: Sequence[int], total: int) -> str:
+def describe_numbers(noun: str, missing: Sequence[int], total: int) -> str:
     """Name machines or ranks by their numbers: "machines 1, 2 of 4"."""
     return f"{noun}{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {total}"

@@ -15,7 +15,12 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistError
 
 from paceline.cluster.membership.lease_watch import LeaseWatch
-from paceline.cluster.rendezvous.deadline import Deadline, DeadlinePassed, absent, numbered
+from paceline.cluster.rendezvous.deadline import (
+    Deadline,
+    DeadlinePassed,
+    describe_numbers,
+    missing_numbers,
+)
 from paceline.cluster.rendezvous.registered_machine import (
     FINISHED,
     STORE_LIMIT,
@@ -33,8 +38,8 @@ def follow(
     plan: RunPlan,
     registration: Registration,
     deadline: Deadline,
-    notice: Callable[[FailureReport], None],
-    warn: Callable[[str], None],
+    on_failure: Callable[[FailureReport], None],
+    report_store_loss: Callable[[str], None],
 ) -> tuple[RegisteredMachine, RegisteredWorld]:
     """Register this machine in the run's live start.
 
@@ -42,8 +47,8 @@ def follow(
         plan: this machine's part.
         registration: its entry.
         deadline: the limit.
-        notice: see `RegisteredMachine`.
-        warn: see `RegisteredMachine`.
+        on_failure: see `RegisteredMachine`.
+        report_store_loss: see `RegisteredMachine`.
 
     Returns:
         the registered machine, and the complete world with it.
@@ -57,18 +62,25 @@ def follow(
     assert rendezvous is not None
 
     def register(live: _Live) -> RegisteredMachine:
-        name = live.record.generation
-        return RegisteredMachine(plan, rendezvous, name, registration, notice=notice, warn=warn)
+        start_id = live.record.generation
+        return RegisteredMachine(
+            plan,
+            rendezvous,
+            start_id,
+            registration,
+            on_failure=on_failure,
+            report_store_loss=report_store_loss,
+        )
 
     if not rendezvous.served_by_run:  # machine 0 serves that one, and may be yet to start
         open_store(rendezvous, STORE_LIMIT)
     while True:
         reason = ""
         try:
-            live = _live_generation(rendezvous, registration, plan, deadline)
+            live = _live_start(rendezvous, registration, plan, deadline)
             if _finished(live, plan):
                 with suppress(*STORE_ERRORS):  # another machine has removed the start
-                    register(live).leave()
+                    register(live).deregister()
                 raise Finished
             text = peek(live.store, "world")
             if live.record.machines != plan.machines:
@@ -84,13 +96,13 @@ def follow(
                 holder = RegisteredWorld.from_text(text).registrations[plan.machine]
                 watch = LeaseWatch(live.store, holder, registration.process)
                 _refuse_live_holder(watch, plan, deadline)
-            elif (joined := _join(live, register(live), deadline)) is not None:
+            elif (joined := _register_and_wait(live, register(live), deadline)) is not None:
                 return joined
         except DeadlinePassed:
             raise
         except (CommError, DistError) as error:  # machine 0 went, and took the store with it
             reason = f" ({first_line(error)})"
-        deadline.wait(numbered("machine", [0], plan.machines) + reason)
+        deadline.check_and_pause(describe_numbers("machine", [0], plan.machines) + reason)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +115,7 @@ class _Live:
     leader: LeaseWatch
 
 
-def _live_generation(
+def _live_start(
     rendezvous: StoreSpec, registration: Registration, plan: RunPlan, deadline: Deadline
 ) -> _Live:
     """Wait for a start that is alive or finished."""
@@ -113,7 +125,7 @@ def _live_generation(
         text = peek(store, "run")
         if text is not None and (live is None or text != live.text):
             record = RunRecord.from_text(text)
-            inside = open_store(rendezvous.within(record.generation), STORE_LIMIT)
+            inside = open_store(rendezvous.subspace(record.generation), STORE_LIMIT)
             leader = LeaseWatch(inside, record.leader, registration.process)
             live = _Live(text=text, record=record, store=inside, leader=leader)
         if (
@@ -122,7 +134,7 @@ def _live_generation(
             and (_finished(live, plan) or live.leader.verdict().state == "alive")
         ):
             return live
-        deadline.wait(numbered("machine", [0], plan.machines))
+        deadline.check_and_pause(describe_numbers("machine", [0], plan.machines))
 
 
 def _finished(live: _Live, plan: RunPlan) -> bool:
@@ -130,10 +142,10 @@ def _finished(live: _Live, plan: RunPlan) -> bool:
     return plan.begun and peek(live.store, FINISHED) is not None
 
 
-def _join(
+def _register_and_wait(
     live: _Live, registered: RegisteredMachine, deadline: Deadline
 ) -> tuple[RegisteredMachine, RegisteredWorld] | None:
-    """Register and wait for the world; None if it will not form, or not with this machine."""
+    """Return the complete world; None if it will not form, or not with this machine."""
     key, own = registered.key("machine"), registered.registration.to_text()
     with ExitStack() as undo:
         undo.callback(registered.abandon)
@@ -156,7 +168,7 @@ def _refuse_live_holder(holder: LeaseWatch, plan: RunPlan, deadline: Deadline) -
     """
     host = holder.registration.process.host
     while (verdict := holder.verdict()).state == "unknown":
-        deadline.wait(f"a heartbeat of machine {plan.machine} ({host})")
+        deadline.check_and_pause(f"a heartbeat of machine {plan.machine} ({host})")
     if verdict.state == "alive":
         raise ConfigError(
             f"--shard_id {plan.machine} of run {plan.run_id!r} is taken by a live machine, host "
@@ -174,5 +186,5 @@ def _await_world(
             return world if registered.registration in world.registrations else None
         if peek(registered.run_store, "run") != live.text or live.leader.verdict().state == "dead":
             return None
-        missing = absent(registered.store, "machine", registered.plan.machines) or [0]
-        deadline.wait(numbered("machine", missing, registered.plan.machines))
+        missing = missing_numbers(registered.store, "machine", registered.plan.machines) or [0]
+        deadline.check_and_pause(describe_numbers("machine", missing, registered.plan.machines))

@@ -16,8 +16,8 @@ from torch._C._distributed_c10d import TCPStore
 
 from paceline.cluster.environment import read_secret
 from paceline.cluster.launchers.launched_process import LaunchedProcess
-from paceline.cluster.launchers.mpi_address import share_address
-from paceline.cluster.rendezvous.machine_rendezvous import OPEN_STORE, serve
+from paceline.cluster.launchers.mpi_address import broadcast_address
+from paceline.cluster.rendezvous.machine_rendezvous import UNPROTECTED_STORE_WARNING, serve
 from paceline.cluster.rendezvous.reachability import own_addresses
 from paceline.cluster.rendezvous.registered_machine import STORE_LIMIT
 from paceline.cluster.stores.store_spec import StoreSpec, run_space
@@ -25,19 +25,19 @@ from paceline.cluster.stores.tcp_store import TcpStore, serve_tcp
 from paceline.errors import CommError
 
 
-def meet(
+def open_rendezvous(
     launched: LaunchedProcess,
     flags: StoreSpec | None,
-    wanted: Sequence[str],
+    interface_names: Sequence[str],
     timeout: float,
     report: Callable[[str], None],
 ) -> tuple[TCPStore | None, StoreSpec]:
-    """Return where the processes meet; rank 0 serves the TCP store if the launcher doesn't.
+    """Return where the rendezvous is; rank 0 serves the TCP store if the launcher doesn't.
 
     Args:
         launched: this process, as its launcher describes it.
-        flags: where flags say to meet.
-        wanted: the network interfaces to use; none: all.
+        flags: the store that flags name, if they name one.
+        interface_names: the network interfaces to use; none: all.
         timeout: seconds to wait for the others of mpirun's processes.
         report: receives a line if any process that reaches rank 0's store can join.
 
@@ -45,38 +45,41 @@ def meet(
         the store's server, where this process serves it, and the job's space in the store.
 
     Raises:
-        ConfigError: the place can't be had, or mpirun's processes have none.
+        ConfigError: the store's port can't be opened, or mpirun's processes have no rendezvous.
         CommError: rank 0 can't be reached, or mpirun's processes didn't come in time.
     """
     if not launched.master and flags is None:
-        return _meet_by_mpi(launched, wanted, timeout, report)
-    space = run_space(launched.start)
-    if flags is None or launched.serves:
+        return _open_rendezvous_by_mpi(launched, interface_names, timeout, report)
+    space = run_space(launched.launch_id)
+    if flags is None or launched.launcher_serves_store:
         secret = read_secret() if flags is None else flags.secret
         rendezvous = StoreSpec(kind="tcp", address=launched.master, space=space, secret=secret)
     else:
-        rendezvous = replace(flags, space=space if launched.start else flags.space)
-    if not rendezvous.served_by_run or launched.serves or launched.rank > 0:
+        rendezvous = replace(flags, space=space if launched.launch_id else flags.space)
+    if not rendezvous.served_by_run or launched.launcher_serves_store or launched.rank > 0:
         return None, rendezvous
-    given = "MASTER_PORT" if flags is None else "--master"
-    return serve(rendezvous, tuple(wanted), report, given)
+    port_source = "MASTER_PORT" if flags is None else "--master"
+    return serve(rendezvous, tuple(interface_names), report, port_source)
 
 
-def _meet_by_mpi(
+def _open_rendezvous_by_mpi(
     launched: LaunchedProcess,
-    wanted: Sequence[str],
+    interface_names: Sequence[str],
     timeout: float,
     report: Callable[[str], None],
 ) -> tuple[TCPStore | None, StoreSpec]:
-    addresses, secret = own_addresses(wanted, apart=not launched.one_machine), read_secret()
+    addresses, secret = (
+        own_addresses(interface_names, other_machines=not launched.one_machine),
+        read_secret(),
+    )
     server, port = None, 0
     if launched.rank == 0:
         address = addresses[0] if len(addresses) == 1 else ""
         server = serve_tcp(address, 0, STORE_LIMIT)
         port = server.port
         if not launched.one_machine and not secret:
-            report(OPEN_STORE.format(address or "all interfaces", port))
-    addresses, port = share_address(launched, addresses, port, timeout)
+            report(UNPROTECTED_STORE_WARNING.format(address or "all interfaces", port))
+    addresses, port = broadcast_address(launched, addresses, port, timeout)
     address = f"{_answering(addresses, port)}:{port}"
     return server, StoreSpec(kind="tcp", address=address, space=run_space("mpirun"), secret=secret)
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from paceline.cluster.membership.lease_watch import LeaseWatch
 from paceline.cluster.membership.process_identity import ProcessIdentity
-from paceline.cluster.rendezvous.deadline import Deadline, DeadlinePassed, numbered
+from paceline.cluster.rendezvous.deadline import Deadline, DeadlinePassed, describe_numbers
 from paceline.cluster.rendezvous.registered_machine import (
     STORE_LIMIT,
     RegisteredMachine,
@@ -31,10 +31,10 @@ _ENDING_S = 15.0
 def take_over(
     plan: RunPlan, rendezvous: StoreSpec, registration: Registration, deadline: Deadline
 ) -> str:
-    """Make a new start the run's newest; return its name.
+    """Make a new start the run's newest; return its id.
 
-    Nothing of it is in the store before, so that a process killed on the way leaves nothing that
-    the next one doesn't find by the run's record.
+    Writes nothing before the run's record names the start, so that a killed process leaves no keys
+    that the record doesn't lead to.
 
     Raises:
         ConfigError: the run is alive; names its machine.
@@ -46,11 +46,11 @@ def take_over(
         old = None if found is None else RunRecord.from_text(found)
         if old is not None:
             _wait_until_over(plan, rendezvous, old, registration.process, deadline)
-        expected, wanted = "" if found is None else found.decode(), record.to_text()
+        expected, desired = "" if found is None else found.decode(), record.to_text()
         with suppress(FolderRemoved):  # just now, by the last machine of the run before
-            if store.compare_set("run", expected, wanted) == wanted.encode():
+            if store.compare_set("run", expected, desired) == desired.encode():
                 if old is not None:
-                    erase(rendezvous.within(old.generation))
+                    erase(rendezvous.subspace(old.generation))
                 return record.generation
 
 
@@ -63,7 +63,7 @@ def complete_world(registered: RegisteredMachine, deadline: Deadline) -> Registe
     registered.store.set(registered.key("machine"), registered.registration.to_text())
     watches: dict[int, LeaseWatch] = {}
     while missing := _missing(registered, watches):
-        deadline.wait(numbered("machine", missing, registered.plan.machines))
+        deadline.check_and_pause(describe_numbers("machine", missing, registered.plan.machines))
     registrations = tuple(
         watches[machine].registration for machine in range(registered.plan.machines)
     )
@@ -85,14 +85,18 @@ def _missing(registered: RegisteredMachine, watches: dict[int, LeaseWatch]) -> l
 
 
 def _wait_until_over(
-    plan: RunPlan, rendezvous: StoreSpec, old: RunRecord, here: ProcessIdentity, deadline: Deadline
+    plan: RunPlan,
+    rendezvous: StoreSpec,
+    old: RunRecord,
+    own_process: ProcessIdentity,
+    deadline: Deadline,
 ) -> None:
     """Wait until no machine of a start is alive; its machine 0 alive is an error at once."""
-    store = open_store(rendezvous.within(old.generation), STORE_LIMIT)
-    there = [*read_registrations(store, "machine", old.machines).values(), old.leader]
-    entries = {registration.id: registration for registration in there}
-    watches = [LeaseWatch(store, registration, here) for registration in entries.values()]
-    ending = deadline.at_most(_ENDING_S, "")
+    store = open_store(rendezvous.subspace(old.generation), STORE_LIMIT)
+    registrations = [*read_registrations(store, "machine", old.machines).values(), old.leader]
+    entries = {registration.id: registration for registration in registrations}
+    watches = [LeaseWatch(store, registration, own_process) for registration in entries.values()]
+    end_deadline = deadline.sooner(_ENDING_S, "")
     while watches:
         verdicts = {watch: watch.verdict() for watch in watches}
         for watch, verdict in verdicts.items():
@@ -101,7 +105,7 @@ def _wait_until_over(
         watches = [watch for watch in watches if verdicts[watch].state != "dead"]
         if watches:
             try:
-                ending.wait(
+                end_deadline.check_and_pause(
                     f"the end of run {plan.run_id!r} on {watches[0].registration.process.host}"
                 )
             except DeadlinePassed:

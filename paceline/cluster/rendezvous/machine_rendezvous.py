@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 
 from paceline.cluster.membership.process_identity import ProcessIdentity
-from paceline.cluster.rendezvous.deadline import Deadline, ignore
+from paceline.cluster.rendezvous.deadline import Deadline, no_report
 from paceline.cluster.rendezvous.follower import follow
 from paceline.cluster.rendezvous.leader import complete_world, take_over
 from paceline.cluster.rendezvous.reachability import (
@@ -38,10 +38,10 @@ from paceline.cluster.rendezvous.registered_machine import (
     RegisteredMachine,
 )
 from paceline.cluster.rendezvous.registration import (
-    GenerationInfo,
     RegisteredWorld,
     Registration,
     RunRecord,
+    WorldInfo,
 )
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.stores.store_spec import (
@@ -62,8 +62,8 @@ def open_run(
     plan: RunPlan,
     *,
     report: Callable[[str], None],
-    notice: Callable[[FailureReport], None],
-    warn: Callable[[str], None],
+    on_failure: Callable[[FailureReport], None],
+    report_store_loss: Callable[[str], None],
     pause: Callable[[float], None] = time.sleep,
 ) -> FormedRun:
     """Form a run with the other machines.
@@ -71,8 +71,9 @@ def open_run(
     Args:
         plan: this machine's part.
         report: receives lines about what the start waits for.
-        notice: receives, from another thread, the failure that a machine gives for the run's end.
-        warn: receives, from another thread, a line if the store is lost.
+        on_failure: receives, from another thread, the failure that a machine gives for the
+            run's end.
+        report_store_loss: receives, from another thread, a line if the store is lost.
         pause: sleeps; may raise to end the wait.
 
     Raises:
@@ -92,30 +93,35 @@ def open_run(
         server: TCPStore | None = None
         try:
             if plan.machine == 0:
-                server, rendezvous = host(plan, report)
-                generation = take_over(plan, rendezvous, registration, deadline)
+                server, rendezvous = serve_if_needed(plan, report)
+                start_id = take_over(plan, rendezvous, registration, deadline)
                 registered = RegisteredMachine(
-                    plan, rendezvous, generation, registration, notice=notice, warn=warn
+                    plan,
+                    rendezvous,
+                    start_id,
+                    registration,
+                    on_failure=on_failure,
+                    report_store_loss=report_store_loss,
                 )
                 undo.callback(registered.abandon)
                 world = complete_world(registered, deadline)
             else:
-                registered, world = follow(plan, registration, deadline, notice, warn)
+                registered, world = follow(
+                    plan, registration, deadline, on_failure, report_store_loss
+                )
                 undo.callback(registered.abandon)
-            generation_info = _form(registered, world, listener, deadline)
+            world_info = _agree_on_world_info(registered, world, listener, deadline)
         except DistError as error:
             raise CommError(
                 f"The rendezvous was lost during the start: {first_line(error)}."
             ) from error
         undo.pop_all()
         listener.close()
-    return FormedRun(
-        registered=registered, world=world, generation_info=generation_info, server=server
-    )
+    return FormedRun(registered=registered, world=world, world_info=world_info, server=server)
 
 
 def answer_finished(plan: RunPlan, limit: float = 5.0) -> None:
-    """Tell the machines that come within the limit that the run is over; for machine 0.
+    """Report to the machines that come within the limit that the run is over; for machine 0.
 
     The machines wait for machine 0, as its store may have ended with it. Started again it finds its
     run folder marked, and opens a start of the run that never trains. Nothing is lost if the
@@ -125,28 +131,33 @@ def answer_finished(plan: RunPlan, limit: float = 5.0) -> None:
         plan: machine 0's part in the run.
         limit: seconds to wait for machines to come.
     """
-    deadline = Deadline(limit, ignore, time.sleep, "")
+    deadline = Deadline(limit, no_report, time.sleep, "")
     with suppress(*STORE_ERRORS), closing(ProbeListener()) as listener:
-        server, rendezvous = host(plan, ignore)
+        server, rendezvous = serve_if_needed(plan, no_report)
         found = (
             None
             if server is not None
             else peek(open_store(rendezvous, STORE_LIMIT, make=True), "run")
         )
         if found is not None:
-            last = rendezvous.within(RunRecord.from_text(found).generation)
+            last = rendezvous.subspace(RunRecord.from_text(found).generation)
             if peek(open_store(last, STORE_LIMIT), FINISHED) is not None:
                 return  # it was left for a machine that was killed
         registration = registration_of(plan, listener)
-        generation = take_over(plan, rendezvous, registration, deadline)
+        start_id = take_over(plan, rendezvous, registration, deadline)
         registered = RegisteredMachine(
-            plan, rendezvous, generation, registration, notice=ignore, warn=ignore
+            plan,
+            rendezvous,
+            start_id,
+            registration,
+            on_failure=no_report,
+            report_store_loss=no_report,
         )
         try:
             registered.store.set(FINISHED, "1")
             registered.store.set(registered.key("left"), "1")
-            while not registered.others_left():
-                deadline.wait("the other machines")
+            while not registered.all_left():
+                deadline.check_and_pause("the other machines")
         finally:
             registered.abandon()
 
@@ -157,13 +168,15 @@ def registration_of(plan: RunPlan, listener: ProbeListener) -> Registration:
         process=ProcessIdentity.of_this_process(),
         workers=plan.workers,
         rank=plan.machine,
-        addresses=own_addresses(plan.interfaces, apart=plan.machines > 1),
+        addresses=own_addresses(plan.interfaces, other_machines=plan.machines > 1),
         port=listener.port,
     )
 
 
-def host(plan: RunPlan, report: Callable[[str], None]) -> tuple[TCPStore | None, StoreSpec]:
-    """Serve the TCP store if that is where the run meets.
+def serve_if_needed(
+    plan: RunPlan, report: Callable[[str], None]
+) -> tuple[TCPStore | None, StoreSpec]:
+    """Serve the TCP store if that is where the run's rendezvous is.
 
     Args:
         plan: machine 0's part.
@@ -185,17 +198,17 @@ def host(plan: RunPlan, report: Callable[[str], None]) -> tuple[TCPStore | None,
 
 def serve(
     rendezvous: StoreSpec,
-    wanted: tuple[str, ...],
+    interface_names: tuple[str, ...],
     report: Callable[[str], None],
-    given: str = "--master",
+    port_source: str = "--master",
 ) -> tuple[TCPStore, StoreSpec]:
     """Serve a TCP store on the interface of its address.
 
     Args:
         rendezvous: the store, as an option or a launcher gives it.
-        wanted: the network interfaces to use; none: all.
+        interface_names: the network interfaces to use; none: all.
         report: receives a line if any process that reaches the store can join.
-        given: the option or variable that names the port.
+        port_source: the option or variable that names the port.
 
     Returns:
         the store's server, and the way to the store from this machine.
@@ -204,49 +217,49 @@ def serve(
         ConfigError: the port can't be had.
     """
     name, port = split_address(rendezvous.address)
-    address = listening_address(name, interfaces(), wanted)
-    server = serve_tcp(address, port, STORE_LIMIT, given)
+    address = listening_address(name, interfaces(), interface_names)
+    server = serve_tcp(address, port, STORE_LIMIT, port_source)
     if not address.startswith("127.") and not rendezvous.secret:
-        report(OPEN_STORE.format(address or "all interfaces", server.port))
+        report(UNPROTECTED_STORE_WARNING.format(address or "all interfaces", server.port))
     return server, replace(rendezvous, address=f"{address or '127.0.0.1'}:{server.port}")
 
 
-OPEN_STORE = (
+UNPROTECTED_STORE_WARNING = (
     "any process that reaches port {1} on {0} can join this run and read its job token: give all "
     "machines the same secret, with PACELINE_SECRET or --secret_file."
 )
 
 
-def _form(
+def _agree_on_world_info(
     registered: RegisteredMachine,
     world: RegisteredWorld,
     listener: ProbeListener,
     deadline: Deadline,
-) -> GenerationInfo:
+) -> WorldInfo:
     store, machine = registered.store, registered.plan.machine
-    machines = world.registrations
-    addresses: tuple[str, ...] = ("127.0.0.1",) * len(machines)
+    registrations = world.registrations
+    addresses: tuple[str, ...] = ("127.0.0.1",) * len(registrations)
     if not world.one_network or registered.plan.interfaces:
-        watches = [registered.watch(entry) for entry in machines]
+        watches = [registered.watch(entry) for entry in registrations]
 
         def check(missing: list[int]) -> None:
             for peer in missing:
                 verdict = watches[peer].verdict()
                 if verdict.state == "dead":
                     raise CommError(
-                        f"Machine {peer} ({machines[peer].process.host}) ended during the start "
-                        f"({verdict.reason}): check the output "
-                        "of that machine, and start the run again."
+                        f"Machine {peer} ({registrations[peer].process.host}) ended during the "
+                        f"start ({verdict.reason}): check the output of that machine, and start "
+                        "the run again."
                     )
 
         addresses = agreed_addresses(
-            store, world.token, machines, machine, listener, deadline, check
+            store, world.token, registrations, machine, listener, deadline, check
         )
-    generation_info = GenerationInfo(
+    world_info = WorldInfo(
         token=world.token,
-        machines=tuple(entry.workers for entry in machines),
+        workers_per_machine=tuple(entry.workers for entry in registrations),
         addresses=addresses,
-        hosts=tuple(entry.process.host for entry in machines),
+        hosts=tuple(entry.process.host for entry in registrations),
     )
-    store.set(registered.key("formed"), generation_info.to_text())
-    return generation_info
+    store.set(registered.key("formed"), world_info.to_text())
+    return world_info

@@ -2,7 +2,7 @@
 
     every rank posts its facts, which are names and short texts, and a digest of them
     every rank waits for all digests
-    the lowest rank that differs from rank 0 is the one that all speak of
+    all errors name the lowest rank that differs from rank 0
 
 All read the same entries and so come to the same verdict: none continues alone. What only one of
 the two ranks has is named before what both have with different values.
@@ -51,23 +51,23 @@ def compare(
         PeerLost: another process gave a reason for the run's end.
     """
     text = json.dumps(dict(facts))  # in their order: the first name that differs is the first here
-    mine = f"preflight/{subject}/{members.generation}"
-    store.set(f"{mine}/facts/{members.rank}", text)
-    store.set(f"{mine}/digest/{members.rank}", hashlib.sha256(text.encode()).hexdigest())
-    keys = [f"{mine}/digest/{rank}" for rank in range(members.world_size)]
+    prefix = f"preflight/{subject}/{members.generation}"
+    store.set(f"{prefix}/facts/{members.rank}", text)
+    store.set(f"{prefix}/digest/{members.rank}", hashlib.sha256(text.encode()).hexdigest())
+    keys = [f"{prefix}/digest/{rank}" for rank in range(members.world_size)]
 
-    def late(missing: list[str]) -> str:
+    def make_timeout_message(missing: list[str]) -> str:
         ranks = ", ".join(members.describe(int(key.rpartition("/")[2])) for key in missing)
-        # To a script's loader a silent rank may not have come at all.
+        # In paceline.loader(), a missing rank may never have called it.
         calls = "; all ranks must call paceline.loader(), not only rank 0"
         advice = "check its output" + (calls if subject.startswith("loader ") else "")
         return f"{ranks} didn't report its {subject} within {timeout:g} s: {advice}."
 
-    await_keys(store, keys, timeout, late)
+    await_keys(store, keys, timeout, make_timeout_message)
     digests = store.multi_get(keys)
     for rank, digest in enumerate(digests):
         if digest != digests[0]:
-            entries = store.multi_get([f"{mine}/facts/{i}" for i in (0, rank)])
+            entries = store.multi_get([f"{prefix}/facts/{i}" for i in (0, rank)])
             first, other = (json.loads(entry) for entry in entries)
             raise ConfigError(_difference(members, subject, first, other, rank))
 

@@ -1,10 +1,10 @@
 """How the processes that a launcher started find each other and agree on ranks and machines.
 
     rank 0                                    rank i
-    make a start: a space of a random name
-    write its name to `start`                 wait for `start`; in its space, write here/<i>
-    wait for all here/<i>
-    write `world`: all that came, a token       wait for a world that it is in
+    make a start: a space of a random id
+    write its id to `start`                   wait for `start`; in its space, register
+    wait for all registrations                as registration/<i>
+    write `world`: these, and the job token   wait for a world that it is in
     -- local rank 0 of each machine: connect to each other's addresses, post which ones worked --
     every machine's address is the first of its own at which all others reached it
 
@@ -28,7 +28,12 @@ from torch.distributed import DistError
 from paceline.cluster.launchers.launched_process import LaunchedProcess
 from paceline.cluster.membership.members import Members
 from paceline.cluster.membership.process_identity import ProcessIdentity
-from paceline.cluster.rendezvous.deadline import Deadline, DeadlinePassed, absent, numbered
+from paceline.cluster.rendezvous.deadline import (
+    Deadline,
+    DeadlinePassed,
+    describe_numbers,
+    missing_numbers,
+)
 from paceline.cluster.rendezvous.reachability import (
     ProbeListener,
     agreed_addresses,
@@ -61,15 +66,18 @@ class FormedWorld:
     store: Store
 
 
-def gather(
-    rendezvous: StoreSpec, launched: LaunchedProcess, wanted: Sequence[str], deadline: Deadline
+def form_world(
+    rendezvous: StoreSpec,
+    launched: LaunchedProcess,
+    interface_names: Sequence[str],
+    deadline: Deadline,
 ) -> FormedWorld:
-    """Find the others; collective.
+    """Find the other processes and form the world with them; collective.
 
     Args:
         rendezvous: the job's space in a store that all processes reach.
-        launched: this process's place by its launcher.
-        wanted: the network interfaces to use; none: all.
+        launched: this process, as its launcher describes it.
+        interface_names: the network interfaces to use; none: all.
         deadline: the limit.
 
     Raises:
@@ -82,14 +90,16 @@ def gather(
             node=launched.node,
             local_rank=launched.local_rank,
             process=ProcessIdentity.of_this_process(),
-            addresses=own_addresses(wanted, apart=bool(wanted) or not launched.one_machine),
+            addresses=own_addresses(
+                interface_names, other_machines=bool(interface_names) or not launched.one_machine
+            ),
             port=listener.port,
         )
         try:
-            meet = _open if launched.rank == 0 else _find
-            space, world = meet(rendezvous, own, launched.world_size, deadline)
+            register = _open if launched.rank == 0 else _find
+            space, world = register(rendezvous, own, launched.world_size, deadline)
             store = open_store(space, STORE_LIMIT)
-            members = _members(world, own, store, listener, wanted, deadline)
+            members = _members(world, own, store, listener, interface_names, deadline)
         except DistError as error:
             raise CommError(
                 f"The rendezvous was lost during the start: {first_line(error)}."
@@ -101,21 +111,21 @@ def _open(
     rendezvous: StoreSpec, own: Registration, world_size: int, deadline: Deadline
 ) -> tuple[StoreSpec, RegisteredWorld]:
     """Make a start, and wait for all."""
-    outer = open_store(rendezvous, STORE_LIMIT, make=True)
-    old, name = peek(outer, START), uuid.uuid4().hex
-    space = rendezvous.within(name)
+    job_store = open_store(rendezvous, STORE_LIMIT, make=True)
+    old, start_id = peek(job_store, START), uuid.uuid4().hex
+    space = rendezvous.subspace(start_id)
     store = open_store(space, STORE_LIMIT, make=True)
-    store.set(f"here/{own.rank}", own.to_text())
-    outer.set(START, name)
+    store.set(f"registration/{own.rank}", own.to_text())
+    job_store.set(START, start_id)
     if old is not None:
-        erase(rendezvous.within(old.decode()))
+        erase(rendezvous.subspace(old.decode()))
     try:
-        while missing := absent(store, "here", world_size):
-            deadline.wait(numbered("rank", missing, world_size))
+        while missing := missing_numbers(store, "registration", world_size):
+            deadline.check_and_pause(describe_numbers("rank", missing, world_size))
     except DeadlinePassed as error:
         _give_up(store, world_size, str(error), deadline)
         raise
-    registrations = read_registrations(store, "here", world_size)
+    registrations = read_registrations(store, "registration", world_size)
     world = RegisteredWorld(
         token=secrets.token_hex(16), registrations=tuple(registrations.values())
     )
@@ -123,14 +133,14 @@ def _open(
     return space, world
 
 
-def _give_up(store: Store, world_size: int, why: str, deadline: Deadline) -> None:
-    """Tell the processes that came, and keep the store until they have read it."""
-    came = read_registrations(store, "here", world_size)
-    world = RegisteredWorld(token="", registrations=tuple(came.values()), lost=why)
+def _give_up(store: Store, world_size: int, reason: str, deadline: Deadline) -> None:
+    """Report to the registered processes, and keep the store until they have read why."""
+    registered = read_registrations(store, "registration", world_size)
+    world = RegisteredWorld(token="", registrations=tuple(registered.values()), lost=reason)
     store.set("world", world.to_text())
-    readers = [f"read/{rank}" for rank in came if rank > 0]
-    until = time.monotonic() + _READ_S
-    while not store.check(readers) and time.monotonic() < until:
+    readers = [f"read/{rank}" for rank in registered if rank > 0]
+    read_deadline = time.monotonic() + _READ_S
+    while not store.check(readers) and time.monotonic() < read_deadline:
         deadline.pause()
 
 
@@ -138,17 +148,17 @@ def _find(
     rendezvous: StoreSpec, own: Registration, world_size: int, deadline: Deadline
 ) -> tuple[StoreSpec, RegisteredWorld]:
     """Wait for a start, and for a world in it that this process is in."""
-    outer = _reached(rendezvous, world_size, deadline)
+    job_store = _open_when_served(rendezvous, world_size, deadline)
     found: bytes | None = None
     missing = [0]
     while True:
-        name = peek(outer, START)
+        start_id = peek(job_store, START)
         with suppress(FolderRemoved):  # an earlier start's space, just now
-            if name is not None and name != found:
-                space = rendezvous.within(name.decode())
+            if start_id is not None and start_id != found:
+                space = rendezvous.subspace(start_id.decode())
                 store = open_store(space, STORE_LIMIT)
-                store.set(f"here/{own.rank}", own.to_text())
-                found = name
+                store.set(f"registration/{own.rank}", own.to_text())
+                found = start_id
             if found is not None:
                 text = peek(store, "world")
                 world = None if text is None else RegisteredWorld.from_text(text)
@@ -157,17 +167,19 @@ def _find(
                     if world.lost:
                         raise CommError(world.lost)
                     return space, world
-                missing = absent(store, "here", world_size) or [0]
-        deadline.wait(numbered("rank", missing, world_size))
+                missing = missing_numbers(store, "registration", world_size) or [0]
+        deadline.check_and_pause(describe_numbers("rank", missing, world_size))
 
 
-def _reached(rendezvous: StoreSpec, world_size: int, deadline: Deadline) -> Store:
+def _open_when_served(rendezvous: StoreSpec, world_size: int, deadline: Deadline) -> Store:
     """Open the store once it is there: rank 0 may be yet to serve it."""
     while True:
         try:
             return open_store(rendezvous, STORE_LIMIT)
         except CommError as error:
-            deadline.wait(f"{numbered('rank', [0], world_size)} ({str(error).rstrip('.')})")
+            deadline.check_and_pause(
+                f"{describe_numbers('rank', [0], world_size)} ({str(error).rstrip('.')})"
+            )
 
 
 def _members(
@@ -175,20 +187,20 @@ def _members(
     own: Registration,
     store: Store,
     listener: ProbeListener,
-    wanted: Sequence[str],
+    interface_names: Sequence[str],
     deadline: Deadline,
 ) -> Members:
-    machines = world.machines()
-    machine = next(i for i, group in enumerate(machines) if own in group)
-    addresses: tuple[str, ...] = ("127.0.0.1",) * len(machines)
-    if wanted or not world.one_network:
-        leaders = [group[0] for group in machines]
+    groups = world.processes_by_machine()
+    machine = next(i for i, group in enumerate(groups) if own in group)
+    addresses: tuple[str, ...] = ("127.0.0.1",) * len(groups)
+    if interface_names or not world.one_network:
+        leaders = [group[0] for group in groups]
         probing = listener if own in leaders else None
         addresses = agreed_addresses(store, world.token, leaders, machine, probing, deadline)
     return Members.on(
         machine,
-        machines[machine].index(own),
-        machines=tuple(map(len, machines)),
+        groups[machine].index(own),
+        workers_per_machine=tuple(map(len, groups)),
         addresses=addresses,
-        hosts=tuple(group[0].process.host for group in machines),
+        hosts=tuple(group[0].process.host for group in groups),
     )

@@ -31,7 +31,7 @@ from contextlib import suppress
 
 from torch._C._distributed_c10d import Store
 
-from paceline.cluster.rendezvous.deadline import Deadline, absent, numbered
+from paceline.cluster.rendezvous.deadline import Deadline, describe_numbers, missing_numbers
 from paceline.cluster.rendezvous.registration import Registration
 from paceline.errors import CommError, ConfigError
 
@@ -42,11 +42,11 @@ _CONNECT_S = 3.0
 _ANSWER_S = 15.0
 """A peer answers once it has read the world from the store, which may be slow to show it."""
 
-_SILENCE_S = 1.0
-"""How long one connection may keep the others waiting."""
+_REQUEST_TIMEOUT_S = 1.0
+"""Seconds to wait for a probe's request, as connections are answered one after the other."""
 
-_MEET_S = 60.0
-_JUDGE_S = 5.0
+_PROBE_REPORTS_S = 60.0  # for all machines' reports on which addresses they reached
+_READ_REPORTS_S = 5.0  # for the others to read the reports, where they show no common address
 
 
 def interfaces() -> dict[str, str]:
@@ -65,24 +65,26 @@ def interfaces() -> dict[str, str]:
     return found
 
 
-def candidates(available: Mapping[str, str], wanted: Sequence[str]) -> tuple[str, ...]:
+def candidate_addresses(
+    available: Mapping[str, str], interface_names: Sequence[str]
+) -> tuple[str, ...]:
     """Return the addresses at which peers may try to reach this machine, the preferred ones first.
 
     Args:
         available: what `interfaces` returned.
-        wanted: names of interfaces; none: all but the loopback.
+        interface_names: names of interfaces; none: all but the loopback.
 
     Raises:
         ConfigError: there is no such interface, or none with an address.
     """
-    for name in wanted:
+    for name in interface_names:
         if name not in available:
             raise ConfigError(
                 f"--distributed_interfaces {name}: this machine has no such interface with an IPv4 "
                 f"address; it has {', '.join(available) or 'none'}."
             )
-    if wanted:
-        return tuple(available[name] for name in wanted)
+    if interface_names:
+        return tuple(available[name] for name in interface_names)
     addresses = [a for a in available.values() if not a.startswith("127.")]
     if not addresses:
         raise ConfigError(
@@ -93,18 +95,23 @@ def candidates(available: Mapping[str, str], wanted: Sequence[str]) -> tuple[str
     return tuple(addresses)
 
 
-def own_addresses(wanted: Sequence[str], *, apart: bool) -> tuple[str, ...]:
-    """Return the addresses at which peers may try this machine; `apart`: from other machines."""
-    return candidates(interfaces(), wanted) if apart else ("127.0.0.1",)
+def own_addresses(interface_names: Sequence[str], *, other_machines: bool) -> tuple[str, ...]:
+    """Return the addresses at which peers may try to reach this machine, by `candidate_addresses`.
+
+    If not `other_machines`, all peers are on this machine, and the only address is 127.0.0.1.
+    """
+    return candidate_addresses(interfaces(), interface_names) if other_machines else ("127.0.0.1",)
 
 
-def listening_address(host: str, available: Mapping[str, str], wanted: Sequence[str]) -> str:
+def listening_address(
+    host: str, available: Mapping[str, str], interface_names: Sequence[str]
+) -> str:
     """Return the address to listen on for peers that connect to `host`; "" for all interfaces.
 
     Args:
         host: a name or an address of this machine, as an option gives it.
         available: what `interfaces` returned.
-        wanted: names of interfaces; none: the one with the address of `host`.
+        interface_names: names of interfaces; none: the one with the address of `host`.
     """
     if host == "localhost" or host.startswith("127."):
         return "127.0.0.1" if host == "localhost" else host
@@ -113,7 +120,7 @@ def listening_address(host: str, available: Mapping[str, str], wanted: Sequence[
         own = [a for a in found if a in available.values() and not a.startswith("127.")]
         if own:
             return own[0]
-    return available.get(wanted[0], "") if len(wanted) == 1 else ""
+    return available.get(interface_names[0], "") if len(interface_names) == 1 else ""
 
 
 class ProbeListener:
@@ -152,27 +159,27 @@ class ProbeListener:
                 _answer(connection, proof, machine)
 
 
-def reach(
+def probe_peers(
     token: str,
     machine: int,
     peers: Mapping[int, tuple[Sequence[str], int]],
     pause: Callable[[], None],
 ) -> dict[int, list[str]]:
-    """Try all addresses of all peers at once; return those that each was reached at.
+    """Probe all addresses of all peers at once; return those at which each was reached.
 
-    A wait that is ended leaves the tries to their limits.
+    If `pause` ends the wait, the probes under way end at their own timeouts.
 
     Args:
         token: the run's job token.
         machine: this machine's number.
         peers: each other machine's candidate addresses and port.
-        pause: called while the tries go on; may raise to end the wait.
+        pause: called while probes are under way; may raise to end the wait.
     """
     proof, worked = _proof(token), set[tuple[int, str]]()
 
     def probe(peer: int, address: str, port: int) -> None:
         with (
-            suppress(OSError),  # one address of several; `choose` says if none worked
+            suppress(OSError),  # one address of several; `choose_addresses` says if none worked
             socket.create_connection((address, port), timeout=_CONNECT_S) as connection,
         ):
             connection.settimeout(_ANSWER_S)
@@ -199,7 +206,7 @@ def reach(
 def agreed_addresses(
     store: Store,
     token: str,
-    machines: Sequence[Registration],
+    registrations: Sequence[Registration],
     machine: int,
     listener: ProbeListener | None,
     deadline: Deadline,
@@ -210,7 +217,7 @@ def agreed_addresses(
     Args:
         store: the start's.
         token: the job token.
-        machines: a registration of each machine.
+        registrations: one of each machine.
         machine: this machine's number.
         listener: answers the others' probes; None: another process of this machine probes.
         deadline: the limit.
@@ -219,29 +226,38 @@ def agreed_addresses(
     Raises:
         CommError: a machine has no address that all others reached; names the machines.
     """
-    numbers = range(len(machines))
+    numbers = range(len(registrations))
     if listener is not None:
         listener.answer(token, machine)
-        others = {i: (machines[i].addresses, machines[i].port) for i in numbers if i != machine}
-        store.set(f"reach/{machine}", json.dumps(reach(token, machine, others, deadline.pause)))
-    soon = deadline.at_most(_MEET_S, "start the run again")
-    while missing := absent(store, "reach", len(machines)):
+        others = {
+            i: (registrations[i].addresses, registrations[i].port) for i in numbers if i != machine
+        }
+        store.set(
+            f"reach/{machine}", json.dumps(probe_peers(token, machine, others, deadline.pause))
+        )
+    reports_deadline = deadline.sooner(_PROBE_REPORTS_S, "start the run again")
+    while missing := missing_numbers(store, "reach", len(registrations)):
         check(missing)
-        soon.wait(f"the connections of {numbered('machine', missing, len(machines))}")
+        reports_deadline.check_and_pause(
+            f"the connections of {describe_numbers('machine', missing, len(registrations))}"
+        )
     reports = [json.loads(store.get(f"reach/{i}")) for i in numbers]
     store.set(f"judged/{machine}", "1")
-    reached = [{int(peer): tries for peer, tries in report.items()} for report in reports]
+    reached = [{int(peer): addresses for peer, addresses in report.items()} for report in reports]
     try:
-        return choose([entry.addresses for entry in machines], reached)
+        return choose_addresses([entry.addresses for entry in registrations], reached)
     except CommError:
-        # All judge the same reports, and the process that serves the store takes them away.
-        until = time.monotonic() + _JUDGE_S
-        while absent(store, "judged", len(machines)) and time.monotonic() < until:
+        # All come to this end by the same reports, which go with the process that serves the store.
+        read_deadline = time.monotonic() + _READ_REPORTS_S
+        while (
+            missing_numbers(store, "judged", len(registrations))
+            and time.monotonic() < read_deadline
+        ):
             deadline.pause()
         raise
 
 
-def choose(
+def choose_addresses(
     offered: Sequence[Sequence[str]], reached: Sequence[Mapping[int, Sequence[str]]]
 ) -> tuple[str, ...]:
     """Return each machine's address: the first that all others reached it at.
@@ -253,10 +269,12 @@ def choose(
     Raises:
         CommError: there is none; names the machines.
     """
-    return tuple(_common(machine, offered[machine], reached) for machine in range(len(offered)))
+    return tuple(
+        _common_address(machine, offered[machine], reached) for machine in range(len(offered))
+    )
 
 
-def _common(
+def _common_address(
     machine: int, offered: Sequence[str], reached: Sequence[Mapping[int, Sequence[str]]]
 ) -> str:
     others = [peer for peer in range(len(reached)) if peer != machine]
@@ -273,7 +291,7 @@ def _common(
 
 
 def _answer(connection: socket.socket, proof: bytes, machine: int) -> None:
-    connection.settimeout(_SILENCE_S)
+    connection.settimeout(_REQUEST_TIMEOUT_S)
     try:
         message = _receive(connection)
         if len(message) == _MESSAGE.size:
@@ -295,4 +313,4 @@ def _receive(connection: socket.socket) -> bytes:
 
 
 def _proof(token: str) -> bytes:
-    return hashlib.sha256(b"paceline doorbell " + token.encode()).digest()
+    return hashlib.sha256(b"paceline reachability probe " + token.encode()).digest()

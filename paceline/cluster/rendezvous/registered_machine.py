@@ -1,4 +1,4 @@
-"""A registered machine: its entries in one start of a run, its lease, and how it leaves."""
+"""A registered machine: its entries in one start of a run, its lease, and how it deregisters."""
 
 from __future__ import annotations
 
@@ -37,41 +37,41 @@ class RegisteredMachine:
     Args:
         plan: this machine's plan.
         rendezvous: address of the run's rendezvous, as this machine reaches it.
-        generation: the start's name.
+        start_id: the start's id, which names its space in the store.
         registration: this machine's registration.
-        notice: called in the heartbeat's thread with the failure that ended the run.
-        warn: called in the heartbeat's thread with a line if the store is lost.
+        on_failure: called in the heartbeat's thread with the failure that ended the run.
+        report_store_loss: called in the heartbeat's thread with a line if the store is lost.
     """
 
     def __init__(
         self,
         plan: RunPlan,
         rendezvous: StoreSpec,
-        generation: str,
+        start_id: str,
         registration: Registration,
         *,
-        notice: Callable[[FailureReport], None],
-        warn: Callable[[str], None],
+        on_failure: Callable[[FailureReport], None],
+        report_store_loss: Callable[[str], None],
     ) -> None:
         self.plan, self.registration = plan, registration
-        self.rendezvous, self.generation = rendezvous, generation
-        self.space = rendezvous.within(generation)
-        self.store = open_store(self.space, STORE_LIMIT, make=self.leads)
+        self.rendezvous, self.start_id = rendezvous, start_id
+        self.space = rendezvous.subspace(start_id)
+        self.store = open_store(self.space, STORE_LIMIT, make=self.is_machine_0)
         self.run_store = open_store(rendezvous, STORE_LIMIT)
         # The heartbeat has connections of its own: a wait on one blocks its other users.
         self._lease_store = open_store(self.space, STORE_LIMIT)
         self._run_lease_store = open_store(rendezvous, STORE_LIMIT)
-        self._notice: Callable[[FailureReport], None] | None = notice
+        self._on_failure: Callable[[FailureReport], None] | None = on_failure
         self._heartbeat = Heartbeat(
             self._beat,
-            lambda error: warn(
+            lambda error: report_store_loss(
                 f"the rendezvous is lost ({first_line(error)}); the run continues, but no other "
                 "machine can join it."
             ),
         )
 
     @property
-    def leads(self) -> bool:
+    def is_machine_0(self) -> bool:
         """Whether this is machine 0."""
         return self.plan.machine == 0
 
@@ -80,26 +80,26 @@ class RegisteredMachine:
         return LeaseWatch(self.store, registration, self.registration.process)
 
     def abandon(self) -> None:
-        """Leave before the world is complete, so that the next start finds the number free."""
+        """Deregister from a start that won't train, so that the next one finds the number free."""
         self._heartbeat.close()
         with suppress(*STORE_ERRORS):  # a store that is gone holds no entries
-            if self.leads:
+            if self.is_machine_0:
                 self._remove_run()
             elif self._is_newest():
                 self.store.set(lease_key(self.registration), ENDED)
             else:
                 erase(self.space)  # as machine 0 did; our lease may have come back since
 
-    def leave(self) -> None:
-        """Leave a complete world; the last machine removes what the run has in the store."""
+    def deregister(self) -> None:
+        """Deregister from a world; the last machine removes what the run has in the store."""
         self._heartbeat.close()
         self.store.set(self.key("left"), "1")
         own = self.registration.id
-        if self.others_left() and self.store.compare_set("remover", "", own) == own.encode():
+        if self.all_left() and self.store.compare_set("remover", "", own) == own.encode():
             self._remove_run()
 
-    def others_left(self) -> bool:
-        """Tell whether all machines have left."""
+    def all_left(self) -> bool:
+        """Tell whether all machines, this one too, have deregistered."""
         return self.store.check([f"left/{i}" for i in range(self.plan.machines)])
 
     def key(self, name: str) -> str:
@@ -117,21 +117,21 @@ class RegisteredMachine:
 
     def _is_newest(self) -> bool:
         text = peek(self.run_store, "run")
-        return text is not None and RunRecord.from_text(text).generation == self.generation
+        return text is not None and RunRecord.from_text(text).generation == self.start_id
 
     def _beat(self, count: int) -> None:
         self._lease_store.set(lease_key(self.registration), str(count))
-        if self.leads:
+        if self.is_machine_0:
             self._run_lease_store.set("beat", str(count))
         text = peek(self._lease_store, FAILURE)
-        if text is not None and self._notice is not None:
-            self._notice(FailureReport.from_text(text))
-            self._notice = None
+        if text is not None and self._on_failure is not None:
+            self._on_failure(FailureReport.from_text(text))
+            self._on_failure = None
 
 
-def read_registrations(store: Store, entries: str, total: int) -> dict[int, Registration]:
+def read_registrations(store: Store, key_prefix: str, total: int) -> dict[int, Registration]:
     """Return the registrations that are there, by the machines' numbers or the processes' ranks."""
-    texts = {number: peek(store, f"{entries}/{number}") for number in range(total)}
+    texts = {number: peek(store, f"{key_prefix}/{number}") for number in range(total)}
     return {
         number: Registration.from_text(text) for number, text in texts.items() if text is not None
     }

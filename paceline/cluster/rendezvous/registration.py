@@ -7,19 +7,38 @@ Machines with supervisors write these. In the run's space:
     run                 the newest start of the run                             RunRecord
     beat                keeps `run` from expiring                               a counter
 
-In the start's own space, which has its name:
+In the start's own space, which is named by its id:
 
     machine/<i>         the registration of machine i                           Registration
     lease/<id>          the lease of the machine with that registration         a counter
     world               all registrations, written by machine 0                 RegisteredWorld
     reach/<i>           the addresses at which machine i reached each of the others
-    formed/<i>          what the workers of machine i need to know              GenerationInfo
+    judged/<i>          machine i has read all `reach` entries
+    formed/<i>          what the workers of machine i need to know              WorldInfo
     failure             why the run ended; the first report is the run's        FailureReport
     finished            machine 0 has marked the run as finished
-    left/<i>            machine i has ended and stopped its lease
+    left/<i>            machine i has deregistered: it has ended and stopped its lease
     remover             the id of the machine that removes all this
 
-Processes of a launcher write their registrations to `here/<rank>`, and rank 0 the world.
+Processes of a launcher have no supervisor, and write these. In the job's space:
+
+    start               the id of the newest start, written by rank 0
+
+In the start's own space, besides `world`, `failure`, `reach/<i>` and `judged/<i>` as above:
+
+    registration/<i>    the registration of the launcher's rank i               Registration
+    read/<i>            rank i has read the world
+    checked/<i>         the first process of machine i has checked the configuration
+    opened/<i>          the first process of machine i has opened the run folder
+    reported/<i>/<digest>  which rank of machine i prints the failure with this digest
+    left/<i>            rank i has deregistered: it has ended
+
+Ranks write these into the space of a start, whatever started them; <g> is `Members.generation`:
+
+    preflight/<subject>/<g>/facts/<i>, .../digest/<i>    what rank i compares with rank 0
+    from rank 0/<name>                                   a value that rank 0 shares
+    generation/<g>/<purpose>/...                         torch's rendezvous of a process group
+    generation/<g>/ended/<i>                             rank i closed its world after so many steps
 
 Ranks are counted machine by machine; a launcher's may go round the machines:
 
@@ -72,7 +91,13 @@ class Registration(JsonRecord):
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord(JsonRecord):
-    """Record of a run's newest start: its name, its number of machines, and machine 0."""
+    """Record of a run's newest start, which the next start reads, perhaps from a shared folder.
+
+    Attributes:
+        generation: the start's id.
+        machines: the number of machines.
+        leader: machine 0's registration.
+    """
 
     generation: str
     machines: int
@@ -100,8 +125,8 @@ class RegisteredWorld(JsonRecord):
         """Whether all are on one machine, where 127.0.0.1 reaches every other."""
         return len({entry.process.network for entry in self.registrations}) == 1
 
-    def machines(self) -> tuple[tuple[Registration, ...], ...]:
-        """Return the launcher's processes of each machine, by their local ranks.
+    def processes_by_machine(self) -> tuple[tuple[Registration, ...], ...]:
+        """Return the launcher's processes on each machine, in the order of their local ranks.
 
         Raises:
             ConfigError: the launcher's numbers contradict each other.
@@ -120,11 +145,11 @@ class RegisteredWorld(JsonRecord):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationInfo(JsonRecord):
-    """Generation info: what all workers of a machine need to know about the world."""
+class WorldInfo(JsonRecord):
+    """World info: what all workers of a machine need to know about the world."""
 
     token: str
-    machines: tuple[int, ...]
+    workers_per_machine: tuple[int, ...]
     addresses: tuple[str, ...]
     hosts: tuple[str, ...]
 
@@ -133,7 +158,7 @@ class GenerationInfo(JsonRecord):
         return Members.on(
             machine,
             local_rank,
-            machines=self.machines,
+            workers_per_machine=self.workers_per_machine,
             addresses=self.addresses,
             hosts=self.hosts,
         )

@@ -24,7 +24,7 @@ class RunPlan:
         interfaces: names of the network interfaces to use; if empty, all are used.
         first_iter_timeout: seconds to wait for the other machines at the start.
         timeout: seconds to wait for the other machines after the start.
-        command: whether the workers run the command given to `paceline launch`.
+        runs_command: whether the workers run the command given to `paceline launch`.
         begun: whether this machine already took part in the run; if so, the other machines may have
             finished it.
     """
@@ -37,7 +37,7 @@ class RunPlan:
     interfaces: tuple[str, ...] = ()
     first_iter_timeout: float = 1200.0
     timeout: float = 60.0
-    command: bool = False
+    runs_command: bool = False
     begun: bool = False
 
     @classmethod

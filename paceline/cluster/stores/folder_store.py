@@ -35,11 +35,11 @@ from urllib.parse import quote
 
 from torch.distributed import DistStoreError
 
-from paceline.cluster.stores.polled_store import ChangedStore, as_bytes
+from paceline.cluster.stores.polled_store import CompareAndSetStore, as_bytes
 from paceline.errors import CommError, ConfigError
 
 _GONE = (errno.ENOENT, errno.ESTALE)
-"""Somebody removed a file after we had read its name; ESTALE is NFS's word for it."""
+"""Another process removed a file after its name was read; NFS reports ESTALE."""
 
 _PRIVATE = 0o700
 """Of the folders: values hold the job token, which only this user may read."""
@@ -52,7 +52,7 @@ class FolderRemoved(CommError):
     """Error of a store whose folder was removed."""
 
 
-class FolderStore(ChangedStore):
+class FolderStore(CompareAndSetStore):
     """Key-value store in a shared folder; the module's docstring describes the files.
 
     Args:
@@ -77,50 +77,50 @@ class FolderStore(ChangedStore):
                 remedy="create it where all machines can access it",
             )
         if make:
-            with self._sentences():
+            with self._translated_errors():
                 self.path.mkdir(_PRIVATE, parents=True, exist_ok=True)
 
     def erase(self) -> None:
         """Remove the folder, at once: a process that still writes there can't bring it back.
 
-        With it go halves of entries in the folder around it, and that folder if it is empty.
+        Also removes unfinished entries in the folder around it, and that folder if it is empty.
         """
         run = self.path.parent
         with suppress(FileNotFoundError):
             os.rename(self.path, run / _temporary_name())
-        for half in run.glob("tmp=*"):
-            shutil.rmtree(half, ignore_errors=True)
+        for unfinished in run.glob("tmp=*"):
+            shutil.rmtree(unfinished, ignore_errors=True)
         with suppress(OSError):  # not empty: a new start of the run is already here
             run.rmdir()
 
     def read(self, keys: Sequence[str]) -> list[bytes | None]:
-        return [self.look(key)[1] for key in keys]
+        return [self.read_version(key)[1] for key in keys]
 
     def missing(self, keys: Sequence[str]) -> list[str]:
-        with self._sentences():
+        with self._translated_errors():
             names = set(_fresh_names(self.path))
             return [key for key in keys if _key_name(key) not in names]
 
     def set(self, key: str, value: str | bytes) -> None:
         data = as_bytes(value)
-        self.change(key, lambda old: data)
+        self.update(key, lambda old: data)
 
     def delete_key(self, key: str) -> bool:
-        with self._sentences():
-            grave = self.path / _temporary_name()
+        with self._translated_errors():
+            removed = self.path / _temporary_name()
             try:
-                os.rename(self.path / _key_name(key), grave)
+                os.rename(self.path / _key_name(key), removed)
             except FileNotFoundError:
                 return False
-            shutil.rmtree(grave, ignore_errors=True)
+            shutil.rmtree(removed, ignore_errors=True)
             return True
 
-    def look(self, key: str) -> tuple[str | None, bytes | None]:
+    def read_version(self, key: str) -> tuple[str | None, bytes | None]:
         """Return the head's name and the value, or None and None where there is no key."""
         folder = self.path / _key_name(key)
         deadline = time.monotonic() + self.limit
         while time.monotonic() <= deadline:
-            with self._sentences(), _unless_gone():
+            with self._translated_errors(), _unless_gone():
                 if folder.name not in _fresh_names(self.path):
                     return None, None
                 heads = [name for name in _fresh_names(folder) if name.startswith("head=")]
@@ -132,9 +132,11 @@ class FolderStore(ChangedStore):
             "Remove the folder."
         )
 
-    def replace(self, key: str, seen: str | None, value: bytes) -> bool:
-        with self._sentences():
-            return self._create(key, value) if seen is None else self._advance(key, seen, value)
+    def replace(self, key: str, version: str | None, value: bytes) -> bool:
+        with self._translated_errors():
+            return (
+                self._create(key, value) if version is None else self._advance(key, version, value)
+            )
 
     def _create(self, key: str, value: bytes) -> bool:
         folder = self.path / _temporary_name()
@@ -172,7 +174,7 @@ class FolderStore(ChangedStore):
         return True
 
     @contextmanager
-    def _sentences(self) -> Iterator[None]:
+    def _translated_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:

@@ -130,10 +130,10 @@ class PolledStore(Store):
         timeout: timedelta = self.timeout  # type: ignore[attr-defined]  # missing in torch's stubs
         return timeout.total_seconds()
 
-    def _poll(self, look: Callable[[], _T | None], limit: float, keys: Sequence[str]) -> _T:
+    def _poll(self, read: Callable[[], _T | None], limit: float, keys: Sequence[str]) -> _T:
         deadline = time.monotonic() + limit
         pause = 0.001
-        while (found := look()) is None:
+        while (found := read()) is None:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise DistStoreError(f"wait timeout after {limit:g} s, keys: {', '.join(keys)}")
@@ -142,21 +142,21 @@ class PolledStore(Store):
         return found
 
 
-class ChangedStore(PolledStore):
-    """Base class of stores that change values by compare-and-set."""
+class CompareAndSetStore(PolledStore):
+    """Base class of stores that update values by compare-and-set."""
 
     @abstractmethod
-    def look(self, key: str) -> tuple[Any, bytes | None]:
-        """Return what `replace` knows the present value by, and the value; None for no key."""
+    def read_version(self, key: str) -> tuple[Any, bytes | None]:
+        """Return a value's version, as `replace` compares it, and the value; None for no key."""
 
     @abstractmethod
-    def replace(self, key: str, seen: Any, value: bytes) -> bool:
-        """Set a key if its value is still the one that `look` saw; tell whether it was."""
+    def replace(self, key: str, version: Any, value: bytes) -> bool:
+        """Set a key if its version is still the one that `read_version` returned; tell whether."""
 
-    def change(
-        self, key: str, change: Callable[[bytes | None], bytes | None], absent: bytes = b""
+    def update(
+        self, key: str, function: Callable[[bytes | None], bytes | None], absent: bytes = b""
     ) -> bytes:
-        """Replace a value by `change(value)`, again until no other process came between.
+        """Replace a value by `function(value)`, again until no other process came between.
 
         Returns:
             the value afterwards; `absent` where there is none.
@@ -166,11 +166,11 @@ class ChangedStore(PolledStore):
         """
         deadline = time.monotonic() + self.limit
         while True:
-            seen, old = self.look(key)
-            new = change(old)
+            version, old = self.read_version(key)
+            new = function(old)
             if new is None or new is old:
                 return absent if new is None else new
-            if self.replace(key, seen, new):
+            if self.replace(key, version, new):
                 return new
             if time.monotonic() > deadline:
                 raise DistStoreError(
@@ -180,17 +180,17 @@ class ChangedStore(PolledStore):
             time.sleep(random.uniform(0, 0.002))
 
     def add(self, key: str, value: int) -> int:
-        return int(self.change(key, lambda old: str(int(old or b"0") + value).encode()))
+        return int(self.update(key, lambda old: str(int(old or b"0") + value).encode()))
 
     def append(self, key: str, value: str | bytes) -> None:
         data = as_bytes(value)
-        self.change(key, lambda old: (old or b"") + data)
+        self.update(key, lambda old: (old or b"") + data)
 
     def compare_set(
         self, key: str, expected_value: str | bytes, desired_value: str | bytes
     ) -> bytes:
         expected, desired = as_bytes(expected_value), as_bytes(desired_value)
-        return self.change(key, lambda old: desired if (old or b"") == expected else old, expected)
+        return self.update(key, lambda old: desired if (old or b"") == expected else old, expected)
 
 
 def as_bytes(value: str | bytes) -> bytes:

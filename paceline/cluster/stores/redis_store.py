@@ -21,7 +21,7 @@ from redis.retry import Retry
 from paceline.cluster.stores.polled_store import PolledStore, as_bytes
 from paceline.errors import CommError, ConfigError
 
-_KEEP_S = 3600
+_TIME_TO_LIVE_S = 3600
 """How long the keys outlive the last write."""
 
 _CONNECT_S = 3.0
@@ -75,53 +75,53 @@ class RedisStore(PolledStore):
             ) from None
         self._compare_set = self._client.register_script(_COMPARE_SET)
         self._append = self._client.register_script(_APPEND)
-        with self._sentences():
+        with self._translated_errors():
             self._client.ping()
 
     def read(self, keys: Sequence[str]) -> list[bytes | None]:
-        with self._sentences():
+        with self._translated_errors():
             values: Any = self._client.hmget(self.space, list(keys))
         return list(values)
 
     def set(self, key: str, value: str | bytes) -> None:
-        with self._sentences(), self._client.pipeline() as both:
-            both.hset(self.space, key, as_bytes(value))
-            both.expire(self.space, _KEEP_S)
-            both.execute()
+        with self._translated_errors(), self._client.pipeline() as pipeline:
+            pipeline.hset(self.space, key, as_bytes(value))
+            pipeline.expire(self.space, _TIME_TO_LIVE_S)
+            pipeline.execute()
 
     def add(self, key: str, value: int) -> int:
-        with self._sentences(), self._client.pipeline() as both:
-            both.hincrby(self.space, key, value)
-            both.expire(self.space, _KEEP_S)
-            total: int = both.execute()[0]
+        with self._translated_errors(), self._client.pipeline() as pipeline:
+            pipeline.hincrby(self.space, key, value)
+            pipeline.expire(self.space, _TIME_TO_LIVE_S)
+            total: int = pipeline.execute()[0]
         return total
 
     def append(self, key: str, value: str | bytes) -> None:
-        with self._sentences():
-            self._append(keys=[self.space], args=[key, as_bytes(value), _KEEP_S])
+        with self._translated_errors():
+            self._append(keys=[self.space], args=[key, as_bytes(value), _TIME_TO_LIVE_S])
 
     def compare_set(
         self, key: str, expected_value: str | bytes, desired_value: str | bytes
     ) -> bytes:
         values = [as_bytes(expected_value), as_bytes(desired_value)]
-        with self._sentences():
-            result: Any = self._compare_set(keys=[self.space], args=[key, *values, _KEEP_S])
+        with self._translated_errors():
+            result: Any = self._compare_set(keys=[self.space], args=[key, *values, _TIME_TO_LIVE_S])
         return bytes(result)
 
     def delete_key(self, key: str) -> bool:
-        with self._sentences():
+        with self._translated_errors():
             return bool(self._client.hdel(self.space, key))
 
     def erase(self) -> None:
         """Remove all keys."""
-        with self._sentences():
+        with self._translated_errors():
             self._client.delete(self.space)
 
     def close(self) -> None:
         self._client.close()
 
     @contextmanager
-    def _sentences(self) -> Iterator[None]:
+    def _translated_errors(self) -> Iterator[None]:
         # `from None`: redis-py's own errors may quote the URL, and with it the password.
         url = urlsplit(self.address)
         server = f"The Redis server at {url.hostname}:{url.port or 6379}"

@@ -20,14 +20,14 @@ from datetime import timedelta
 from functools import lru_cache
 from typing import Self
 
-from paceline.cluster.stores.polled_store import ChangedStore, PolledStore, as_bytes
+from paceline.cluster.stores.polled_store import CompareAndSetStore, PolledStore, as_bytes
 from paceline.errors import ConfigError
 
 _MAGIC = b"\x00paceline sealed 1\n"
 _NONCE, _PROOF = 16, 32
 
 
-class SealedStore(ChangedStore):
+class SealedStore(CompareAndSetStore):
     """Store wrapper that encrypts and authenticates all values.
 
     Args:
@@ -53,14 +53,14 @@ class SealedStore(ChangedStore):
     def clone(self) -> Self:
         return type(self)(self._inner.clone(), self._secret)
 
-    def look(self, key: str) -> tuple[bytes | None, bytes | None]:
-        """Return the sealed value and the value."""
+    def read_version(self, key: str) -> tuple[bytes | None, bytes | None]:
+        """Return the sealed value, which is the version, and the value."""
         stored = self._inner.read([key])[0]
         return stored, self._open(key, stored)
 
-    def replace(self, key: str, seen: bytes | None, value: bytes) -> bool:
+    def replace(self, key: str, version: bytes | None, value: bytes) -> bool:
         sealed = self._seal(key, value)
-        return self._inner.compare_set(key, seen or b"", sealed) == sealed
+        return self._inner.compare_set(key, version or b"", sealed) == sealed
 
     def _seal(self, key: str, value: bytes) -> bytes:
         nonce = secrets.token_bytes(_NONCE)

@@ -72,8 +72,8 @@ class StoreSpec(JsonRecord):
         host = f"redis://{world.redis_host}:{world.redis_port}/0" if world.redis_host else ""
         folder = str(Path(world.file_store_path).absolute()) if world.file_store_path else ""
         if world.master:
-            split_address(world.master)
-        # Redis before the folder: Caffe2's clusters give both, and meet through Redis.
+            split_address(world.master, "--master")
+        # Redis before the folder: Caffe2's clusters give both, and rendezvous through Redis.
         addresses = {"redis": world.redis_url or host, "folder": folder, "tcp": world.master}
         for kind, address in addresses.items():
             if address:
@@ -85,7 +85,7 @@ class StoreSpec(JsonRecord):
         """Whether a process of the run serves the store, which ends with it."""
         return STORES[self.kind].served_by_run
 
-    def within(self, name: str) -> Self:
+    def subspace(self, name: str) -> Self:
         """Return the space `name` inside this one."""
         return replace(self, space=f"{self.space}/{name}" if self.space else name)
 

@@ -167,14 +167,14 @@ class TcpStore(PolledStore):
         return connection
 
 
-def serve_tcp(host: str, port: int, timeout: timedelta, given: str = "--master") -> TCPStore:
+def serve_tcp(host: str, port: int, timeout: timedelta, port_source: str = "--master") -> TCPStore:
     """Serve a store on `host` ("" for all interfaces) and `port` (0: one that is free).
 
     Args:
         host: where to listen.
         port: where to listen.
         timeout: the limit of the store's `get`.
-        given: the flag or variable that names the port.
+        port_source: the flag or variable that names the port.
 
     Raises:
         ConfigError: the port can't be opened.
@@ -183,7 +183,7 @@ def serve_tcp(host: str, port: int, timeout: timedelta, given: str = "--master")
         listener = socket.create_server((host, port), backlog=1024)
     except OSError as error:
         raise ConfigError(
-            f"{given}: port {port} can't be opened on this machine "
+            f"{port_source}: port {port} can't be opened on this machine "
             f"({os.strerror(error.errno or 0)}): another run may be using it; choose another port."
         ) from error
     port = listener.getsockname()[1]
@@ -199,15 +199,20 @@ def serve_tcp(host: str, port: int, timeout: timedelta, given: str = "--master")
     return store
 
 
-def split_address(address: str) -> tuple[str, int]:
+def split_address(address: str, source: str = "MASTER_ADDR:MASTER_PORT") -> tuple[str, int]:
     """Read HOST:PORT.
 
+    Args:
+        address: the text.
+        source: the flag or the variables that give it. `--master` is checked where flags are read,
+            so later only a launcher's variables can be wrong.
+
     Raises:
-        ConfigError: it is something else.
+        ConfigError: it is something else; names the source.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigError(f"--master {address}: give it as HOST:PORT, such as node0:29500.")
+        raise ConfigError(f"{source} {address}: give it as HOST:PORT, such as node0:29500.")
     return host.strip("[]"), int(port)
 
 

@@ -18,7 +18,10 @@ _T = TypeVar("_T")
 
 
 def await_keys(
-    store: Store, keys: Sequence[str], timeout: float, late: Callable[[list[str]], str]
+    store: Store,
+    keys: Sequence[str],
+    timeout: float,
+    make_timeout_message: Callable[[list[str]], str],
 ) -> None:
     """Wait until all keys are there.
 
@@ -26,7 +29,7 @@ def await_keys(
         store: the run's store.
         keys: what to wait for.
         timeout: seconds to wait.
-        late: makes the sentence of a wait that was too long, of the keys that are missing.
+        make_timeout_message: makes the error's text from the keys that are missing.
 
     Raises:
         CommTimeout: some didn't come in time.
@@ -40,23 +43,23 @@ def await_keys(
         if text is not None:
             raise PeerLost(f"the run has ended: {FailureReport.from_text(text).text}")
         if time.monotonic() > deadline:
-            raise CommTimeout(late(missing))
+            raise CommTimeout(make_timeout_message(missing))
         time.sleep(pause)
         pause = min(1.5 * pause, 0.1)
 
 
-def within(limit: float, work: Callable[[], _T]) -> _T | None:
-    """Return what `work` returns, or None if the store fails it or keeps it waiting too long.
+def call_with_timeout(timeout: float, call: Callable[[], _T]) -> _T | None:
+    """Call in a thread; return the result, or None after an error of the store or the timeout.
 
     An error is not reported: the heartbeat has warned that the store is lost.
     """
     results: list[_T] = []
 
-    def do() -> None:
+    def run() -> None:
         with suppress(*STORE_ERRORS):
-            results.append(work())
+            results.append(call())
 
-    thread = threading.Thread(target=do, name="store", daemon=True)
+    thread = threading.Thread(target=run, name="store", daemon=True)
     thread.start()
-    thread.join(limit)
+    thread.join(timeout)
     return results[0] if results else None

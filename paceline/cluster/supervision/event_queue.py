@@ -49,15 +49,15 @@ class EventQueue:
 
     def __init__(self) -> None:
         self._events: deque[Event] = deque()
-        self._bell, self._ring = socket.socketpair()
-        for end in (self._bell, self._ring):
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        for end in (self._wake_receiver, self._wake_sender):
             end.setblocking(False)
 
     def put(self, event: Event) -> None:
         """Add an event."""
         self._events.append(event)
         with suppress(OSError):  # full: the reader is awake already; closed: it is gone
-            self._ring.send(b"!")
+            self._wake_sender.send(b"!")
 
     def get(self, timeout: float | None = None) -> Event | None:
         """Return the next event, or None if none comes within `timeout` seconds."""
@@ -66,8 +66,8 @@ class EventQueue:
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 return None
-            if select.select([self._bell], [], [], left)[0]:
-                self._bell.recv(1024)
+            if select.select([self._wake_receiver], [], [], left)[0]:
+                self._wake_receiver.recv(1024)
         return self._events.popleft()
 
     def pause(self, seconds: float) -> None:
@@ -82,8 +82,8 @@ class EventQueue:
 
     def close(self) -> None:
         """Release the socket; no event comes any more."""
-        self._bell.close()
-        self._ring.close()
+        self._wake_receiver.close()
+        self._wake_sender.close()
 
     @contextmanager
     def signals(self) -> Iterator[None]:
@@ -96,7 +96,7 @@ class EventQueue:
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup wants it to stay so
             numbers.append(signal.SIGHUP)
         before = [(number, signal.signal(number, handle)) for number in numbers]
-        wakeup = signal.set_wakeup_fd(self._ring.fileno(), warn_on_full_buffer=False)
+        wakeup = signal.set_wakeup_fd(self._wake_sender.fileno(), warn_on_full_buffer=False)
         try:
             yield
         finally:

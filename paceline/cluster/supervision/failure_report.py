@@ -1,8 +1,9 @@
 """Failure reports: why a run ended, and which of several reasons is the cause.
 
 When a worker fails, its peers lose their connections to it and fail too. Theirs are consequences;
-the user sees the cause once. A report is never of a good end: status 0 that is read from the
-store or from a worker becomes 1.
+the user sees the cause once. A report that is read from the store or from a worker's error file is
+never of a good end: its status 0 becomes 1. The one report with status 0 never leaves its process:
+a supervisor's on a run that an earlier start finished.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A run from the moment its machines have met: how they agree that it is finished, and leave.
+"""A run after its rendezvous: how its machines agree that it is finished, and deregister.
 
 Machine 0, where the run's state is, decides that the run is finished:
 
@@ -6,7 +6,7 @@ Machine 0, where the run's state is, decides that the run is finished:
     its workers have ended well               its workers have ended well
     mark its run folder
     write `finished` into the store  ──────▶  mark its run folder
-    leave                                     leave
+    deregister                                deregister
 
 So a mark on another machine means that machine 0 has one. A machine that was killed before its mark
 comes back with the same command and reads `finished` in the store, or from `answer_finished`.
@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from paceline.cluster.environment import WorkerEnvironment
 from paceline.cluster.rendezvous.registered_machine import FINISHED, RegisteredMachine
-from paceline.cluster.rendezvous.registration import GenerationInfo, RegisteredWorld
+from paceline.cluster.rendezvous.registration import RegisteredWorld, WorldInfo
 from paceline.cluster.stores.store_spec import STORE_ERRORS, first_line, peek
 from paceline.errors import CommError
 
@@ -37,62 +37,62 @@ class FormedRun:
     Attributes:
         registered: this machine's registration in the start.
         world: the registrations of all machines.
-        generation_info: what this machine's workers need to know about the world.
+        world_info: what this machine's workers need to know about the world.
         server: the TCP store's server, if this machine serves it; else None.
     """
 
     registered: RegisteredMachine
     world: RegisteredWorld
-    generation_info: GenerationInfo
+    world_info: WorldInfo
     server: TCPStore | None
 
-    def worker(self, local_rank: int, error_file: str) -> WorkerEnvironment:
-        """Return the environment of a worker."""
+    def worker_environment(self, local_rank: int, error_file: str) -> WorkerEnvironment:
+        """Return what to pass to a worker."""
         plan = self.registered.plan
         return WorkerEnvironment(
             run_id=plan.run_id,
-            generation=self.registered.generation,
+            start_id=self.registered.start_id,
             machine=plan.machine,
             local_rank=local_rank,
             store=self.registered.space,
             first_iter_timeout=plan.first_iter_timeout,
             timeout=plan.timeout,
             error_file=error_file,
-            command=plan.command,
+            runs_command=plan.runs_command,
         )
 
     def finish(
-        self, write: Callable[[], None], pause: Callable[[float], None], limit: float
+        self, mark_finished: Callable[[], None], pause: Callable[[float], None], limit: float
     ) -> None:
-        """Write down that the run is finished: machine 0 first, the others after it.
+        """Mark the run as finished: machine 0 first, the others after it.
 
         Args:
-            write: writes it down on this machine.
+            mark_finished: marks this machine's run folder.
             pause: sleeps; may raise to end the wait.
             limit: seconds to wait for machine 0.
 
         Raises:
-            PacelineError: it can't be written, or machine 0 was killed or reports nothing.
+            PacelineError: the mark can't be written, or machine 0 was killed or reports nothing.
         """
-        if not self.registered.leads:
+        if not self.registered.is_machine_0:
             self._await_finished(pause, limit)
-        write()
-        if self.registered.leads:
+        mark_finished()
+        if self.registered.is_machine_0:
             with suppress(*STORE_ERRORS):  # the run doesn't need the store any more
                 self.registered.store.set(FINISHED, "1")
 
-    def leave(self, pause: Callable[[float], None], linger: float) -> None:
-        """Leave the run; the machine that serves the store waits for the others, within a limit.
+    def deregister(self, pause: Callable[[float], None], timeout: float) -> None:
+        """Deregister; the machine that serves the store waits for the others, within a limit.
 
         Args:
             pause: sleeps; may raise to end the wait.
-            linger: seconds that the store's server waits for the other machines.
+            timeout: seconds that the store's server waits for the other machines.
         """
-        self.registered.leave()
-        deadline = time.monotonic() + linger
+        self.registered.deregister()
+        deadline = time.monotonic() + timeout
         while (
             self.server is not None
-            and not self.registered.others_left()
+            and not self.registered.all_left()
             and time.monotonic() < deadline
         ):
             pause(_PAUSE_S)
@@ -118,6 +118,6 @@ class FormedRun:
                 return
             reason = f"its store is lost: {first_line(error)}"
         raise CommError(
-            f"machine 0 ({self.generation_info.hosts[0]}) didn't confirm that the run is "
+            f"machine 0 ({self.world_info.hosts[0]}) didn't confirm that the run is "
             f"finished ({reason}): start the same command again on all machines."
         )

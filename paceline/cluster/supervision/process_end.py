@@ -1,13 +1,13 @@
-"""How a process leaves its world, well or not, and which process reports why.
+"""How a process ends, normally or after a failure, and which process reports why.
 
 A supervised worker leaves a failure report for its supervisor. A process of another launcher prints
 its sentence, and writes it into the store as the first report on why the run ended. One that fails
-only because a peer has ended reads the cause there, for two seconds:
+only because a peer has ended waits there for the cause, up to two seconds (one after a timeout):
 
     paceline: rank 1 on machine 0 (a): record 7 is damaged.
     paceline: rank 0 on machine 0 (a): ended because rank 1 on machine 0 (a) failed: record 7 is …
 
-The process that serves the store leaves last, within a limit, so that the others can read it.
+The process that serves the store ends last, within a limit, so that the others can read it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from paceline.cluster.stores.store_spec import (
     open_store,
     peek,
 )
-from paceline.cluster.stores.waiting import within
+from paceline.cluster.stores.waiting import call_with_timeout
 from paceline.cluster.supervision.failure_report import FAILURE, FailureReport, post
-from paceline.cluster.supervision.supervisor import say
+from paceline.cluster.supervision.supervisor import print_message
 from paceline.cluster.supervision.worker import report_error
 from paceline.errors import CommTimeout
 
@@ -46,16 +46,16 @@ class ProcessEnd:
     """
 
     def fail(self, error: BaseException) -> int:
-        """Report why the process fails and leave; return the exit status."""
+        """Report why the process fails and deregister; return the exit status."""
         failure = FailureReport.of(error)
-        say(failure.text)
+        print_message(failure.text)
         return failure.status
 
-    def warn(self, status: int) -> None:
+    def post_exit_status(self, status: int) -> None:
         """Report to the peers that the process is about to end with a status other than 0."""
 
     def close(self) -> None:
-        """Leave well."""
+        """End normally: deregister, and wait for the others if this process cleans up."""
 
 
 class SupervisedEnd(ProcessEnd):
@@ -67,7 +67,7 @@ class SupervisedEnd(ProcessEnd):
     def fail(self, error: BaseException) -> int:
         return report_error(self._environment, error)
 
-    def warn(self, status: int) -> None:
+    def post_exit_status(self, status: int) -> None:
         FailureReport.of_status(status).write(Path(self._environment.error_file))
 
 
@@ -75,10 +75,10 @@ class LaunchedEnd(ProcessEnd):
     """End of a process that another launcher, such as torchrun, started.
 
     Args:
-        world: the world that the process leaves.
+        world: the world that the process is in.
         rendezvous: address of the job's space in the store; it contains the world's space.
         server: the store's server, if this process serves it; else None.
-        stays: whether this process waits until all others have left, and then cleans up.
+        cleans_up: whether this process waits until all others have left, and then cleans up.
         timeout: seconds that this process waits for the others after a normal end.
     """
 
@@ -88,48 +88,49 @@ class LaunchedEnd(ProcessEnd):
         rendezvous: StoreSpec,
         server: TCPStore | None,
         *,
-        stays: bool,
+        cleans_up: bool,
         timeout: float,
     ) -> None:
         self._world, self._rendezvous, self._server = world, rendezvous, server
-        self._stays, self._timeout = stays, timeout
+        self._cleans_up, self._timeout = cleans_up, timeout
         members = world.members
         self._name = members.describe(members.rank)
 
     def fail(self, error: BaseException) -> int:
         failure = FailureReport.of(error)
-        # A process that lost a peer waits longer than one that saw a peer hang, and left for that.
+        # A process that timed out waits less: its report is in the store before the peers that only
+        # lost their connection to it stop waiting.
         limit = _CAUSE_S / 2 if isinstance(error, CommTimeout) else _CAUSE_S
-        status = within(2 * _CAUSE_S, lambda: self._report(failure, limit))
+        status = call_with_timeout(2 * _CAUSE_S, lambda: self._report(failure, limit))
         if status is None:  # the store has gone with the process that served it
-            say(f"{self._name}: {failure.text}")
+            print_message(f"{self._name}: {failure.text}")
             return failure.status
-        within(2 * _CAUSE_S, lambda: self._leave(_CAUSE_S))
+        call_with_timeout(2 * _CAUSE_S, lambda: self._deregister(_CAUSE_S))
         return status
 
-    def warn(self, status: int) -> None:
-        within(
+    def post_exit_status(self, status: int) -> None:
+        call_with_timeout(
             _CAUSE_S,
             lambda: post(self._world.store, FailureReport.of_status(status).by(self._name)),
         )
 
     def close(self) -> None:
         with suppress(*STORE_ERRORS):  # no process is left that needs it
-            self._leave(self._timeout)
+            self._deregister(self._timeout)
 
     def _report(self, failure: FailureReport, limit: float) -> int:
         first = self._cause(limit) if failure.consequence else None
         if first is None:
             post(self._world.store, failure.by(self._name))
-            # What all processes of a machine may find at once, such as a wrong flag, is said once.
+            # A mistake of all processes of a machine, such as a wrong flag, is printed once.
             digest = hashlib.sha256(failure.text.encode()).hexdigest()[:16]
             key = f"reported/{self._world.members.machine}/{digest}"
             if self._world.store.compare_set(key, "", self._name) == self._name.encode():
-                say(f"{self._name}: {failure.text}")
+                print_message(f"{self._name}: {failure.text}")
             return failure.status
-        process, _, why = first.text.partition(": ")
-        reason = (why.splitlines() or [""])[-1]
-        say(f"{self._name}: ended because {process} failed: {reason}")
+        process, _, description = first.text.partition(": ")
+        reason = (description.splitlines() or [""])[-1]
+        print_message(f"{self._name}: ended because {process} failed: {reason}")
         return first.status
 
     def _cause(self, limit: float) -> FailureReport | None:
@@ -141,10 +142,10 @@ class LaunchedEnd(ProcessEnd):
             time.sleep(_PAUSE_S)
         return FailureReport.from_text(text)
 
-    def _leave(self, limit: float) -> None:
+    def _deregister(self, limit: float) -> None:
         members, store = self._world.members, self._world.store
         store.set(f"left/{members.rank}", "")
-        if not self._stays:
+        if not self._cleans_up:
             return
         others = [f"left/{rank}" for rank in range(members.world_size)]
         deadline = time.monotonic() + limit
@@ -153,7 +154,7 @@ class LaunchedEnd(ProcessEnd):
                 deadline = min(deadline, time.monotonic() + _CAUSE_S)
             time.sleep(_PAUSE_S)
         if not self._rendezvous.served_by_run:  # a folder or Redis keeps what is of this start
-            outer = open_store(self._rendezvous, STORE_LIMIT)
-            if peek(outer, START) == self._world.space.space.rpartition("/")[2].encode():
-                outer.delete_key(START)
+            job_store = open_store(self._rendezvous, STORE_LIMIT)
+            if peek(job_store, START) == self._world.space.space.rpartition("/")[2].encode():
+                job_store.delete_key(START)
             erase(self._world.space)

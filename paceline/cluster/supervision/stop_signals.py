@@ -28,15 +28,10 @@ class StopSignals:
 
     Args:
         report: called in another thread, with the signal that was received.
-        leave: ends the process with a status; replaced in tests.
     """
 
-    def __init__(
-        self,
-        report: Callable[[signal.Signals], None] = lambda number: None,
-        leave: Callable[[int], None] = os._exit,
-    ) -> None:
-        self._report, self._leave = report, leave
+    def __init__(self, report: Callable[[signal.Signals], None] = lambda number: None) -> None:
+        self._report = report
         self._number = 0
         self._ended = threading.Event()
 
@@ -94,5 +89,5 @@ class StopSignals:
                 if not self._ended.wait(_RESCUE_S):
                     rescue()
                     if not self._ended.wait(max(0.0, deadline - monotonic())):
-                        self._leave(self.status)
+                        os._exit(self.status)
                 return

@@ -1,7 +1,7 @@
 """A machine's supervisor: it starts the workers, watches them, and ends them all together.
 
     open the run -> start the workers -> wait for the first of: all ended well | one failed |
-    a signal | another machine's failure -> post the reason -> end the workers -> leave
+    a signal | another machine's failure -> post the reason -> end the workers -> deregister
 
 Of several failures the supervisor reports the cause, once: a lost peer is a consequence, so the
 supervisor waits two seconds for its cause, from this machine's other workers and from the store.
@@ -26,7 +26,7 @@ from paceline.cluster.rendezvous.machine_rendezvous import open_run
 from paceline.cluster.rendezvous.registered_machine import Finished
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.stores.store_spec import STORE_ERRORS
-from paceline.cluster.stores.waiting import within
+from paceline.cluster.stores.waiting import call_with_timeout
 from paceline.cluster.supervision.event_queue import (
     EventQueue,
     Exited,
@@ -43,10 +43,10 @@ _SAVE_S = 2.5  # a worker has that long to save what it trained, whatever comes
 _KILL_S = 0.5
 _REAP_S = 10.0  # a busy machine may take that long to end a killed process
 _POST_S = 1.0
-_LEAVE_S = 1.0
+_DEREGISTER_S = 1.0
 
 
-def say(text: str | Message) -> None:
+def print_message(text: str | Message) -> None:
     """Print a line for the user, on standard error, if there is one."""
     with suppress(OSError):
         erase = "\r\x1b[2K" if sys.stderr.isatty() else ""  # of a worker's progress, or of ^C
@@ -67,7 +67,7 @@ def supervise(
     plan: RunPlan,
     argv: Sequence[str],
     *,
-    report: Callable[[str], None] = say,
+    report: Callable[[str], None] = print_message,
     formed: Callable[[], None] = lambda: None,
     finish: Callable[[], None] | None = None,
 ) -> int:
@@ -90,8 +90,8 @@ def supervise(
             run = open_run(
                 plan,
                 report=report,
-                notice=events.put,
-                warn=events.put,
+                on_failure=events.put,
+                report_store_loss=events.put,
                 pause=events.pause,
             )
         except Interrupted as end:
@@ -130,7 +130,9 @@ class _Workers:
             if failure is not None:
                 # The run's reason, this one or another machine's, before the others see workers
                 # end because of it.
-                first = within(_POST_S, partial(post, self._run.registered.store, failure))
+                first = call_with_timeout(
+                    _POST_S, partial(post, self._run.registered.store, failure)
+                )
                 failure = first or failure
                 self._signal(signal.SIGTERM)
                 self._report(failure.text)
@@ -138,7 +140,7 @@ class _Workers:
         finally:
             self._signal(signal.SIGKILL)
             self._error_files.close()
-        self._leave(failure)
+        self._deregister(failure)
         return 0 if failure is None else failure.status
 
     def _work(
@@ -163,12 +165,12 @@ class _Workers:
 
     def _start(self, argv: Sequence[str]) -> FailureReport | None:
         if self._plan.machines > 1:
-            first = self._run.generation_info.hosts[0]
+            first = self._run.world_info.hosts[0]
             self._report(f"all {self._plan.machines} machines have joined; rank 0 is on {first}.")
         for local_rank in range(self._plan.workers):
             memory = os.memfd_create(f"paceline error file {local_rank}")
             self._error_files.callback(os.close, memory)
-            worker = self._run.worker(local_rank, f"/proc/{os.getpid()}/fd/{memory}")
+            worker = self._run.worker_environment(local_rank, f"/proc/{os.getpid()}/fd/{memory}")
             try:
                 self._workers[local_rank] = WorkerProcess(argv, worker, self._events)
             except OSError as error:
@@ -241,13 +243,15 @@ class _Workers:
                 return False
         return True
 
-    def _leave(self, failure: FailureReport | None) -> None:
+    def _deregister(self, failure: FailureReport | None) -> None:
         if failure is not None:
-            within(_LEAVE_S, lambda: self._run.leave(time.sleep, _LEAVE_S))
+            call_with_timeout(
+                _DEREGISTER_S, lambda: self._run.deregister(time.sleep, _DEREGISTER_S)
+            )
             return
         with suppress(Interrupted):  # a signal: the other machines are not waited for
             try:
-                self._run.leave(self._events.pause, self._plan.timeout)
+                self._run.deregister(self._events.pause, self._plan.timeout)
             except STORE_ERRORS as error:
                 self._report(f"the rendezvous couldn't be cleaned up: {error}")
 
@@ -256,12 +260,12 @@ class _Workers:
             worker.send(number)
 
     def _name(self, local_rank: int) -> str:
-        members = self._run.generation_info.members(self._plan.machine, local_rank)
+        members = self._run.world_info.members(self._plan.machine, local_rank)
         return members.describe(members.rank)
 
     def _machine(self) -> str:
         machine = self._plan.machine
-        return f"machine {machine} ({self._run.generation_info.hosts[machine]})"
+        return f"machine {machine} ({self._run.world_info.hosts[machine]})"
 
 
 def _finish_late(plan: RunPlan, finish: Callable[[], None] | None) -> FailureReport:

@@ -1,4 +1,4 @@
-"""A worker's side of its supervisor: finding the world, ending with it, reporting why it failed.
+"""A worker's side of its supervisor: reading the world, ending with it, reporting why it failed.
 
 The worker's standard input is a pipe that only its supervisor holds open. A thread reads it; at its
 end the supervisor is gone, however it went, and the worker kills its own process group: nothing is
@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import Store
 
 from paceline.cluster.environment import WorkerEnvironment, worker_environment
 from paceline.cluster.membership.members import Members
-from paceline.cluster.rendezvous.registration import GenerationInfo
+from paceline.cluster.rendezvous.registration import WorldInfo
 from paceline.cluster.stores.store_spec import open_store
 from paceline.cluster.supervision.allocator import keep_freed_memory
 from paceline.cluster.supervision.failure_report import FailureReport
@@ -41,15 +41,15 @@ def run_worker(environment: WorkerEnvironment, work: Callable[[Members, Store, s
     end_with_supervisor()
     keep_freed_memory()
     try:
-        work(*join_world(environment))
+        work(*read_world(environment))
     except SystemExit as stop:  # by a signal; the run's state is saved
         end_process(int(stop.code or 0))
     except BaseException as error:
         end_process(report_error(environment, error))
 
 
-def join_world(environment: WorkerEnvironment) -> tuple[Members, Store, str]:
-    """Return the world as this worker sees it, the run's store, and the job token.
+def read_world(environment: WorkerEnvironment) -> tuple[Members, Store, str]:
+    """Open the run's store; return the world as this worker sees it, the store and the job token.
 
     Keep the store for as long as a process group uses it: C++ doesn't keep a store written in
     Python alive.
@@ -58,7 +58,7 @@ def join_world(environment: WorkerEnvironment) -> tuple[Members, Store, str]:
         CommError: the store can't be reached.
     """
     store = open_store(environment.store, timedelta(seconds=environment.first_iter_timeout))
-    info = GenerationInfo.from_text(store.get(f"formed/{environment.machine}"))
+    info = WorldInfo.from_text(store.get(f"formed/{environment.machine}"))
     return info.members(environment.machine, environment.local_rank), store, info.token
 
 

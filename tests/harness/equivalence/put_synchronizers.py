@@ -156,7 +156,7 @@ def peers_on_gloo(
     members = Members.on(
         number,
         ranks.index(rank),
-        machines=tuple(machines),
+        workers_per_machine=tuple(machines),
         addresses=("127.0.0.1",) * len(machines),
         hosts=("localhost",) * len(machines),
     )

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 from paceline.cluster.environment import Environment, read_environment
-from paceline.cluster.join import Joined, join_world_of
+from paceline.cluster.join import Joined, join_world
 from paceline.cluster.stores.store_spec import StoreSpec, run_space
 from paceline.errors import ConfigError, DataError, PacelineError
 from tests.harness.processes.gloo_all_reduce import sum_of_ranks
@@ -32,7 +32,7 @@ def main(environment: Environment, limit: float, order: str, folder: str = "") -
     if launched is not None and order == f"late={launched.rank}":
         signal.pause()
     try:
-        joined = join_world_of(
+        joined = join_world(
             environment, first_iter_timeout=limit, timeout=10, rendezvous=rendezvous
         )
     except PacelineError as error:
@@ -41,10 +41,10 @@ def main(environment: Environment, limit: float, order: str, folder: str = "") -
     try:
         _obey(order, joined, limit)
     except Exception as error:
-        status = joined.ending.fail(error)
+        status = joined.process_end.fail(error)
         sys.stderr.flush()
         os._exit(status)
-    joined.ending.close()
+    joined.process_end.close()
     return 0
 
 
@@ -67,7 +67,7 @@ def _facts(joined: Joined, limit: float) -> dict[str, object]:
         "launcher": joined.launcher,
         "rank": members.rank,
         "machine": members.machine,
-        "machines": members.machines,
+        "machines": members.workers_per_machine,
         "addresses": members.addresses,
         "told": joined.from_rank_0("greeting", f"hello from rank {members.rank}", limit),
         "token": joined.token,
