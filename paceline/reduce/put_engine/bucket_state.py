@@ -92,7 +92,7 @@ class ReceiveBuffer:
         parameters: number of parameters of the bucket; the header has one flag for each.
 
     Attributes:
-        flags: (parameters,), 1 for each parameter for which the contribution has a gradient.
+        flags: (parameters,), flags of the ranks whose gradients are in the contribution.
         values: (size,), the values as bytes.
     """
 
@@ -125,8 +125,8 @@ class BucketState:
         index: the bucket's number.
         sums: (numel,), the sums of all values, in the group's shared memory.
         views: views of `sums`, one per parameter.
-        used: (parameters,), 1 for each parameter whose flag any rank has set, in the group's shared
-            memory.
+        used: (parameters,), flags of all ranks, in the group's shared memory; written only if some
+            rank has no gradient for some parameter.
         used_at: offset of `used` in a leader's window, in bytes.
         lands: whether the other owners put their sums directly into `sums`, without a receive
             buffer.
@@ -153,7 +153,7 @@ class BucketState:
         contribution: this rank's most recent contribution.
         gathered: pieces of the group's contribution to the local shard.
         weight: factor by which the values of `gathered` must still be multiplied.
-        flags: flags of `gathered`; after the sum over groups, flags of the sum.
+        flags: flags of the ranks of this group; after the sum over groups, flags of all ranks.
         update: replaces the shard's sums by updated parameters; None if the sums are sent back.
         operation: description of the most recent version, for errors.
         empty: True if the most recent version carries no gradients, because `update` already has

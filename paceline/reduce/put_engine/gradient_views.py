@@ -23,6 +23,8 @@ from paceline.errors import ConfigError
 from paceline.reduce.buckets import like
 from paceline.reduce.put_engine.layout import BucketLayout
 
+# Flags of a bucket's parameters, (parameters,), in a sum over some ranks: 0 if none of these ranks
+# has a gradient of the parameter, 1 if all have one, 2 if some have.
 Flags = NDArray[np.uint8]
 
 _SMALL = 4096  # values; below it a copy is cheaper than a piece of its own
@@ -35,7 +37,8 @@ class Contribution:
     Attributes:
         pieces: tensors that cover the bucket's values, in order.
         weight: factor of the values in the sum.
-        flags: (parameters,) of uint8, 1 for each parameter that has a gradient in the sum.
+        flags: flags of this rank alone: 1 for each parameter that has a gradient in the sum, 0 for
+            the others.
         full: whether all flags are 1.
         borrowed: for each zero-copy gradient: the parameter's name, the gradient, and its autograd
             version counter when it was borrowed.

@@ -170,8 +170,9 @@ class BucketLayout:
 
         A rank sends each other group that group's shard, and receives its sums or updated
         parameters; the other groups send contributions to its own shard, and receive that. Not
-        counted are frames' headers, flags of parameters that some ranks didn't use, and that sums
-        need not return where `reduce` returned them before.
+        counted are frames' headers and flags of parameters that some ranks didn't use. With
+        `--update sharded`, `reduce` returns sums before the updated parameters return; these sums
+        aren't counted either.
 
         Args:
             local_shard: the one that the rank owns; None: it sends nothing to other groups.

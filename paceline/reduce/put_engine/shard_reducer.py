@@ -309,7 +309,7 @@ def _indices(which: NDArray[np.bool_]) -> list[int]:
 
 
 def _union(flags: Sequence[Flags]) -> Flags:
-    """Unite flags: 0 where no rank used a parameter, 1 where all did, 2 where some did."""
+    """Unite the flags of several ranks or groups."""
     union = flags[0]
     for more in flags[1:]:
         if not np.array_equal(union, more):
