@@ -37,10 +37,10 @@ def make_sharded(
     """Make a synchronizer over puts with sharded optimizer state; every rank has a window."""
 
     def make_rule(
-        owner: PutExchange | None, residuals: RankState | None
+        exchange: PutExchange | None, residuals: RankState | None
     ) -> tuple[ShardedUpdate, ShardedState]:
-        assert owner is not None
-        return ShardedUpdate(buckets, owner, shards), ShardedState(residuals, shards)
+        assert exchange is not None
+        return ShardedUpdate(buckets, exchange, shards), ShardedState(residuals, shards)
 
     return make_with_puts(buckets, statistics, options, make_rule, updated=True)
 
@@ -50,17 +50,17 @@ class ShardedUpdate:
 
     Args:
         buckets: all buckets of parameters.
-        owner: the exchange, which sums the gradients of this rank's shards.
+        exchange: sums the gradients of this rank's shards.
         shards: the optimizer that updates this rank's shards.
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], owner: PutExchange, shards: ShardOptimizer
+        self, buckets: Sequence[Bucket], exchange: PutExchange, shards: ShardOptimizer
     ) -> None:
-        self._buckets, self._owner, self._shards = buckets, owner, shards
+        self._buckets, self._exchange, self._shards = buckets, exchange, shards
         self.install, self.close = shards.install, shards.close
         for bucket in buckets:
-            if (shard := owner.shard(bucket.index)) is not None:
+            if (shard := exchange.shard(bucket.index)) is not None:
                 shards.own(bucket.index, *shard)
         shards.deal()
 
@@ -71,22 +71,22 @@ class ShardedUpdate:
     def return_sums(self) -> None:
         """Let the sums return without an update."""
         for bucket in self._buckets:
-            self._owner.return_sums(bucket.index, None)
+            self._exchange.return_sums(bucket.index, None)
 
     def end(self, *, reduced: bool) -> bool:
         """Freeze the hyperparameters, and let the owners update by the sums or by `.grad`."""
         self._shards.freeze()
         for bucket in self._buckets:
             if reduced:
-                self._owner.send_empty(bucket.index)
+                self._exchange.send_empty(bucket.index)
         for bucket in self._buckets:
             given = self._shards.cut(bucket.index) if reduced else None
-            self._owner.return_sums(bucket.index, partial(self._update, bucket.index, given))
+            self._exchange.return_sums(bucket.index, partial(self._update, bucket.index, given))
         return reduced
 
     def _update(self, index: int, given: Sequence[Tensor | None] | None) -> None:
         """Update this rank's shard of a bucket, in the shard reducer's thread."""
-        used = () if given is not None else self._owner.flags(index).tolist()
+        used = () if given is not None else self._exchange.flags(index).tolist()
         self._shards.update(index, used, given)
 
 

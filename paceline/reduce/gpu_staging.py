@@ -91,8 +91,8 @@ class GpuStaging:
             sums = [[torch.empty_like(t.detach()) for t in tensors] for tensors in templates]
         self._streams = SideStream([tensor.device for tensors in templates for tensor in tensors])
         self._stages = [
-            _Stage(names=words, pinned=copies, sums=on_device)
-            for on_device, copies, words in zip(sums, pinned, names, strict=True)
+            _Stage(names=bucket_names, pinned=copies, sums=on_device)
+            for on_device, copies, bucket_names in zip(sums, pinned, names, strict=True)
         ]
         self._changed = threading.Condition()
         self._error: BaseException | None = None

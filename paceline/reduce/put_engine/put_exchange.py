@@ -64,8 +64,8 @@ class PutExchange:
         self._window, self._timeout = window, timeout
         self._ranks = ranks = RankLayout(layout, window)
         self._buckets = [
-            BucketState(bucket, ranks, tensors, words)
-            for bucket, tensors, words in zip(layout.buckets, templates, names, strict=True)
+            BucketState(bucket, ranks, tensors, bucket_names)
+            for bucket, tensors, bucket_names in zip(layout.buckets, templates, names, strict=True)
         ]
         self.traffic = [bucket.traffic(ranks.local_shard, ranks.group) for bucket in layout.buckets]
         self._reducer = ShardReducer(window, ranks, self._buckets)
