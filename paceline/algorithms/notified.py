@@ -87,7 +87,7 @@ def make_with_puts(
     options: PutOptions,
     make_rule: MakeRule,
     *,
-    updated: bool = False,
+    returns_parameters: bool = False,
 ) -> DataParallel:
     """Open a window, and make a synchronizer that exchanges over it.
 
@@ -98,11 +98,11 @@ def make_with_puts(
         make_rule: makes the update rule and the rank state, given the exchange by this rank's
             window (None if another rank of the machine has the window) and its residuals (None
             without a codec or without other machines).
-        updated: buckets may return updated parameters in place of sums.
+        returns_parameters: buckets may return updated parameters in place of sums.
     """
     templates: list[list[Tensor]] = [list(bucket.parameters) for bucket in buckets]
     names = [bucket.names for bucket in buckets]
-    specs = [_spec(tensors, options.codec, updated) for tensors in templates]
+    specs = [_spec(tensors, options.codec, returns_parameters) for tensors in templates]
     if statistics.flat is not None:
         specs.append(_spec([statistics.flat], None))
         templates.append([statistics.flat])
@@ -162,9 +162,13 @@ def make_with_puts(
     )
 
 
-def _spec(tensors: Sequence[Tensor], codec: Codec | None, updated: bool = False) -> BucketSpec:
+def _spec(
+    tensors: Sequence[Tensor], codec: Codec | None, returns_parameters: bool = False
+) -> BucketSpec:
     """Describe the bucket of some tensors of one dtype."""
     dtype = tensors[0].dtype
     lengths = tuple(tensor.numel() for tensor in tensors)
     codec = codec if dtype is torch.float32 else None
-    return BucketSpec(lengths=lengths, dtype=dtype, codec=codec, updated=updated)
+    return BucketSpec(
+        lengths=lengths, dtype=dtype, codec=codec, returns_parameters=returns_parameters
+    )

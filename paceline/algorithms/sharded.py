@@ -42,7 +42,7 @@ def make_sharded(
         assert exchange is not None
         return ShardedUpdate(buckets, exchange, shards), ShardedState(residuals, shards)
 
-    return make_with_puts(buckets, statistics, options, make_rule, updated=True)
+    return make_with_puts(buckets, statistics, options, make_rule, returns_parameters=True)
 
 
 class ShardedUpdate:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from paceline.errors import CommTimeout, Message
 from paceline.reduce.exchange import Exchange, Timeout
-from paceline.reduce.put_engine.gradient_views import refuse_writes
+from paceline.reduce.put_engine.gradient_views import check_unwritten
 from paceline.reduce.side_stream import SideStream
 
 _CLOSE_S = 5.0
@@ -131,7 +131,7 @@ class GpuStaging:
         stage = self._sent(index)
         sums = self._exchange.wait(index)
         borrowed, stage.borrowed = stage.borrowed, []
-        refuse_writes(borrowed)
+        check_unwritten(borrowed)
         with self._streams.beside(), torch.no_grad():
             found = [
                 None if total is None else on_device.copy_(total, non_blocking=True)

@@ -170,7 +170,8 @@ def test_one_rank_alone_looks_at_the_model_between_steps(
 
 def test_a_sum_that_doesnt_come_back_is_missed_by_its_owners_name() -> None:
     topology = Topology.of((1, 2))
-    layout = lay_out([BucketSpec(lengths=(64,), dtype=torch.float32, updated=True)], topology)
+    spec = BucketSpec(lengths=(64,), dtype=torch.float32, returns_parameters=True)
+    layout = lay_out([spec], topology)
     windows = WindowGroup(3, layout.size, layout.notifications, (1, 2))
     said: dict[int, str] = {}
     told = Barrier(3)
