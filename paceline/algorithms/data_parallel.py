@@ -84,7 +84,7 @@ class DataParallel:
         rule: updates the parameters from the exchanged sums.
         statistics: the model's running statistics.
         world_size: the number of ranks.
-        steady: called once, after the first step.
+        end_startup: called once, after the first step.
         state: state that a checkpoint must save in addition to model and optimizer, or None.
         recorder: receives this thread's spans `wait` (for peers), `send` and `update`, each with
             its bucket, and the numbers of bytes `sent` and `received`.
@@ -97,14 +97,14 @@ class DataParallel:
         rule: UpdateRule,
         statistics: RunningStatistics,
         world_size: int,
-        steady: Callable[[], None] | None = None,
+        end_startup: Callable[[], None] | None = None,
         state: RankState | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         self.buckets, self.state = tuple(buckets), state
         self._exchange, self._rule, self._statistics = exchange, rule, statistics
         self.drain = exchange.drain
-        self._world_size, self._steady = world_size, steady
+        self._world_size, self._end_startup = world_size, end_startup
         self._recorder = recorder or NullRecorder()
         self._pending: set[int] = set()  # buckets that were sent and not yet waited for
         self._sent: set[int] = set()  # buckets, in this step
@@ -189,9 +189,9 @@ class DataParallel:
         """Make the memory free for this step, and send the running statistics of its forward."""
         for bucket in self.buckets:
             self.before_read(bucket)  # what no layer has read
-        if self._sent and self._steady is not None:
-            self._steady()
-            self._steady = None
+        if self._sent and self._end_startup is not None:
+            self._end_startup()
+            self._end_startup = None
         self._sent.clear()
         self._exchange.begin(self._scale)
         self._ended = False

@@ -46,7 +46,7 @@ class PutOptions:
             memory.
         topology: the groups of ranks; gradients are first summed inside each group.
         limits: seconds to wait for a peer: one value for the first step, and one for later steps.
-        steady: called once, after the first step.
+        end_startup: called once, after the first step.
         codec: encodes float32 gradients that are sent between groups; None: they are unencoded.
         recorder: receives the same spans and counts as the recorder of `DataParallel`.
         staged: whether parameters are in GPU memory, so that gradients are copied through CPU
@@ -59,7 +59,7 @@ class PutOptions:
     open_window: OpenWindow
     topology: Topology
     limits: tuple[float, float]
-    steady: Callable[[], None] = lambda: None
+    end_startup: Callable[[], None] = lambda: None
     codec: Codec | None = None
     recorder: Recorder = field(default_factory=NullRecorder)
     staged: bool = False
@@ -133,11 +133,11 @@ def make_with_puts(
     else:
         exchange = make_put_exchange(templates)
 
-    def steady() -> None:
-        timeout.steady()
+    def end_startup() -> None:
+        timeout.end_startup()
         if intra_machine is not None:
-            intra_machine.steady()
-        options.steady()
+            intra_machine.end_startup()
+        options.end_startup()
 
     put_exchange = put_exchanges[0] if put_exchanges else None
     feedbacks = put_exchange.feedbacks if put_exchange is not None else [None] * len(specs)
@@ -156,7 +156,7 @@ def make_with_puts(
         rule,
         statistics,
         window.world_size,
-        steady,
+        end_startup,
         state,
         options.recorder,
     )

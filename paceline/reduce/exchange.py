@@ -23,8 +23,8 @@ class Timeout:
     def __init__(self, first: float, later: float) -> None:
         self.seconds, self.later = first, later
 
-    def steady(self) -> None:
-        """End the start: all ranks have exchanged a step."""
+    def end_startup(self) -> None:
+        """Use the timeout of later steps from now on: all ranks have exchanged a step."""
         self.seconds = self.later
 
 

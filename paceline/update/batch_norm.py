@@ -120,7 +120,7 @@ class LayerCommunicator:
             CommError: a peer was lost, or silent.
         """
         if self.share.begun > 1:  # by now all ranks have compiled their models
-            self._communicator.steady()
+            self._communicator.end_startup()
         self._communicator.all_reduce(tensor).wait(operation)
         return tensor
 
