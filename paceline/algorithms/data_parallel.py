@@ -121,8 +121,8 @@ class DataParallel:
     def before_read(self, bucket: Bucket) -> None:
         """Wait for the bucket's sums and update its parameters."""
         while self._ended and bucket.index in self._pending:
-            unit = self._rule.unit(self.buckets[self._exchange.next(bucket.index)])
-            self._install(unit, [value for member in unit for value in self._wait(member.index)])
+            unit = self._rule.unit(self.buckets[self._exchange.first_to_wait_for(bucket.index)])
+            self._install(unit, [value for one in unit for value in self._wait(one.index)])
 
     def gradient_ready(self, bucket: Bucket) -> None:
         """Send the bucket."""
@@ -142,7 +142,7 @@ class DataParallel:
                 p.grad = None if gradient is None else gradient.clone()  # the caller's own
         self._reduced = True
 
-    def end(self, step: int) -> None:
+    def end(self) -> None:
         """Send what backward didn't reach, and let the results be installed.
 
         If no forward ran since the last step, its update is still pending, with that step's
@@ -156,7 +156,7 @@ class DataParallel:
                 self._install(unit, [p.grad for bucket in unit for p in bucket.parameters])
         self._ended = True
 
-    def abandon(self, step: int) -> None:
+    def abandon(self) -> None:
         """Drop the step's gradients, after the exchange that all ranks began."""
         if not self._reduced:
             self._complete()
@@ -175,13 +175,13 @@ class DataParallel:
             self.before_read(bucket)
         self._install_statistics()
 
-    def release(self) -> None:
+    def wait_until_gradients_writable(self) -> None:
         """Settle, if the exchange still reads gradients."""
         if self._exchange.zero_copy:
             self.settle()
 
     def close(self) -> None:
-        """Release the rule and the exchange."""
+        """Close the rule and the exchange."""
         self._rule.close()
         self._exchange.close()
 

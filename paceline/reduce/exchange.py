@@ -57,7 +57,7 @@ class Exchange(Protocol):
             operation: names the bucket and the step in errors.
         """
 
-    def next(self, index: int) -> int:
+    def first_to_wait_for(self, index: int) -> int:
         """Return the bucket to wait for first on the way to bucket `index`, or `index` itself."""
 
     def wait(self, index: int) -> list[Tensor | None]:

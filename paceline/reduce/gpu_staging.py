@@ -85,8 +85,8 @@ class GpuStaging:
         sums: Sequence[Sequence[Tensor]] | None = None,
     ) -> None:
         self._exchange, self._timeout = exchange, timeout
-        self.traffic = exchange.traffic
-        self.begin, self.next, self.drain = exchange.begin, exchange.next, exchange.drain
+        self.traffic, self.first_to_wait_for = exchange.traffic, exchange.first_to_wait_for
+        self.begin, self.drain = exchange.begin, exchange.drain
         if sums is None:
             sums = [[torch.empty_like(t.detach()) for t in tensors] for tensors in templates]
         self._streams = SideStream([tensor.device for tensors in templates for tensor in tensors])

@@ -81,7 +81,7 @@ class PutExchange:
             if bucket.feedback is not None:
                 bucket.feedback.begin(scale)
 
-    def next(self, index: int) -> int:
+    def first_to_wait_for(self, index: int) -> int:
         """Return the bucket itself: sums come in no order."""
         return index
 
