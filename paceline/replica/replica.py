@@ -242,7 +242,7 @@ class Replica:
             with torch.enable_grad():
                 loss = closure()
         assert self._number is not None
-        self._binding.gradients.guard.refuse_gradients()
+        self._binding.gradients.guard.check_gradients()
         self._refuse_unexchanged()
         self._binding.synchronizer.end()
         self._done()

@@ -141,7 +141,7 @@ class ShardOptimizer:
             ConfigError: a parameter was written since `freeze`, or its memory format has changed.
         """
         (bucket,) = unit
-        self._guard.refuse_parameters(unit)
+        self._guard.check_parameters(unit)
         self._refuse_other_strides(bucket)
         with torch.inference_mode(False), torch.no_grad():
             for p, value in zip(bucket.parameters, values, strict=True):

@@ -98,7 +98,7 @@ class Updater:
         Raises:
             ConfigError: a parameter was written since `freeze`, which the update would undo.
         """
-        self._guard.refuse_parameters(unit)
+        self._guard.check_parameters(unit)
         device = unit[0].parameters[0].device.type
         # An update runs in whatever block reads first: an evaluation's, one under autocast.
         if _is_plain(device):
