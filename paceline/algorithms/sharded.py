@@ -61,8 +61,8 @@ class ShardedUpdate:
         self.install, self.close = shards.install, shards.close
         for bucket in buckets:
             if (shard := exchange.shard(bucket.index)) is not None:
-                shards.own(bucket.index, *shard)
-        shards.deal()
+                shards.add_shard(bucket.index, *shard)
+        shards.shard_state()
 
     def unit(self, bucket: Bucket) -> tuple[Bucket, ...]:
         """Return the bucket alone."""
@@ -80,7 +80,7 @@ class ShardedUpdate:
             if reduced:
                 self._exchange.send_empty(bucket.index)
         for bucket in self._buckets:
-            given = self._shards.cut(bucket.index) if reduced else None
+            given = self._shards.copy_gradients(bucket.index) if reduced else None
             self._exchange.return_sums(bucket.index, partial(self._update, bucket.index, given))
         return reduced
 
