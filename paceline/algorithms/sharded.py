@@ -23,7 +23,7 @@ from paceline.algorithms.notified import PutOptions, make_with_puts
 from paceline.comm.communicator import Communicator
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.put_engine.put_exchange import PutExchange
-from paceline.reduce.rank_state import OPTIMIZER, RankState
+from paceline.reduce.rank_state import MISSED, OPTIMIZER, RankState
 from paceline.update.batch_norm import RunningStatistics
 from paceline.update.shard_optimizer import ShardOptimizer
 
@@ -111,6 +111,6 @@ class ShardedState:
         """Take both."""
         if OPTIMIZER in state:
             self._shards.load(state[OPTIMIZER]["state"])
-        if self._residuals is not None and "missed" in state:
+        if self._residuals is not None and MISSED in state:
             return self._residuals.restore(state)
-        return "missed" not in state
+        return MISSED not in state

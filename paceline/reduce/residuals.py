@@ -21,6 +21,7 @@ from paceline.comm.communicator import Communicator, gather_all
 from paceline.reduce.buckets import like
 from paceline.reduce.put_engine.error_feedback import ErrorFeedback
 from paceline.reduce.put_engine.layout import BucketLayout, Topology
+from paceline.reduce.rank_state import MISSED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +72,11 @@ class Residuals:
         if communicator.rank > 0:
             return None
         groups = [self._assembled([flats[r] for r in group]) for group in self._topology.groups]
-        return {"scale": feedbacks[0].scale, "missed": groups}
+        return {"scale": feedbacks[0].scale, MISSED: groups}
 
     def restore(self, state: Mapping[str, Any]) -> bool:
         """Take the residuals of this rank's group, or of its shard those of all groups."""
-        groups: Sequence[Mapping[str, Tensor]] = state["missed"]
+        groups: Sequence[Mapping[str, Tensor]] = state[MISSED]
         same = len(groups) == len(self._topology.groups)
         for bucket in self._buckets:
             if bucket.feedback is None:
