@@ -65,7 +65,7 @@ class BucketMemory:
     def pack(self, values: Sequence[Tensor | None], weight: float) -> None:
         """Write gradients, one a parameter, times `weight`; one that is None is 0.
 
-        With weight 0 (a borrowed sample) all are 0, whatever they hold, and none counts as used.
+        With weight 0 (a placeholder sample) all are 0, whatever they hold, and none counts as used.
         """
         for value, view in zip(values, self.gradients, strict=True):
             if value is None or not weight:

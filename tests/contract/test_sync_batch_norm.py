@@ -183,7 +183,7 @@ def test_one_value_a_channel_in_the_whole_batch_is_refused_by_name() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
 
     def run(communicator: Communicator) -> None:
-        share = share_of(0, 1 - communicator.rank, 1)  # rank 1 has only a borrowed sample
+        share = share_of(0, 1 - communicator.rank, 1)  # rank 1 has only a placeholder sample
         convert_sync_batchnorm(copy.deepcopy(model), communicator, share)(torch.ones(1, 2))
 
     with pytest.raises(ConfigError, match="1: the global batch has one value per channel"):
