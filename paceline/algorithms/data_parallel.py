@@ -1,9 +1,9 @@
 """Data-parallel step: sum gradients over the ranks; `UpdateRule` says which rank updates what.
 
-A step is the same whatever carries the sums and whoever updates. A method is a composition of
+A step is the same, whatever carries the sums and whichever rank updates. A method is a composition
+of
 
     exchange    sums each bucket over the ranks: `Collectives`, `PutExchange`, …
-    updater     applies the optimizer
     rule        which rank updates what: `ReplicatedUpdate`, or `ShardedUpdate` (ZeRO-1)
 
     send ── … ── wait, install             one bucket; running statistics go first

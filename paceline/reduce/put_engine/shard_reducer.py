@@ -25,7 +25,7 @@ from paceline.codecs.codec import Piece, cut
 from paceline.codecs.codecs import add_up
 from paceline.comm.window import Window
 from paceline.reduce.put_engine.bucket_state import BucketState, RankLayout
-from paceline.reduce.put_engine.gradient_views import Flags
+from paceline.reduce.put_engine.gradient_views import Flags, LocalGradients
 from paceline.reduce.put_engine.layout import CONTRIBUTION, FLAGS, SUM
 
 _WAIT_SLICE_S = 0.5
@@ -192,16 +192,16 @@ class ShardReducer:
             bucket.gathered, bucket.weight = ours, gradients.weight
             bucket.flags = gradients.flags
             if self._group_peers:
-                self._sum_group_ranks(bucket, ours)
+                self._sum_group_ranks(bucket, gradients, ours)
             if self._group_peers or bucket.feedback is not None:  # otherwise `send` has put them
                 self.put_shards(bucket, bucket.gathered, bucket.weight, bucket.flags, version)
         self._gathered[bucket.index] = version
 
-    def _sum_group_ranks(self, bucket: BucketState, ours: Sequence[Piece]) -> None:
+    def _sum_group_ranks(
+        self, bucket: BucketState, gradients: LocalGradients, ours: Sequence[Piece]
+    ) -> None:
         """Sum in rank order: into a temporary if there are other groups, else into the sums."""
-        assert bucket.local_gradients is not None
-        alone, gradients = not self._peer_owners, bucket.local_gradients
-        total = bucket.sums[bucket.local_shard]
+        alone, total = not self._peer_owners, bucket.sums[bucket.local_shard]
         if not alone:
             total = torch.empty_like(total)
         buffers = bucket.from_group_ranks
