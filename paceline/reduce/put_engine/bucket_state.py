@@ -179,8 +179,8 @@ class BucketState:
             rank_layout.leader, layout.sums, layout.numel * spec.dtype.itemsize
         )
         self.sums = sums.view(spec.dtype)
-        parts = torch.split(self.sums, list(spec.lengths))
-        self.views = [like(t, part) for t, part in zip(templates, parts, strict=True)]
+        split = torch.split(self.sums, list(spec.lengths))
+        self.views = [like(t, flat) for t, flat in zip(templates, split, strict=True)]
         self.used: Flags = rank_layout.bytes_of(
             rank_layout.leader, layout.flags, len(spec.lengths)
         ).numpy()

@@ -205,11 +205,11 @@ class ShardReducer:
         if not alone:
             total = torch.empty_like(total)
         buffers = bucket.from_group_ranks
-        parts = [
+        contributions = [
             ours if r is None else [(0, len(total), r.values.view(total.dtype))] for r in buffers
         ]
         weights = [gradients.weight if r is None else 1.0 for r in buffers]
-        add_up(parts, weights, total, past_caches=alone)
+        add_up(contributions, weights, total, past_caches=alone)
         bucket.gathered, bucket.weight = [(0, len(total), total)], 1.0
         bucket.flags = _union([gradients.flags if r is None else r.flags for r in buffers])
 
@@ -229,10 +229,10 @@ class ShardReducer:
         buffers, own = bucket.from_groups, bucket.own_sums
         ours = cut(bucket.gathered, bucket.own_shard)
         if bucket.feedback is None:
-            parts = [
+            contributions = [
                 ours if r is None else [(0, len(own), r.values.view(own.dtype))] for r in buffers
             ]
-            add_up(parts, [bucket.weight if r is None else r.weight for r in buffers], own)
+            add_up(contributions, [bucket.weight if r is None else r.weight for r in buffers], own)
         elif not bucket.defers_return:
             encoded = [None if r is None else r.values for r in buffers]
             bucket.feedback.reduce(self._ranks.group, encoded, ours, bucket.weight, own)
