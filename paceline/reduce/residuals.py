@@ -64,8 +64,8 @@ class Residuals:
     def gather(self, communicator: Communicator) -> Mapping[str, Any] | None:
         """Return all ranks' residuals, by parameter and group, on rank 0."""
         feedbacks = [bucket.feedback for bucket in self._buckets if bucket.feedback is not None]
-        held = [feedback.residual for feedback in feedbacks]
-        flat = torch.cat(held) if held else torch.empty(0, dtype=torch.float32)
+        own = [feedback.residual for feedback in feedbacks]
+        flat = torch.cat(own) if own else torch.empty(0, dtype=torch.float32)
         what = "the gather of the error-feedback residuals (collective: all ranks must call it)"
         device = self._buckets[0].templates[0].device
         flats = [flat.cpu() for flat in gather_all(communicator, flat.to(device), what)]
