@@ -113,15 +113,15 @@ def notified(summands: Summands, store: Store, size: int | None, connections: in
     layout = lay_out(specs, peers.topology)
     window = peers.open_window(layout.size, layout.notifications, connections=connections)
     names = [("values",)] * len(buckets)
-    owner = PutExchange(window, layout, buckets, names, Timeout(*peers.limits))
+    exchange = PutExchange(window, layout, buckets, names, Timeout(*peers.limits))
     sums: list[Tensor] = []
 
     def step() -> None:
         sums.clear()
         for index, bucket in enumerate(buckets):
-            owner.send(index, bucket, 1.0, "the sum")
+            exchange.send(index, bucket, 1.0, "the sum")
         for index in reversed(range(len(buckets))):
-            sums[:0] = filter(torch.is_tensor, owner.wait(index))
+            sums[:0] = filter(torch.is_tensor, exchange.wait(index))
 
     return Variant(step=step, finish=nothing, result=lambda: [torch.cat(sums)])
 

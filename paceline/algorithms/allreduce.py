@@ -33,6 +33,6 @@ def make_allreduce(
         ReplicatedUpdate(updater),
         statistics,
         communicator.world_size,
-        communicator.steady,
+        communicator.end_startup,
         recorder=recorder,
     )

@@ -1,9 +1,9 @@
 """Data-parallel step: sum gradients over the ranks; `UpdateRule` says which rank updates what.
 
-A step is the same whatever carries the sums and whoever updates. A method is a composition of
+A step is the same, whatever carries the sums and whichever rank updates. A method is a composition
+of
 
     exchange    sums each bucket over the ranks: `Collectives`, `PutExchange`, …
-    updater     applies the optimizer
     rule        which rank updates what: `ReplicatedUpdate`, or `ShardedUpdate` (ZeRO-1)
 
     send ── … ── wait, install             one bucket; running statistics go first
@@ -84,7 +84,7 @@ class DataParallel:
         rule: updates the parameters from the exchanged sums.
         statistics: the model's running statistics.
         world_size: the number of ranks.
-        steady: called once, after the first step.
+        end_startup: called once, after the first step.
         state: state that a checkpoint must save in addition to model and optimizer, or None.
         recorder: receives this thread's spans `wait` (for peers), `send` and `update`, each with
             its bucket, and the numbers of bytes `sent` and `received`.
@@ -97,14 +97,14 @@ class DataParallel:
         rule: UpdateRule,
         statistics: RunningStatistics,
         world_size: int,
-        steady: Callable[[], None] | None = None,
+        end_startup: Callable[[], None] | None = None,
         state: RankState | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         self.buckets, self.state = tuple(buckets), state
         self._exchange, self._rule, self._statistics = exchange, rule, statistics
         self.drain = exchange.drain
-        self._world_size, self._steady = world_size, steady
+        self._world_size, self._end_startup = world_size, end_startup
         self._recorder = recorder or NullRecorder()
         self._pending: set[int] = set()  # buckets that were sent and not yet waited for
         self._sent: set[int] = set()  # buckets, in this step
@@ -121,8 +121,8 @@ class DataParallel:
     def before_read(self, bucket: Bucket) -> None:
         """Wait for the bucket's sums and update its parameters."""
         while self._ended and bucket.index in self._pending:
-            unit = self._rule.unit(self.buckets[self._exchange.next(bucket.index)])
-            self._install(unit, [value for member in unit for value in self._wait(member.index)])
+            unit = self._rule.unit(self.buckets[self._exchange.first_to_wait_for(bucket.index)])
+            self._install(unit, [value for one in unit for value in self._wait(one.index)])
 
     def gradient_ready(self, bucket: Bucket) -> None:
         """Send the bucket."""
@@ -142,7 +142,7 @@ class DataParallel:
                 p.grad = None if gradient is None else gradient.clone()  # the caller's own
         self._reduced = True
 
-    def end(self, step: int) -> None:
+    def end(self) -> None:
         """Send what backward didn't reach, and let the results be installed.
 
         If no forward ran since the last step, its update is still pending, with that step's
@@ -156,7 +156,7 @@ class DataParallel:
                 self._install(unit, [p.grad for bucket in unit for p in bucket.parameters])
         self._ended = True
 
-    def abandon(self, step: int) -> None:
+    def abandon(self) -> None:
         """Drop the step's gradients, after the exchange that all ranks began."""
         if not self._reduced:
             self._complete()
@@ -175,13 +175,13 @@ class DataParallel:
             self.before_read(bucket)
         self._install_statistics()
 
-    def release(self) -> None:
+    def wait_until_gradients_writable(self) -> None:
         """Settle, if the exchange still reads gradients."""
         if self._exchange.zero_copy:
             self.settle()
 
     def close(self) -> None:
-        """Release the rule and the exchange."""
+        """Close the rule and the exchange."""
         self._rule.close()
         self._exchange.close()
 
@@ -189,9 +189,9 @@ class DataParallel:
         """Make the memory free for this step, and send the running statistics of its forward."""
         for bucket in self.buckets:
             self.before_read(bucket)  # what no layer has read
-        if self._sent and self._steady is not None:
-            self._steady()
-            self._steady = None
+        if self._sent and self._end_startup is not None:
+            self._end_startup()
+            self._end_startup = None
         self._sent.clear()
         self._exchange.begin(self._scale)
         self._ended = False

@@ -46,7 +46,7 @@ class PutOptions:
             memory.
         topology: the groups of ranks; gradients are first summed inside each group.
         limits: seconds to wait for a peer: one value for the first step, and one for later steps.
-        steady: called once, after the first step.
+        end_startup: called once, after the first step.
         codec: encodes float32 gradients that are sent between groups; None: they are unencoded.
         recorder: receives the same spans and counts as the recorder of `DataParallel`.
         staged: whether parameters are in GPU memory, so that gradients are copied through CPU
@@ -59,7 +59,7 @@ class PutOptions:
     open_window: OpenWindow
     topology: Topology
     limits: tuple[float, float]
-    steady: Callable[[], None] = lambda: None
+    end_startup: Callable[[], None] = lambda: None
     codec: Codec | None = None
     recorder: Recorder = field(default_factory=NullRecorder)
     staged: bool = False
@@ -77,7 +77,7 @@ def make_notified(
         buckets,
         statistics,
         options,
-        lambda owner, residuals: (ReplicatedUpdate(updater), residuals),
+        lambda _, residuals: (ReplicatedUpdate(updater), residuals),
     )
 
 
@@ -87,7 +87,7 @@ def make_with_puts(
     options: PutOptions,
     make_rule: MakeRule,
     *,
-    updated: bool = False,
+    returns_parameters: bool = False,
 ) -> DataParallel:
     """Open a window, and make a synchronizer that exchanges over it.
 
@@ -95,74 +95,80 @@ def make_with_puts(
         buckets: what is exchanged; fewer bytes a bucket, a finer order.
         statistics: the model's running statistics, exchanged in every step.
         options: of the exchange.
-        make_rule: makes the update rule and the rank state of the exchange by this rank's window
-            (None if another rank of the machine has the window) and of its residuals (None without
-            a codec or without other machines).
-        updated: buckets may return updated parameters in place of sums.
+        make_rule: makes the update rule and the rank state, given the exchange by this rank's
+            window (None if another rank of the machine has the window) and its residuals (None
+            without a codec or without other machines).
+        returns_parameters: buckets may return updated parameters in place of sums.
     """
     templates: list[list[Tensor]] = [list(bucket.parameters) for bucket in buckets]
     names = [bucket.names for bucket in buckets]
-    specs = [_spec(tensors, options.codec, updated) for tensors in templates]
+    specs = [_spec(tensors, options.codec, returns_parameters) for tensors in templates]
     if statistics.flat is not None:
         specs.append(_spec([statistics.flat], None))
         templates.append([statistics.flat])
         names.append(("the running statistics",))
     topology, intra_machine = options.topology, options.intra_machine
-    exchanging = topology if intra_machine is None else topology.leaders
-    layout = lay_out(specs, exchanging)
+    put_topology = topology if intra_machine is None else topology.leaders
+    layout = lay_out(specs, put_topology)
     window = options.open_window(layout.size, layout.notifications)
     timeout = Timeout(*options.limits)
     options.recorder.event("notifications", texts=layout.notification_names)
-    owners: list[PutExchange] = []  # one, or none
+    put_exchanges: list[PutExchange] = []  # this rank's, if it exchanges by its window
 
-    def own(sent: Sequence[Sequence[Tensor]]) -> PutExchange:
-        owners.append(PutExchange(window, layout, sent, names, timeout))
-        return owners[0]
+    def make_put_exchange(values: Sequence[Sequence[Tensor]]) -> PutExchange:
+        put_exchanges.append(PutExchange(window, layout, values, names, timeout))
+        return put_exchanges[0]
 
     exchange: Exchange
     if intra_machine is not None:
         ranks = topology.groups[topology.group_of(window.rank)]
-        parts = ranks, intra_machine, own, templates, names, len(buckets), timeout
-        exchange = MachineSums(*parts)
-        if not owners:
+        exchange = MachineSums(
+            ranks, intra_machine, make_put_exchange, templates, names, len(buckets), timeout
+        )
+        if not put_exchanges:
             window.close()  # it has no peers
     elif options.staged:
-        sent = [[pinned_like(tensor) for tensor in tensors] for tensors in templates]
-        exchange = GpuStaging(own(sent), templates, sent, names, timeout)
+        pinned = [[pinned_like(tensor) for tensor in tensors] for tensors in templates]
+        exchange = GpuStaging(make_put_exchange(pinned), templates, pinned, names, timeout)
     else:
-        exchange = own(templates)
+        exchange = make_put_exchange(templates)
 
-    def steady() -> None:
-        timeout.steady()
+    def end_startup() -> None:
+        timeout.end_startup()
         if intra_machine is not None:
-            intra_machine.steady()
-        options.steady()
+            intra_machine.end_startup()
+        options.end_startup()
 
-    feedbacks = owners[0].feedbacks if owners else [None] * len(specs)
+    put_exchange = put_exchanges[0] if put_exchanges else None
+    feedbacks = put_exchange.feedbacks if put_exchange is not None else [None] * len(specs)
     encoded = [
-        EncodedBucket(layout=bucket, templates=tensors, names=words, feedback=feedback)
-        for bucket, tensors, words, feedback in zip(
+        EncodedBucket(layout=bucket, templates=tensors, names=bucket_names, feedback=feedback)
+        for bucket, tensors, bucket_names, feedback in zip(
             layout.buckets, templates, names, feedbacks, strict=True
         )
-        if bucket.spec.codec is not None and len(exchanging.groups) > 1
+        if bucket.spec.codec is not None and len(put_topology.groups) > 1
     ]
-    residuals = Residuals(encoded, exchanging, window.rank) if encoded else None
-    rule, state = make_rule(owners[0] if owners else None, residuals)
+    residuals = Residuals(encoded, put_topology, window.rank) if encoded else None
+    rule, state = make_rule(put_exchange, residuals)
     return DataParallel(
         buckets,
         exchange,
         rule,
         statistics,
         window.world_size,
-        steady,
+        end_startup,
         state,
         options.recorder,
     )
 
 
-def _spec(tensors: Sequence[Tensor], codec: Codec | None, updated: bool = False) -> BucketSpec:
+def _spec(
+    tensors: Sequence[Tensor], codec: Codec | None, returns_parameters: bool = False
+) -> BucketSpec:
     """Describe the bucket of some tensors of one dtype."""
     dtype = tensors[0].dtype
     lengths = tuple(tensor.numel() for tensor in tensors)
     codec = codec if dtype is torch.float32 else None
-    return BucketSpec(lengths=lengths, dtype=dtype, codec=codec, updated=updated)
+    return BucketSpec(
+        lengths=lengths, dtype=dtype, codec=codec, returns_parameters=returns_parameters
+    )

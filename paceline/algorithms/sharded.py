@@ -23,7 +23,7 @@ from paceline.algorithms.notified import PutOptions, make_with_puts
 from paceline.comm.communicator import Communicator
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.put_engine.put_exchange import PutExchange
-from paceline.reduce.rank_state import OPTIMIZER, RankState
+from paceline.reduce.rank_state import MISSED, OPTIMIZER, RankState
 from paceline.update.batch_norm import RunningStatistics
 from paceline.update.shard_optimizer import ShardOptimizer
 
@@ -37,12 +37,12 @@ def make_sharded(
     """Make a synchronizer over puts with sharded optimizer state; every rank has a window."""
 
     def make_rule(
-        owner: PutExchange | None, residuals: RankState | None
+        exchange: PutExchange | None, residuals: RankState | None
     ) -> tuple[ShardedUpdate, ShardedState]:
-        assert owner is not None
-        return ShardedUpdate(buckets, owner, shards), ShardedState(residuals, shards)
+        assert exchange is not None
+        return ShardedUpdate(buckets, exchange, shards), ShardedState(residuals, shards)
 
-    return make_with_puts(buckets, statistics, options, make_rule, updated=True)
+    return make_with_puts(buckets, statistics, options, make_rule, returns_parameters=True)
 
 
 class ShardedUpdate:
@@ -50,19 +50,19 @@ class ShardedUpdate:
 
     Args:
         buckets: all buckets of parameters.
-        owner: the exchange, which sums the gradients of this rank's shards.
+        exchange: sums the gradients of this rank's shards.
         shards: the optimizer that updates this rank's shards.
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], owner: PutExchange, shards: ShardOptimizer
+        self, buckets: Sequence[Bucket], exchange: PutExchange, shards: ShardOptimizer
     ) -> None:
-        self._buckets, self._owner, self._shards = buckets, owner, shards
+        self._buckets, self._exchange, self._shards = buckets, exchange, shards
         self.install, self.close = shards.install, shards.close
         for bucket in buckets:
-            if (shard := owner.shard(bucket.index)) is not None:
-                shards.own(bucket.index, *shard)
-        shards.deal()
+            if (shard := exchange.shard(bucket.index)) is not None:
+                shards.add_shard(bucket.index, *shard)
+        shards.shard_state()
 
     def unit(self, bucket: Bucket) -> tuple[Bucket, ...]:
         """Return the bucket alone."""
@@ -71,22 +71,22 @@ class ShardedUpdate:
     def return_sums(self) -> None:
         """Let the sums return without an update."""
         for bucket in self._buckets:
-            self._owner.return_sums(bucket.index, None)
+            self._exchange.return_sums(bucket.index, None)
 
     def end(self, *, reduced: bool) -> bool:
         """Freeze the hyperparameters, and let the owners update by the sums or by `.grad`."""
         self._shards.freeze()
         for bucket in self._buckets:
             if reduced:
-                self._owner.send_empty(bucket.index)
+                self._exchange.send_empty(bucket.index)
         for bucket in self._buckets:
-            given = self._shards.cut(bucket.index) if reduced else None
-            self._owner.return_sums(bucket.index, partial(self._update, bucket.index, given))
+            given = self._shards.copy_gradients(bucket.index) if reduced else None
+            self._exchange.return_sums(bucket.index, partial(self._update, bucket.index, given))
         return reduced
 
     def _update(self, index: int, given: Sequence[Tensor | None] | None) -> None:
         """Update this rank's shard of a bucket, in the shard reducer's thread."""
-        used = () if given is not None else self._owner.flags(index).tolist()
+        used = () if given is not None else self._exchange.flags(index).tolist()
         self._shards.update(index, used, given)
 
 
@@ -111,6 +111,6 @@ class ShardedState:
         """Take both."""
         if OPTIMIZER in state:
             self._shards.load(state[OPTIMIZER]["state"])
-        if self._residuals is not None and "missed" in state:
+        if self._residuals is not None and MISSED in state:
             return self._residuals.restore(state)
-        return "missed" not in state
+        return MISSED not in state

@@ -56,16 +56,16 @@ class Synchronizer(Protocol):
         The caller may look at it, clip or unscale it; the update then uses it as it is.
         """
 
-    def end(self, step: int) -> None:
+    def end(self) -> None:
         """Freeze the step's hyperparameters; from now on its result may be installed."""
 
-    def abandon(self, step: int) -> None:
+    def abandon(self) -> None:
         """End a step without an update (loss scaling skips one); all ranks do so or none."""
 
     def settle(self) -> None:
         """Make every parameter and BatchNorm's running statistics final and equal on all ranks."""
 
-    def release(self) -> None:
+    def wait_until_gradients_writable(self) -> None:
         """Return once the gradients of the last ended step may be written.
 
         Raises:

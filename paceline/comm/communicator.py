@@ -64,8 +64,8 @@ class Communicator(Protocol):
             into: on rank 0 a target for each rank's, in rank order; elsewhere empty.
         """
 
-    def steady(self) -> None:
-        """End the start: later waits have the shorter timeout."""
+    def end_startup(self) -> None:
+        """Use the shorter timeout of later steps from now on."""
 
     def end(self) -> None:
         """Close after the last collective has completed; leave no thread."""

@@ -57,7 +57,7 @@ class ProcessGroupCommunicator:
             world_size: the number of ranks.
             device: where the tensors live; selects the transport.
             address: the IP address of this machine that the peers reach.
-            first_timeout: the limit of a wait in seconds until `steady` is called.
+            first_timeout: the limit of a wait in seconds until `end_startup` is called.
             timeout: the limit afterwards.
 
         Raises:
@@ -92,7 +92,7 @@ class ProcessGroupCommunicator:
         targets = [list(into)] if into else []
         return self._start(partial(self._group.gather, targets), [tensor], dist.GatherOptions())
 
-    def steady(self) -> None:
+    def end_startup(self) -> None:
         """Use the shorter timeout from now on."""
         self._limit = self._timeout
 

@@ -26,7 +26,7 @@ class SingleRankCommunicator:
         into[0].copy_(tensor)
         return _Done()
 
-    def steady(self) -> None:
+    def end_startup(self) -> None:
         """Change nothing: there is no wait."""
 
     def end(self) -> None:

@@ -36,12 +36,12 @@ class BatchSlice:
 
     @property
     def count(self) -> int:
-        """Count the samples that this rank trains; 0: it computes a borrowed one for nothing."""
+        """The number of samples that this rank trains; 0: it computes a placeholder."""
         return self.last - self.first - self.skipped
 
     @property
     def computed(self) -> slice:
-        """Name the positions that this rank computes: its share, or a borrowed one for an empty."""
+        """The positions that this rank computes: its share, or a placeholder if that is empty."""
         # Empty shares are a batch's last ones: the position before is in the batch.
         return slice(min(self.first, self.last - 1), self.last)
 

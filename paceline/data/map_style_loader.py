@@ -87,7 +87,7 @@ class MappedLoader:
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[tuple[BatchSlice, Any]]:
         """Yield this rank's batch of each step of an epoch from a step on, and its place.
 
-        If a slice is empty, the batch is one borrowed sample, and its `count` is 0. Closing the
+        If a slice is empty, the batch is a placeholder sample, and its `count` is 0. Closing the
         iterator, or leaving the loop that owns it, ends the worker processes.
 
         Raises:

@@ -31,7 +31,7 @@ def add_scores(sums: Tensor, loss: Tensor, logits: Tensor, labels: Tensor, count
         loss: scalar, the mean over the batch.
         logits: (batch, labels).
         labels: (batch,).
-        count: how many samples of the batch are this rank's own; 0 for a borrowed one.
+        count: how many samples of the batch are this rank's own; 0 for a placeholder.
     """
     if count == 0:
         return

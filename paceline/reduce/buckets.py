@@ -35,13 +35,13 @@ class Bucket:
 
     Attributes:
         index: the bucket's number; bucket 0 is the first that backward can complete.
-        group: the index of the parameters' group in the optimizer.
+        param_group: the index of the parameters' group in the optimizer.
         parameters: the parameters, those of the last layer first.
         names: the parameters' names, for messages.
     """
 
     index: int
-    group: int
+    param_group: int
     parameters: tuple[nn.Parameter, ...]
     names: tuple[str, ...]
 
@@ -65,7 +65,7 @@ class BucketMemory:
     def pack(self, values: Sequence[Tensor | None], weight: float) -> None:
         """Write gradients, one a parameter, times `weight`; one that is None is 0.
 
-        With weight 0 (a borrowed sample) all are 0, whatever they hold, and none counts as used.
+        With weight 0 (a placeholder sample) all are 0, whatever they hold, and none counts as used.
         """
         for value, view in zip(values, self.gradients, strict=True):
             if value is None or not weight:
@@ -122,18 +122,18 @@ def like(parameter: Tensor, flat: Tensor) -> Tensor:
 
 
 def partition(
-    names: Mapping[nn.Parameter, str], groups: Mapping[nn.Parameter, int], bucket_bytes: int
+    names: Mapping[nn.Parameter, str], param_groups: Mapping[nn.Parameter, int], bucket_bytes: int
 ) -> tuple[Bucket, ...]:
     """Partition trainable parameters into buckets of about `bucket_bytes`.
 
     Args:
         names: the model's parameters, in forward order, with their names; one in no group is left
             out.
-        groups: the index of each parameter's group in the optimizer.
+        param_groups: the index of each parameter's group in the optimizer.
         bucket_bytes: a bucket is closed before it would exceed this, or, near the first layers,
             less; a larger parameter has a bucket of its own.
     """
-    trained = [p for p in names if p.requires_grad and p in groups]
+    trained = [p for p in names if p.requires_grad and p in param_groups]
     ends = accumulate(_bytes([p]) for p in trained)
     before = {p: end - _bytes([p]) for p, end in zip(trained, ends, strict=True)}
     closed: list[tuple[int, int, list[nn.Parameter]]] = []  # (last one's number, group, bucket)
@@ -141,18 +141,18 @@ def partition(
     numbers = {}
     for number, p in enumerate(reversed(trained)):
         numbers[p] = number
-        key = (groups[p], p.dtype, p.device)
+        key = (param_groups[p], p.dtype, p.device)
         bucket = filling.setdefault(key, [])
         most = min(bucket_bytes, max(_SMALLEST, _TIMES_BYTES_BEFORE * before[p]))
         if bucket and _bytes([*bucket, p]) > most:
-            closed.append((numbers[bucket[-1]], groups[p], bucket))
+            closed.append((numbers[bucket[-1]], param_groups[p], bucket))
             bucket = filling[key] = []
         bucket.append(p)
     closed += [(numbers[bucket[-1]], key[0], bucket) for key, bucket in filling.items()]
     return tuple(
         Bucket(
             index=index,
-            group=group,
+            param_group=group,
             parameters=tuple(bucket),
             names=tuple(names[p] for p in bucket),
         )

@@ -67,7 +67,7 @@ class Collectives:
             self._tickets[turn] = self._communicator.all_reduce(self._flat[turn])
             self._issued += 1
 
-    def next(self, index: int) -> int:
+    def first_to_wait_for(self, index: int) -> int:
         """Return the bucket that was issued first, unless `index` is there already.
 
         They arrive in the order of their issue, so a bucket's arithmetic hides under the exchange

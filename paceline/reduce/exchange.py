@@ -23,8 +23,8 @@ class Timeout:
     def __init__(self, first: float, later: float) -> None:
         self.seconds, self.later = first, later
 
-    def steady(self) -> None:
-        """End the start: all ranks have exchanged a step."""
+    def end_startup(self) -> None:
+        """Use the timeout of later steps from now on: all ranks have exchanged a step."""
         self.seconds = self.later
 
 
@@ -57,7 +57,7 @@ class Exchange(Protocol):
             operation: names the bucket and the step in errors.
         """
 
-    def next(self, index: int) -> int:
+    def first_to_wait_for(self, index: int) -> int:
         """Return the bucket to wait for first on the way to bucket `index`, or `index` itself."""
 
     def wait(self, index: int) -> list[Tensor | None]:

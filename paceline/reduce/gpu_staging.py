@@ -22,7 +22,7 @@ from torch import Tensor
 
 from paceline.errors import CommTimeout, Message
 from paceline.reduce.exchange import Exchange, Timeout
-from paceline.reduce.put_engine.gradient_views import refuse_writes
+from paceline.reduce.put_engine.gradient_views import check_unwritten
 from paceline.reduce.side_stream import SideStream
 
 _CLOSE_S = 5.0
@@ -85,14 +85,14 @@ class GpuStaging:
         sums: Sequence[Sequence[Tensor]] | None = None,
     ) -> None:
         self._exchange, self._timeout = exchange, timeout
-        self.traffic = exchange.traffic
-        self.begin, self.next, self.drain = exchange.begin, exchange.next, exchange.drain
+        self.traffic, self.first_to_wait_for = exchange.traffic, exchange.first_to_wait_for
+        self.begin, self.drain = exchange.begin, exchange.drain
         if sums is None:
             sums = [[torch.empty_like(t.detach()) for t in tensors] for tensors in templates]
         self._streams = SideStream([tensor.device for tensors in templates for tensor in tensors])
         self._stages = [
-            _Stage(names=words, pinned=copies, sums=on_device)
-            for on_device, copies, words in zip(sums, pinned, names, strict=True)
+            _Stage(names=bucket_names, pinned=copies, sums=on_device)
+            for on_device, copies, bucket_names in zip(sums, pinned, names, strict=True)
         ]
         self._changed = threading.Condition()
         self._error: BaseException | None = None
@@ -131,7 +131,7 @@ class GpuStaging:
         stage = self._sent(index)
         sums = self._exchange.wait(index)
         borrowed, stage.borrowed = stage.borrowed, []
-        refuse_writes(borrowed)
+        check_unwritten(borrowed)
         with self._streams.beside(), torch.no_grad():
             found = [
                 None if total is None else on_device.copy_(total, non_blocking=True)

@@ -127,7 +127,7 @@ class MachineSums:
         if self._inter_machine is not None:
             self._inter_machine.begin(scale)
 
-    def next(self, index: int) -> int:
+    def first_to_wait_for(self, index: int) -> int:
         """Return the bucket itself: sums come in the order in which they are needed."""
         return index
 

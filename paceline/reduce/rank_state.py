@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from paceline.comm.communicator import Communicator
 
 OPTIMIZER = "optimizer"  # key of the optimizer's whole state dict, where ranks hold shards of it
+MISSED = "missed"  # key of the error-feedback residuals
 
 
 class RankState(Protocol):

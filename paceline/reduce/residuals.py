@@ -21,6 +21,7 @@ from paceline.comm.communicator import Communicator, gather_all
 from paceline.reduce.buckets import like
 from paceline.reduce.put_engine.error_feedback import ErrorFeedback
 from paceline.reduce.put_engine.layout import BucketLayout, Topology
+from paceline.reduce.rank_state import MISSED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,19 +64,19 @@ class Residuals:
     def gather(self, communicator: Communicator) -> Mapping[str, Any] | None:
         """Return all ranks' residuals, by parameter and group, on rank 0."""
         feedbacks = [bucket.feedback for bucket in self._buckets if bucket.feedback is not None]
-        held = [feedback.residual for feedback in feedbacks]
-        flat = torch.cat(held) if held else torch.empty(0, dtype=torch.float32)
+        own = [feedback.residual for feedback in feedbacks]
+        flat = torch.cat(own) if own else torch.empty(0, dtype=torch.float32)
         what = "the gather of the error-feedback residuals (collective: all ranks must call it)"
         device = self._buckets[0].templates[0].device
         flats = [flat.cpu() for flat in gather_all(communicator, flat.to(device), what)]
         if communicator.rank > 0:
             return None
         groups = [self._assembled([flats[r] for r in group]) for group in self._topology.groups]
-        return {"scale": feedbacks[0].scale, "missed": groups}
+        return {"scale": feedbacks[0].scale, MISSED: groups}
 
     def restore(self, state: Mapping[str, Any]) -> bool:
         """Take the residuals of this rank's group, or of its shard those of all groups."""
-        groups: Sequence[Mapping[str, Tensor]] = state["missed"]
+        groups: Sequence[Mapping[str, Tensor]] = state[MISSED]
         same = len(groups) == len(self._topology.groups)
         for bucket in self._buckets:
             if bucket.feedback is None:

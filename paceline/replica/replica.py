@@ -126,7 +126,7 @@ class Replica:
         self._binding.begin(number, weight, scale)
         yield
         if self._number is not None:
-            self._binding.synchronizer.abandon(number)
+            self._binding.synchronizer.abandon()
             self._done()
         self._share.end()
         self._binding.finish_tracing()
@@ -242,9 +242,9 @@ class Replica:
             with torch.enable_grad():
                 loss = closure()
         assert self._number is not None
-        self._binding.gradients.guard.refuse_gradients()
+        self._binding.gradients.guard.check_gradients()
         self._refuse_unexchanged()
-        self._binding.synchronizer.end(self._number)
+        self._binding.synchronizer.end()
         self._done()
         if _has_hooks(optimizer, "post"):
             self.settle()
@@ -304,13 +304,13 @@ class Replica:
     def _zero_optimizer(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
         """Replace `optimizer.zero_grad()`, which may write gradients that are being sent."""
         if not set_to_none:
-            self._binding.synchronizer.release()
+            self._binding.synchronizer.wait_until_gradients_writable()
         self._plain_zero(set_to_none)
 
     def _zero_model(self, model: nn.Module, set_to_none: bool = True) -> None:
         """Replace `model.zero_grad()`, likewise."""
         if not set_to_none and model is self._model:
-            self._binding.synchronizer.release()
+            self._binding.synchronizer.wait_until_gradients_writable()
         type(model).zero_grad(model, set_to_none)
 
 

@@ -3,9 +3,9 @@
 Without `--sync_bn` each rank normalises by its own batch slice. A running mean is linear in the
 batches' means, so the mean of the ranks' running means is the running mean of the ranks' means. The
 statistics of a step's forward are sent first in its backward (a ResNet's are 0.2% of its
-gradients) and have arrived when the next step begins. Settling only installs what has arrived: it
-exchanges nothing, so one rank alone may call `state_dict()`, and since all ranks install the same
-values between the same steps, that changes nothing.
+gradients) and have arrived when the next step begins. Settling exchanges nothing: it only installs
+what has arrived. So one rank alone may call `state_dict()`. That changes no result, because all
+ranks install the same values between the same steps.
 
 With `--sync_bn` the statistics are those of the global batch, on any device and in any dtype.
 Forward: each rank has n_r values a channel, of mean m_r and sum of squared deviations M2_r; all
@@ -20,10 +20,10 @@ rank's own loss:
     G = sum w_r sum g_r     H = sum w_r sum g_r x^_r     (inner sums: over rank r's values)
     dx = weight / std * (g - (G + x^ H) / (w_r n))
 
-So uneven shares are exact, and a rank of weight 0 (its sample is borrowed) counts nothing. Layers
-wait for their peers within forward and backward. Their collectives use a communicator of their own:
-on that of the buckets, ranks that complete buckets in different orders would mix them up.
-Statistics are in float32, or float64 where the input is.
+So uneven shares are exact, and a rank of weight 0 (its sample is a placeholder) counts nothing.
+Layers wait for their peers within forward and backward. Their collectives use a communicator of
+their own: on that of the buckets, ranks that complete buckets in different orders would mix them
+up. Statistics are in float32, or float64 where the input is.
 """
 
 from __future__ import annotations
@@ -86,17 +86,17 @@ class BatchShare:
     Attributes:
         weight: local samples / global samples, as in `Synchronizer.begin`; 0 if the rank's slice is
             empty and it computes on a placeholder sample. Outside a step it is 1 on all ranks.
-        begun: the number of steps begun so far.
+        steps_begun: the number of steps begun so far.
     """
 
     def __init__(self) -> None:
         self.weight = 1.0
-        self.begun = 0
+        self.steps_begun = 0
 
     def begin(self, weight: float) -> None:
         """Start a step."""
         self.weight = weight
-        self.begun += 1
+        self.steps_begun += 1
 
     def end(self) -> None:
         """End the step."""
@@ -119,8 +119,8 @@ class LayerCommunicator:
         Raises:
             CommError: a peer was lost, or silent.
         """
-        if self.share.begun > 1:  # by now all ranks have compiled their models
-            self._communicator.steady()
+        if self.share.steps_begun > 1:  # by now all ranks have compiled their models
+            self._communicator.end_startup()
         self._communicator.all_reduce(tensor).wait(operation)
         return tensor
 

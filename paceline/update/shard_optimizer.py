@@ -1,11 +1,11 @@
-"""Updates of a rank's shards (ZeRO-1): torch's optimizer over the pieces of parameters in them.
+"""Updates of a rank's shards (ZeRO-1): torch's optimizer over the fragments of parameters in them.
 
-    bucket   [ a              | b         | c                  ]
-    shards   [ rank 0              | rank 1                    ]
-    pieces   [ a              | b  ] [ b  | c                  ]     of one parameter each
+    bucket     [ a              | b         | c                  ]
+    shards     [ rank 0              | rank 1                    ]
+    fragments  [ a              | b  ] [ b  | c                  ]     of one parameter each
 
-A piece is flat, in the order in which its parameter lies in memory. A rank holds the optimizer's
-state of its own pieces, 1/N of the whole; `gather` assembles the whole state on rank 0.
+A fragment is flat, in the order in which its parameter lies in memory. A rank holds the optimizer's
+state of its own fragments, 1/N of the whole; `gather` assembles the whole state on rank 0.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _SCALARS = frozenset({"step", "eta", "mu", "mu_product"})  # of a parameter, wha
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Piece:
-    """Piece of a parameter: the range of its values that lies in this rank's shard.
+class _Fragment:
+    """Fragment of a parameter: the range of its values that lies in this rank's shard.
 
     Attributes:
         bucket: index of the parameter's bucket.
@@ -76,25 +76,25 @@ class ShardOptimizer:
             )
         self._optimizer, self._buckets = optimizer, buckets
         self._state: dict[Tensor, Any] = defaultdict(dict)
-        self._pieces: dict[int, list[_Piece]] = {}
+        self._fragments: dict[int, list[_Fragment]] = {}
         self._sub_optimizers: dict[int, SubOptimizer] = {}
         self._strides = [[p.stride() for p in bucket.parameters] for bucket in buckets]
         self._guard = WriteGuard(buckets, late_write)
         self._gathering = False
         self._undo = [
             optimizer.register_state_dict_pre_hook(self._refuse_state).remove,
-            optimizer.register_load_state_dict_post_hook(lambda _: self.deal()).remove,
+            optimizer.register_load_state_dict_post_hook(lambda _: self.shard_state()).remove,
         ]
 
-    def own(self, index: int, shard: slice, memory: Tensor) -> None:
-        """Own a bucket's shard: the range of its values, and the memory of its sums, (values,)."""
+    def add_shard(self, index: int, shard: slice, memory: Tensor) -> None:
+        """Take a bucket's shard: the range of its values, and the memory of its sums, (values,)."""
         bucket = self._buckets[index]
         ends = list(accumulate(p.numel() for p in bucket.parameters))
-        pieces = self._pieces[index] = []
+        fragments = self._fragments[index] = []
         for number, (first, last) in enumerate(zip([0, *ends], ends, strict=False)):
             start, stop = max(first, shard.start), min(last, shard.stop)
             if start < stop:
-                piece = _Piece(
+                fragment = _Fragment(
                     bucket=index,
                     index=number,
                     parameter=bucket.parameters[number],
@@ -103,18 +103,18 @@ class ShardOptimizer:
                     memory=memory[start - shard.start : stop - shard.start],
                     values=nn.Parameter(memory.new_empty(stop - start)),
                 )
-                pieces.append(piece)
-        if pieces:
-            groups = {piece.values: bucket.group for piece in pieces}
-            self._sub_optimizers[index] = SubOptimizer(self._optimizer, groups, self._state)
+                fragments.append(fragment)
+        if fragments:
+            param_groups = {fragment.values: bucket.param_group for fragment in fragments}
+            self._sub_optimizers[index] = SubOptimizer(self._optimizer, param_groups, self._state)
 
-    def deal(self) -> None:
+    def shard_state(self) -> None:
         """Take this rank's shards of the optimizer's state, and clear the optimizer's own."""
-        for pieces in self._pieces.values():
-            for piece in pieces:
-                self._state[piece.values] = {
-                    name: _shard_of(name, value, piece)
-                    for name, value in self._optimizer.state.get(piece.parameter, {}).items()
+        for fragments in self._fragments.values():
+            for fragment in fragments:
+                self._state[fragment.values] = {
+                    name: _shard_of(name, value, fragment)
+                    for name, value in self._optimizer.state.get(fragment.parameter, {}).items()
                 }
         self._clear()
 
@@ -127,7 +127,7 @@ class ShardOptimizer:
                 name: value.to(p.device) if _lies_with(name, value, p) else value
                 for name, value in state.items()
             }
-        self.deal()
+        self.shard_state()
 
     def close(self) -> None:
         """Remove the hooks from the optimizer."""
@@ -141,7 +141,7 @@ class ShardOptimizer:
             ConfigError: a parameter was written since `freeze`, or its memory format has changed.
         """
         (bucket,) = unit
-        self._guard.refuse_parameters(unit)
+        self._guard.check_parameters(unit)
         self._refuse_other_strides(bucket)
         with torch.inference_mode(False), torch.no_grad():
             for p, value in zip(bucket.parameters, values, strict=True):
@@ -154,13 +154,13 @@ class ShardOptimizer:
         for sub_optimizer in self._sub_optimizers.values():
             sub_optimizer.freeze()
 
-    def cut(self, index: int) -> list[Tensor | None]:
-        """Copy the present gradients of a bucket's pieces, to be given to `update`."""
+    def copy_gradients(self, index: int) -> list[Tensor | None]:
+        """Copy the present gradients of a bucket's fragments, to be given to `update`."""
         gradients: list[Tensor | None] = []
-        for piece in self._pieces.get(index, ()):
-            gradient = piece.parameter.grad
-            whole = None if gradient is None else _flat_as(piece.parameter, gradient)
-            gradients.append(None if whole is None else whole[piece.start : piece.stop])
+        for fragment in self._fragments.get(index, ()):
+            gradient = fragment.parameter.grad
+            whole = None if gradient is None else _flat_as(fragment.parameter, gradient)
+            gradients.append(None if whole is None else whole[fragment.start : fragment.stop])
         return gradients
 
     def update(
@@ -171,20 +171,20 @@ class ShardOptimizer:
         Args:
             index: the bucket's index.
             used: (parameters,), 0 where no rank used one, if the gradients are the sums.
-            given: gradients to use in place of the sums, one a piece.
+            given: gradients to use in place of the sums, one a fragment.
         """
-        pieces = self._pieces[index]
-        if not pieces:
+        fragments = self._fragments[index]
+        if not fragments:
             return
         if given is None:
-            given = [piece.memory if used[piece.index] else None for piece in pieces]
+            given = [fragment.memory if used[fragment.index] else None for fragment in fragments]
         with torch.no_grad():
-            for piece in pieces:
-                piece.values.copy_(_flat(piece.parameter)[piece.start : piece.stop])
+            for fragment in fragments:
+                fragment.values.copy_(_flat(fragment.parameter)[fragment.start : fragment.stop])
         self._sub_optimizers[index].step(given)
         with torch.no_grad():
-            for piece in pieces:
-                piece.memory.copy_(piece.values)
+            for fragment in fragments:
+                fragment.memory.copy_(fragment.values)
 
     def gather(self, communicator: Communicator) -> dict[str, Any] | None:
         """Return the whole optimizer's plain state dict on rank 0, None elsewhere; collective.
@@ -197,9 +197,15 @@ class ShardOptimizer:
             self._refuse_other_strides(bucket)
         data = io.BytesIO()
         own = [
-            (piece.bucket, piece.index, piece.start, piece.stop, dict(self._state[piece.values]))
-            for pieces in self._pieces.values()
-            for piece in pieces
+            (
+                fragment.bucket,
+                fragment.index,
+                fragment.start,
+                fragment.stop,
+                dict(self._state[fragment.values]),
+            )
+            for fragments in self._fragments.values()
+            for fragment in fragments
         ]
         torch.save(own, data)
         packed = torch.frombuffer(bytearray(data.getvalue()), dtype=torch.uint8)
@@ -236,7 +242,7 @@ class ShardOptimizer:
                 whole[name] = value
 
     def _refuse_other_strides(self, bucket: Bucket) -> None:
-        """Check that parameters have the memory format in which their pieces were cut."""
+        """Check that parameters have the memory format in which their fragments were cut."""
         known = zip(bucket.parameters, bucket.names, self._strides[bucket.index], strict=True)
         for p, name, stride in known:
             if p.stride() != stride:
@@ -263,13 +269,13 @@ class ShardOptimizer:
             )
 
 
-def _shard_of(name: str, value: Any, piece: _Piece) -> Any:
-    """Return a piece's values of one entry of its parameter's state."""
+def _shard_of(name: str, value: Any, fragment: _Fragment) -> Any:
+    """Return a fragment's values of one entry of its parameter's state."""
     if not isinstance(value, Tensor):
         return value
-    if not _lies_with(name, value, piece.parameter):
+    if not _lies_with(name, value, fragment.parameter):
         return value.clone()
-    return _flat_as(piece.parameter, value)[piece.start : piece.stop].clone()
+    return _flat_as(fragment.parameter, value)[fragment.start : fragment.stop].clone()
 
 
 def _lies_with(name: str, value: Any, parameter: Tensor) -> bool:

@@ -76,7 +76,7 @@ class Updater:
             self._units = [tuple(buckets)] * len(buckets)
         self._guard = WriteGuard(buckets, late_write)
         self._sub_optimizers = {
-            unit: SubOptimizer(optimizer, {p: b.group for b in unit for p in b.parameters})
+            unit: SubOptimizer(optimizer, {p: b.param_group for b in unit for p in b.parameters})
             for unit in dict.fromkeys(self._units)
         }
 
@@ -98,7 +98,7 @@ class Updater:
         Raises:
             ConfigError: a parameter was written since `freeze`, which the update would undo.
         """
-        self._guard.refuse_parameters(unit)
+        self._guard.check_parameters(unit)
         device = unit[0].parameters[0].device.type
         # An update runs in whatever block reads first: an evaluation's, one under autocast.
         if _is_plain(device):
@@ -113,28 +113,28 @@ class SubOptimizer:
 
     Args:
         optimizer: the user's optimizer, of all parameters.
-        groups: for each of the parameters, the index of its group in the user's optimizer.
+        param_groups: for each of the parameters, the index of its group in the user's optimizer.
         state: optimizer state of these parameters; None: the user's optimizer holds it.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        groups: Mapping[nn.Parameter, int],
+        param_groups: Mapping[nn.Parameter, int],
         state: dict[Tensor, Any] | None = None,
     ) -> None:
         self._optimizer, self._state = optimizer, state
-        self._parameters = list(groups)
+        self._parameters = list(param_groups)
         self._copies = type(optimizer) not in ELEMENTWISE  # it may write gradients, or retain them
-        self._part: Optimizer = object.__new__(type(optimizer))
-        self._part.__dict__.update(optimizer.__dict__)
-        self._part.__dict__.pop("step", None)  # schedulers and Paceline wrap the instance's
-        self._part._optimizer_step_pre_hooks = OrderedDict()
-        self._part._optimizer_step_post_hooks = OrderedDict()
-        self._indices = sorted(set(groups.values()))
-        self._part.param_groups = [
+        self._sub: Optimizer = object.__new__(type(optimizer))
+        self._sub.__dict__.update(optimizer.__dict__)
+        self._sub.__dict__.pop("step", None)  # schedulers and Paceline wrap the instance's
+        self._sub._optimizer_step_pre_hooks = OrderedDict()
+        self._sub._optimizer_step_post_hooks = OrderedDict()
+        self._indices = sorted(set(param_groups.values()))
+        self._sub.param_groups = [
             {
-                "params": [p for p, group in groups.items() if group == index],
+                "params": [p for p, group in param_groups.items() if group == index],
                 **_hyperparameters(optimizer.param_groups[index]),
             }
             for index in self._indices
@@ -142,19 +142,20 @@ class SubOptimizer:
 
     def freeze(self) -> None:
         """Take the optimizer's present hyperparameters for the next step."""
-        part, whole = self._part, self._optimizer
-        # load_state_dict() makes a new one
-        part.state = whole.state if self._state is None else self._state  # type: ignore[assignment]
+        sub, optimizer = self._sub, self._optimizer
+        sub.state = (  # load_state_dict() makes a new one
+            optimizer.state if self._state is None else self._state  # type: ignore[assignment]
+        )
         for name in _SCALING:
-            setattr(part, name, getattr(whole, name, None))
-        for index, group in zip(self._indices, part.param_groups, strict=True):
-            group.update(_hyperparameters(whole.param_groups[index]))
+            setattr(sub, name, getattr(optimizer, name, None))
+        for index, group in zip(self._indices, sub.param_groups, strict=True):
+            group.update(_hyperparameters(optimizer.param_groups[index]))
 
     def step(self, gradients: Sequence[Tensor | None]) -> None:
         """Update from gradients, one a parameter; the parameters' own `.grad` are as before.
 
         Hyperparameters that the update itself changes (some optimizers count steps there) are
-        changed in the whole optimizer, too.
+        changed in the user's optimizer, too.
         """
         if self._step_fused(gradients):
             return
@@ -164,9 +165,9 @@ class SubOptimizer:
                 p.grad = gradient
             else:
                 p.grad = gradient.clone()  # other ranks read it, and the next sum is written there
-        before = [dict(group) for group in self._part.param_groups]
-        _unhooked_step(self._part)
-        for index, group, old in zip(self._indices, self._part.param_groups, before, strict=True):
+        before = [dict(group) for group in self._sub.param_groups]
+        _unhooked_step(self._sub)
+        for index, group, old in zip(self._indices, self._sub.param_groups, before, strict=True):
             if group.get("fused"):
                 increment_version(group["params"])  # which torch's fused kernels don't
             changed = {name: value for name, value in group.items() if value is not old.get(name)}
@@ -177,18 +178,19 @@ class SubOptimizer:
     def _step_fused(self, gradients: Sequence[Tensor | None]) -> bool:
         """Update by torch's fused SGD, one pass over the memory instead of four, where possible.
 
-        The fused kernel needs all gradients, and momenta for all or none, that lie in memory as
-        their parameters do; the optimizer's own first step makes the momenta.
+        The fused kernel needs the gradients of all parameters. It needs the momenta of all or of
+        none; the optimizer's own first step makes them. All must lie in memory as their parameters
+        do.
 
         Returns:
             whether the update is done.
         """
-        part, group = self._part, self._part.param_groups[0]
-        if type(part) is not SGD or len(part.param_groups) > 1 or not _may_fuse(group):
+        sub, group = self._sub, self._sub.param_groups[0]
+        if type(sub) is not SGD or len(sub.param_groups) > 1 or not _may_fuse(group):
             return False
         parameters, momenta = group["params"], []
         if group["momentum"] != 0:
-            momenta = [part.state[p].get("momentum_buffer") for p in parameters]
+            momenta = [sub.state[p].get("momentum_buffer") for p in parameters]
         if not _lie_as(parameters, gradients, momenta):
             return False
         with torch.no_grad():
@@ -197,8 +199,8 @@ class SubOptimizer:
                 gradients,  # type: ignore[arg-type]  # all are there
                 momenta or [None] * len(parameters),
                 fused=True,
-                grad_scale=getattr(part, "grad_scale", None),
-                found_inf=getattr(part, "found_inf", None),
+                grad_scale=getattr(sub, "grad_scale", None),
+                found_inf=getattr(sub, "found_inf", None),
                 **{name: group[name] for name in _HYPERPARAMETERS},
             )
         increment_version(parameters)  # which torch's fused kernels don't
@@ -258,12 +260,12 @@ def _is_plain(device: str) -> bool:
     )
 
 
-def _unhooked_step(part: Optimizer) -> None:
+def _unhooked_step(optimizer: Optimizer) -> None:
     """Update without the hooks of every optimizer's step, which are for the user's optimizers."""
-    step = type(part).step
+    step = type(optimizer).step
     if getattr(step, "hooked", False):  # by torch, in the optimizer's constructor
         step = step.__wrapped__  # type: ignore[attr-defined]
-    step(part)
+    step(optimizer)
 
 
 def _hyperparameters(group: dict[str, object]) -> dict[str, object]:

@@ -3,8 +3,9 @@
 Gradients travel during backward, and a parameter's update waits for the next forward. A write in
 between changes nothing that the other ranks receive, or is overwritten by the update. Autograd
 counts the writes of each tensor in `Tensor._version`; comparing the counts costs some 50
-microseconds a step for a ResNet-50. Tensors that share memory share their count, too: of a gradient
-that is a view only its replacement is noticed, and such parameters aren't watched.
+microseconds a step for a ResNet-50. Tensors that share memory share their count, too. So of a
+gradient that is a view, only a replacement is detected. Of parameters that share their storage,
+only the gradients are guarded.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ class WriteGuard:
     Args:
         buckets: buckets of the guarded parameters, which are indexed 0, 1, …, one bucket after
             another.
-        refusal: makes the error for a lost write, given the parameter's name.
+        make_error: makes the error for a lost write, from the parameter's name.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], refusal: Callable[[str], ConfigError]) -> None:
+    def __init__(self, buckets: Sequence[Bucket], make_error: Callable[[str], ConfigError]) -> None:
         self._parameters = [p for bucket in buckets for p in bucket.parameters]
         self._names = [name for bucket in buckets for name in bucket.names]
-        self._refusal = refusal
+        self._make_error = make_error
         self._noted: dict[int, tuple[Tensor, int | None, torch.dtype]] = {}
         self._ends = list(accumulate(len(bucket.parameters) for bucket in buckets))
         memories = [p.untyped_storage().data_ptr() for p in self._parameters]
         uses = Counter(memories)
-        self._counted = [i for i, memory in enumerate(memories) if uses[memory] == 1]
+        self._unshared = [i for i, memory in enumerate(memories) if uses[memory] == 1]  # indices
 
     def note(self, index: int, tensor: Tensor) -> None:
         """Take a tensor's present version as the one that counts."""
@@ -46,10 +47,10 @@ class WriteGuard:
 
     def note_parameters(self) -> None:
         """Take the present versions of all parameters that don't share memory."""
-        for index in self._counted:
+        for index in self._unshared:
             self.note(index, self._parameters[index])
 
-    def refuse(self, index: int, tensor: Tensor | None) -> None:
+    def check(self, index: int, tensor: Tensor | None) -> None:
         """Compare a tensor with the one that was noted, if any, and forget that one.
 
         Raises:
@@ -61,18 +62,18 @@ class WriteGuard:
         known, version, dtype = noted
         if tensor is known and tensor.dtype is dtype and version in (None, tensor._version):
             return
-        raise self._refusal(self._names[index])
+        raise self._make_error(self._names[index])
 
-    def refuse_gradients(self) -> None:
+    def check_gradients(self) -> None:
         """Compare all noted gradients with the parameters' present ones.
 
         Raises:
             ConfigError: a gradient was written, replaced or removed.
         """
         for index in list(self._noted):
-            self.refuse(index, self._parameters[index].grad)
+            self.check(index, self._parameters[index].grad)
 
-    def refuse_parameters(self, unit: Sequence[Bucket]) -> None:
+    def check_parameters(self, unit: Sequence[Bucket]) -> None:
         """Compare the parameters of some buckets with their noted versions.
 
         Raises:
@@ -81,7 +82,7 @@ class WriteGuard:
         for bucket in unit:
             end = self._ends[bucket.index]
             for index in range(end - len(bucket.parameters), end):
-                self.refuse(index, self._parameters[index])
+                self.check(index, self._parameters[index])
 
     def clear(self) -> None:
         """Forget all noted tensors."""

@@ -55,7 +55,7 @@ def _notified(
         ),
         topology=Topology.of([1] * peers.members.world_size) if alone else peers.topology,
         limits=peers.limits,
-        steady=peers.communicator.steady,
+        end_startup=peers.communicator.end_startup,
         codec=CODECS[config.wire],
         recorder=peers.recorder,
         staged=any(p.device.type != "cpu" for bucket in buckets for p in bucket.parameters),

@@ -114,7 +114,7 @@ def test_a_rank_alone_has_its_own_sums() -> None:
     tensor = torch.arange(3.0)
     assert total(c, tensor, "a sum").tolist() == [0, 1, 2]
     broadcast_all(c, [tensor], "a broadcast")
-    c.steady()
+    c.end_startup()
     c.end()
     c.close()
     assert tensor.tolist() == [0, 1, 2]

@@ -51,8 +51,8 @@ class Watched:
     def broadcast(self, tensor: Tensor) -> Ticket:
         return self._inner.broadcast(tensor)
 
-    def steady(self) -> None:
-        self._inner.steady()
+    def end_startup(self) -> None:
+        self._inner.end_startup()
 
     def close(self) -> None:
         self._inner.close()

@@ -28,8 +28,8 @@ def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reducer, "_WAIT_SLICE_S", 1000.0)
 
 
-def owners(machines: tuple[int, ...], codec: str) -> Callable[[int], PutExchange]:
-    """Return what makes the owner of each rank, for one run of some parameters."""
+def maker(machines: tuple[int, ...], codec: str) -> Callable[[int], PutExchange]:
+    """Return what makes the exchange of each rank, for one run of some parameters."""
     world_size = sum(machines)
     spec = BucketSpec(lengths=LENGTHS, dtype=torch.float32, codec=CODECS[codec])
     layout = lay_out([spec], Topology.of(machines))
@@ -45,11 +45,11 @@ def gradients(rank: int, step: int) -> list[Tensor]:
     return [torch.randn(n, generator=random) * 10 ** (rank - 1) for n in LENGTHS]
 
 
-def sums(owner: PutExchange, rank: int, step: int, weight: float) -> Tensor:
+def sums(exchange: PutExchange, rank: int, step: int, weight: float) -> Tensor:
     """Exchange a step; return the sums, (values,)."""
-    owner.begin(1.0)
-    owner.send(0, gradients(rank, step), weight, "a test")
-    got = owner.wait(0)
+    exchange.begin(1.0)
+    exchange.send(0, gradients(rank, step), weight, "a test")
+    got = exchange.wait(0)
     return torch.cat([value for value in got if value is not None]).clone()
 
 
@@ -66,13 +66,13 @@ def true_sum(world_size: int, step: int) -> Tensor:
 @pytest.mark.parametrize("codec", ["bf16", "int8"])
 def test_ranks_get_the_same_and_errors_do_not_add_up(machines: tuple[int, ...], codec: str) -> None:
     world_size, steps = sum(machines), 30
-    make = owners(machines, codec)
+    make = maker(machines, codec)
 
     def train(rank: int) -> list[Tensor]:
-        owner = make(rank)
-        got = [sums(owner, rank, step, weight_of(rank)) for step in range(steps)]
-        owner.drain()
-        owner.close()
+        exchange = make(rank)
+        got = [sums(exchange, rank, step, weight_of(rank)) for step in range(steps)]
+        exchange.drain()
+        exchange.close()
         return got
 
     first, *others = run_ranks(world_size, lambda c: train(c.rank))
@@ -93,38 +93,38 @@ def test_ranks_get_the_same_and_errors_do_not_add_up(machines: tuple[int, ...], 
 @pytest.mark.parametrize("codec", ["bf16", "int8"])
 def test_a_step_that_is_taken_back_leaves_no_trace(machines: tuple[int, ...], codec: str) -> None:
     def train(make: Callable[[int], PutExchange], rank: int, taken_back: bool) -> list[Tensor]:
-        owner = make(rank)
-        got = [sums(owner, rank, 0, weight_of(rank)), sums(owner, rank, 1, weight_of(rank))]
+        exchange = make(rank)
+        got = [sums(exchange, rank, 0, weight_of(rank)), sums(exchange, rank, 1, weight_of(rank))]
         if taken_back:
-            sums(owner, rank, 7, weight_of(rank))
-            owner.abandon(0)
-        got.append(sums(owner, rank, 2, weight_of(rank)))
-        owner.drain()
-        owner.close()
+            sums(exchange, rank, 7, weight_of(rank))
+            exchange.abandon(0)
+        got.append(sums(exchange, rank, 2, weight_of(rank)))
+        exchange.drain()
+        exchange.close()
         return got
 
     plain, with_one = (
         run_ranks(sum(machines), lambda c, m=make, b=back: train(m, c.rank, b))
-        for make, back in ((owners(machines, codec), False), (owners(machines, codec), True))
+        for make, back in ((maker(machines, codec), False), (maker(machines, codec), True))
     )
     assert all(torch.equal(a, b) for a, b in zip(plain[0], with_one[0], strict=True))
 
 
 @pytest.mark.parametrize("machines", MACHINES, ids=str)
 def test_a_parameter_that_nobody_used_has_no_sum(machines: tuple[int, ...]) -> None:
-    make = owners(machines, "int8")
+    make = maker(machines, "int8")
 
     def train(rank: int) -> list[list[bool]]:
-        owner, used = make(rank), []
+        exchange, used = make(rank), []
         for step in range(3):
             values: list[Tensor | None] = list(gradients(rank, step))
             values[0] = None
             values[1] = values[1] if rank == 1 else None
-            owner.begin(1.0)
-            owner.send(0, values, 0.5, "a test")
-            used.append([value is not None for value in owner.wait(0)])
-        owner.drain()
-        owner.close()
+            exchange.begin(1.0)
+            exchange.send(0, values, 0.5, "a test")
+            used.append([value is not None for value in exchange.wait(0)])
+        exchange.drain()
+        exchange.close()
         return used
 
     for got in run_ranks(sum(machines), lambda c: train(c.rank)):

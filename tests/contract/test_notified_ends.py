@@ -170,22 +170,24 @@ def test_one_rank_alone_looks_at_the_model_between_steps(
 
 def test_a_sum_that_doesnt_come_back_is_missed_by_its_owners_name() -> None:
     topology = Topology.of((1, 2))
-    layout = lay_out([BucketSpec(lengths=(64,), dtype=torch.float32, updated=True)], topology)
+    spec = BucketSpec(lengths=(64,), dtype=torch.float32, returns_parameters=True)
+    layout = lay_out([spec], topology)
     windows = WindowGroup(3, layout.size, layout.notifications, (1, 2))
     said: dict[int, str] = {}
     told = Barrier(3)
 
     def work(communicator: Communicator) -> None:
         rank, ones = communicator.rank, torch.ones(64)
-        owner = PutExchange(windows.window(rank), layout, [[ones]], [["weight"]], Timeout(1.0, 1.0))
-        owner.send(0, [ones], 1.0, "bucket 0 in step 0")
+        window, timeout = windows.window(rank), Timeout(1.0, 1.0)
+        exchange = PutExchange(window, layout, [[ones]], [["weight"]], timeout)
+        exchange.send(0, [ones], 1.0, "bucket 0 in step 0")
         if rank == 0:
-            owner.return_sums(0, lambda: None)  # as rank 1, which owns the other half, never does
+            exchange.return_sums(0, lambda: None)  # rank 1, which owns the other half, doesn't
             with pytest.raises(CommTimeout) as caught:
-                owner.wait(0)
+                exchange.wait(0)
             said[rank] = str(caught.value)
         told.wait()
-        owner.close()
+        exchange.close()
 
     run_ranks(3, work)
     assert said[0].startswith("rank 0 waited 1 s for rank 1 in bucket 0 in step 0: it hangs")

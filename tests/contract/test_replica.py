@@ -308,19 +308,19 @@ def test_closing_takes_everything_off_model_and_optimizer(model: nn.Module) -> N
     run_ranks(1, train)
 
 
-class CountsSteady(ThreadCommunicator):
+class CountsStartups(ThreadCommunicator):
     """Counts how often the start-up was said to be over."""
 
-    steadied = 0
+    ended_startups = 0
 
-    def steady(self) -> None:
-        self.steadied += 1
+    def end_startup(self) -> None:
+        self.ended_startups += 1
 
 
 def test_the_start_up_is_over_with_the_first_complete_exchange(model: nn.Module) -> None:
-    communicator = CountsSteady(ThreadGroup(1), 0)
+    communicator = CountsStartups(ThreadGroup(1), 0)
     bench = Bench.of(communicator, model)
     bench.step(0)
-    assert communicator.steadied == 0  # others may not have begun their first step
+    assert communicator.ended_startups == 0  # others may not have begun their first step
     bench.step(1)
-    assert communicator.steadied > 0
+    assert communicator.ended_startups > 0

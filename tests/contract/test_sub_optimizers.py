@@ -34,7 +34,7 @@ def both(make: Any, steps: Sequence[list[Tensor | None]]) -> list[list[Tensor]]:
     """Return the parameters after some steps: a sub-optimizer's, and the plain optimizer's."""
     ours, theirs = parameters(), parameters()
     optimizer, plain = make(ours), make(theirs)
-    part = SubOptimizer(optimizer, dict.fromkeys(ours, 0))
+    sub_optimizer = SubOptimizer(optimizer, dict.fromkeys(ours, 0))
     for given in steps:
         laid = [
             None if gradient is None else torch.empty_like(p).copy_(gradient)
@@ -42,8 +42,8 @@ def both(make: Any, steps: Sequence[list[Tensor | None]]) -> list[list[Tensor]]:
         ]
         for q, gradient in zip(theirs, laid, strict=True):
             q.grad = None if gradient is None else gradient.clone()
-        part.freeze()
-        part.step(laid)
+        sub_optimizer.freeze()
+        sub_optimizer.step(laid)
         plain.step()
     return [[p.detach() for p in values] for values in (ours, theirs)]
 
@@ -75,8 +75,8 @@ def test_sgd_takes_one_pass_once_its_momenta_are_there_unless_told_otherwise(
         fused(params, *args, **kwargs)
 
     monkeypatch.setattr(torchs_sgd, "_fused_sgd", counted)
-    part_steps = [gradients(number) for number in range(3)]
-    ours, theirs = both(lambda ps: nesterov(ps, chosen), part_steps)
+    given = [gradients(number) for number in range(3)]
+    ours, theirs = both(lambda ps: nesterov(ps, chosen), given)
     plain = 3 if chosen else 0  # the plain optimizer's own
     assert passes == [len(SHAPES)] * (steps + plain)
     for a, b in zip(ours, theirs, strict=True):
@@ -101,9 +101,9 @@ def test_momenta_that_lie_otherwise_are_taken_by_value() -> None:
             if contiguous:
                 again.state[p]["momentum_buffer"] = momentum.contiguous()
             laid.append(torch.empty_like(p).copy_(gradient))  # type: ignore[arg-type]
-        part = SubOptimizer(again, dict.fromkeys(own, 0))
-        part.freeze()
-        part.step(laid)
+        sub_optimizer = SubOptimizer(again, dict.fromkeys(own, 0))
+        sub_optimizer.freeze()
+        sub_optimizer.step(laid)
         results.append([p.detach() for p in own])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b)

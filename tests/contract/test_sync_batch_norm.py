@@ -183,7 +183,7 @@ def test_one_value_a_channel_in_the_whole_batch_is_refused_by_name() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
 
     def run(communicator: Communicator) -> None:
-        share = share_of(0, 1 - communicator.rank, 1)  # rank 1 has only a borrowed sample
+        share = share_of(0, 1 - communicator.rank, 1)  # rank 1 has only a placeholder sample
         convert_sync_batchnorm(copy.deepcopy(model), communicator, share)(torch.ones(1, 2))
 
     with pytest.raises(ConfigError, match="1: the global batch has one value per channel"):
@@ -206,21 +206,21 @@ def test_a_silent_peer_is_named_with_the_layer() -> None:
         layer(torch.ones(2, 2))
 
 
-class CountsSteady(ThreadCommunicator):
+class CountsStartups(ThreadCommunicator):
     """Counts how often the start-up was said to be over."""
 
-    steadied = 0
+    ended_startups = 0
 
-    def steady(self) -> None:
-        self.steadied += 1
+    def end_startup(self) -> None:
+        self.ended_startups += 1
 
 
 def test_the_start_up_is_over_with_the_first_step() -> None:
-    communicator, share = CountsSteady(ThreadGroup(1), 0), BatchShare()
+    communicator, share = CountsStartups(ThreadGroup(1), 0), BatchShare()
     layer = convert_sync_batchnorm(nn.BatchNorm1d(2), communicator, share)
     share.begin(1.0)
     layer(torch.randn(3, 2))
-    assert communicator.steadied == 0
+    assert communicator.ended_startups == 0
     share.begin(1.0)
     layer(torch.randn(3, 2))
-    assert communicator.steadied > 0
+    assert communicator.ended_startups > 0

@@ -69,7 +69,7 @@ def test_each_parameter_is_in_one_bucket_that_is_as_large_as_it_may_be(bucket_by
             limit = min(bucket_bytes, max(2**19, 3 * 4 * sum(sizes[:first])))
             numel = sum(p.numel() for p in bucket.parameters)
             assert not rest or 4 * numel <= limit
-            earlier = [n for n in range(first) if groups[model[n]] == bucket.group]
+            earlier = [n for n in range(first) if groups[model[n]] == bucket.param_group]
             if earlier:  # which didn't fit
                 limit = min(bucket_bytes, max(2**19, 3 * 4 * sum(sizes[: earlier[-1]])))
                 assert 4 * (numel + sizes[earlier[-1]]) > limit
@@ -80,7 +80,7 @@ def test_groups_and_dtypes_are_never_mixed_and_numbers_follow_the_last_parameter
     groups = {p: place % 2 for place, p in enumerate(model)}
     buckets = partition(named(model), groups, 10**6)
     assert places(buckets, model) == [[3], [2], [5, 1], [4, 0]]
-    assert [bucket.group for bucket in buckets] == [1, 0, 1, 0]
+    assert [bucket.param_group for bucket in buckets] == [1, 0, 1, 0]
 
 
 def test_frozen_parameters_and_those_in_no_group_are_left_out() -> None:

@@ -110,5 +110,5 @@ def test_a_layer_trains_on_real_ranks_that_are_threads() -> None:
         assert share.weight == 1.0
         model(torch.randn(2, 3, 32, 32)).sum().backward()
         optimizer.step()
-    assert share.begun == 1
+    assert share.steps_begun == 1
     replica.close()

@@ -50,11 +50,11 @@ def sizes(bucket_layout: BucketLayout) -> list[tuple[BufferArray, int]]:
     ]
     shards = [b - a for bounds in bucket_layout.shards for a, b in pairwise(bounds)]
     spec = bucket_layout.spec
-    coded = max(map(spec.coded, shards))
+    encoded = max(map(spec.encoded_size, shards))
     return [
-        (bucket_layout.local, spec.head + max(slices) * spec.dtype.itemsize),
-        (bucket_layout.cross, spec.head + coded),
-        (bucket_layout.back, coded),
+        (bucket_layout.from_group_ranks, spec.header_size + max(slices) * spec.dtype.itemsize),
+        (bucket_layout.from_groups, spec.header_size + encoded),
+        (bucket_layout.returned_sums, encoded),
     ]
 
 
@@ -80,7 +80,7 @@ def test_shards_cover_a_run_and_nothing_overlaps(
         buffer
         for bucket_layout in layout.buckets
         for buffers, _ in sizes(bucket_layout)
-        for buffer in [buffers.at]
+        for buffer in [buffers.offset]
     ]
     assert all(
         start % 64 == 0

@@ -86,7 +86,7 @@ def test_a_put_is_joined_with_its_arrival_across_clocks_hours_apart(
         trace = Trace(path, range(5, 6), c, CPU, c.rank, lambda: clock_of(c.rank))
         moments: list[PutEvent] = []
         trace.follow(0, lambda: moments)
-        trace.event("notifications", texts=["part of bucket 0"])
+        trace.event("notifications", texts=["contribution of bucket 0"])
         trace.event("buckets", parameters=[("a", "b")])
         step(trace, 4, {"peer": 1 - c.rank, "value": 4})
         if c.rank == 0:
@@ -106,15 +106,15 @@ def test_a_put_is_joined_with_its_arrival_across_clocks_hours_apart(
     told = json.loads(path.read_text())
     zero, one = slices(told, 0), slices(told, 1)
     assert sorted(zero) == [
-        *("put part of bucket 0 to rank 1", "sent: part of bucket 0 to rank 1"),
+        *("put contribution of bucket 0 to rank 1", "sent: contribution of bucket 0 to rank 1"),
         *("step 5", "train", "wait: bucket 0"),
     ]
     assert sorted(one) == [
-        *("arrived: part of bucket 0 from rank 0", "step 5", "train", "wait: bucket 0"),
+        *("arrived: contribution of bucket 0 from rank 0", "step 5", "train", "wait: bucket 0"),
     ]
-    put = zero["put part of bucket 0 to rank 1"][0]
-    sent = zero["sent: part of bucket 0 to rank 1"][0]
-    arrived = one["arrived: part of bucket 0 from rank 0"][0]
+    put = zero["put contribution of bucket 0 to rank 1"][0]
+    sent = zero["sent: contribution of bucket 0 to rank 1"][0]
+    arrived = one["arrived: contribution of bucket 0 from rank 0"][0]
     assert zero["step 5"][0] == 0 < put < sent
     assert abs(arrived - sent) < 60e6  # µs: not the hours that the clocks are apart
     flows = [(e["ph"], e["pid"], e["ts"]) for e in told["traceEvents"] if e["ph"] in "stf"]

@@ -232,6 +232,6 @@ def test_timeouts_reach_the_connections() -> None:
     config = config_of("--first_iter_timeout", "7", "--timeout", "3")
     communicator: Any = build.connect(config, Members.alone(), HashStore(), torch.device("cpu"))
     assert communicator._limit.total_seconds() == 7
-    communicator.steady()
+    communicator.end_startup()
     assert communicator._limit.total_seconds() == 3
     communicator.close()

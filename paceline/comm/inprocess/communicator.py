@@ -113,7 +113,7 @@ class ThreadCommunicator:
             tensor, lambda tensors: [to.copy_(own) for to, own in zip(into, tensors, strict=False)]
         )
 
-    def steady(self) -> None:
+    def end_startup(self) -> None:
         """Change nothing: there is one limit."""
 
     def end(self) -> None:

@@ -15,7 +15,7 @@ from paceline.codecs.codec import Piece
 from paceline.comm.window import Window
 from paceline.reduce.buckets import like
 from paceline.reduce.put_engine.error_feedback import ErrorFeedback
-from paceline.reduce.put_engine.gradient_views import Contribution, Flags, GradientViews
+from paceline.reduce.put_engine.gradient_views import Flags, GradientViews, LocalGradients
 from paceline.reduce.put_engine.layout import WEIGHT, BucketLayout, Layout
 
 
@@ -30,7 +30,7 @@ class RankLayout:
         rank: this rank.
         group: the number of this rank's group.
         groups: the numbers of all groups.
-        members: the ranks of this rank's group.
+        group_ranks: the ranks of this rank's group.
         group_peers: the other ranks of this rank's group.
         leader: the first rank of this rank's group; its window holds the sums.
         leaders: for each group, its first rank. The first leader sends the summed flags to the
@@ -48,31 +48,31 @@ class RankLayout:
         self.rank = window.rank
         self.group = topology.group_of(self.rank)
         self.groups = range(len(topology.groups))
-        self.members = topology.groups[self.group]
-        self.group_peers = [peer for peer in self.members if peer != self.rank]
-        self.leader = self.members[0]
+        self.group_ranks = topology.groups[self.group]
+        self.group_peers = [peer for peer in self.group_ranks if peer != self.rank]
+        self.leader = self.group_ranks[0]
         self.leaders = tuple(group[0] for group in topology.groups)
-        local = self.members.index(self.rank)
+        local = self.group_ranks.index(self.rank)
         self.local_shard = local if local < topology.local_shards else None
-        self.owners = self.members[: topology.local_shards]
+        self.owners = self.group_ranks[: topology.local_shards]
         self.peer_owners = {
             number: group[self.local_shard]
             for number, group in enumerate(topology.groups)
             if self.local_shard is not None and number != self.group
         }
         self.peers = [rank for rank in topology.ranks if rank != self.rank]
-        self._memory = {peer: _memory(window, peer) for peer in self.members}
+        self._memory = {peer: _memory(window, peer) for peer in self.group_ranks}
 
-    def bytes_of(self, member: int, at: int, size: int) -> Tensor:
-        """View bytes of a group member's window, (size,)."""
-        return self._memory[member][at : at + size]
+    def bytes_of(self, rank: int, offset: int, size: int) -> Tensor:
+        """View bytes of the window of a rank of this group, (size,)."""
+        return self._memory[rank][offset : offset + size]
 
     def receive_buffer(
-        self, member: int, at: int, size: int, bucket: BucketLayout
+        self, rank: int, offset: int, size: int, bucket: BucketLayout
     ) -> ReceiveBuffer:
-        """View the receive buffer of a contribution of so many bytes in a member's window."""
-        memory = self.bytes_of(member, at, bucket.spec.head + size)
-        return ReceiveBuffer(memory, bucket.spec.head, len(bucket.spec.lengths))
+        """View the receive buffer of a contribution of so many bytes in a rank's window."""
+        memory = self.bytes_of(rank, offset, bucket.spec.header_size + size)
+        return ReceiveBuffer(memory, bucket.spec.header_size, len(bucket.spec.lengths))
 
 
 def _memory(window: Window, peer: int) -> Tensor:
@@ -87,19 +87,19 @@ class ReceiveBuffer:
     """Receive buffer of one contribution: a header and values.
 
     Args:
-        memory: (head + size,), bytes of a window.
-        head: size of the header in bytes.
+        memory: (header_size + size,), bytes of a window.
+        header_size: size of the header in bytes.
         parameters: number of parameters of the bucket; the header has one flag for each.
 
     Attributes:
-        flags: (parameters,), 1 for each parameter for which the contribution has a gradient.
+        flags: (parameters,), flags of the ranks whose gradients are in the contribution.
         values: (size,), the values as bytes.
     """
 
-    def __init__(self, memory: Tensor, head: int, parameters: int) -> None:
+    def __init__(self, memory: Tensor, header_size: int, parameters: int) -> None:
         self._weight = memory[:WEIGHT].numpy().view(np.float64)
         self.flags: Flags = memory[WEIGHT : WEIGHT + parameters].numpy()
-        self.values = memory[head:]
+        self.values = memory[header_size:]
 
     @property
     def weight(self) -> float:
@@ -123,37 +123,41 @@ class BucketState:
 
     Attributes:
         index: the bucket's number.
+        gradient_views: views a step's gradients as pieces.
         sums: (numel,), the sums of all values, in the group's shared memory.
         views: views of `sums`, one per parameter.
-        used: (parameters,), 1 for each parameter whose flag any rank has set, in the group's shared
-            memory.
+        used: (parameters,), flags of all ranks, in the group's shared memory; written only if some
+            rank has no gradient for some parameter.
         used_at: offset of `used` in a leader's window, in bytes.
-        lands: whether the other owners put their sums directly into `sums`, without a receive
-            buffer.
-        holds_sums: whether the owner holds the sums back until the caller releases them. If True,
-            the owner may send updated parameters in place of the sums.
+        direct_return: whether the other owners put their sums directly into `sums`, without a
+            receive buffer.
+        defers_return: whether the owner returns the sums only when the caller allows it. If True,
+            the owner may return updated parameters in their place.
         to_owners: for each other owner of the group: its rank, the range of its local shard, the
             receive buffer for this rank in its window, and the values in that buffer.
         shard: the range of this rank's shard, and its sums; None if this rank owns no local shard.
-            If it is None, the attributes from `own` to `returned` don't exist.
-        own: (values,), the sums of this rank's shard.
+            If it is None, the attributes from `own_sums` to `returned` don't exist.
+        own_sums: (values,), the sums of this rank's shard.
         local_shard: the range of this rank's local shard.
         own_shard: the range of this rank's shard, relative to the start of the local shard.
         to_groups: for each other group: its number, the owner in it, and the range of its shard,
             relative to the start of the local shard.
-        from_members: for each rank of the group, in rank order, the receive buffer of its
-            contribution to the local shard; None for this rank.
+        from_group_ranks: for each rank of the group, in rank order, the receive buffer of its
+            contribution to the local shard; None for this rank. Empty if the group has one rank.
         from_groups: for each group, in order, the receive buffer of its contribution to the shard;
-            None for this group.
-        contributed_at: offset of this group's contribution in the other owners' windows, in bytes.
-        returned_at: offset of this shard's sums in the other owners' windows, in bytes.
+            None for this group. Empty if there is one group.
+        contributed_at: offset of this group's contribution in the other owners' windows, in bytes;
+            doesn't exist if there is one group.
+        returned_at: offset of this shard's sums in the other owners' windows, in bytes; doesn't
+            exist if there is one group.
         returned: for each other group: the sums of its shard, and the receive buffer for them, as
-            encoded bytes and as values; empty if `lands`.
+            encoded bytes and as values; empty if `direct_return`.
         feedback: error feedback, which encodes what is sent to other groups; None without a codec.
-        contribution: this rank's most recent contribution.
+        local_gradients: this rank's gradients in the most recent version; None once it is waited
+            for.
         gathered: pieces of the group's contribution to the local shard.
         weight: factor by which the values of `gathered` must still be multiplied.
-        flags: flags of `gathered`; after the sum over groups, flags of the sum.
+        flags: flags of the ranks of this group; after the sum over groups, flags of all ranks.
         update: replaces the shard's sums by updated parameters; None if the sums are sent back.
         operation: description of the most recent version, for errors.
         empty: True if the most recent version carries no gradients, because `update` already has
@@ -168,15 +172,15 @@ class BucketState:
         names: Sequence[str],
     ) -> None:
         spec = layout.spec
-        self.index, self._header_size = layout.index, spec.head
-        self.holds_sums, self.lands = spec.updated, layout.back.count == 0
-        self.gradients = GradientViews(layout, templates, names)
+        self.index, self.defers_return = layout.index, spec.returns_parameters
+        self._header_size, self.direct_return = spec.header_size, layout.returned_sums.count == 0
+        self.gradient_views = GradientViews(layout, templates, names)
         sums = rank_layout.bytes_of(
             rank_layout.leader, layout.sums, layout.numel * spec.dtype.itemsize
         )
         self.sums = sums.view(spec.dtype)
-        parts = torch.split(self.sums, list(spec.lengths))
-        self.views = [like(t, part) for t, part in zip(templates, parts, strict=True)]
+        split = torch.split(self.sums, list(spec.lengths))
+        self.views = [like(t, flat) for t, flat in zip(templates, split, strict=True)]
         self.used: Flags = rank_layout.bytes_of(
             rank_layout.leader, layout.flags, len(spec.lengths)
         ).numpy()
@@ -194,7 +198,7 @@ class BucketState:
             self._view_shards(layout, rank_layout, rank_layout.local_shard)
         self.update: Callable[[], None] | None = None
         self.empty, self.operation = False, ""
-        self.contribution: Contribution | None = None
+        self.local_gradients: LocalGradients | None = None
         self.gathered: Sequence[Piece] = ()
         self.weight = 1.0
         self.flags: Flags | None = None
@@ -205,33 +209,34 @@ class BucketState:
         shards = [layout.shard(local_shard, number) for number in ranks.groups]
         first, own = self.local_shard.start, shards[group]
         within = [slice(shard.start - first, shard.stop - first) for shard in shards]
-        self.own = self.sums[own]
-        self.shard = own, self.own
+        self.own_sums = self.sums[own]
+        self.shard = own, self.own_sums
         self.own_shard = within[group]
         self.to_groups = [(n, owner, within[n]) for n, owner in ranks.peer_owners.items()]
-        self.from_members: list[ReceiveBuffer | None] = [
+        self.from_group_ranks: list[ReceiveBuffer | None] = [
             None if peer == rank else _local_buffer(layout, ranks, rank, peer)
-            for peer in ranks.members
+            for peer in ranks.group_ranks
             if ranks.group_peers
         ]
-        size = spec.coded(own.stop - own.start)
+        size = spec.encoded_size(own.stop - own.start)
         self.from_groups: list[ReceiveBuffer | None] = [
-            None if n == group else ranks.receive_buffer(rank, layout.cross[n], size, layout)
+            None if n == group else ranks.receive_buffer(rank, layout.from_groups[n], size, layout)
             for n in ranks.groups
             if ranks.peer_owners
         ]
         if ranks.peer_owners:
-            self.contributed_at = layout.cross[group]
-            landing = layout.sums + own.start * spec.dtype.itemsize
-            self.returned_at = landing if self.lands else layout.back[group]
+            self.contributed_at = layout.from_groups[group]
+            in_sums = layout.sums + own.start * spec.dtype.itemsize
+            self.returned_at = in_sums if self.direct_return else layout.returned_sums[group]
             if spec.codec is not None:
                 self.feedback = ErrorFeedback(layout, local_shard, spec.codec)
         self.returned = [
-            (sums, ranks.bytes_of(rank, at, spec.coded(len(sums))), plain.view(spec.dtype))
-            for n in (() if self.lands else ranks.peer_owners)
-            for sums, at in [(self.sums[shards[n]], layout.back[n])]
-            for size in [0 if spec.codec is not None and not spec.updated else sums.nbytes]
-            for plain in [ranks.bytes_of(rank, at, size)]
+            (sums, encoded, plain.view(spec.dtype))
+            for n in (() if self.direct_return else ranks.peer_owners)
+            for sums, offset in [(self.sums[shards[n]], layout.returned_sums[n])]
+            for encoded in [ranks.bytes_of(rank, offset, spec.encoded_size(len(sums)))]
+            for size in [0 if spec.codec is not None and not self.defers_return else sums.nbytes]
+            for plain in [ranks.bytes_of(rank, offset, size)]
         ]
 
     def header(self, weight: float, flags: Flags) -> Tensor:
@@ -245,8 +250,8 @@ class BucketState:
 def _local_buffer(
     layout: BucketLayout, ranks: RankLayout, owner: int, sender: int
 ) -> ReceiveBuffer:
-    """View where a member's contribution to an owner's local shard lies, in the owner's window."""
-    values = layout.local_shard(ranks.members.index(owner))
-    at = layout.local[ranks.members.index(sender)]
+    """View where a rank's contribution to an owner's local shard lies, in the owner's window."""
+    values = layout.local_shard(ranks.group_ranks.index(owner))
+    offset = layout.from_group_ranks[ranks.group_ranks.index(sender)]
     size = (values.stop - values.start) * layout.spec.dtype.itemsize
-    return ranks.receive_buffer(owner, at, size, layout)
+    return ranks.receive_buffer(owner, offset, size, layout)

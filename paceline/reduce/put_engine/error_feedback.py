@@ -85,7 +85,8 @@ class ErrorFeedback:
     def complete_sums(self, group: int, sums: Tensor) -> None:
         """Add the residual of this rank's shard to its sums, (values,), which aren't encoded.
 
-        They don't return in this step, but did in an earlier one, or in another world.
+        The residual isn't zero if an earlier step, or the run before a resume, returned encoded
+        sums.
         """
         shard = self._shards[group]
         sums += self._residual[shard]

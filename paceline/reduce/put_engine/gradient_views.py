@@ -23,19 +23,22 @@ from paceline.errors import ConfigError
 from paceline.reduce.buckets import like
 from paceline.reduce.put_engine.layout import BucketLayout
 
+# Flags of a bucket's parameters, (parameters,), in a sum over some ranks: 0 if none of these ranks
+# has a gradient of the parameter, 1 if all have one, 2 if some have.
 Flags = NDArray[np.uint8]
 
 _SMALL = 4096  # values; below it a copy is cheaper than a piece of its own
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contribution:
-    """Contribution of a rank to a bucket in one step.
+class LocalGradients:
+    """Local gradients of a bucket: those of this rank in one step, as pieces.
 
     Attributes:
         pieces: tensors that cover the bucket's values, in order.
         weight: factor of the values in the sum.
-        flags: (parameters,) of uint8, 1 for each parameter that has a gradient in the sum.
+        flags: flags of this rank alone: 1 for each parameter that has a gradient in the sum, 0 for
+            the others.
         full: whether all flags are 1.
         borrowed: for each zero-copy gradient: the parameter's name, the gradient, and its autograd
             version counter when it was borrowed.
@@ -50,18 +53,18 @@ class Contribution:
     borrowed: Sequence[tuple[str, Tensor, int]]
     sample: tuple[Tensor, list[float]] | None
 
-    def refuse_writes(self) -> None:
+    def check_unwritten(self) -> None:
         """Check that no borrowed gradient was written.
 
         Raises:
             ConfigError: a gradient was written.
         """
-        refuse_writes(self.borrowed)
-        if self.sample is not None and not _same(self.sample[0].tolist(), self.sample[1]):
-            raise _written(self.borrowed[0][0])  # through `.data`, which autograd doesn't count
+        check_unwritten(self.borrowed)
+        if self.sample is not None and not _equal_or_nan(self.sample[0].tolist(), self.sample[1]):
+            raise _written_error(self.borrowed[0][0])  # through `.data`: autograd doesn't count it
 
 
-def refuse_writes(borrowed: Sequence[tuple[str, Tensor, int]]) -> None:
+def check_unwritten(borrowed: Sequence[tuple[str, Tensor, int]]) -> None:
     """Check that gradients weren't written.
 
     Args:
@@ -72,16 +75,16 @@ def refuse_writes(borrowed: Sequence[tuple[str, Tensor, int]]) -> None:
     """
     for name, gradient, version in borrowed:
         if gradient._version != version:
-            raise _written(name)
+            raise _written_error(name)
 
 
-NOTHING = Contribution(
+NO_GRADIENTS = LocalGradients(
     pieces=(), weight=0.0, flags=np.zeros(0, np.uint8), full=True, borrowed=(), sample=None
 )
 
 
 class GradientViews:
-    """Gradient views of a bucket: turn gradients into contributions, zero-copy where possible.
+    """Gradient views of a bucket: present its gradients as pieces, zero-copy where possible.
 
     Args:
         layout: layout of the bucket.
@@ -104,8 +107,8 @@ class GradientViews:
         ends = list(accumulate(layout.spec.lengths))
         self._spans = list(zip([0, *ends], ends, strict=False))
 
-    def contribution(self, gradients: Sequence[Tensor | None], weight: float) -> Contribution:
-        """Make a step's contribution; overwrites the copies of the last one."""
+    def local_gradients(self, gradients: Sequence[Tensor | None], weight: float) -> LocalGradients:
+        """View a step's gradients; overwrites the copies of the last step's."""
         pieces: list[Piece] = []
         borrowed: list[tuple[str, Tensor, int]] = []
         copied_from, missing, small = 0, [], []
@@ -128,7 +131,7 @@ class GradientViews:
         flags = self._full if full else np.full(len(gradients), weight > 0, np.uint8)
         flags[missing] = 0
         sample = _sample(borrowed[0][1]) if borrowed else None
-        return Contribution(
+        return LocalGradients(
             pieces=pieces, weight=weight, flags=flags, full=full, borrowed=borrowed, sample=sample
         )
 
@@ -165,7 +168,7 @@ class GradientViews:
         return self._copies
 
 
-def _written(name: str) -> ConfigError:
+def _written_error(name: str) -> ConfigError:
     return ConfigError(
         f"the gradient of {name} was written after optimizer.step(), while it was being sent: "
         "clear gradients with optimizer.zero_grad(), or call settle() before you write to them."
@@ -184,9 +187,9 @@ def _detached(gradient: Tensor) -> Tensor:
 
 def _sample(gradient: Tensor) -> tuple[Tensor, list[float]]:
     """View 16 values from all over a dense gradient of `_SMALL` or more, and note them."""
-    few = _detached(gradient).as_strided((16,), (gradient.numel() // 16,))
-    return few, few.tolist()
+    values = _detached(gradient).as_strided((16,), (gradient.numel() // 16,))
+    return values, values.tolist()
 
 
-def _same(now: list[float], then: list[float]) -> bool:
+def _equal_or_nan(now: list[float], then: list[float]) -> bool:
     return now == then or all(a == b or b != b for a, b in zip(now, then, strict=True))

@@ -1,7 +1,7 @@
 """Window layout: what lies where in a rank's window, a function of buckets' sizes and topology.
 
-A *bucket* here is what is exchanged at once: a bucket's gradients, or the running statistics. Ranks
-that share memory (those of a machine) form a *group*, and reduce inside it first:
+The running statistics have the layout of one more bucket. Ranks that share memory (those of a
+machine) form a *group*, and reduce inside it first:
 
     bucket        [ local shard 0                     | local shard 1                     | … ]
     local shard   [ shard of group 0 | of group 1 | … | shard of group 0 | of group 1 | … | … ]
@@ -13,11 +13,13 @@ shards as there are ranks.
 
 A window holds, for each bucket,
 
-    local   receive buffers: each group member's contribution to this rank's local shard
-    cross   receive buffers: each group's contribution to this rank's shard, encoded
-    back    receive buffers: the other groups' sums of their shards, unless they land in `sums`
-    sums    the whole bucket, in the window of the group's first rank, which its ranks read
-    flags   which parameters any rank used, behind the sums
+    from_group_ranks  receive buffers: contributions of the group's ranks to this rank's local shard
+    from_groups       receive buffers: each group's contribution to this rank's shard, encoded
+    returned_sums     receive buffers: the other groups' sums of their shards, unless these are put
+                      into `sums` directly
+    sums              the whole bucket, in the window of the group's first rank, which its ranks
+                      read
+    flags             which parameters any rank used, behind the sums
 
 A contribution begins with a header: the weight (float64) that its values are still to be multiplied
 by, and a flag for each parameter. A peer's notification `kind * buckets + i` announces its
@@ -85,20 +87,21 @@ class BucketSpec:
         lengths: for each parameter, in the bucket's order, its number of values.
         dtype: dtype of the values.
         codec: codec of the values that are sent between groups; None: they are sent unencoded.
-        updated: whether updated parameters, unencoded, may be sent back in place of sums (ZeRO-1).
+        returns_parameters: whether updated parameters, unencoded, may be sent back in place of sums
+            (ZeRO-1).
     """
 
     lengths: tuple[int, ...]
     dtype: torch.dtype
     codec: Codec | None = None
-    updated: bool = False
+    returns_parameters: bool = False
 
     @property
-    def head(self) -> int:
+    def header_size(self) -> int:
         """Bytes of a contribution's header."""
         return _aligned(WEIGHT + len(self.lengths))
 
-    def coded(self, numel: int) -> int:
+    def encoded_size(self, numel: int) -> int:
         """Return the bytes of so many values between groups."""
         return numel * self.dtype.itemsize if self.codec is None else self.codec.size(numel)
 
@@ -108,23 +111,23 @@ class BufferArray:
     """Array of equal-sized receive buffers.
 
     Attributes:
-        at: offset of the first buffer in the window, in bytes.
+        offset: offset of the first buffer in the window, in bytes.
         stride: distance from one buffer to the next, in bytes.
         count: number of buffers.
     """
 
-    at: int
+    offset: int
     stride: int
     count: int
 
     @property
     def end(self) -> int:
         """Offset behind the last buffer, bytes."""
-        return self.at + self.stride * self.count
+        return self.offset + self.stride * self.count
 
     def __getitem__(self, number: int) -> int:
         assert 0 <= number < self.count
-        return self.at + number * self.stride
+        return self.offset + number * self.stride
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,9 +139,9 @@ class BucketLayout:
         spec: the bucket's specification.
         shards: (local shards, groups + 1), value indices in the bucket: for each local shard, the
             boundaries of the groups' shards.
-        local: receive buffers for contributions from ranks of the group.
-        cross: receive buffers for contributions from other groups.
-        back: receive buffers for returned sums.
+        from_group_ranks: receive buffers for contributions from ranks of the group.
+        from_groups: receive buffers for contributions from other groups.
+        returned_sums: receive buffers for returned sums.
         sums: offset of the sums in the window, in bytes.
         flags: offset of the flags in the window, in bytes.
     """
@@ -146,9 +149,9 @@ class BucketLayout:
     index: int
     spec: BucketSpec
     shards: tuple[tuple[int, ...], ...]
-    local: BufferArray
-    cross: BufferArray
-    back: BufferArray
+    from_group_ranks: BufferArray
+    from_groups: BufferArray
+    returned_sums: BufferArray
     sums: int
     flags: int
 
@@ -170,8 +173,9 @@ class BucketLayout:
 
         A rank sends each other group that group's shard, and receives its sums or updated
         parameters; the other groups send contributions to its own shard, and receive that. Not
-        counted are frames' headers, flags of parameters that some ranks didn't use, and that sums
-        need not return where `reduce` returned them before.
+        counted are frames' headers and flags of parameters that some ranks didn't use. With
+        `--update sharded`, `reduce` returns sums before the updated parameters return; these sums
+        aren't counted either.
 
         Args:
             local_shard: the one that the rank owns; None: it sends nothing to other groups.
@@ -179,16 +183,16 @@ class BucketLayout:
         """
         if local_shard is None:
             return 0, 0
-        sizes = [b - a for a, b in pairwise(self.shards[local_shard])]
-        own = sizes.pop(group)
-        spec, back = self.spec, self._returned(own)
-        there = spec.head + spec.coded(own)
-        sent = sum(spec.head + spec.coded(size) for size in sizes) + back * len(sizes)
-        return sent, sum(map(self._returned, sizes)) + there * len(sizes)
+        others = [b - a for a, b in pairwise(self.shards[local_shard])]
+        own = others.pop(group)
+        spec, returned = self.spec, self._returned_size(own)
+        contribution = spec.header_size + spec.encoded_size(own)
+        sent = sum(spec.header_size + spec.encoded_size(size) + returned for size in others)
+        return sent, sum(contribution + self._returned_size(size) for size in others)
 
-    def _returned(self, numel: int) -> int:
+    def _returned_size(self, numel: int) -> int:
         spec = self.spec
-        return numel * spec.dtype.itemsize if spec.updated else spec.coded(numel)
+        return numel * spec.dtype.itemsize if spec.returns_parameters else spec.encoded_size(numel)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,54 +217,54 @@ class Layout:
     @property
     def notification_names(self) -> list[str]:
         """What each notification announces, for traces."""
-        kinds = ("part", "sum", "flags")
+        kinds = ("contribution", "sum", "flags")
         return [*(f"{kind} of bucket {b.index}" for kind in kinds for b in self.buckets), "end"]
 
 
 def lay_out(specs: Sequence[BucketSpec], topology: Topology) -> Layout:
     """Lay out buckets for the ranks of a topology."""
-    buckets, at = [], 0
+    buckets, offset = [], 0
     for index, spec in enumerate(specs):
-        bucket = _lay_out_bucket(index, spec, topology, at)
+        bucket = _lay_out_bucket(index, spec, topology, offset)
         buckets.append(bucket)
-        at = _aligned(bucket.flags + len(spec.lengths))
-    return Layout(buckets=tuple(buckets), topology=topology, size=at)
+        offset = _aligned(bucket.flags + len(spec.lengths))
+    return Layout(buckets=tuple(buckets), topology=topology, size=offset)
 
 
-def _lay_out_bucket(index: int, spec: BucketSpec, topology: Topology, at: int) -> BucketLayout:
-    groups, sharing = len(topology.groups), max(map(len, topology.groups))
-    item, numel = spec.dtype.itemsize, sum(spec.lengths)
-    slices = _cut(0, numel, topology.local_shards, item)
-    shards = tuple(_cut(start, stop, groups, item) for start, stop in pairwise(slices))
+def _lay_out_bucket(index: int, spec: BucketSpec, topology: Topology, offset: int) -> BucketLayout:
+    groups, group_size = len(topology.groups), max(map(len, topology.groups))
+    head, item, numel = spec.header_size, spec.dtype.itemsize, sum(spec.lengths)
+    slices = _boundaries(0, numel, topology.local_shards, item)
+    shards = tuple(_boundaries(start, stop, groups, item) for start, stop in pairwise(slices))
     widest = max(b - a for a, b in pairwise(slices))
     longest = max(b - a for shard in shards for a, b in pairwise(shard))
-    coded = spec.coded(longest)
-    passed_on = groups > 1 and (sharing > 1 or spec.codec is not None)
-    local = _buffers(at, spec.head + widest * item, sharing if sharing > 1 else 0)
-    cross = _buffers(local.end, spec.head + coded, groups if groups > 1 else 0)
-    returned = max(coded, longest * item) if spec.updated else coded
-    back = _buffers(cross.end, returned, groups if passed_on else 0)
+    encoded = spec.encoded_size(longest)
+    needs_return_buffers = groups > 1 and (group_size > 1 or spec.codec is not None)
+    from_group_ranks = _buffers(offset, head + widest * item, group_size if group_size > 1 else 0)
+    from_groups = _buffers(from_group_ranks.end, head + encoded, groups if groups > 1 else 0)
+    returned = max(encoded, longest * item) if spec.returns_parameters else encoded
+    returned_sums = _buffers(from_groups.end, returned, groups if needs_return_buffers else 0)
     return BucketLayout(
         index=index,
         spec=spec,
         shards=shards,
-        local=local,
-        cross=cross,
-        back=back,
-        sums=back.end,
-        flags=back.end + _aligned(numel * item),
+        from_group_ranks=from_group_ranks,
+        from_groups=from_groups,
+        returned_sums=returned_sums,
+        sums=returned_sums.end,
+        flags=returned_sums.end + _aligned(numel * item),
     )
 
 
-def _cut(start: int, stop: int, parts: int, itemsize: int) -> tuple[int, ...]:
-    """Cut values into equal parts that begin on cache lines."""
+def _boundaries(start: int, stop: int, count: int, itemsize: int) -> tuple[int, ...]:
+    """Return the boundaries of equal ranges of values, which begin on cache lines."""
     line = _ALIGN // itemsize
     lines = (stop - start) // line
-    return (*(start + line * (part * lines // parts) for part in range(parts)), stop)
+    return (*(start + line * (number * lines // count) for number in range(count)), stop)
 
 
-def _buffers(at: int, size: int, count: int) -> BufferArray:
-    return BufferArray(at=at, stride=_aligned(size), count=count)
+def _buffers(offset: int, size: int, count: int) -> BufferArray:
+    return BufferArray(offset=offset, stride=_aligned(size), count=count)
 
 
 def _aligned(size: int) -> int:

@@ -33,7 +33,7 @@ from paceline.errors import CommError, CommTimeout, PeerLost
 from paceline.reduce.exchange import Timeout
 from paceline.reduce.put_engine.bucket_state import BucketState, RankLayout
 from paceline.reduce.put_engine.error_feedback import ErrorFeedback
-from paceline.reduce.put_engine.gradient_views import NOTHING, Contribution, Flags
+from paceline.reduce.put_engine.gradient_views import NO_GRADIENTS, Flags, LocalGradients
 from paceline.reduce.put_engine.layout import CONTRIBUTION, FLAGS, SUM, Layout
 from paceline.reduce.put_engine.shard_reducer import ShardReducer
 
@@ -64,8 +64,8 @@ class PutExchange:
         self._window, self._timeout = window, timeout
         self._ranks = ranks = RankLayout(layout, window)
         self._buckets = [
-            BucketState(bucket, ranks, tensors, words)
-            for bucket, tensors, words in zip(layout.buckets, templates, names, strict=True)
+            BucketState(bucket, ranks, tensors, bucket_names)
+            for bucket, tensors, bucket_names in zip(layout.buckets, templates, names, strict=True)
         ]
         self.traffic = [bucket.traffic(ranks.local_shard, ranks.group) for bucket in layout.buckets]
         self._reducer = ShardReducer(window, ranks, self._buckets)
@@ -81,7 +81,7 @@ class PutExchange:
             if bucket.feedback is not None:
                 bucket.feedback.begin(scale)
 
-    def next(self, index: int) -> int:
+    def first_to_wait_for(self, index: int) -> int:
         """Return the bucket itself: sums come in no order."""
         return index
 
@@ -95,27 +95,27 @@ class PutExchange:
         """
         bucket = self._buckets[index]
         bucket.operation, bucket.empty, bucket.update = operation, False, None
-        bucket.contribution = contribution = bucket.gradients.contribution(values, weight)
+        bucket.local_gradients = gradients = bucket.gradient_views.local_gradients(values, weight)
         try:
-            self._contribute(bucket, contribution)
+            self._put_contributions(bucket, gradients)
         except PeerLost:  # perhaps only because it lost another before
             self._raise_reducer_error("a put")
             raise
-        self._reducer.contribute(bucket)
+        self._reducer.count_sent(bucket)
 
     def send_empty(self, index: int) -> None:
         """Begin a version without gradients: each owner has been given those of its shard."""
         bucket, version = self._buckets[index], int(self._reducer.sent[index]) + 1
-        bucket.empty, bucket.contribution = True, NOTHING
+        bucket.empty, bucket.local_gradients = True, NO_GRADIENTS
         for owner, *_ in bucket.to_owners:
             self._window.put(owner, 0, None, index, version, -index)
-        self._reducer.contribute(bucket)
+        self._reducer.count_sent(bucket)
 
     def return_sums(self, index: int, update: Callable[[], None] | None) -> None:
         """Let a shard's sums return, or the parameters that `update` writes in their place."""
         bucket = self._buckets[index]
         bucket.update = update
-        self._reducer.release(bucket)
+        self._reducer.allow_return(bucket)
 
     def shard(self, index: int) -> tuple[slice, Tensor] | None:
         """Return the values of a bucket that this rank owns, and the memory of their sums."""
@@ -135,9 +135,9 @@ class PutExchange:
             ConfigError: a gradient was written since it was sent.
         """
         bucket = self._buckets[index]
-        contribution = self._wait_for_sums(bucket)
-        contribution.refuse_writes()
-        if contribution.full or bucket.update is not None:
+        gradients = self._wait_for_sums(bucket)
+        gradients.check_unwritten()
+        if gradients.full or bucket.update is not None:
             return list(bucket.views)
         sender = self._ranks.leader
         if sender == self._ranks.rank:
@@ -154,7 +154,7 @@ class PutExchange:
             CommError: a peer was lost, or a wait timed out.
         """
         bucket = self._buckets[index]
-        if bucket.contribution is not None:
+        if bucket.local_gradients is not None:
             self._wait_for_sums(bucket)
         if bucket.feedback is not None:
             bucket.feedback.abandon()
@@ -167,7 +167,7 @@ class PutExchange:
         """
         window, ranks, count = self._window, self._ranks, len(self._buckets)
         if self._reducer.error is not None or any(
-            bucket.contribution is not None for bucket in self._buckets
+            bucket.local_gradients is not None for bucket in self._buckets
         ):
             return
         last, limit = 3 * count, self._timeout.later
@@ -176,9 +176,9 @@ class PutExchange:
             for peer in ranks.peers:
                 window.put(peer, 0, None, last, 1)
             deadline, events = time.monotonic() + limit, 0
-            while staying := [peer for peer in ranks.peers if not window.values[peer, last]]:
-                more = (window.values[staying, :count] > self._reducer.sent).any()
-                if more or self._reducer.error is not None or time.monotonic() >= deadline:
+            while not_drained := [peer for peer in ranks.peers if not window.values[peer, last]]:
+                sends_more = (window.values[not_drained, :count] > self._reducer.sent).any()
+                if sends_more or self._reducer.error is not None or time.monotonic() >= deadline:
                     return
                 events = window.wait_for_event(events, _WAIT_SLICE_S)
             for peer in ranks.peers:
@@ -192,23 +192,23 @@ class PutExchange:
         for bucket in self._buckets:
             bucket.update = None  # it holds the synchronizer
 
-    def _contribute(self, bucket: BucketState, contribution: Contribution) -> None:
+    def _put_contributions(self, bucket: BucketState, gradients: LocalGradients) -> None:
         index, version = bucket.index, int(self._reducer.sent[bucket.index]) + 1
         for owner, local_shard, buffer, values in bucket.to_owners:
-            buffer.write_header(1.0, contribution.flags)
-            pieces = cut(contribution.pieces, local_shard)
-            add_up([pieces], [contribution.weight], values, past_caches=True)
+            buffer.write_header(1.0, gradients.flags)
+            pieces = cut(gradients.pieces, local_shard)
+            add_up([pieces], [gradients.weight], values, past_caches=True)
             self._window.put(owner, 0, None, index, version, -index)
         if not self._ranks.group_peers and bucket.feedback is None:
             self._reducer.put_shards(
-                bucket, contribution.pieces, contribution.weight, contribution.flags, version
+                bucket, gradients.pieces, gradients.weight, gradients.flags, version
             )
 
-    def _wait_for_sums(self, bucket: BucketState) -> Contribution:
-        """Wait for a bucket's sums; return this rank's contribution, and let go of it."""
+    def _wait_for_sums(self, bucket: BucketState) -> LocalGradients:
+        """Wait for a bucket's sums; return this rank's gradients, and let go of them."""
         ranks, version = self._ranks, int(self._reducer.sent[bucket.index])
         senders: Sequence[int] = [owner for owner in ranks.owners if owner != ranks.rank]
-        if not ranks.group_peers and bucket.lands:
+        if not ranks.group_peers and bucket.direct_return:
             senders = list(ranks.peer_owners.values())
         for peer in senders:
             self._wait_for(bucket, peer, SUM)
@@ -217,9 +217,9 @@ class PutExchange:
         ):
             self._raise_reducer_error(bucket.operation)
             raise self._timed_out(bucket, None)
-        contribution, bucket.contribution, bucket.gathered = bucket.contribution, None, ()
-        assert contribution is not None
-        return contribution
+        gradients, bucket.local_gradients, bucket.gathered = bucket.local_gradients, None, ()
+        assert gradients is not None
+        return gradients
 
     def _wait_for(self, bucket: BucketState, peer: int, kind: int) -> None:
         """Wait for a peer's notification of a bucket's last version.
@@ -251,7 +251,7 @@ class PutExchange:
         if error is not None:
             raise error
 
-    def _timed_out(self, bucket: BucketState, owner: int | None) -> CommTimeout:
+    def _timed_out(self, bucket: BucketState, awaited: int | None) -> CommTimeout:
         """Name the ranks whose contributions, or sums, have not come."""
         ranks, values, count = self._ranks, self._window.values, len(self._buckets)
         version, peer_owners = int(self._reducer.sent[bucket.index]), ranks.peer_owners.values()
@@ -259,9 +259,9 @@ class PutExchange:
         def missing(peers: Sequence[int], kind: int) -> list[int]:
             return [p for p in peers if values[p, kind * count + bucket.index] < version]
 
-        silent = missing([*ranks.group_peers, *peer_owners], CONTRIBUTION)
-        if not silent:
-            silent = missing([*peer_owners], SUM) if owner is None else [owner]
-        names = ", ".join(map(str, sorted(silent)))
-        peer = f"rank{'s' if len(silent) > 1 else ''} {names}" if silent else "itself"
+        missing_ranks = missing([*ranks.group_peers, *peer_owners], CONTRIBUTION)
+        if not missing_ranks:
+            missing_ranks = missing([*peer_owners], SUM) if awaited is None else [awaited]
+        names = ", ".join(map(str, sorted(missing_ranks)))
+        peer = f"rank{'s' if len(missing_ranks) > 1 else ''} {names}" if missing_ranks else "itself"
         return timed_out(ranks.rank, self._timeout.seconds, peer, bucket.operation)

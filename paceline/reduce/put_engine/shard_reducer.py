@@ -25,7 +25,7 @@ from paceline.codecs.codec import Piece, cut
 from paceline.codecs.codecs import add_up
 from paceline.comm.window import Window
 from paceline.reduce.put_engine.bucket_state import BucketState, RankLayout
-from paceline.reduce.put_engine.gradient_views import Flags
+from paceline.reduce.put_engine.gradient_views import Flags, LocalGradients
 from paceline.reduce.put_engine.layout import CONTRIBUTION, FLAGS, SUM
 
 _WAIT_SLICE_S = 0.5
@@ -56,10 +56,10 @@ class ShardReducer:
         self.sent, self._gathered, self._summed, self._returned, self.done, self._flags_sent = (
             np.zeros((6, self._count), np.int64)
         )
-        held = np.array([bucket.holds_sums for bucket in buckets], bool)
-        self._released = np.where(held, 0, np.iinfo(np.int64).max)  # versions that may return
-        self._lands = np.array([bucket.lands for bucket in buckets], bool)
-        self._all_land = bool(self._lands.all())
+        deferred = np.array([bucket.defers_return for bucket in buckets], bool)
+        self._return_allowed = np.where(deferred, 0, np.iinfo(np.int64).max)  # versions
+        self._direct_return = np.array([bucket.direct_return for bucket in buckets], bool)
+        self._all_direct = bool(self._direct_return.all())
         self._peer_owners = list(rank_layout.peer_owners.values())
         self._group_peers = rank_layout.group_peers
         leads = rank_layout.rank == rank_layout.leader != rank_layout.leaders[0]
@@ -67,12 +67,12 @@ class ShardReducer:
         self.error: BaseException | None = None
         self._changed = threading.Condition()
         self._closed = False
-        if self._all_land:
+        if self._all_direct:
             window.subscribe(self._count)  # no stage waits for sums or flags
         self._thread = threading.Thread(target=self._work, name="shard reducer", daemon=True)
         self._thread.start()
 
-    def contribute(self, bucket: BucketState) -> None:
+    def count_sent(self, bucket: BucketState) -> None:
         """Count this rank's own contribution as sent."""
         index, values = bucket.index, self._window.values
         self.sent[index] += 1
@@ -81,9 +81,9 @@ class ShardReducer:
         if all(values[peer, index] >= version for peer in awaited):
             self._window.wake()
 
-    def release(self, bucket: BucketState) -> None:
+    def allow_return(self, bucket: BucketState) -> None:
         """Let the sums of the version that this rank has sent return, once they are there."""
-        self._released[bucket.index] = self.sent[bucket.index]
+        self._return_allowed[bucket.index] = self.sent[bucket.index]
         self._window.wake()
 
     def wait(self, index: int, version: int, limit: float) -> bool:
@@ -163,53 +163,55 @@ class ShardReducer:
         contributed = _least(values, self._group_peers, 0, count, self.sent)
         for index in _indices(self._gathered < contributed):
             self._gather(self._buckets[index])
-        crossed = _least(values, self._peer_owners, 0, count, self._gathered)
-        for index in _indices(self._summed < crossed):
+        contributed_by_groups = _least(values, self._peer_owners, 0, count, self._gathered)
+        for index in _indices(self._summed < contributed_by_groups):
             self._sum(self._buckets[index])
-        for index in _indices(self._returned < np.minimum(self._summed, self._released)):
+        for index in _indices(self._returned < np.minimum(self._summed, self._return_allowed)):
             self._return_sums(self._buckets[index])
-        back = self._returned
-        if not self._all_land:
-            back = np.where(
-                self._lands, back, _least(values, self._peer_owners, count, 2 * count, back)
+        returned = self._returned
+        if not self._all_direct:
+            returned = np.where(
+                self._direct_return,
+                returned,
+                _least(values, self._peer_owners, count, 2 * count, returned),
             )
-        for index in _indices(self.done < back):
+        for index in _indices(self.done < returned):
             self._finish(self._buckets[index])
         if self._relays_flags:
             self._relay_flags(values[ranks.leaders[0], 2 * count : 3 * count])
 
     def _gather(self, bucket: BucketState) -> None:
         """Sum the group's contributions to this rank's local shard: reduce-scatter inside it."""
-        contribution, version = bucket.contribution, int(self._gathered[bucket.index]) + 1
-        assert contribution is not None
+        gradients, version = bucket.local_gradients, int(self._gathered[bucket.index]) + 1
+        assert gradients is not None
         if bucket.empty:
             for peer in self._peer_owners:
                 self._put(bucket, peer, 0, None, CONTRIBUTION, version)
         else:
-            ours = cut(contribution.pieces, bucket.local_shard)
-            bucket.gathered, bucket.weight = ours, contribution.weight
-            bucket.flags = contribution.flags
+            ours = cut(gradients.pieces, bucket.local_shard)
+            bucket.gathered, bucket.weight = ours, gradients.weight
+            bucket.flags = gradients.flags
             if self._group_peers:
-                self._sum_members(bucket, ours)
+                self._sum_group_ranks(bucket, gradients, ours)
             if self._group_peers or bucket.feedback is not None:  # otherwise `send` has put them
                 self.put_shards(bucket, bucket.gathered, bucket.weight, bucket.flags, version)
         self._gathered[bucket.index] = version
 
-    def _sum_members(self, bucket: BucketState, ours: Sequence[Piece]) -> None:
-        """Sum in rank order, where there are other groups into memory of the step's own."""
-        assert bucket.contribution is not None
-        alone, contribution = not self._peer_owners, bucket.contribution
-        total = bucket.sums[bucket.local_shard]
+    def _sum_group_ranks(
+        self, bucket: BucketState, gradients: LocalGradients, ours: Sequence[Piece]
+    ) -> None:
+        """Sum in rank order: into a temporary if there are other groups, else into the sums."""
+        alone, total = not self._peer_owners, bucket.sums[bucket.local_shard]
         if not alone:
             total = torch.empty_like(total)
-        buffers = bucket.from_members
-        parts = [
+        buffers = bucket.from_group_ranks
+        contributions = [
             ours if r is None else [(0, len(total), r.values.view(total.dtype))] for r in buffers
         ]
-        weights = [contribution.weight if r is None else 1.0 for r in buffers]
-        add_up(parts, weights, total, past_caches=alone)
+        weights = [gradients.weight if r is None else 1.0 for r in buffers]
+        add_up(contributions, weights, total, past_caches=alone)
         bucket.gathered, bucket.weight = [(0, len(total), total)], 1.0
-        bucket.flags = _union([contribution.flags if r is None else r.flags for r in buffers])
+        bucket.flags = _union([gradients.flags if r is None else r.flags for r in buffers])
 
     def _sum(self, bucket: BucketState) -> None:
         """Sum the groups' contributions to this rank's shard."""
@@ -224,16 +226,16 @@ class ShardReducer:
         self._summed[bucket.index] = version
 
     def _sum_groups(self, bucket: BucketState) -> None:
-        buffers, own = bucket.from_groups, bucket.own
+        buffers, own = bucket.from_groups, bucket.own_sums
         ours = cut(bucket.gathered, bucket.own_shard)
         if bucket.feedback is None:
-            parts = [
+            contributions = [
                 ours if r is None else [(0, len(own), r.values.view(own.dtype))] for r in buffers
             ]
-            add_up(parts, [bucket.weight if r is None else r.weight for r in buffers], own)
-        elif not bucket.holds_sums:
-            coded = [None if r is None else r.values for r in buffers]
-            bucket.feedback.reduce(self._ranks.group, coded, ours, bucket.weight, own)
+            add_up(contributions, [bucket.weight if r is None else r.weight for r in buffers], own)
+        elif not bucket.defers_return:
+            encoded = [None if r is None else r.values for r in buffers]
+            bucket.feedback.reduce(self._ranks.group, encoded, ours, bucket.weight, own)
         else:  # an update gets the sum before it is encoded
             for number, buffer in enumerate(buffers):
                 if buffer is not None:
@@ -247,14 +249,14 @@ class ShardReducer:
 
     def _return_sums(self, bucket: BucketState) -> None:
         """Put the shard's sums, or updated parameters, to the other owners: the all-gather."""
-        version, source = int(self._returned[bucket.index]) + 1, bucket.own
+        version, source = int(self._returned[bucket.index]) + 1, bucket.own_sums
         feedback, group = bucket.feedback, self._ranks.group
         if bucket.update is not None:
             if feedback is not None and not bucket.empty:
-                feedback.complete_sums(group, bucket.own)
+                feedback.complete_sums(group, bucket.own_sums)
             bucket.update()
         elif feedback is not None:
-            encoded = not bucket.holds_sums
+            encoded = not bucket.defers_return
             source = feedback.data[group] if encoded else feedback.encode_sums(group, source)
         self._returned[bucket.index] = version
         for peer in self._peer_owners:
@@ -309,7 +311,7 @@ def _indices(which: NDArray[np.bool_]) -> list[int]:
 
 
 def _union(flags: Sequence[Flags]) -> Flags:
-    """Unite flags: 0 where no rank used a parameter, 1 where all did, 2 where some did."""
+    """Unite the flags of several ranks or groups."""
     union = flags[0]
     for more in flags[1:]:
         if not np.array_equal(union, more):
