@@ -1,4 +1,4 @@
-"""Data-parallel step: sum gradients over the ranks; `UpdateRule` says which rank updates what.
+"""What all methods share: a synchronizer over any exchange, and the rule of which rank updates.
 
 A step is the same, whatever carries the sums and whichever rank updates. A method is a composition
 of

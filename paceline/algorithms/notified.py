@@ -1,4 +1,4 @@
-"""`notified`: a reduce-scatter to shard owners and an all-gather of the sums, by one-sided puts.
+"""`notified`: the data-parallel step over the put engine: reduce-scatter, then all-gather, by puts.
 
     gradient_ready        put each shard to its owner: reduce-scatter   most urgent: read first
     shard reducer         all contributions are there: sum, put the sums back: all-gather

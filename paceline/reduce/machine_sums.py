@@ -1,4 +1,4 @@
-"""Hierarchical exchange: sums inside a machine by collectives on its GPUs, then between machines.
+"""Where a machine has several GPUs: sums on them by collectives, then between machines.
 
     every rank of a machine    reduce ──┐                              ┌── broadcast ─▶ wait, update
     its first, the leader               └─▶ to the CPU ─▶ exchange ────┘

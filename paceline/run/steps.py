@@ -1,4 +1,4 @@
-"""Steps of a run, the trainer's or a script's: exchanged, recorded, saved, stopped.
+"""Steps of a run: exchanged, recorded (each emits a `step` event), saved, stopped.
 
     boundary ── random streams ── exchange( the step ) ── event ── send summary
        └ summary of the step before the last; save; stop where all ranks agreed to

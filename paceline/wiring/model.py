@@ -1,4 +1,4 @@
-"""Makes a run's model and its optimizer (SGD; another optimizer is added here)."""
+"""Makes the model and the optimizer (SGD) of `paceline train`; how it updates: `update/`."""
 
 from __future__ import annotations
 

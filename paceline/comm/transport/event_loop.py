@@ -1,4 +1,4 @@
-"""Event loop of the transport: a state machine over arrays and sockets.
+"""Event loop of the transport, compiled: sends queued puts, receives others, notifies of them.
 
 It is written in the subset of Python that numba compiles, so that it runs in a thread without ever
 taking the interpreter's lock. Without numba the same source runs as plain Python; each has its

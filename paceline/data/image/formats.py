@@ -1,4 +1,4 @@
-"""The image formats: one table of what may be stored in a record or read from a file.
+"""The table of image formats, as stored in a record or read from a file: first bytes and suffixes.
 
 A new format that Pillow decodes needs a line of `FORMATS` and nothing else.
 """
