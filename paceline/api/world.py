@@ -206,6 +206,11 @@ class World:
             CommError: a peer is lost, silent, or has ended.
         """
         self._require_open("world.total()")
+        if not isinstance(tensor, Tensor):
+            raise ConfigError(
+                f"world.total() got {type(tensor).__name__} {tensor!r}: pass a tensor, such as "
+                "torch.tensor(3)."
+            )
         if self._in_step and self._replica is not None and not self._replica.ended:
             raise ConfigError(
                 "world.total() was called inside a step before optimizer.step(), during the "
@@ -323,7 +328,12 @@ class World:
                 "tracked": self._tracked,
             }
             checkpoints = Checkpoints(session.run, session.output.keep_checkpoints)
-            checkpointer = Checkpointer(saved, checkpoints, constant={"config": session.identity})
+            checkpointer = Checkpointer(
+                saved,
+                checkpoints,
+                constant={"config": session.identity},
+                report=print_message,
+            )
         output = session.output
         self._steps = Steps(
             replica,

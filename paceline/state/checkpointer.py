@@ -66,6 +66,8 @@ class Checkpointer:
         parts: objects whose states are saved, by their key in the file.
         checkpoints: writes the checkpoint files.
         constant: further entries, which are the same in every file.
+        report: called once, from any thread, with a sentence for the user, when parameters are not
+            finite, so that they aren't written.
         clock: returns seconds since an arbitrary origin.
 
     Attributes:
@@ -78,10 +80,11 @@ class Checkpointer:
         checkpoints: Checkpoints,
         *,
         constant: Mapping[str, Any],
+        report: Callable[[str], object] = lambda text: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._parts, self._checkpoints = dict(parts), checkpoints
-        self._constant = constant
+        self._constant, self._report = constant, report
         self.published: SimpleQueue[tuple[int, Path]] = SimpleQueue()
         self._clock = clock
         self._last_due_at, self._cost = clock(), 0.0
@@ -163,7 +166,14 @@ class Checkpointer:
         """Write a snapshot, by default the newest, which isn't overwritten under the lock."""
         with self._writing:
             snapshot = wanted or self._snapshot
-            if snapshot is None or snapshot.written or not self._sound(snapshot):
+            if snapshot is None or snapshot.written:
+                return
+            if not self._sound(snapshot):
+                report, self._report = self._report, lambda text: None
+                report(
+                    f"parameters are NaN or infinite before step {snapshot.step}: they are not "
+                    "saved. The checkpoints of earlier steps are valid."
+                )
                 return
             try:
                 path = self._checkpoints.write(snapshot.step, snapshot.state, best=snapshot.best)

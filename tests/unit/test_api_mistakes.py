@@ -244,6 +244,11 @@ def test_a_total_while_gradients_travel(world: World, model: nn.Module) -> None:
         assert world.total(torch.tensor([True, False])).tolist() == [1, 0]
 
 
+def test_a_total_of_a_number(world: World) -> None:
+    with pytest.raises(ConfigError, match=r"got int 3: pass a tensor, such as torch.tensor\(3\)"):
+        world.total(3)  # type: ignore[arg-type]
+
+
 def test_a_step_without_a_batch(world: World, model: nn.Module) -> None:
     bound(world, model)
     loader = paceline.loader(samples(), BATCH, world)

@@ -99,12 +99,18 @@ def test_a_rescue_writes_the_newest_and_only_once(tmp_path: Path) -> None:
 
 def test_a_broken_model_is_not_published(tmp_path: Path) -> None:
     part = Part()
-    checkpointer = make_checkpointer(part, Checkpoints(tmp_path, 5))
+    reports: list[str] = []
+    checkpointer = make_checkpointer(part, Checkpoints(tmp_path, 5), report=reports.append)
     part.weight[0] = float("nan")
-    checkpointer.capture(1, {})
-    checkpointer.publish()
-    checkpointer.wait()
+    for step in (4, 8):
+        checkpointer.capture(step, {})
+        checkpointer.publish()
+        checkpointer.wait()
     assert not (tmp_path / "checkpoints").exists()
+    assert reports == [
+        "parameters are NaN or infinite before step 4: they are not saved. The checkpoints of "
+        "earlier steps are valid."
+    ]
 
 
 def test_a_disk_that_refuses_is_told_at_the_next_occasion(tmp_path: Path) -> None:

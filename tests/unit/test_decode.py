@@ -250,6 +250,14 @@ def test_an_orientation_in_the_file_is_applied(kind: str, orientation: int, size
     assert mean < (0.5 if kind == "PNG" else 3)
 
 
+@pytest.mark.parametrize("orientation", [0, 9, 300])
+def test_an_orientation_that_does_not_exist_leaves_the_image_as_it_is(orientation: int) -> None:
+    data = _with_orientation(_picture(64, 48), "JPEG", orientation)
+    upright = _with_orientation(_picture(64, 48), "JPEG", 1)
+    view = View(box=(4, 4, 44, 44), size=40)
+    assert np.array_equal(_sample(data, view), _sample(upright, view))
+
+
 def test_damaged_exif_data_leave_the_image_as_it_is() -> None:
     data = _with_orientation(_picture(64, 48), "JPEG", 6).replace(b"Exif\0\0MM", b"Exif\0\0XX")
     assert b"Exif\0\0XX" in data

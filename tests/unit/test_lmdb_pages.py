@@ -91,6 +91,23 @@ def test_a_damaged_leaf_page_is_a_sentence_when_keys_are_listed(database: Path, 
         open_database(database)
 
 
+@pytest.mark.parametrize("length", [200, 9000])
+def test_a_value_that_is_longer_than_its_place_is_a_sentence(tmp_path: Path, length: int) -> None:
+    path = tmp_path / "database"
+    value = encoded_tensorprotos(b"\xff\xd8\xff" + bytes(length), 1)
+    with lmdb.open(str(path)) as environment, environment.begin(write=True) as transaction:
+        for i in range(30):
+            transaction.put(b"%08d" % i, value)
+    page = pages(path, 2)[0]
+    with (path / "data.mdb").open("r+b") as file:
+        file.seek(page * PAGE + FIRST_NODE)
+        (node,) = struct.unpack("<H", file.read(2))
+        file.seek(page * PAGE + node + 2)
+        file.write(struct.pack("<H", 205))  # the upper half of the length
+    with pytest.raises(DataError, match=r"a value that goes beyond its place.*copy the database"):
+        open_database(path)
+
+
 @pytest.mark.parametrize("name", DAMAGES)
 def test_with_an_index_a_damaged_leaf_page_costs_its_records_only(
     database: Path, name: str

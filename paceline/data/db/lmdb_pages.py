@@ -4,10 +4,12 @@
 
     page     number (8 bytes), padding (2), flags (2), lower (2), upper (2), then an offset (2) for
              each node, up to `lower`; nodes from `upper` on
-    node     page number (branch: 6 bytes) or length and flags (leaf: 6), length of the key (2), key
+    node     page number (branch: 6 bytes) or length and flags (leaf: 6), length of the key (2),
+             key; in a leaf then the value, or with flag 1 the number of its first own page (8)
 
-LMDB asserts that branch pages have two keys or more; and, while it lists keys, that pages are of
-the expected kind. Reading one key visits the branch pages, of which a million records have some
+A length beyond the end of the file would end the process with SIGBUS where the value is read. LMDB
+asserts that branch pages have two keys or more; and, while it lists keys, that pages are of the
+expected kind. Reading one key visits the branch pages, of which a million records have some
 hundred; listing visits every page. So opening checks the former, and listing all. Layout: mdb.c of
 LMDB 0.9; numbers are those of this machine.
 """
@@ -26,7 +28,8 @@ _HEADER = struct.Struct("=QHHHH")
 _NODE = struct.Struct("=HHHH")
 _ROOT_AND_LAST = struct.Struct("=QQQ")  # in a meta page: root, last page, transaction
 _META_ROOT = 16 + 24 + 48 + 40  # header, version and map, the free pages' tree, before the root
-_BRANCH, _LEAF = 1, 2
+_PAGE_NUMBER = struct.Struct("=Q")
+_BRANCH, _LEAF, _ON_OWN_PAGES = 1, 2, 1
 _NONE = 2**64 - 1  # the root of an empty tree
 
 
@@ -57,7 +60,7 @@ def check_pages(path: Path, environment: lmdb.Environment, *, leaves: bool) -> N
                     if number > last:
                         raise ValueError(f"page {number} is beyond the last one, {last}")
                     page = os.pread(file.fileno(), page_size, number * page_size)
-                    children += _children(page, number, _BRANCH if height else _LEAF)
+                    children += _children(page, number, _BRANCH if height else _LEAF, last)
                 level = children
     except (OSError, ValueError, struct.error) as error:
         raise DataError(
@@ -65,8 +68,8 @@ def check_pages(path: Path, environment: lmdb.Environment, *, leaves: bool) -> N
         ) from error
 
 
-def _children(page: bytes, number: int, kind: int) -> list[int]:
-    """Check a page; return the numbers of the pages below a branch page."""
+def _children(page: bytes, number: int, kind: int, last: int) -> list[int]:
+    """Check a page, and where a leaf's values lie; return the pages below a branch page."""
     own_number, _, flags, lower, upper = _HEADER.unpack_from(page)
     count = (lower - _HEADER.size) // 2
     if (own_number, flags) != (number, kind) or count < 3 - kind or not lower <= upper <= len(page):
@@ -78,5 +81,12 @@ def _children(page: bytes, number: int, kind: int) -> list[int]:
         low, high, highest, key_length = _NODE.unpack_from(page, at)
         if at + _NODE.size + key_length > len(page):
             raise ValueError(f"page {number} has a key that goes beyond it")
+        if kind == _LEAF:
+            start, size, limit = at + _NODE.size + key_length, low | high << 16, len(page)
+            if highest == _ON_OWN_PAGES:
+                (first,) = _PAGE_NUMBER.unpack_from(page, start)
+                start, limit = first * len(page) + _HEADER.size, (last + 1) * len(page)
+            if start + size > limit:
+                raise ValueError(f"page {number} has a value that goes beyond its place")
         children.append(low | high << 16 | highest << 32)
     return children if kind == _BRANCH else []

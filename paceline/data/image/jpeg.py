@@ -30,13 +30,14 @@ def jpeg_size(data: bytes) -> tuple[int, int] | None:
 
 
 def jpeg_orientation(data: bytes) -> int:
-    """Read EXIF's orientation, 1 (upright) to 8; damaged EXIF data count as none."""
+    """Read EXIF's orientation, 1 (upright) to 8; damaged EXIF data and other values are 1."""
     if data.find(b"Exif\0\0", 0, _HEADERS) < 0:
         return 1
     try:
-        return int(open_image(data).getexif().get(ExifTags.Base.Orientation, 1))
+        value = int(open_image(data).getexif().get(ExifTags.Base.Orientation, 1))
     except Exception:  # Pillow raises a dozen kinds over damage
         return 1
+    return value if value in range(1, 9) else 1
 
 
 def jpeg_pixels(
