@@ -158,6 +158,20 @@ def test_a_wish_in_an_epochs_last_step_is_heard_at_its_end(tmp_path: Path) -> No
     assert position["sums"] == [4 * 11.0, 2 * 6.0]
 
 
+def test_the_best_checkpoint_is_the_first_of_the_most_accurate(tmp_path: Path) -> None:
+    def work(communicator: Communicator) -> None:
+        rank = Rank(communicator, tmp_path)
+        for epoch, accuracy in enumerate((0.4, 0.5, 0.5, 0.3)):
+            for step in range(4):
+                rank.train(4 * epoch + step)
+            rank.steps.end_steps()
+            rank.steps.end_epoch(accuracy)
+        rank.steps.finish()
+
+    run_ranks(1, work)
+    assert read_checkpoint(tmp_path / "checkpoints" / "best.pt")["position"]["number"] == 8
+
+
 def test_a_checkpoint_holds_the_result_of_the_step_before_it(tmp_path: Path) -> None:
     def work(communicator: Communicator) -> dict[int, list[torch.Tensor]]:
         rank = Rank(communicator, tmp_path, policy=SavePolicy(steps=2))

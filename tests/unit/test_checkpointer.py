@@ -82,6 +82,22 @@ def test_what_was_captured_is_written_whatever_changes_afterwards(tmp_path: Path
     assert checkpointer.published.get() == (1, tmp_path / "checkpoints" / "step-00000001.pt")
 
 
+def test_a_snapshot_that_a_writer_has_yet_to_read_is_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part, writers = Part(), list[threading.Thread]()
+    checkpointer = make_checkpointer(part, Checkpoints(tmp_path, 5))
+    checkpointer.capture(1, {})
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", lambda thread: writers.append(thread))
+        checkpointer.publish()
+    for step in (2, 3):
+        part.weight.fill_(float(step))
+        checkpointer.capture(step, {})
+    writers[0].run()
+    assert torch.equal(written(tmp_path, 1)["model"]["weight"], torch.zeros(2))
+
+
 def test_a_rescue_writes_the_newest_and_only_once(tmp_path: Path) -> None:
     part = Part()
     checkpointer = make_checkpointer(part, Checkpoints(tmp_path, 5))
