@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.comm.communicator import Communicator, total
 from paceline.data.loader import Batch, DatabaseLoader
@@ -28,7 +28,7 @@ class Trainer:
     model: nn.Module
     criterion: nn.Module
     optimizer: Optimizer
-    schedule: LambdaLR
+    schedule: LRScheduler
     precision: Precision
     replica: Replica
     steps: Steps
@@ -50,8 +50,7 @@ class Trainer:
 
     def _run_epoch(self, epoch: int) -> None:
         started = time.perf_counter()
-        first = self.schedule.last_epoch - self.steps.position.step  # the epoch's, if resumed in it
-        rate = self.schedule.base_lrs[0] * self.schedule.lr_lambdas[0](first)
+        rate = self.schedule.get_last_lr()[0]
         trained = self._train_epoch(epoch)
         tested = self._evaluate(epoch) if self.test is not None else None
         self.recorder.event(
