@@ -253,9 +253,17 @@ def test_an_orientation_in_the_file_is_applied(kind: str, orientation: int, size
 @pytest.mark.parametrize("orientation", [0, 9, 300])
 def test_an_orientation_that_does_not_exist_leaves_the_image_as_it_is(orientation: int) -> None:
     data = _with_orientation(_picture(64, 48), "JPEG", orientation)
+    sizes: list[tuple[int, int]] = []
+
+    def plan(width: int, height: int) -> View:
+        sizes.append((width, height))
+        return View(box=(0, 0, width, height), size=32)
+
+    out = np.empty((32, 32, 3), dtype=np.uint8)
+    decode(data, plan, out, fill=np.zeros(3, np.uint8), name=lambda: "record 5")
+    assert sizes == [(64, 48)]
     upright = _with_orientation(_picture(64, 48), "JPEG", 1)
-    view = View(box=(4, 4, 44, 44), size=40)
-    assert np.array_equal(_sample(data, view), _sample(upright, view))
+    assert np.array_equal(out, _sample(upright, View(box=(0, 0, 64, 48), size=32)))
 
 
 def test_damaged_exif_data_leave_the_image_as_it_is() -> None:
