@@ -96,14 +96,21 @@ def test_a_value_that_is_longer_than_its_place_is_a_sentence(tmp_path: Path, len
     path = tmp_path / "database"
     value = encoded_tensorprotos(b"\xff\xd8\xff" + bytes(length), 1)
     with lmdb.open(str(path)) as environment, environment.begin(write=True) as transaction:
-        for i in range(30):
+        for i in range(500):
             transaction.put(b"%08d" % i, value)
-    page = pages(path, 2)[0]
+    open_database(path).close()
+    page = pages(path, 2)[-2]  # beyond what the stamp of the index sees
     with (path / "data.mdb").open("r+b") as file:
         file.seek(page * PAGE + FIRST_NODE)
         (node,) = struct.unpack("<H", file.read(2))
         file.seek(page * PAGE + node + 2)
         file.write(struct.pack("<H", 205))  # the upper half of the length
+    first = int((path / "data.mdb").read_bytes()[page * PAGE + node + 8 :][:8])
+    with closing(open_database(path)) as source:
+        assert source[first - 1].label == 1
+        with pytest.raises(DataError, match=r"a value that goes beyond its place.*copy the data"):
+            source[first]
+    (path / INDEX_NAME).unlink()
     with pytest.raises(DataError, match=r"a value that goes beyond its place.*copy the database"):
         open_database(path)
 

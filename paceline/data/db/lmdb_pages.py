@@ -9,15 +9,18 @@
 
 A length beyond the end of the file would end the process with SIGBUS where the value is read. LMDB
 asserts that branch pages have two keys or more; and, while it lists keys, that pages are of the
-expected kind. Reading one key visits the branch pages, of which a million records have some
-hundred; listing visits every page. So opening checks the former, and listing all. Layout: mdb.c of
-LMDB 0.9; numbers are those of this machine.
+expected kind. Branch pages, of which a million records have some hundred, are checked at open; a
+leaf page before the first of its keys is read, or all of them before keys are listed. Layout:
+mdb.c of LMDB 0.9; numbers are those of this machine.
 """
 
 from __future__ import annotations
 
 import os
 import struct
+from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import lmdb
@@ -33,60 +36,98 @@ _BRANCH, _LEAF, _ON_OWN_PAGES = 1, 2, 1
 _NONE = 2**64 - 1  # the root of an empty tree
 
 
-def check_pages(path: Path, environment: lmdb.Environment, *, leaves: bool) -> None:
-    """Check the pages of the newest tree.
+class TreePages:
+    """Pages of an LMDB's newest tree, each checked before LMDB reads it.
 
     Args:
         path: data.mdb.
         environment: of it, which knows the page size and the tree's depth.
-        leaves: check the leaf pages, too.
 
     Raises:
-        DataError: a page is damaged, or the file can't be read.
+        DataError: a branch page is damaged, or the file can't be read.
     """
-    facts = environment.stat()
-    page_size = facts["psize"]
-    try:
-        with path.open("rb") as file:
+
+    def __init__(self, path: Path, environment: lmdb.Environment) -> None:
+        facts = environment.stat()
+        self._path, self._page_size = path, facts["psize"]
+        with self._reported(), path.open("rb") as file:
             metas = (
                 os.pread(file.fileno(), _ROOT_AND_LAST.size, at + _META_ROOT)
-                for at in (0, page_size)
+                for at in (0, self._page_size)
             )
-            root, last, _ = max(map(_ROOT_AND_LAST.unpack, metas), key=lambda meta: meta[2])
-            level = [] if root == _NONE else [root]
-            for height in range(facts["depth"] - 1, -1 if leaves else 0, -1):
-                children = []
-                for number in level:
-                    if number > last:
-                        raise ValueError(f"page {number} is beyond the last one, {last}")
-                    page = os.pread(file.fileno(), page_size, number * page_size)
-                    children += _children(page, number, _BRANCH if height else _LEAF, last)
-                level = children
-    except (OSError, ValueError, struct.error) as error:
-        raise DataError(
-            f"{path} is damaged ({error}): LMDB can't read it; copy the database again."
-        ) from error
+            root, self._last, _ = max(map(_ROOT_AND_LAST.unpack, metas), key=lambda meta: meta[2])
+            level = [] if root == _NONE else [(b"", root)]
+            for _ in range(facts["depth"] - 1):
+                level = [
+                    (key if i else first, child)  # the first node's own key counts for nothing
+                    for first, number in level
+                    for i, (key, child) in enumerate(self._nodes(file.fileno(), number, _BRANCH))
+                ]
+        self._first_keys, self._leaves = [key for key, _ in level], [page for _, page in level]
+        self._unchecked = set(self._leaves)
+
+    def check_leaf(self, key: bytes) -> None:
+        """Check the leaf page that has `key`, unless that was done before.
+
+        Raises:
+            DataError: it is damaged, or the file can't be read.
+        """
+        if self._unchecked:
+            number = self._leaves[bisect_right(self._first_keys, key) - 1]
+            if number in self._unchecked:
+                self._check([number])
+
+    def check_leaves(self) -> None:
+        """Check all leaf pages.
+
+        Raises:
+            DataError: one is damaged, or the file can't be read.
+        """
+        self._check(self._leaves)
+
+    def _check(self, leaves: list[int]) -> None:
+        with self._reported(), self._path.open("rb") as file:
+            for number in leaves:
+                self._nodes(file.fileno(), number, _LEAF)
+                self._unchecked.discard(number)
+
+    def _nodes(self, file: int, number: int, kind: int) -> list[tuple[bytes, int]]:
+        if number > self._last:
+            raise ValueError(f"page {number} is beyond the last one, {self._last}")
+        page = os.pread(file, self._page_size, number * self._page_size)
+        return _nodes(page, number, kind, self._last)
+
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError, struct.error) as error:
+            raise DataError(
+                f"{self._path} is damaged ({error}): LMDB can't read it; copy the database again."
+            ) from error
 
 
-def _children(page: bytes, number: int, kind: int, last: int) -> list[int]:
-    """Check a page, and where a leaf's values lie; return the pages below a branch page."""
+def _nodes(page: bytes, number: int, kind: int, last: int) -> list[tuple[bytes, int]]:
+    """Check a page, and where a leaf's values lie; return keys and pages below a branch page."""
     own_number, _, flags, lower, upper = _HEADER.unpack_from(page)
     count = (lower - _HEADER.size) // 2
     if (own_number, flags) != (number, kind) or count < 3 - kind or not lower <= upper <= len(page):
         raise ValueError(f"page {number} has a wrong header")
-    children = []
+    nodes = []
     for at in struct.unpack_from(f"={count}H", page, _HEADER.size):
         if not upper <= at <= len(page) - _NODE.size:
             raise ValueError(f"page {number} has a node outside of it")
         low, high, highest, key_length = _NODE.unpack_from(page, at)
-        if at + _NODE.size + key_length > len(page):
+        start = at + _NODE.size + key_length
+        if start > len(page):
             raise ValueError(f"page {number} has a key that goes beyond it")
-        if kind == _LEAF:
-            start, size, limit = at + _NODE.size + key_length, low | high << 16, len(page)
-            if highest == _ON_OWN_PAGES:
-                (first,) = _PAGE_NUMBER.unpack_from(page, start)
-                start, limit = first * len(page) + _HEADER.size, (last + 1) * len(page)
-            if start + size > limit:
-                raise ValueError(f"page {number} has a value that goes beyond its place")
-        children.append(low | high << 16 | highest << 32)
-    return children if kind == _BRANCH else []
+        if kind == _BRANCH:
+            nodes.append((page[at + _NODE.size : start], low | high << 16 | highest << 32))
+            continue
+        size, limit = low | high << 16, len(page)
+        if highest == _ON_OWN_PAGES:
+            (first,) = _PAGE_NUMBER.unpack_from(page, start)
+            start, limit = first * len(page) + _HEADER.size, (last + 1) * len(page)
+        if start + size > limit:
+            raise ValueError(f"page {number} has a value that goes beyond its place")
+    return nodes

@@ -23,7 +23,7 @@ from paceline.data.db.database_files import LMDB_DATA
 from paceline.data.db.formats.record_formats import printable
 from paceline.data.db.index.index_file import Index
 from paceline.data.db.index.key_list import KeyList
-from paceline.data.db.lmdb_pages import check_pages
+from paceline.data.db.lmdb_pages import TreePages
 from paceline.errors import DataError
 
 _File = tuple[int, int]  # its device and inode
@@ -40,12 +40,13 @@ class Lmdb:
         self._folder = folder
         self._file, self._environment = _ENVIRONMENTS.acquire(folder)
         try:
-            check_pages(folder / LMDB_DATA, self._environment, leaves=False)
+            self._pages = TreePages(folder / LMDB_DATA, self._environment)
         except DataError:
             self.close()
             raise
 
     def read(self, key: bytes, offset: int | None) -> bytes | None:
+        self._pages.check_leaf(key)
         try:
             with self._environment.begin() as transaction:
                 return transaction.get(key)
@@ -56,7 +57,7 @@ class Lmdb:
             ) from error
 
     def listing(self) -> Index:
-        check_pages(self._folder / LMDB_DATA, self._environment, leaves=True)
+        self._pages.check_leaves()
         try:
             with self._environment.begin() as transaction:
                 return Index(keys=KeyList.of(transaction.cursor().iternext(values=False)))
