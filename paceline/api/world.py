@@ -282,10 +282,10 @@ class World:
             return
         try:
             self._finish()
+            if not self._session.exit_handler.requested_status:  # else the status explains the end
+                self._session.post_end(self.steps)  # `drain` may wait as long as a peer that asks
             if self._replica is not None:
                 self._replica.drain()
-            if not self._session.exit_handler.requested_status:  # else the status explains the end
-                self._session.post_end(self.steps)
         except BaseException:
             self._release(*sys.exc_info())
             raise

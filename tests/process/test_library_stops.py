@@ -178,6 +178,32 @@ def test_a_rank_that_ends_well_in_mid_epoch_is_lost_to_the_others_at_once(
     assert ended.text.endswith("must call world.step(samples=0).\n")
 
 
+LEAVES_EARLY = """
+import sys
+import torch
+import paceline
+
+world = paceline.join(timeout=2)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+paceline.parallelize(model, optimizer, world, sync=sys.argv[1])
+for _ in range(3 + (world.rank == 0)):
+    with world.step(samples=2):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+"""
+
+
+def test_a_rank_that_made_fewer_steps_with_numbers_of_samples_is_named(
+    sync: str, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(LEAVES_EARLY)
+    ended = run("paceline", str(tmp_path / "script.py"), sync, folder=tmp_path)
+    assert ended.status == 1, ended.text
+    cause = r"rank 1 on machine 0 \(.*\) closed its world after 3 steps and is missing from"
+    assert re.search(cause, ended.text), ended.text
+
+
 def test_a_last_checkpoint_that_cannot_be_written_is_a_sentence_and_status_1(
     tmp_path: Path,
 ) -> None:

@@ -17,8 +17,8 @@ class Members:
     """Members of one generation of the world, as one worker sees them.
 
     Attributes:
-        generation: 0 in every world, as no caller gives another number. Keys in the store and the
-            purposes of windows contain it.
+        generation: how many worlds these processes closed before in one start of the run. Keys in
+            the store and the purposes of windows contain it.
         rank: this worker's rank, 0 to world_size - 1.
         world_size: the number of workers.
         local_rank: this worker's local rank.

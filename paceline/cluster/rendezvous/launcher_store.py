@@ -5,6 +5,9 @@
     any other                   in rank 0's TCP store, at a free port that MPI broadcasts: mpirun
 
 A rendezvous that options give comes before all but a launcher's own store.
+
+A server is kept for as long as the process lives, as a script may join again: MPI connects a
+process only once, and the others may be looking there already.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from paceline.cluster.rendezvous.registered_machine import STORE_LIMIT
 from paceline.cluster.stores.store_spec import StoreSpec, run_space
 from paceline.cluster.stores.tcp_store import TcpStore, serve_tcp
 from paceline.errors import CommError
+_Opened = tuple[TCPStore | None, StoreSpec]
+_OPENED: dict[str, _Opened] = {}  # by the launcher's address; MPI's is ""
 
 
 def open_rendezvous(
@@ -31,7 +36,7 @@ def open_rendezvous(
     interface_names: Sequence[str],
     timeout: float,
     report: Callable[[str], None],
-) -> tuple[TCPStore | None, StoreSpec]:
+) -> _Opened:
     """Return where the rendezvous is; rank 0 serves the TCP store if the launcher doesn't.
 
     Args:
@@ -49,7 +54,9 @@ def open_rendezvous(
         CommError: rank 0 can't be reached, or mpirun's processes didn't come in time.
     """
     if not launched.master and flags is None:
-        return _open_rendezvous_by_mpi(launched, interface_names, timeout, report)
+        if "" not in _OPENED:
+            _OPENED[""] = _open_by_mpi(launched, interface_names, timeout, report)
+        return _OPENED[""]
     space = run_space(launched.launch_id)
     if flags is None or launched.launcher_serves_store:
         secret = read_secret() if flags is None else flags.secret
@@ -58,16 +65,19 @@ def open_rendezvous(
         rendezvous = replace(flags, space=space if launched.launch_id else flags.space)
     if not rendezvous.served_by_run or launched.launcher_serves_store or launched.rank > 0:
         return None, rendezvous
-    port_source = "MASTER_PORT" if flags is None else "--master"
-    return serve(rendezvous, tuple(interface_names), report, port_source)
+    if rendezvous.address not in _OPENED:
+        port_source = "MASTER_PORT" if flags is None else "--master"
+        served = serve(rendezvous, tuple(interface_names), report, port_source)
+        _OPENED[rendezvous.address] = served
+    return _OPENED[rendezvous.address]
 
 
-def _open_rendezvous_by_mpi(
+def _open_by_mpi(
     launched: LaunchedProcess,
     interface_names: Sequence[str],
     timeout: float,
     report: Callable[[str], None],
-) -> tuple[TCPStore | None, StoreSpec]:
+) -> _Opened:
     addresses, secret = (
         own_addresses(interface_names, other_machines=not launched.one_machine),
         read_secret(),

@@ -35,6 +35,7 @@ In the start's own space, besides `world`, `failure`, `reach/<i>` and `judged/<i
 
 Ranks write these into the space of a start, whatever started them; <g> is `Members.generation`:
 
+    joins/<machine>/<i>                                  how often this worker has joined a world
     preflight/<subject>/<g>/facts/<i>, .../digest/<i>    what rank i compares with rank 0
     from rank 0/<name>                                   a value that rank 0 shares
     generation/<g>/<purpose>/...                         torch's rendezvous of a process group
@@ -153,14 +154,15 @@ class WorldInfo(JsonRecord):
     addresses: tuple[str, ...]
     hosts: tuple[str, ...]
 
-    def members(self, machine: int, local_rank: int) -> Members:
-        """Return the world as worker `local_rank` of `machine` sees it."""
+    def members(self, machine: int, local_rank: int, generation: int = 0) -> Members:
+        """Return a generation of the world as worker `local_rank` of `machine` sees it."""
         return Members.on(
             machine,
             local_rank,
             workers_per_machine=self.workers_per_machine,
             addresses=self.addresses,
             hosts=self.hosts,
+            generation=generation,
         )
 
 

@@ -51,6 +51,8 @@ def run_worker(environment: WorkerEnvironment, work: Callable[[Members, Store, s
 def read_world(environment: WorkerEnvironment) -> tuple[Members, Store, str]:
     """Open the run's store; return the world as this worker sees it, the store and the job token.
 
+    A script may join, close its world and join again: each time is a generation of its own.
+
     Keep the store for as long as a process group uses it: C++ doesn't keep a store written in
     Python alive.
 
@@ -59,7 +61,9 @@ def read_world(environment: WorkerEnvironment) -> tuple[Members, Store, str]:
     """
     store = open_store(environment.store, timedelta(seconds=environment.first_iter_timeout))
     info = WorldInfo.from_text(store.get(f"formed/{environment.machine}"))
-    return info.members(environment.machine, environment.local_rank), store, info.token
+    machine, local_rank = environment.machine, environment.local_rank
+    generation = store.add(f"joins/{machine}/{local_rank}", 1) - 1
+    return info.members(machine, local_rank, generation), store, info.token
 
 
 def report_error(environment: WorkerEnvironment, error: BaseException) -> int:

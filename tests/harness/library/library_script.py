@@ -1,10 +1,11 @@
 """A script as users write it, to be started by launchers and hurt by tests.
 
     python -m tests.harness.library.library_script RUN
-        [--epochs 3] [--fail RANK:STEP:HOW] [--sync notified]
+        [--epochs 3] [--joins 1] [--fail RANK:STEP:HOW] [--sync notified]
 
-Rank 0 prints each step's number and loss, exactly. `HOW` is what the failing rank does: "raise",
-"config", "exit", "leave" (it ends well, in mid-epoch).
+With `--joins 2` the first world is closed after the given epochs, and a second one trains as many
+more. Rank 0 prints each step's number and loss, exactly. `HOW` is what the failing rank does:
+"raise", "config", "exit", "leave" (it ends well, in mid-epoch).
 """
 
 from __future__ import annotations
@@ -22,11 +23,18 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("run")
     parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--joins", type=int, default=1)
     parser.add_argument("--steps", type=int, default=2, help="of checkpoints")
     parser.add_argument("--fail", default="-1:-1:nothing")
     parser.add_argument("--sync", default="allreduce")
     parser.add_argument("--evaluate_until_stopped", action="store_true")
     options = parser.parse_args()
+    for i in range(options.joins - 1):
+        train(options, options.epochs * (i + 1)).close()
+    train(options, options.epochs * options.joins)
+
+
+def train(options: argparse.Namespace, epochs: int) -> paceline.World:
     rank, number, how = options.fail.split(":")
 
     world = paceline.join(options.run or None, checkpoint_steps=options.steps, timeout=20)
@@ -36,7 +44,7 @@ def main() -> None:
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 15)
     world.track(schedule)
     loader = paceline.loader(samples(), BATCH, world)
-    for _ in range(loader.epoch, options.epochs):
+    for _ in range(loader.epoch, epochs):
         for x, y in loader:
             step = world.steps
             if (world.rank, step) == (int(rank), int(number)):
@@ -51,6 +59,7 @@ def main() -> None:
                 print(f"step {step}: {loss.item().hex()}", flush=True)
         while options.evaluate_until_stopped:
             loss_of(model, *samples(10)[:])
+    return world
 
 
 def fail(how: str) -> None:
