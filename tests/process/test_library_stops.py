@@ -49,7 +49,8 @@ def test_a_run_killed_in_mid_epoch_goes_on_bit_for_bit(
     whole: dict[int, str], sync: str, tmp_path: Path
 ) -> None:
     for step in (3, 8):
-        script = Script("paceline", *SCRIPT, "run", "--sync", sync, folder=tmp_path)
+        words = ("run", "--sync", sync, "--wait_at", str(step + 3))
+        script = Script("paceline", *SCRIPT, *words, folder=tmp_path)
         line = script.line_with(f"step {step}:")
         script.kill_all()
         script.wait()

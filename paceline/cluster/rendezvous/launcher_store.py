@@ -26,6 +26,7 @@ from paceline.cluster.rendezvous.registered_machine import STORE_LIMIT
 from paceline.cluster.stores.store_spec import StoreSpec, run_space
 from paceline.cluster.stores.tcp_store import TcpStore, serve_tcp
 from paceline.errors import CommError
+
 _Opened = tuple[TCPStore | None, StoreSpec]
 _OPENED: dict[str, _Opened] = {}  # by the launcher's address; MPI's is ""
 

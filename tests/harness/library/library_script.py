@@ -2,16 +2,19 @@
 
     python -m tests.harness.library.library_script RUN
         [--epochs 3] [--joins 1] [--fail RANK:STEP:HOW] [--sync notified]
+        [--wait_at STEP]
 
 With `--joins 2` the first world is closed after the given epochs, and a second one trains as many
 more. Rank 0 prints each step's number and loss, exactly. `HOW` is what the failing rank does:
-"raise", "config", "exit", "leave" (it ends well, in mid-epoch).
+"raise", "config", "exit", "leave" (it ends well, in mid-epoch). Before step `--wait_at` it waits
+to be killed.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
 
 import torch
 
@@ -27,6 +30,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="of checkpoints")
     parser.add_argument("--fail", default="-1:-1:nothing")
     parser.add_argument("--sync", default="allreduce")
+    parser.add_argument("--wait_at", type=int, default=-1)
     parser.add_argument("--evaluate_until_stopped", action="store_true")
     options = parser.parse_args()
     for i in range(options.joins - 1):
@@ -49,6 +53,8 @@ def train(options: argparse.Namespace, epochs: int) -> paceline.World:
             step = world.steps
             if (world.rank, step) == (int(rank), int(number)):
                 fail(how)
+            if step == options.wait_at:
+                time.sleep(60)
             with world.step():
                 loss = loss_of(model, x, y)
                 loss.backward()
