@@ -46,7 +46,9 @@ class RunFolder:
         self._lock: int | None = None
 
     def check(self, config: Mapping[str, object], *, anew: bool = False) -> None:
-        """Look, without writing, whether a run of this configuration may have the folder.
+        """Look whether a run of this configuration may have the folder; change nothing of it.
+
+        A lock that a dead start left is removed.
 
         Args:
             config: every flag that makes it this run, by name.

@@ -146,16 +146,6 @@ def test_what_is_no_image_is_skipped_and_counted(tmp_path: Path) -> None:
     assert [key[:9] for key, _ in raw(tmp_path / "db")] == [b"%08d_" % i for i in range(6)]
 
 
-def test_other_files_beside_the_classes_of_a_part_do_not_make_it_a_class(tmp_path: Path) -> None:
-    for part in ("train", "test"):
-        some_images(tmp_path / "in" / part, classes=2, each=1)
-    put(tmp_path / "in", "train/Thumbs.db", b"\xd0\xcf\x11\xe0")
-    with pytest.raises(ConfigError, match="has test/ and train/, each of which contains class"):
-        create(tmp_path / "in", tmp_path / "db")
-    put(tmp_path / "in", "train/own.jpg", file_of(ramp(8, 8), "JPEG"))
-    assert create(tmp_path / "in", tmp_path / "db").classes == ("test", "train")
-
-
 @pytest.mark.parametrize("encoding", ["jpeg", "png", "raw"])
 def test_an_image_that_is_encoded_anew_is_turned_upright(
     tmp_path: Path, encoding: Encoding
@@ -180,6 +170,14 @@ def test_only_transparency_that_is_seen_is_counted(tmp_path: Path) -> None:
         image = np.dstack([ramp(8, 8), np.full((8, 8), alpha, np.uint8)])
         put(tmp_path / "in", f"a/{name}.png", file_of(image, "PNG"))
     assert create(tmp_path / "in", tmp_path / "db").transparent == 1
+
+
+@pytest.mark.parametrize("encoding", ["png", "raw"])
+def test_a_transparent_colour_of_a_png_is_counted(tmp_path: Path, encoding: Encoding) -> None:
+    file = io.BytesIO()
+    Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(file, "PNG", transparency=(0, 0, 0))
+    put(tmp_path / "in", "a/1.png", file.getvalue())
+    assert create(tmp_path / "in", tmp_path / "db", encoding=encoding).transparent == 1
 
 
 def test_an_image_of_too_many_pixels_is_named(tmp_path: Path) -> None:

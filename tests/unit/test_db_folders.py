@@ -59,8 +59,7 @@ def test_a_class_and_an_image_may_be_links(tmp_path: Path) -> None:
     [
         ("cat/2019/1.jpg", "dog/2019/1.jpg"),  # no names of parts
         ("train/new/1.jpg", "test/old/1.jpg"),  # nothing recurs
-        ("train/old/1.jpg", "test/old/1.jpg", "bus/1.jpg"),
-        ("train/old/1.jpg", "test/old/1.jpg", "test/1.jpg"),
+        ("train/old/1.jpg", "bus/old/1.jpg", "test/1.jpg"),  # one part only has folders
         ("train/old/1.jpg", "train/new/1.jpg"),
     ],
 )
@@ -71,11 +70,23 @@ def test_classes_may_have_subfolders(tmp_path: Path, files: tuple[str, ...]) -> 
 
 
 @pytest.mark.parametrize("parts", [("Test", "Train"), ("train", "val"), ("test", "valid", "dev")])
-def test_parts_with_classes_inside_are_no_classes(tmp_path: Path, parts: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("besides", [None, "bus/1.jpg", "train/1.jpg", "train/Thumbs.db"])
+def test_parts_with_classes_inside_are_no_classes(
+    tmp_path: Path, parts: tuple[str, ...], besides: str | None
+) -> None:
     for part in parts:
         put(tmp_path, f"{part}/cat/1.jpg", b"")
         put(tmp_path, f"{part}/dog/2019/1.jpg", b"")
+    if besides is not None:
+        put(tmp_path, besides, b"\xff\xd8\xff")
     with pytest.raises(ConfigError, match="each of which contains class folders: create one"):
+        scan(tmp_path)
+
+
+def test_an_empty_part_beside_one_with_classes_is_no_class(tmp_path: Path) -> None:
+    put(tmp_path, "train/cat/1.jpg", b"")
+    (tmp_path / "test").mkdir()
+    with pytest.raises(ConfigError, match=r"has train/, which contains class folders: create one"):
         scan(tmp_path)
 
 

@@ -6,7 +6,8 @@
 
 A class's label is its position among the sorted names of the subfolders. Names that begin with a
 dot are neither classes nor images (`.ipynb_checkpoints`, `._photo.jpg`). A folder of `train/` and
-`test/` with classes inside is not a folder of two classes, and is refused.
+`test/` with the same classes inside is not a folder of two classes, and is refused, whatever else
+is there.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.data.image.formats import IMAGE_MAGIC, IMAGE_SUFFIXES
 from paceline.errors import ConfigError, DataError
 
 PARTS = {  # the usual names of a data set's parts
@@ -114,31 +114,21 @@ def _walk(folder: Path, name: str) -> Iterator[str | None]:
 
 
 def _refuse_parts(found: ClassFolders) -> None:
-    """Refuse a folder of parts: no image in them but in subfolders, of which some names recur."""
-    inside: dict[str, set[str]] = {name: set() for name in found.classes}
+    """Refuse folders named as parts of a data set, if one is empty or names in them recur."""
+    parts: dict[str, set[str]] = {name: set() for name in found.classes if name.lower() in PARTS}
+    empty = set(parts)
     for candidate in found.candidates:
         name, *subfolders, _ = candidate.name.split("/")
-        if name.lower() not in PARTS:
-            return
-        if subfolders:
-            inside[name].add(subfolders[0])
-        elif _may_be_image(found.folder / candidate.name):
-            return  # other files, as a desktop's Thumbs.db, say nothing
-    parts = [name for name, subfolders in inside.items() if subfolders]
-    if len(parts) > 1 and len(set.union(*inside.values())) < sum(map(len, inside.values())):
-        folders = " and ".join(f"{name}/" for name in parts)
-        first = next((name for name in parts if name.lower().startswith("train")), parts[0])
+        if name in parts:
+            empty.discard(name)
+            parts[name].update(subfolders[:1])
+    with_folders = [name for name, subfolders in parts.items() if subfolders]
+    recurring = len(set().union(*parts.values())) < sum(map(len, parts.values()))
+    if recurring or (empty and with_folders):
+        folders = " and ".join(f"{name}/" for name in with_folders)
+        first = next((n for n in with_folders if n.lower().startswith("train")), with_folders[0])
         raise ConfigError(
-            f"{found.folder} has {folders}, each of which contains class folders: create one "
-            f"database from each, beginning with {found.folder / first}."
+            f"{found.folder} has {folders}, {'each of ' if recurring else ''}which contains class "
+            f"folders: create one database from each, beginning with {found.folder / first}; or "
+            "rename what is a class."
         )
-
-
-def _may_be_image(path: Path) -> bool:
-    """Tell whether a file is an image by its name or by how it begins."""
-    try:
-        with path.open("rb") as file:
-            named = path.name.lower().endswith(IMAGE_SUFFIXES)
-            return named or file.read(16).startswith(IMAGE_MAGIC)
-    except OSError:
-        return True

@@ -76,7 +76,7 @@ def stored_form(
 
     Returns:
         An encoded file, or pixels of shape (height, width, 1 | 3); and whether the image had
-        transparent pixels: their colours are stored as opaque.
+        transparent pixels: their colours are read as opaque, whether or not the bytes are kept.
 
     Raises:
         DamagedImage: the file is damaged, too large, or of a kind that has no 8-bit form.
@@ -89,16 +89,16 @@ def stored_form(
         return image, False
     try:
         opened = _opened(image)
-        if _is_stored_form(opened, encoding, resize):
-            check_image(image)
-            return image, False
-        if resize is not None:
-            opened.draft(None, (2 * resize, 2 * resize))  # big JPEGs decode at 1/2, 1/4, 1/8
-        ImageOps.exif_transpose(opened, in_place=True)
         transparent = False  # in any pixel, even in part
         if opened.has_transparency_data:
             least, _ = opened.convert("RGBA").getchannel("A").getextrema()
             transparent = least != 255
+        if _is_stored_form(opened, encoding, resize):
+            check_image(image)
+            return image, transparent
+        if resize is not None:
+            opened.draft(None, (2 * resize, 2 * resize))  # big JPEGs decode at 1/2, 1/4, 1/8
+        ImageOps.exif_transpose(opened, in_place=True)
         return _encoded(_resized(eight_bit(opened), resize), encoding), transparent
     except Exception as error:  # Pillow's decoders raise a dozen kinds
         raise DamagedImage(reason_of(error)) from error
