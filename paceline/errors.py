@@ -55,6 +55,12 @@ def _rendered(template: str, values: tuple[object, ...], name_of: Callable[[str]
     return Formatter().vformat(template, texts, options)
 
 
+def many(count: int, noun: str) -> str:
+    """Write a number of things: "1 step", "2,000 steps", "2 classes"."""
+    ending = "" if count == 1 else "es" if noun.endswith(("s", "ch")) else "s"
+    return f"{count:,} {noun}{ending}"
+
+
 class PacelineError(Exception):
     """Base class of errors that a command reports in one sentence, without a traceback.
 

@@ -19,7 +19,7 @@ import torch
 from paceline.comm.communicator import Communicator, gather_counts
 from paceline.data.batch_slice import BatchSlice
 from paceline.data.order import Order
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, many
 from paceline.run.steps import Position
 
 
@@ -80,8 +80,9 @@ class SamplePosition:
             )
         if self._taken:
             raise ConfigError(
-                f"the run has already made {self.position.number} steps without a loader: create "
-                "the loader before the first step, or pass a different run= to paceline.join()."
+                f"the run has already made {many(self.position.number, 'step')} without a loader: "
+                "create the loader before the first step, or pass a different run= to "
+                "paceline.join()."
             )
         for name, saved in (self._saved_order or {}).items():
             if getattr(order, name) != saved:
@@ -100,9 +101,9 @@ class SamplePosition:
         """
         if self.waiting:
             raise ConfigError(
-                f"the epoch ended with {len(self.waiting)} batches that no world.step() used: to "
-                "accumulate gradients, make a step at the last batch too (loader.step + 1 == "
-                "len(loader)); if the loop doesn't train, pass train=False to the loader."
+                f"the epoch ended with {many(len(self.waiting), 'batch')} that no world.step() "
+                "used: to accumulate gradients, make a step at the last batch too (loader.step + 1 "
+                "== len(loader)); if the loop doesn't train, pass train=False to the loader."
             )
 
     def next_slice(self, samples: int | None) -> tuple[BatchSlice, Sequence[BatchSlice]]:

@@ -19,7 +19,7 @@ from paceline.comm.communicator import Communicator, until_end
 from paceline.comm.process_group import ProcessGroupCommunicator
 from paceline.comm.single_rank import SingleRankCommunicator
 from paceline.config.run import OutputConfig
-from paceline.errors import CommError
+from paceline.errors import CommError, many
 
 _STORE_S = 2.0  # timeout of a store call at an end
 
@@ -109,9 +109,9 @@ class Session:
                     made = int(store.get(self._end_key(rank)))
                     if made <= steps:
                         return CommError(
-                            f"{members.describe(rank)} closed its world after {made} steps and is "
-                            f"missing from {operation}: all ranks must make the same steps and "
-                            "calls; a rank that has no more samples must call "
+                            f"{members.describe(rank)} closed its world after {many(made, 'step')} "
+                            f"and is missing from {operation}: all ranks must make the same steps "
+                            "and calls; a rank that has no more samples must call "
                             "world.step(samples=0)."
                         )
             return None

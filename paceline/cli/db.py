@@ -16,7 +16,7 @@ from paceline.data.db.convert import convert_database
 from paceline.data.db.create import create_database
 from paceline.data.db.inspect import inspect_database
 from paceline.data.db.write.new_database import NewDatabase
-from paceline.observe.progress_rate import many
+from paceline.errors import many
 
 _USAGE = """\
 usage: paceline db COMMAND [OPTIONS]

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.data.db.inspect import Report
+from paceline.errors import many
 
 _BAR = 24  # characters of the longest bar
 _ROWS = 40  # labels shown: all of CIFAR's, not all of ImageNet's
@@ -44,8 +45,8 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
         yield "most common", f"{width} × {height}, {count:,} of {sum(report.sizes.values()):,}"
     if report.labels:
         most, least = max(report.labels.values()), min(report.labels.values())
-        each = f"{most:,}" if least == most else f"{least:,} to {most:,}"
-        yield "labels", f"{len(report.labels):,} distinct labels, {each} records per label"
+        each = many(most, "record") if least == most else f"{least:,} to {most:,} records"
+        yield "labels", f"{many(len(report.labels), 'distinct label')}, {each} per label"
 
 
 def _histogram(report: Report) -> ConsoleRenderable:

@@ -17,7 +17,8 @@ from typing import Any, TextIO
 
 from rich.text import Text
 
-from paceline.observe.progress_rate import ProgressRate, duration, many
+from paceline.errors import many
+from paceline.observe.progress_rate import ProgressRate, duration
 from paceline.observe.score_counter import BATCH_SUMS
 from paceline.observe.terminal import Terminal
 from paceline.recorder import NullRecorder

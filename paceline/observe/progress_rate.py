@@ -51,11 +51,6 @@ class ProgressRate:
         return (now - self._first_step) / (self._steps - 1) * steps
 
 
-def many(count: int, noun: str) -> str:
-    """Write a number of things."""
-    return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"
-
-
 def duration(seconds: float) -> str:
     """Write a time as h:mm:ss or m:ss."""
     minutes, second = divmod(round(seconds), 60)

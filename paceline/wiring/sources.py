@@ -17,7 +17,7 @@ from paceline.data.loader import DatabaseLoader
 from paceline.data.order import Order
 from paceline.data.source import Source
 from paceline.data.synthetic import SyntheticSource
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, many
 from paceline.recorder import Recorder
 
 SYNTHETIC_RECORDS = 2048  # of an epoch of synthetic images, where --epoch_size is larger
@@ -49,8 +49,8 @@ def open_sources(config: TrainConfig) -> Databases:
     train = _open_source("train_data", data.train_data, data, seed)
     if min(len(train), data.epoch_size) < config.world.workers:
         raise ConfigError(
-            f"--train_data {data.train_data}: {min(len(train), data.epoch_size)} samples for "
-            f"{config.world.workers} workers; at least one sample per worker is needed."
+            f"--train_data {data.train_data}: {many(min(len(train), data.epoch_size), 'sample')} "
+            f"for {config.world.workers} workers; at least one sample per worker is needed."
         )
     if not data.test_data:
         return Databases(train=train, test=None)
@@ -91,8 +91,8 @@ def make_loader(
     order = order_of(config, len(source), train=train)
     if train and order.samples < members.world_size:
         raise ConfigError(
-            f"--train_data {data.train_data}: {order.samples} samples for {members.world_size} "
-            "workers; at least one sample per worker is needed."
+            f"--train_data {data.train_data}: {many(order.samples, 'sample')} for "
+            f"{members.world_size} workers; at least one sample per worker is needed."
         )
     transform = Transform(
         augment=data.augment,

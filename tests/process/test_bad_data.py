@@ -101,7 +101,7 @@ AT_ONCE = {
     "create of parts": Bad(
         command="db create parts made",
         message="parts has test/ and train/, each of which contains class folders: create one "
-        "database from each, beginning with parts/train.",
+        "database from each, beginning with parts/train; or rename what is a class.",
     ),
     "create of nothing": Bad(
         command="db create missing made",

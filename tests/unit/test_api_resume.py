@@ -149,6 +149,12 @@ def test_a_finished_run_makes_no_step_more(tmp_path: Path) -> None:
     assert_equal(again, state)
 
 
+def test_a_checkpoint_by_time_is_of_a_step_made_since(tmp_path: Path) -> None:
+    train(tmp_path, checkpoint_minutes=1e-9, keep_checkpoints=100)
+    saved = [int(path.stem[5:]) for path in sorted((tmp_path / "checkpoints").glob("step-*.pt"))]
+    assert saved == list(range(1, len(saved) + 1))
+
+
 def test_a_checkpoint_on_demand_is_what_a_run_goes_on_from(tmp_path: Path) -> None:
     with paceline.join(tmp_path / "run") as world:
         model = network()

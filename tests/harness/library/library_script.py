@@ -74,7 +74,7 @@ def fail(how: str) -> None:
     if how == "config":
         raise paceline.ConfigError("the script says no.")
     if how == "exit":
-        sys.exit(7)
+        sys.exit(0x107)  # the system takes the low byte, 7
     if how == "leave":
         sys.exit()
 
