@@ -42,8 +42,8 @@ def parse(config: type[Config], argv: Sequence[str], *, prog: str, description: 
     """Read the arguments, or print help or the mistake and exit (0 or 2).
 
     Raises:
-        ConfigError: a flag has another name here.
-        SystemExit: help was requested, or the arguments are wrong.
+        ConfigError: a flag has another name here, or a value breaks a rule.
+        SystemExit: help was requested, or a flag is unknown or has no such value.
     """
     options = dict(_options(config))
     for word in argv:
@@ -60,16 +60,26 @@ def parse(config: type[Config], argv: Sequence[str], *, prog: str, description: 
         (float, "FLOAT", "a number, such as 0.1"),
     ):
         registry.primitive_rule(partial(_number, kind, metavar, rule))
-    parsed: Config = tyro.cli(
-        config,
-        args=list(_plain_switches(argv, switches(config))),
-        prog=prog,
-        description=description,
-        use_underscores=True,
-        registry=registry,
-        config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
-    )
+    try:
+        parsed: Config = tyro.cli(
+            config,
+            args=list(_plain_switches(argv, switches(config))),
+            prog=prog,
+            description=description,
+            use_underscores=True,
+            registry=registry,
+            config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
+        )
+    except _Mistake as mistake:
+        raise mistake.error from mistake
     return parsed
+
+
+class _Mistake(Exception):
+    """Carries a ConfigError past tyro, which would put it into a box, named by a dataclass."""
+
+    def __init__(self, error: ConfigError) -> None:
+        self.error = error
 
 
 def switches(config: type) -> dict[str, bool]:
@@ -98,22 +108,28 @@ def _options(config: type) -> Iterator[tuple[str, Any]]:
 
 def _number(
     kind: type[int] | type[float], metavar: str, rule: str, info: PrimitiveTypeInfo
-) -> PrimitiveConstructorSpec[float] | None:
+) -> PrimitiveConstructorSpec[float | None] | None:
     """Return tyro's rule for numbers of a kind, whose errors are in plain words."""
+    optional = info.type == kind | None
 
-    def read(words: list[str]) -> float:
+    def read(words: list[str]) -> float | None:
+        if optional and words[0] == "None":
+            return None
         try:
             return kind(words[0])
         except ValueError:
             raise ValueError(f"{words[0]!r} must be {rule}.") from None
 
-    if info.type is not kind:
+    if info.type is not kind and not optional:
         return None
     return PrimitiveConstructorSpec(
         nargs=1,
-        metavar=metavar,
+        metavar=f"{{None}}|{metavar}" if optional else metavar,
         instance_from_str=read,
-        is_instance=lambda value: isinstance(value, int | kind) and not isinstance(value, bool),
+        is_instance=lambda value: (
+            (isinstance(value, int | kind) and not isinstance(value, bool))
+            or (optional and value is None)
+        ),
         str_from_instance=lambda value: [str(value)],
     )
 
@@ -127,7 +143,14 @@ def _described(active: list[type], info: StructTypeInfo) -> StructConstructorSpe
     active.pop()
     if not isinstance(spec, StructConstructorSpec):
         return None
-    return replace(spec, fields=tuple(map(_reflowed, spec.fields)))
+
+    def instantiate(*args: Any, **values: Any) -> Any:
+        try:
+            return spec.instantiate(*args, **values)
+        except ConfigError as error:
+            raise _Mistake(error) from error
+
+    return replace(spec, instantiate=instantiate, fields=tuple(map(_reflowed, spec.fields)))
 
 
 def _reflowed(field: StructFieldSpec) -> StructFieldSpec:

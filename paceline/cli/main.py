@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 # Ctrl-C has no handler during these imports, so there are as few as possible.
+import errno
 import os
 import signal
 import sys
@@ -68,7 +69,8 @@ def _guarded(run: Callable[[], int]) -> int:
         if isinstance(error, BrokenPipeError) and reader_is_gone():
             discard_unwritten()
             return 128 + signal.SIGPIPE
-        return _fail(error, 1)
+        full = f"the disk is full ({error.strerror}): free some space on it, then try again."
+        return _fail(Exception(full) if error.errno == errno.ENOSPC else error, 1)
 
 
 def _fail(error: Exception, status: int) -> int:

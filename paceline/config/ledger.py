@@ -25,4 +25,6 @@ class LedgerConfig:
 
     def __post_init__(self) -> None:
         if not self.runs:
-            raise ConfigError("paceline ledger: a run folder or run id is required.")
+            raise ConfigError(
+                "A run folder or run id is required, as in paceline ledger runs/my-run."
+            )

@@ -53,7 +53,7 @@ def file_name(flag: str, value: str) -> None:
         remedy = r"use printable characters except / and \, and not only blanks and dots"
         raise _unfit_name(flag, repr(value), remedy)
     if len(value.encode()) > 200:
-        raise _unfit_name(flag, f"{value[:20]}…", "use at most 200 characters")
+        raise _unfit_name(flag, f"{value[:20]}…", "use at most 200 bytes in UTF-8")
 
 
 def _unfit_name(flag: str, value: str, remedy: str) -> ConfigError:

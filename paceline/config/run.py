@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields
 from paceline.config.rules import at_least
 from paceline.errors import ConfigError, Message
 
+_DIGITS = 18  # of a step's number, at most
+
 
 @dataclass(frozen=True, kw_only=True)
 class OutputConfig:
@@ -51,10 +53,11 @@ class OutputConfig:
         first, colon, last = self.trace_steps.partition(":")
         if not self.trace_steps:
             return None
-        if not (colon and first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+        decimal = colon and first.isdecimal() and last.isdecimal() and len(last) <= _DIGITS
+        if not decimal or int(first) > int(last):
             raise ConfigError(
                 flag="trace_steps",
-                value=self.trace_steps,
+                value=self.trace_steps[:20],
                 rule="give the first and the last step, counted from 0, such as 100:104",
             )
         return range(int(first), int(last) + 1)

@@ -37,7 +37,7 @@ COMMANDS = {
     ),
     "ledger of nothing": Bad(
         command="ledger",
-        message="Error parsing LedgerConfig: paceline ledger: a run folder or run id is required.",
+        message="A run folder or run id is required, as in paceline ledger runs/my-run.",
     ),
 }
 FLAGS = {
@@ -68,18 +68,16 @@ FLAGS = {
     ),
     "out of range": Bad(
         command="--momentum 1.5",
-        message=r"Error parsing optim: --momentum 1.5: must be at least 0 and less than 1\.",
+        message=r"--momentum 1.5: must be at least 0 and less than 1\.",
     ),
     "negative": Bad(
         command="--batch_size -4",
-        message="Error parsing optim: --batch_size -4: must be at least 1.",
+        message="--batch_size -4: must be at least 1.",
     ),
-    "nan": Bad(
-        command="--max_loss nan", message="Error parsing optim: --max_loss nan: must be at least 0."
-    ),
+    "nan": Bad(command="--max_loss nan", message="--max_loss nan: must be at least 0."),
     "infinite": Bad(
         command="--timeout inf",
-        message="Error parsing world: --timeout inf: must be greater than 0 and finite.",
+        message="--timeout inf: must be greater than 0 and finite.",
     ),
     "not a choice": Bad(
         command="--dtype double",
@@ -88,30 +86,43 @@ FLAGS = {
     ),
     "contradictory": Bad(
         command="--num_gpus 2 --num_workers 2",
-        message="Error parsing world: --num_gpus 2 and --num_workers 2 are redundant: use one "
-        "of them.",
+        message="--num_gpus 2 and --num_workers 2 are redundant: use one of them.",
     ),
     "two rendezvous": Bad(
         command="--redis_host h --master h:1",
-        message="Error parsing world: --redis_host and --master select different rendezvous "
-        "methods: use one.",
+        message="--redis_host and --master select different rendezvous methods: use one.",
     ),
     "a flag that needs another": Bad(
         command="--num_shards 2 --master node0:29500",
-        message="Error parsing world: --num_shards 2 needs --run_id, the same on all machines.",
+        message="--num_shards 2 needs --run_id, the same on all machines.",
     ),
     "a machine out of range": Bad(
         command="--num_shards 2 --shard_id 2 --master node0:29500 --run_id r",
-        message="Error parsing world: --shard_id 2: must be 0 to 1 with --num_shards 2.",
+        message="--shard_id 2: must be 0 to 1 with --num_shards 2.",
     ),
     "a port out of range": Bad(
         command="--redis_host h --redis_port 99999",
-        message=r"Error parsing world: --redis_port 99999: must be from 1 to 65535\.",
+        message=r"--redis_port 99999: must be from 1 to 65535\.",
     ),
     "a run's name that is a path": Bad(
         command="--run_id ../r",
-        message=r"Error parsing world: --run_id '\.\./r': the value is used as a file name; use "
+        message=r"--run_id '\.\./r': the value is used as a file name; use "
         r"printable characters except / and \\, and not only blanks and dots\.",
+    ),
+    "a run's name of too many bytes": Bad(
+        command=f"--run_id {'é' * 101}",
+        message=f"--run_id {'é' * 20}…: the value is used as a file name; use at most 200 bytes in "
+        "UTF-8.",
+    ),
+    "steps to trace in the wrong order": Bad(
+        command="--trace_steps 4:2",
+        message="--trace_steps 4:2: give the first and the last step, counted from 0, such as "
+        r"100:104\.",
+    ),
+    "a step of too many digits": Bad(
+        command=f"--trace_steps 1:{'9' * 5000}",
+        message=f"--trace_steps 1:{'9' * 18}: give the first and the last step, counted from 0, "
+        r"such as 100:104\.",
     ),
 }
 

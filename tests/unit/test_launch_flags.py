@@ -157,14 +157,10 @@ def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
     assert "paceline launch -n 2 -- python train.py" in capsys.readouterr().out
 
 
-def test_flags_that_cant_be_are_refused_before_anything_starts(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_flags_that_cant_be_are_refused_before_anything_starts() -> None:
     for flags, told in (
         (["-n", "-1"], "--num_workers -1: must be at least 0"),
         (["--num_shards", "2"], "--num_shards 2 needs a rendezvous"),
     ):
-        with pytest.raises(SystemExit) as caught:
+        with pytest.raises(ConfigError, match=told):
             main([*flags, "--", "true"])
-        assert caught.value.code == 2
-        assert told in capsys.readouterr().err

@@ -43,10 +43,13 @@ def test_an_error_that_nobody_reads_ends_with_its_status(unread: int) -> None:
     assert run([*COMMAND, "no-command"], stderr=unread).returncode == 2
 
 
+FULL = "(No space left on device): free some space on it, then try again."
+
+
 @pytest.mark.parametrize(
     ("error", "status", "said"),
     [
-        ('OSError(28, "No space left on device")', 1, "[Errno 28] No space left on device"),
+        ('OSError(28, "No space left on device")', 1, f"the disk is full {FULL}"),
         ("KeyboardInterrupt", 130, None),
     ],
 )
