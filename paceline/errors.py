@@ -57,7 +57,7 @@ def _rendered(template: str, values: tuple[object, ...], name_of: Callable[[str]
 
 def many(count: int, noun: str) -> str:
     """Write a number of things: "1 step", "2,000 steps", "2 classes"."""
-    ending = "" if count == 1 else "es" if noun.endswith(("s", "ch")) else "s"
+    ending = "" if count == 1 else "es" if noun.endswith(("s", "tch")) else "s"
     return f"{count:,} {noun}{ending}"
 
 

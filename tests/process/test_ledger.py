@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline.cli.ledger import main as ledger
-from tests.harness.processes.command import Command, all_end, run
+from tests.harness.processes.command import Command, all_end, kill, run
 from tests.harness.processes.run_folders import events, wait_until_step, write_net
 
 WORDS = (
@@ -28,8 +28,7 @@ def test_a_run_that_was_killed_and_went_on_with_another_number_of_workers_is_exa
     command = Command(*words, "--num_workers", "2", folder=tmp_path)
     wait_until_step(tmp_path / "runs" / "r", 15, generation=0)
     family = command.family()
-    for process in family:
-        process.kill()
+    kill(*family)
     command.send(signal.SIGKILL)
     command.wait()
     assert all_end(family)

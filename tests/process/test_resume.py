@@ -16,7 +16,7 @@ import torch
 from paceline.cluster.environment import WORKER_VARIABLE
 from paceline.state.checkpoint_files import read_checkpoint
 from tests.harness.network.ports import free_port
-from tests.harness.processes.command import Command, all_end, rows_of, run
+from tests.harness.processes.command import Command, all_end, kill, rows_of, run
 from tests.harness.processes.fork_server import environment_of
 from tests.harness.processes.run_folders import (
     events,
@@ -114,8 +114,7 @@ def test_kills_at_random_moments_change_no_bit(
         wait_until(partial(trained, folder, before, asked))
         family = command.family()
         moments.shuffle(family)
-        for process in family:
-            process.kill()
+        kill(*family)
         command.send(signal.SIGKILL)
         command.wait()
         assert all_end(family)
@@ -143,8 +142,7 @@ def test_kills_change_no_bit_of_what_only_some_ranks_have(here: Path) -> None:
         wait_until(partial(trained, told, before, moments.randrange(1, 9)), limit=150)
         killed = [process for machine in machines for process in machine.family()]
         moments.shuffle(killed)
-        for process in killed:
-            process.kill()
+        kill(*killed)
         for machine in machines:
             machine.send(signal.SIGKILL)
             machine.wait()

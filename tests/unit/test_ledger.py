@@ -173,7 +173,10 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     del history.files[0, 1]
     proof = proof_of(history, tmp_path)
     assert not proof.exact
-    assert words(proof) == "It has 2 ranks, but no event file of rank 1."
+    assert (
+        words(proof)
+        == "It has 2 ranks, but no event file of rank 1: give the run's folder of each machine."
+    )
 
 
 def test_a_rank_that_no_longer_writes_is_not_missed(tmp_path: Path) -> None:

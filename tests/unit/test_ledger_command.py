@@ -44,7 +44,10 @@ def test_a_machine_that_is_left_out_is_missed(
     assert main(["machine0"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert "Not exact: 500 samples were lost, 0 were duplicated or misplaced." in lines
-    assert "  generation 0: It has 4 ranks, but no event file of ranks 2, 3." in lines
+    assert (
+        "  generation 0: It has 4 ranks, but no event file of ranks 2, 3: give the run's folder of "
+        "each machine."
+    ) in lines
     assert (
         '  epoch 1/3, step 2/16 and the 13 after it (generation 0, "step": 1): '
         "Positions 96 to 127 were trained by no rank (ranks 2, 3 wrote no line)."

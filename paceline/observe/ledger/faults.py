@@ -61,7 +61,10 @@ def contradictions(history: History, period: Period) -> Iterator[str]:
             )
     missing = sorted(set(period.ranks) - history.ranks)
     if missing and written.stretches:
-        yield f"It has {len(period.ranks)} ranks, but no event file of {_ranks(missing)}."
+        yield (
+            f"It has {len(period.ranks)} ranks, but no event file of {_ranks(missing)}: give the "
+            "run's folder of each machine."
+        )
 
 
 def misplaced(segment: Segment, tiling: Tiling, strays: Iterable[Stretch]) -> Iterator[str]:

@@ -23,7 +23,7 @@ import pytest
 
 import paceline.cli.train  # noqa: F401 - likewise
 from paceline.cli.main import main
-from tests.harness.processes.command import Command, Result, all_end
+from tests.harness.processes.command import Command, Result, all_end, kill
 from tests.harness.processes.fork_server import environment_of
 
 LIMIT = 110.0  # generous: the machine may be busy
@@ -156,8 +156,7 @@ def no_process_left() -> Iterator[Mapping[str, str]]:
         yield {MARK: mark}
         assert all_end(_marked(mark)), [process.cmdline() for process in _marked(mark)]
     finally:
-        for process in _marked(mark):
-            process.kill()
+        kill(*_marked(mark))
 
 
 def _marked(mark: str) -> list[psutil.Process]:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,13 @@ class Result:
 
     status: int
     text: str
+
+
+def kill(*processes: psutil.Process) -> None:
+    """Kill processes, of which some may have ended, as workers do when their supervisor has."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 class Running:
@@ -69,8 +77,7 @@ class Running:
 
     def kill_all(self) -> None:
         """Kill the process and all that it started, at once."""
-        for process in [psutil.Process(self._process.pid), *self.family()]:
-            process.kill()
+        kill(psutil.Process(self._process.pid), *self.family())
 
     def line_with(self, words: str) -> str:
         """Read up to a line that contains `words`; return that line."""

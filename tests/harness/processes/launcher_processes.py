@@ -19,7 +19,7 @@ import psutil
 from paceline.cluster.environment import read_environment
 from tests.harness.network.ports import free_port
 from tests.harness.processes import launched_program
-from tests.harness.processes.command import Result
+from tests.harness.processes.command import Result, kill
 from tests.harness.processes.fork_server import ServedPopen
 from tests.harness.processes.python_program import BIN, ROOT
 
@@ -63,8 +63,7 @@ class LoggedProcess:
         """Kill the program and what it started."""
         with suppress(psutil.NoSuchProcess):  # it ended by itself, and its server knows already
             top = psutil.Process(self.process.pid)
-            for process in [*top.children(recursive=True), top]:
-                process.kill()
+            kill(*top.children(recursive=True), top)
         self.process.wait()
 
     @property
