@@ -27,9 +27,9 @@ class JsonRecord:
             record: Self = _read(cls, json.loads(text))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise CommError(
-                "A record of another machine can't be read: start all machines with the same "
-                "version of Paceline, and with the same secret (--secret_file or PACELINE_SECRET) "
-                "or all without one."
+                "A record that another process wrote can't be read: start all machines with the "
+                "same version of Paceline, and with the same secret (--secret_file or "
+                "PACELINE_SECRET) or all without one."
             ) from error
         return record
 
