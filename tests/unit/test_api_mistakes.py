@@ -284,7 +284,7 @@ def test_a_loader_after_steps_without_one(world: World, model: nn.Module) -> Non
     with world.step():
         backward(model)
         optimizer.step()
-    with pytest.raises(ConfigError, match="1 steps without a loader"):
+    with pytest.raises(ConfigError, match="1 step without a loader"):
         paceline.loader(samples(), BATCH, world)
 
 
