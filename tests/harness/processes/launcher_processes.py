@@ -57,7 +57,7 @@ class LoggedProcess:
         while expected not in self.text:
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(0.05)
-                raise AssertionError(f"ended without {expected!r}:\n{self.text}")
+                assert expected in self.text, f"ended without {expected!r}:\n{self.text}"
 
     def kill(self) -> None:
         """Kill the program and what it started."""
