@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.harness.processes.command import rows_of, run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -15,12 +17,13 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def program(name: str, folder: Path) -> str:
     """Run an example; return what it printed."""
     ended = subprocess.run(
-        [sys.executable, EXAMPLES / name], cwd=folder, capture_output=True, text=True, timeout=110
+        [sys.executable, EXAMPLES / name], cwd=folder, capture_output=True, text=True, timeout=280
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
 
 
+@pytest.mark.timeout(300)  # the demo's own limit, on a machine with other work
 def test_the_demo_reaches_95_per_cent_on_held_out_images(tmp_path: Path) -> None:
     program("demo.py", tmp_path)
     (run_folder,) = (tmp_path / "runs").iterdir()

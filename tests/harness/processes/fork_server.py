@@ -215,7 +215,7 @@ def server() -> Server:
 
 def environment_of(process: psutil.Process) -> dict[str, str]:
     """Return the environment of a process, which may be a fork."""
-    with suppress(OSError):  # it may end meanwhile
+    with suppress(OSError, ValueError):  # it may end meanwhile, or have just begun to write it
         for link in Path(f"/proc/{process.pid}/fd").iterdir():
             if os.readlink(link).startswith(f"/memfd:{fork_child.ENVIRONMENT} "):
                 return dict(json.loads(link.read_text()))
