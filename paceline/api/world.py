@@ -29,7 +29,7 @@ from paceline.api.sample_position import SamplePosition
 from paceline.api.session import Session
 from paceline.api.tracked import Tracked
 from paceline.cluster.supervision.supervisor import print_message, saved_sentence
-from paceline.comm.communicator import Communicator, gather_texts, total
+from paceline.comm.communicator import TEXT_BYTES, Communicator, gather_texts, total
 from paceline.data.batch_slice import BatchSlice
 from paceline.data.order import Order
 from paceline.errors import CommError, ConfigError, PacelineError
@@ -220,7 +220,7 @@ class World:
         values = values.long() if values.dtype is torch.bool else values
         what = "world.total(), which all ranks must call"
         with self._explained("world.total()"):
-            given = f"{values.dtype} of shape {tuple(values.shape)}"[:200]  # 64 dimensions of 1
+            given = f"{values.dtype} of shape {tuple(values.shape)}"[:TEXT_BYTES]
             for rank, other in enumerate(
                 gather_texts(self._communicator, given, self.device, what)
             ):

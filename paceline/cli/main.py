@@ -69,13 +69,15 @@ def _guarded(run: Callable[[], int]) -> int:
         if isinstance(error, BrokenPipeError) and reader_is_gone():
             discard_unwritten()
             return 128 + signal.SIGPIPE
-        full = f"the disk is full ({error.strerror}): free some space on it, then try again."
-        return _fail(Exception(full) if error.errno == errno.ENOSPC else error, 1)
+        if error.errno != errno.ENOSPC:
+            return _fail(error, 1)
+        remedy = "free some space on it, then try again."
+        return _fail(f"the disk is full ({error.strerror}): {remedy}", 1)
 
 
-def _fail(error: Exception, status: int) -> int:
+def _fail(said: Exception | str, status: int) -> int:
     with suppress(OSError):  # it has no reader
-        print(f"paceline: {error}", file=sys.stderr)
+        print(f"paceline: {said}", file=sys.stderr)
     discard_unwritten()
     return status
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-_TEXT = 256  # bytes of what `gather_texts` gathers
+TEXT_BYTES = 256  # bytes of what `gather_texts` gathers
 
 
 class Ticket(Protocol):
@@ -101,7 +101,7 @@ def total(communicator: Communicator, tensor: Tensor, operation: str) -> Tensor:
 def gather_texts(
     communicator: Communicator, text: str, device: torch.device, operation: str
 ) -> list[str]:
-    """Return the first 256 bytes of each rank's `text`, on all ranks; collective.
+    """Return the first `TEXT_BYTES` of each rank's `text`, on all ranks; collective.
 
     A rank that is in another collective meanwhile lets this one time out. The transport itself
     would abort the process if the two were all-reduces of different sizes.
@@ -109,7 +109,9 @@ def gather_texts(
     Raises:
         CommError: as `Ticket.wait`.
     """
-    mine = torch.tensor(list(text.encode()[:_TEXT].ljust(_TEXT)), dtype=torch.uint8, device=device)
+    mine = torch.tensor(
+        list(text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES)), dtype=torch.uint8, device=device
+    )
     rows = [torch.empty_like(mine) for _ in range(communicator.world_size)]
     communicator.gather(mine, rows if communicator.rank == 0 else []).wait(operation)
     table = torch.stack(rows)

@@ -35,7 +35,7 @@ In the start's own space, besides `world`, `failure`, `reach/<i>` and `judged/<i
 
 Ranks write these into the space of a start, whatever started them; <g> is `Members.generation`:
 
-    joins/<machine>/<i>                                  how often this worker has joined a world
+    joins/<machine>/<i>                                  how often a supervised worker has joined
     preflight/<subject>/<g>/facts/<i>, .../digest/<i>    what rank i compares with rank 0
     from rank 0/<name>                                   a value that rank 0 shares
     generation/<g>/<purpose>/...                         torch's rendezvous of a process group

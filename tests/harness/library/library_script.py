@@ -13,8 +13,8 @@ to be killed.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
-import time
 
 import torch
 
@@ -54,7 +54,8 @@ def train(options: argparse.Namespace, epochs: int) -> paceline.World:
             if (world.rank, step) == (int(rank), int(number)):
                 fail(how)
             if step == options.wait_at:
-                time.sleep(60)
+                signal.sigtimedwait({signal.SIGUSR1}, 60)
+                raise AssertionError("nobody has killed this run")
             with world.step():
                 loss = loss_of(model, x, y)
                 loss.backward()
