@@ -76,6 +76,9 @@ def test_machines_with_different_numbers_of_workers_form_one_world(
         (6, counts, "127.0.0.1")
     }
     assert len({token for _, _, token in worlds}) == 1
+    (generation,) = {m.generation for m in members}
+    again, _, _ = read_world(actors[3].environment)  # what it joins next has keys of its own
+    assert (again.rank, again.generation) == (3, generation + 1)
     worlds[0][1].set("from rank 0", "hello")
     assert worlds[5][1].get("from rank 0") == b"hello"
     del worlds
