@@ -16,13 +16,13 @@ from paceline.recorder import Recorder
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.collectives import Collectives
 from paceline.update.batch_norm import RunningStatistics
-from paceline.update.updater import Updater
+from paceline.update.updater import OwnStep, Updater
 
 
 def make_allreduce(
     buckets: Sequence[Bucket],
     communicator: Communicator,
-    updater: Updater,
+    updater: Updater | OwnStep,
     statistics: RunningStatistics,
     recorder: Recorder | None = None,
 ) -> DataParallel:

@@ -22,7 +22,7 @@ from paceline.reduce.buckets import Bucket
 from paceline.reduce.exchange import Exchange
 from paceline.reduce.rank_state import RankState
 from paceline.update.batch_norm import RunningStatistics
-from paceline.update.updater import Updater
+from paceline.update.updater import OwnStep, Updater
 
 
 class UpdateRule(Protocol):
@@ -58,7 +58,7 @@ class ReplicatedUpdate:
         updater: updates the parameters from the sums.
     """
 
-    def __init__(self, updater: Updater) -> None:
+    def __init__(self, updater: Updater | OwnStep) -> None:
         self._freeze = updater.freeze
         self.unit, self.install = updater.unit, updater.update
 

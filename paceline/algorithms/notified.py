@@ -31,7 +31,7 @@ from paceline.reduce.put_engine.put_exchange import PutExchange
 from paceline.reduce.rank_state import RankState
 from paceline.reduce.residuals import EncodedBucket, Residuals
 from paceline.update.batch_norm import RunningStatistics
-from paceline.update.updater import Updater
+from paceline.update.updater import OwnStep, Updater
 
 OpenWindow = Callable[[int, int], Window]  # of a size and a number of notifications
 MakeRule = Callable[[PutExchange | None, RankState | None], tuple[UpdateRule, RankState | None]]
@@ -68,7 +68,7 @@ class PutOptions:
 
 def make_notified(
     buckets: Sequence[Bucket],
-    updater: Updater,
+    updater: Updater | OwnStep,
     statistics: RunningStatistics,
     options: PutOptions,
 ) -> DataParallel:

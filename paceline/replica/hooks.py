@@ -259,6 +259,7 @@ def patch(target: object, name: str, function: Callable[..., Any]) -> Callable[[
         return function(this, *args, **kwargs)
 
     method._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    method.__wrapped__ = getattr(target, name)  # type: ignore[attr-defined]
     return replace(target, name, MethodType(method, target))
 
 

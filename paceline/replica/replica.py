@@ -10,8 +10,11 @@
 forward, layer by layer, as results arrive, or in `settle`. `eval()`, `state_dict()` and
 `load_state_dict()`, the model's and the optimizer's, settle first.
 
+An optimizer that may not update bucket by bucket is stepped by its own `step()` at that moment,
+once the gradients of all ranks are summed.
+
 The optimizer's own step hooks see what they see in plain torch: before a pre-hook gradients are
-reduced, before a post-hook parameters are settled.
+reduced, before a post-hook parameters are settled. So does a script that uses `optimizer.state`.
 
 When other parameters are trained than in the step before, the replica settles and binds anew; new
 parameters get rank 0's values. It does the same where another exchange continues (`next_plan`).
@@ -32,11 +35,14 @@ from torch.optim import optimizer as optimizers
 from paceline.algorithms.synchronizer import Synchronizer
 from paceline.comm.communicator import Communicator, broadcast_all, broadcast_state
 from paceline.errors import ConfigError
+from paceline.recorder import NullRecorder, Recorder
 from paceline.reduce.buckets import Bucket, partition
 from paceline.replica.hooks import ReplicaHooks, patch, watch_scaler
 from paceline.replica.read_tracing import ReadMap
 from paceline.replica.trained_parameters import TrainedParameters, fingerprint_of
 from paceline.update.batch_norm import BatchShare
+from paceline.update.state_watch import unwatch_state, watch_state
+from paceline.update.updater import is_bucketwise
 
 MakeSynchronizer = Callable[[Sequence[Bucket]], Synchronizer]
 
@@ -68,6 +74,7 @@ class Replica:
             use the same object.
         next_plan: called when a step begins; returns a new plan, the same on all ranks, or None to
             keep the present one. Without `next_plan`, all steps use `plan`.
+        recorder: receives the spans `update` of an optimizer's own steps.
 
     Raises:
         ConfigError: a lazy module has no shapes yet, or the optimizer is not supported.
@@ -83,11 +90,13 @@ class Replica:
         *,
         share: BatchShare | None = None,
         next_plan: Callable[[], ExchangePlan | None] | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self._model, self._optimizer = model, optimizer
         self._communicator = communicator
         self._plan, self._next_plan = plan, next_plan
         self._share = BatchShare() if share is None else share
+        self._recorder = recorder or NullRecorder()
         self._scale: Callable[[], float] | None = None
         self._number: int | None = None  # the current step
         self._reduced = False
@@ -96,12 +105,13 @@ class Replica:
         self._settle_before_states()
         self._plain_step, self._plain_zero = optimizer.step, optimizer.zero_grad
         self._hooked_end = Optimizer.profile_hook_step(self._end)
-        self._patches = [
+        self._patches: list[Callable[[], None]] = [
             patch(optimizer, "step", self._step_optimizer),
             patch(optimizer, "zero_grad", self._zero_optimizer),
             patch(model, "train", self._train),
             patch(model, "zero_grad", self._zero_model),
             watch_scaler(optimizer, self._refuse_early_unscaling),
+            lambda: unwatch_state(optimizer, self.settle),
         ]
 
     @property
@@ -206,6 +216,7 @@ class Replica:
         broadcast_all(self._communicator, fresh, "the broadcast of rank 0's weights")
         buckets = partition(trained.names, trained.groups, self._plan.bucket_bytes)
         synchronizer = self._plan.make_synchronizer(buckets)
+        self._bucketwise = is_bucketwise(self._optimizer)
         return ReplicaHooks(self._model, trained, synchronizer, reads)
 
     def _bind_anew_if_changed(self) -> None:
@@ -232,6 +243,8 @@ class Replica:
         """Replace `optimizer.step()`: inside a step, end it."""
         if self._number is None:
             return self._plain_step(*args, **kwargs)
+        if not self._bucketwise:
+            return self._make_own_step(*args, **kwargs)
         if not args and not kwargs and _has_hooks(optimizer, "pre"):  # no closure to run first
             self.reduce()
         return self._hooked_end(optimizer, *args, **kwargs)
@@ -246,9 +259,32 @@ class Replica:
         self._refuse_unexchanged()
         self._binding.synchronizer.end()
         self._done()
-        if _has_hooks(optimizer, "post"):
+        watch_state(optimizer, self.settle)  # a script, or load_state_dict(), may have replaced it
+        if _has_hooks(optimizer, "post") or not is_bucketwise(optimizer):  # its step was wrapped
             self.settle()
         return loss
+
+    def _make_own_step(
+        self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """End the step by the optimizer's own `step()`, once the gradients are summed."""
+
+        def reduced_closure() -> Any:
+            assert closure is not None
+            loss = closure()
+            self.reduce()
+            return loss
+
+        if closure is None:
+            self.reduce()
+        else:
+            args = (reduced_closure, *args)
+        self._refuse_unexchanged()
+        with self._recorder.span("update", bucket=0):
+            result = self._plain_step(*args, **kwargs)
+        self._binding.synchronizer.end()
+        self._done()
+        return result
 
     def _done(self) -> None:
         self._number = None

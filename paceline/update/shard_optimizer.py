@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import io
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ from torch.optim import Optimizer
 from paceline.comm.communicator import Communicator, gather_all
 from paceline.errors import ConfigError, Message
 from paceline.reduce.buckets import Bucket, like
-from paceline.update.updater import ELEMENTWISE, SubOptimizer
+from paceline.update.state_watch import plain_state, unwatch_state, watch_state
+from paceline.update.updater import ELEMENTWISE, SubOptimizer, is_bucketwise
 from paceline.update.write_guard import WriteGuard, late_write
 
 _SCALARS = frozenset({"step", "eta", "mu", "mu_product"})  # of a parameter, whatever its size
@@ -60,7 +61,8 @@ class ShardOptimizer:
         buckets: all buckets.
 
     Raises:
-        ConfigError: the optimizer's update is not element-wise.
+        ConfigError: the optimizer's update is not element-wise, or its `step` was replaced; or
+            parameters share memory.
     """
 
     def __init__(self, optimizer: Optimizer, buckets: Sequence[Bucket]) -> None:
@@ -74,6 +76,15 @@ class ShardOptimizer:
                     kinds,
                 )
             )
+        if not is_bucketwise(optimizer):
+            raise ConfigError(
+                Message(
+                    "{--update} sharded updates by {}'s own step(), but this optimizer's step() "
+                    "was replaced by another function: use {--update} replicated, which calls it.",
+                    type(optimizer).__name__,
+                )
+            )
+        _refuse_shared_memory(buckets)
         self._optimizer, self._buckets = optimizer, buckets
         self._state: dict[Tensor, Any] = defaultdict(dict)
         self._fragments: dict[int, list[_Fragment]] = {}
@@ -81,9 +92,10 @@ class ShardOptimizer:
         self._strides = [[p.stride() for p in bucket.parameters] for bucket in buckets]
         self._guard = WriteGuard(buckets, late_write)
         self._gathering = False
-        self._undo = [
+        self._undo: list[Callable[[], None]] = [
             optimizer.register_state_dict_pre_hook(self._refuse_state).remove,
             optimizer.register_load_state_dict_post_hook(lambda _: self.shard_state()).remove,
+            lambda: unwatch_state(optimizer, self._refuse_use),
         ]
 
     def add_shard(self, index: int, shard: slice, memory: Tensor) -> None:
@@ -110,20 +122,22 @@ class ShardOptimizer:
 
     def shard_state(self) -> None:
         """Take this rank's shards of the optimizer's state, and clear the optimizer's own."""
+        state = plain_state(self._optimizer)
         for fragments in self._fragments.values():
             for fragment in fragments:
                 self._state[fragment.values] = {
                     name: _shard_of(name, value, fragment)
-                    for name, value in self._optimizer.state.get(fragment.parameter, {}).items()
+                    for name, value in state.get(fragment.parameter, {}).items()
                 }
         self._clear()
+        watch_state(self._optimizer, self._refuse_use)
 
     def load(self, states: Mapping[int, dict[str, Any]]) -> None:
         """Take this rank's shards of a plain state dict's `state`, by the parameters' numbers."""
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         for number, state in states.items():
             p = parameters[number]
-            self._optimizer.state[p] = {
+            plain_state(self._optimizer)[p] = {
                 name: value.to(p.device) if _lies_with(name, value, p) else value
                 for name, value in state.items()
             }
@@ -151,6 +165,7 @@ class ShardOptimizer:
     def freeze(self) -> None:
         """Take the optimizer's present hyperparameters for the updates to come."""
         self._guard.note_parameters()
+        watch_state(self._optimizer, self._refuse_use)  # a script may have replaced it
         for sub_optimizer in self._sub_optimizers.values():
             sub_optimizer.freeze()
 
@@ -229,7 +244,7 @@ class ShardOptimizer:
     ) -> None:
         if not any(p is parameter for g in self._optimizer.param_groups for p in g["params"]):
             return  # the user has removed it from the optimizer
-        whole = self._optimizer.state[parameter]
+        whole = plain_state(self._optimizer)[parameter]
         for name, value in state.items():
             if isinstance(value, Tensor) and value.dim() == 1:
                 if name not in whole:
@@ -259,13 +274,43 @@ class ShardOptimizer:
         """Clear the optimizer's state of exchanged parameters; that of frozen ones stays."""
         for bucket in self._buckets:
             for parameter in bucket.parameters:
-                self._optimizer.state.pop(parameter, None)
+                plain_state(self._optimizer).pop(parameter, None)
 
     def _refuse_state(self, _: Optimizer) -> None:
         if not self._gathering:
             raise ConfigError(
                 "with update='sharded', optimizer.state_dict() would contain only this rank's "
                 "shard: call world.checkpoint(), which writes the complete state."
+            )
+
+    def _refuse_use(self) -> None:
+        if not self._gathering:
+            raise ConfigError(
+                "with update='sharded', optimizer.state would contain nothing of what other ranks "
+                "own: use update='replicated' to read or change it, or to call optimizer.step() "
+                "outside world.step()."
+            )
+
+
+def _refuse_shared_memory(buckets: Sequence[Bucket]) -> None:
+    """Refuse parameters whose memory overlaps: the owners of their shards would undo each other."""
+    places = []
+    for bucket in buckets:
+        for p, name in zip(bucket.parameters, bucket.names, strict=True):
+            if p.numel():
+                extent = 1 + sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True))
+                places.append((p.data_ptr(), p.data_ptr() + extent * p.element_size(), name))
+    places.sort()
+    for (_, end, one), (start, _, other) in pairwise(places):
+        if start < end:
+            raise ConfigError(
+                Message(
+                    "{} and {} are two Parameters over the same memory, which {--update} sharded "
+                    "does not support: register one Parameter in both places, or use {--update} "
+                    "replicated.",
+                    one,
+                    other,
+                )
             )
 
 

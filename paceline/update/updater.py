@@ -1,10 +1,10 @@
-"""Updates a bucket by torch's optimizer; the table of optimizers that may update bucket by bucket.
+"""Updates a bucket by torch's optimizer; the lists of optimizers that may update bucket by bucket.
 
 Each bucket has a sub-optimizer: an object of the optimizer's own class that knows only this
 bucket's parameters and shares the optimizer's state. So the update is torch's own, the state is
 where `optimizer.state_dict()` looks for it, and a bucket is updated as soon as its gradients
-have arrived. That is right for optimizers that treat every value by itself. Any other optimizer
-updates all buckets at once, from copies of the gradients: it may write or retain them.
+have arrived. That is right for torch's optimizers that update each parameter from its own gradient
+and state. Any other optimizer is stepped by its own `step()`, once all gradients have arrived.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.optim.sgd import sgd
 
 from paceline.errors import ConfigError
 from paceline.reduce.buckets import Bucket
+from paceline.update.state_watch import plain_state
 from paceline.update.write_guard import WriteGuard, late_write
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
@@ -39,6 +40,11 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
         optim.ASGD,
     }
 )
+"""Torch's optimizers that update each value from its own gradient and state."""
+
+BUCKETWISE = ELEMENTWISE | {optim.Adafactor, optim.Muon}
+"""Torch's optimizers that update each parameter from its own gradient and state."""
+
 # What a GradScaler sets for the time of a fused optimizer's step, which unscales or skips itself.
 _SCALING = ("grad_scale", "found_inf")
 _FUSED = (torch.float32, torch.float64)
@@ -46,48 +52,29 @@ _HYPERPARAMETERS = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "
 
 
 class Updater:
-    """Updater of all parameters from reduced gradients, one set of buckets at a time.
-
-    The buckets of a set must be updated together: `unit` returns the set of a bucket.
+    """Updater of all parameters from reduced gradients, bucket by bucket.
 
     Args:
-        optimizer: the user's optimizer.
+        optimizer: the user's optimizer, of a class in `BUCKETWISE`.
         buckets: the buckets of all exchanged parameters.
-
-    Raises:
-        ConfigError: the optimizer evaluates the loss itself (LBFGS), or needs gradients that can't
-            be exchanged (SparseAdam).
     """
 
     def __init__(self, optimizer: Optimizer, buckets: Sequence[Bucket]) -> None:
-        if isinstance(optimizer, optim.LBFGS):
-            raise ConfigError(
-                "LBFGS evaluates the loss several times per step, which is not supported: use an "
-                "optimizer that needs one gradient evaluation per step."
-            )
-        if isinstance(optimizer, optim.SparseAdam):
-            raise ConfigError(
-                "SparseAdam takes sparse gradients only, which can't be exchanged: use Adam, and "
-                "layers with sparse=False."
-            )
-        if type(optimizer) in ELEMENTWISE:
-            self._units: list[tuple[Bucket, ...]] = [(bucket,) for bucket in buckets]
-        else:
-            self._units = [tuple(buckets)] * len(buckets)
+        self._units: list[tuple[Bucket, ...]] = [(bucket,) for bucket in buckets]
         self._guard = WriteGuard(buckets, late_write)
-        self._sub_optimizers = {
-            unit: SubOptimizer(optimizer, {p: b.param_group for b in unit for p in b.parameters})
-            for unit in dict.fromkeys(self._units)
-        }
+        self._sub_optimizers = [
+            SubOptimizer(optimizer, dict.fromkeys(bucket.parameters, bucket.param_group))
+            for bucket in buckets
+        ]
 
     def unit(self, bucket: Bucket) -> tuple[Bucket, ...]:
-        """The buckets that must be updated together with `bucket`, itself included."""
+        """The buckets that must be updated together with `bucket`: itself alone."""
         return self._units[bucket.index]
 
     def freeze(self) -> None:
         """Take the optimizer's present hyperparameters for the updates to come."""
         self._guard.note_parameters()
-        for sub_optimizer in self._sub_optimizers.values():
+        for sub_optimizer in self._sub_optimizers:
             sub_optimizer.freeze()
 
     def update(self, unit: tuple[Bucket, ...], gradients: Sequence[Tensor | None]) -> None:
@@ -98,14 +85,71 @@ class Updater:
         Raises:
             ConfigError: a parameter was written since `freeze`, which the update would undo.
         """
+        (bucket,) = unit
         self._guard.check_parameters(unit)
-        device = unit[0].parameters[0].device.type
+        device = bucket.parameters[0].device.type
         # An update runs in whatever block reads first: an evaluation's, one under autocast.
         if _is_plain(device):
-            self._sub_optimizers[unit].step(gradients)
+            self._sub_optimizers[bucket.index].step(gradients)
         else:
             with torch.inference_mode(False), torch.autocast(device, enabled=False):
-                self._sub_optimizers[unit].step(gradients)
+                self._sub_optimizers[bucket.index].step(gradients)
+
+
+class OwnStep:
+    """Updater that leaves all to the optimizer's own `step()`, which the replica calls.
+
+    Args:
+        buckets: the buckets of all exchanged parameters.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self._buckets = tuple(buckets)
+
+    def unit(self, bucket: Bucket) -> tuple[Bucket, ...]:
+        """All buckets: they are updated together."""
+        return self._buckets
+
+    def freeze(self) -> None:
+        """Do nothing: the step has been made."""
+
+    def update(self, unit: tuple[Bucket, ...], gradients: Sequence[Tensor | None]) -> None:
+        """Do nothing: the step has been made."""
+
+
+def make_updater(optimizer: Optimizer, buckets: Sequence[Bucket]) -> Updater | OwnStep:
+    """Make the updater of an optimizer's parameters.
+
+    Raises:
+        ConfigError: the optimizer evaluates the loss itself (LBFGS), or needs gradients that can't
+            be exchanged (SparseAdam).
+    """
+    if isinstance(optimizer, optim.LBFGS):
+        raise ConfigError(
+            "LBFGS evaluates the loss several times per step, which is not supported: use an "
+            "optimizer that needs one gradient evaluation per step."
+        )
+    if isinstance(optimizer, optim.SparseAdam):
+        raise ConfigError(
+            "SparseAdam takes sparse gradients only, which can't be exchanged: use Adam, and "
+            "layers with sparse=False."
+        )
+    return Updater(optimizer, buckets) if is_bucketwise(optimizer) else OwnStep(buckets)
+
+
+def is_bucketwise(optimizer: Optimizer) -> bool:
+    """Tell whether an optimizer may update bucket by bucket: torch's, with an unpatched step.
+
+    Torch's and Paceline's own wrappers of `step` (schedulers', profilers') don't count as patches.
+    """
+    step: Any = optimizer.step
+    while step is not None:
+        step = getattr(step, "__func__", step)  # a bound method's
+        module = getattr(step, "__globals__", {}).get("__name__", "")
+        if module.partition(".")[0] not in ("torch", "paceline"):
+            return False
+        step = getattr(step, "__wrapped__", None)
+    return type(optimizer) in BUCKETWISE
 
 
 class SubOptimizer:
@@ -125,7 +169,6 @@ class SubOptimizer:
     ) -> None:
         self._optimizer, self._state = optimizer, state
         self._parameters = list(param_groups)
-        self._copies = type(optimizer) not in ELEMENTWISE  # it may write gradients, or retain them
         self._sub: Optimizer = object.__new__(type(optimizer))
         self._sub.__dict__.update(optimizer.__dict__)
         self._sub.__dict__.pop("step", None)  # schedulers and Paceline wrap the instance's
@@ -143,35 +186,24 @@ class SubOptimizer:
     def freeze(self) -> None:
         """Take the optimizer's present hyperparameters for the next step."""
         sub, optimizer = self._sub, self._optimizer
-        sub.state = (  # load_state_dict() makes a new one
-            optimizer.state if self._state is None else self._state  # type: ignore[assignment]
-        )
+        own = plain_state(optimizer) if self._state is None else self._state
+        sub.state = own  # type: ignore[assignment]  # load_state_dict() makes a new one
         for name in _SCALING:
             setattr(sub, name, getattr(optimizer, name, None))
         for index, group in zip(self._indices, sub.param_groups, strict=True):
             group.update(_hyperparameters(optimizer.param_groups[index]))
 
     def step(self, gradients: Sequence[Tensor | None]) -> None:
-        """Update from gradients, one a parameter; the parameters' own `.grad` are as before.
-
-        Hyperparameters that the update itself changes (some optimizers count steps there) are
-        changed in the user's optimizer, too.
-        """
+        """Update from gradients, one a parameter; the parameters' own `.grad` are as before."""
         if self._step_fused(gradients):
             return
         own = [p.grad for p in self._parameters]
         for p, gradient in zip(self._parameters, gradients, strict=True):
-            if gradient is None or gradient is p.grad or not self._copies:
-                p.grad = gradient
-            else:
-                p.grad = gradient.clone()  # other ranks read it, and the next sum is written there
-        before = [dict(group) for group in self._sub.param_groups]
+            p.grad = gradient
         _unhooked_step(self._sub)
-        for index, group, old in zip(self._indices, self._sub.param_groups, before, strict=True):
+        for group in self._sub.param_groups:
             if group.get("fused"):
                 increment_version(group["params"])  # which torch's fused kernels don't
-            changed = {name: value for name, value in group.items() if value is not old.get(name)}
-            self._optimizer.param_groups[index].update(changed)
         for p, gradient in zip(self._parameters, own, strict=True):
             p.grad = gradient
 

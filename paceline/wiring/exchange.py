@@ -24,7 +24,7 @@ from paceline.replica.trained_parameters import TrainedParameters
 from paceline.run.autotune import Autotuner, TrialSetting
 from paceline.update.batch_norm import BatchShare, RunningStatistics
 from paceline.update.shard_optimizer import ShardOptimizer
-from paceline.update.updater import Updater
+from paceline.update.updater import make_updater
 from paceline.wiring.candidates import candidates_of
 from paceline.wiring.peers import Peers
 
@@ -37,7 +37,7 @@ def _allreduce(
     config: SyncConfig,
 ) -> Synchronizer:
     return make_allreduce(
-        buckets, peers.communicator, Updater(optimizer, buckets), statistics, peers.recorder
+        buckets, peers.communicator, make_updater(optimizer, buckets), statistics, peers.recorder
     )
 
 
@@ -63,7 +63,7 @@ def _notified(
     )
     if config.update == "sharded":
         return make_sharded(buckets, ShardOptimizer(optimizer, buckets), statistics, options)
-    return make_notified(buckets, Updater(optimizer, buckets), statistics, options)
+    return make_notified(buckets, make_updater(optimizer, buckets), statistics, options)
 
 
 SYNCHRONIZERS = {"allreduce": _allreduce, "notified": _notified}  # as `config.world.METHODS`
@@ -147,6 +147,7 @@ def replicate(
         plan(autotuner.first),
         share=share,
         next_plan=None if autotuner.done else next_plan,
+        recorder=peers.recorder,
     )
     if peers.trace is not None:
         peers.trace.resources.callback(watch_passes(model, peers.trace))

@@ -27,7 +27,7 @@ from paceline.reduce.exchange import Timeout
 from paceline.reduce.put_engine.layout import BucketSpec, Topology, lay_out
 from paceline.reduce.put_engine.put_exchange import PutExchange
 from paceline.update.shard_optimizer import ShardOptimizer
-from paceline.update.updater import Updater
+from paceline.update.updater import make_updater
 from tests.harness.equivalence.large_batch import convnet, largest_difference
 from tests.harness.equivalence.one_rank import Bench
 from tests.harness.equivalence.put_synchronizers import in_threads, notified, notified_on_machines
@@ -252,7 +252,7 @@ def test_an_exchange_that_another_replaces_gives_its_memory_back(
     make: Any = notified(
         False, machines, wire, watching, staged=how == "staged", intra_machine=intra_machine
     )
-    make.updater = ShardOptimizer if kind is make_sharded else Updater
+    make.updater = ShardOptimizer if kind is make_sharded else make_updater
 
     def train(communicator: Communicator) -> list[object]:
         bench = Bench.of(communicator, model, kind=make)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.algorithms.notified import make_notified
 from paceline.algorithms.sharded import make_sharded
@@ -24,6 +24,7 @@ from tests.harness.equivalence.exchange_state import (
     train,
     with_ranks,
 )
+from tests.harness.equivalence.large_batch import replicate
 from tests.harness.equivalence.put_synchronizers import notified
 from tests.harness.equivalence.rank_threads import run_ranks
 
@@ -172,5 +173,57 @@ def test_an_optimizer_whose_update_cannot_be_divided_is_refused() -> None:
         kind = notified(False, (1,), kind=make_sharded)
         with pytest.raises(ConfigError, match="does not support Adafactor"):
             Rank(c, kind, None, make_optimizer=lambda m: torch.optim.Adafactor(m.parameters()))
+
+    run_ranks(1, work)
+
+
+def test_a_use_of_a_divided_state_is_refused_until_the_run_has_ended() -> None:
+    def work(rank: Rank) -> None:
+        p = next(rank.model.parameters())
+        rank.train(0)
+        p.grad = torch.ones_like(p)
+        for use in (
+            lambda: rank.optimizer.state[p],
+            lambda: rank.optimizer.state.clear(),
+            lambda: rank.optimizer.state.items().__len__(),
+            lambda: rank.optimizer.step(),  # outside of a step: by this rank's gradients alone
+        ):
+            with pytest.raises(ConfigError, match=r"optimizer\.state would contain nothing"):
+                use()
+        rank.replica.settle()
+        rank.replica.close()
+        assert len(rank.optimizer.state) == 0
+
+    with_ranks(work, kind=make_sharded)
+
+
+def test_two_parameters_over_the_same_memory_are_refused() -> None:
+    memory = torch.randn(6, 4)
+
+    def work(c: Communicator) -> None:
+        model = nn.Module()
+        model.one, model.other = nn.Parameter(memory[:4]), nn.Parameter(memory[3:])
+        kind = notified(False, (1,), kind=make_sharded)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ConfigError, match="one and other are two Parameters over the same"):
+            replicate(model, optimizer, c, 10**6, kind)
+        apart = nn.Module()
+        apart.one, apart.other = nn.Parameter(memory[:3]), nn.Parameter(memory[3:])
+        replicate(apart, torch.optim.SGD(apart.parameters(), lr=0.1), c, 10**6, kind).close()
+
+    run_ranks(1, work)
+
+
+def test_an_optimizer_whose_step_was_replaced_is_refused() -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.step = lambda closure=None: None  # type: ignore[method-assign]
+        return optimizer
+
+    def work(c: Communicator) -> None:
+        with pytest.raises(
+            ConfigError, match=r"SGD's own step\(\), but this optimizer's step\(\) was"
+        ):
+            Rank(c, notified(False, (1,), kind=make_sharded), None, make_optimizer=make)
 
     run_ranks(1, work)

@@ -109,26 +109,6 @@ def test_momenta_that_lie_otherwise_are_taken_by_value() -> None:
         torch.testing.assert_close(a, b)
 
 
-class Counting(Optimizer):
-    """Counts its steps in its groups, as some optimizers do, and steps by their number."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"k": 0})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            group["k"] += 1
-            for p in group["params"]:
-                p.sub_(p.grad, alpha=1 / group["k"])
-
-
-def test_what_an_optimizer_counts_in_its_groups_is_kept() -> None:
-    ours, theirs = both(Counting, [gradients(number) for number in range(3)])
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b)
-
-
 def updater_of(
     optimizer: Optimizer, ps: list[nn.Parameter], bucket_bytes: int
 ) -> tuple[Updater, tuple[Bucket, ...]]:

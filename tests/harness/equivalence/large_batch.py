@@ -25,7 +25,7 @@ from paceline.comm.inprocess.communicator import ThreadGroup
 from paceline.reduce.buckets import Bucket
 from paceline.replica.replica import ExchangePlan, Replica
 from paceline.update.batch_norm import BatchShare, RunningStatistics, convert_sync_batchnorm
-from paceline.update.updater import Updater
+from paceline.update.updater import make_updater
 from tests.harness.equivalence.rank_threads import run_ranks
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
@@ -210,7 +210,7 @@ def replicate(
 
     def plan(kind: Kind, bucket_bytes: int) -> ExchangePlan:
         def make(buckets: Sequence[Bucket]) -> Synchronizer:
-            updater = getattr(kind, "updater", Updater)(optimizer, buckets)
+            updater = getattr(kind, "updater", make_updater)(optimizer, buckets)
             parts = updater, RunningStatistics(model)
             synchronizer: Synchronizer = kind(buckets, communicator, *parts)
             return synchronizer

@@ -26,7 +26,7 @@ from paceline.comm.window import Window
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.put_engine.layout import Topology
 from paceline.update.shard_optimizer import ShardOptimizer
-from paceline.update.updater import Updater
+from paceline.update.updater import make_updater
 from paceline.wiring.peers import Peers, connect_group
 
 LIMIT = 90.0  # generous: the machine may be busy, and a fresh clone compiles the kernels
@@ -96,7 +96,7 @@ def notified(
         )
         return kind(buckets, *parts, options)
 
-    make.updater = ShardOptimizer if kind is make_sharded else Updater  # type: ignore[attr-defined]
+    make.updater = ShardOptimizer if kind is make_sharded else make_updater  # type: ignore[attr-defined]
     return make
 
 
