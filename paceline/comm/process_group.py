@@ -31,6 +31,8 @@ from paceline.errors import CommError, PeerLost
 _OPENING = threading.Lock()  # guards the process's table of descriptors while one is read
 _PLACE = re.compile(r"\[[^\]]*\.\w+:\d+\] ?|[^\s\[]+\.(?:cc|cpp|hpp|h|cu):\d+,? ?")
 _ADDRESS = re.compile(r"\[([^\]\s]+)\]:\d+")
+_EVENT_LOOP = "anon_inode:[eventpoll]"
+_WATCHED = re.compile(r"^tfd: +(\d+) .*\bino:([0-9a-f]+)", re.MULTILINE)
 # Words by which the transports report a lost peer; their other errors are about the call.
 _OF_CONNECTIONS = ("connect", "peer", "socket", "pipe", "closed", "abort", "remote process")
 
@@ -66,9 +68,12 @@ class ProcessGroupCommunicator:
         self.rank, self.world_size = rank, world_size
         self._limit = timedelta(seconds=first_timeout)
         self._timeout = timedelta(seconds=timeout)
+        self._loops: list[int] = []  # descriptors of Gloo's event loops
         try:
-            make = _nccl if device.type == "cuda" else _gloo
-            self._group = make(store, rank, world_size, address, self._limit)
+            if device.type == "cuda":
+                self._group = _nccl(store, rank, world_size, self._limit)
+            else:
+                self._group, self._loops = _gloo(store, rank, world_size, address, self._limit)
         except RuntimeError as error:
             raise CommError(
                 f"rank {rank} of {world_size} at {address} could not connect to all ranks "
@@ -101,10 +106,12 @@ class ProcessGroupCommunicator:
 
         A thread that releases a tensor while the interpreter ends would abort the process.
         """
-        self._group = None
+        self._group, self._loops = None, []
 
     def close(self) -> None:
-        """Abort the collectives in flight."""
+        """Abort the collectives in flight, also where a peer is frozen; a thread's wait ends."""
+        for loop in self._loops:
+            _shut_down_connections(loop)  # `abort` ends no wait for a peer that is frozen
         self._group.abort()
 
     def _start(self, collective: Any, tensors: list[Tensor], options: Any) -> Ticket:
@@ -132,7 +139,10 @@ class _WorkTicket:
             raise _translate(error, self._rank, operation, self._limit) from error
 
 
-def _gloo(store: Store, rank: int, world_size: int, address: str, limit: timedelta) -> Any:
+def _gloo(
+    store: Store, rank: int, world_size: int, address: str, limit: timedelta
+) -> tuple[Any, list[int]]:
+    """Connect all ranks by Gloo; return the group, and the descriptors of its event loops."""
     gloo: Any = dist.ProcessGroupGloo  # its options are in no type stub
     options = gloo._Options()
     options._timeout = limit
@@ -143,7 +153,7 @@ def _gloo(store: Store, rank: int, world_size: int, address: str, limit: timedel
     options._devices = [device]
     group = gloo(store, rank, world_size, options)
     _stop_listening(opened, address)
-    return group
+    return group, [number for number, kind in opened.items() if kind == _EVENT_LOOP]
 
 
 def _descriptors() -> dict[int, str]:
@@ -173,7 +183,7 @@ def _stop_listening(opened: dict[int, str], address: str) -> None:
                 loops = [
                     stack.enter_context(select.epoll.fromfd(os.dup(loop)))
                     for loop, kind in opened.items()
-                    if kind == "anon_inode:[eventpoll]" and _watches(loop, number)
+                    if kind == _EVENT_LOOP and _watches(loop, number)
                 ]
                 if loops:  # otherwise it is another thread's port, opened meanwhile
                     _replace(number, loops)
@@ -206,7 +216,17 @@ def _replace(number: int, loops: Sequence[select.epoll]) -> None:
             loop.register(number, 0)  # Gloo unregisters it at the end
 
 
-def _nccl(store: Store, rank: int, world_size: int, address: str, limit: timedelta) -> Any:
+def _shut_down_connections(loop: int) -> None:
+    """Shut down all connections that an event loop of this process has, by `shutdown(2)`."""
+    with suppress(OSError):  # the loop has ended
+        for number, inode in _WATCHED.findall(Path(f"/proc/self/fdinfo/{loop}").read_text()):
+            with suppress(OSError), socket.socket(fileno=os.dup(int(number))) as connection:
+                connection.getpeername()  # raises where it is the listening socket
+                if os.fstat(connection.fileno()).st_ino == int(inode, 16):  # not a later file's
+                    connection.shutdown(socket.SHUT_RDWR)
+
+
+def _nccl(store: Store, rank: int, world_size: int, limit: timedelta) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = limit
     return dist.ProcessGroupNCCL(store, rank, world_size, options)

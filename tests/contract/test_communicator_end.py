@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import socket
 import threading
 import time
@@ -13,10 +14,10 @@ import psutil
 import pytest
 import torch
 
-from paceline.comm.communicator import Communicator, broadcast_all, total
+from paceline.comm.communicator import Communicator, broadcast_all, gather_counts, total
 from paceline.comm.process_group import _stop_listening
 from paceline.comm.single_rank import SingleRankCommunicator
-from paceline.errors import PeerLost
+from paceline.errors import CommError, PeerLost
 from tests.harness.equivalence.rank_threads import run_ranks
 from tests.harness.processes.gloo_processes import LIMIT, spawn
 
@@ -75,6 +76,39 @@ def test_only_a_port_of_gloos_event_loop_is_closed(watched: bool) -> None:
         refused = pytest.raises(ConnectionRefusedError) if watched else nullcontext()
         with refused:
             socket.create_connection(address, LIMIT).close()
+
+
+def close_beside_a_stopped_peer(c: Communicator) -> str:
+    """Return the error of a wait for a stopped peer, which `close` ends; rank 1 is that peer."""
+    pids = gather_counts(c, os.getpid(), torch.device("cpu"), "the process ids")
+    if c.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return ""
+    peer, errors = psutil.Process(pids[1]), list[CommError]()
+    try:
+        while peer.status() != psutil.STATUS_STOPPED:
+            threading.Event().wait(0.01)
+        ticket = c.all_reduce(torch.ones(1000))
+
+        def wait() -> None:
+            try:
+                ticket.wait("a sum")
+            except CommError as error:
+                errors.append(error)
+
+        waiting = threading.Thread(target=wait, daemon=True)
+        waiting.start()
+        c.close()
+        waiting.join(LIMIT / 4)  # half of the collective's own limit
+        assert not waiting.is_alive()
+        c.end()
+    finally:
+        peer.resume()
+    return type(errors[0]).__name__
+
+
+def test_a_communicator_beside_a_stopped_peer_closes_at_once() -> None:
+    assert spawn(2, close_beside_a_stopped_peer) == ["PeerLost", ""]
 
 
 def lose_a_peer(c: Communicator) -> str:
