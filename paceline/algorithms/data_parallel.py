@@ -12,7 +12,7 @@ of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -34,14 +34,15 @@ class UpdateRule(Protocol):
     def return_sums(self) -> None:
         """Let the sums of a step return as they are; all its buckets were sent."""
 
-    def end(self, *, reduced: bool) -> bool:
+    def end(self, *, reduced: bool) -> Mapping[int, int]:
         """Freeze the hyperparameters of a step; all its buckets were sent.
 
         Args:
             reduced: the sums have returned, and parameters' `.grad` take their place.
 
         Returns:
-            whether the owners update by `.grad`, so that each bucket returns once more.
+            the versions, by bucket, in which what the owners update by `.grad` returns; empty
+            where there are no other owners, or the step's first versions return it.
         """
 
     def install(self, unit: tuple[Bucket, ...], values: Sequence[Tensor | None]) -> None:
@@ -65,10 +66,10 @@ class ReplicatedUpdate:
     def return_sums(self) -> None:
         """Do nothing: sums return at once."""
 
-    def end(self, *, reduced: bool) -> bool:
+    def end(self, *, reduced: bool) -> Mapping[int, int]:
         """Freeze the hyperparameters."""
         self._freeze()
-        return False
+        return {}
 
     def close(self) -> None:
         """Hold nothing."""
@@ -106,21 +107,21 @@ class DataParallel:
         self.drain = exchange.drain
         self._world_size, self._end_startup = world_size, end_startup
         self._recorder = recorder or NullRecorder()
-        self._pending: set[int] = set()  # buckets that were sent and not yet waited for
+        self._awaited: dict[int, int] = {}  # by bucket, the version that is to be waited for
         self._sent: set[int] = set()  # buckets, in this step
         self._step, self._weight, self._scale = 0, 0.0, 1.0
-        self._ended = True  # what is pending belongs to an ended step and may be installed
+        self._ended = True  # what is awaited belongs to an ended step and may be installed
         self._reduced = False
 
     def begin(self, step: int, weight: float, scale: float) -> None:
         """Start a step; sums of the last one may still be under way, but not its statistics."""
-        self._install_statistics()
+        self._wait_for_statistics()
         self._step, self._weight, self._scale = step, weight, scale
         self._reduced = False
 
     def before_read(self, bucket: Bucket) -> None:
         """Wait for the bucket's sums and update its parameters."""
-        while self._ended and bucket.index in self._pending:
+        while self._ended and bucket.index in self._awaited:
             unit = self._rule.unit(self.buckets[self._exchange.first_to_wait_for(bucket.index)])
             self._install(unit, [value for one in unit for value in self._wait(one.index)])
 
@@ -149,9 +150,9 @@ class DataParallel:
         hyperparameters.
         """
         self._complete()
-        if self._rule.end(reduced=self._reduced):
-            self._pending.update(bucket.index for bucket in self.buckets)
-        elif self._reduced:
+        returning = self._rule.end(reduced=self._reduced)
+        self._awaited.update(returning)
+        if self._reduced and not returning:
             for unit in dict.fromkeys(self._rule.unit(bucket) for bucket in self.buckets):
                 self._install(unit, [p.grad for bucket in unit for p in bucket.parameters])
         self._ended = True
@@ -162,18 +163,21 @@ class DataParallel:
             self._complete()
             self._rule.return_sums()
         for bucket in self.buckets:
-            self._pending.discard(bucket.index)
+            version = self._awaited.pop(bucket.index, None)
             with self._recorder.span("wait", bucket=bucket.index):
-                self._exchange.abandon(bucket.index)
+                self._exchange.abandon(bucket.index, version)
         self._ended = True
 
     def settle(self) -> None:
         """Install what has been exchanged for the last ended step."""
         if not self._ended:
             return
-        for bucket in self.buckets:
-            self.before_read(bucket)
-        self._install_statistics()
+        self._wait_for_last_step()
+        self._wait_for_statistics()
+
+    def synchronize_replicas(self) -> None:
+        """Settle: replicas are equal between two steps."""
+        self.settle()
 
     def wait_until_gradients_writable(self) -> None:
         """Settle, if the exchange still reads gradients."""
@@ -187,8 +191,7 @@ class DataParallel:
 
     def _open(self) -> None:
         """Make the memory free for this step, and send the running statistics of its forward."""
-        for bucket in self.buckets:
-            self.before_read(bucket)  # what no layer has read
+        self._wait_for_last_step()  # for what no layer has read
         if self._sent and self._end_startup is not None:
             self._end_startup()
             self._end_startup = None
@@ -201,9 +204,9 @@ class DataParallel:
             self._send(len(self.buckets), values, weight, "running statistics")
 
     def _send(self, index: int, values: Sequence[Tensor | None], weight: float, name: str) -> None:
-        self._pending.add(index)
+        operation = f"{name} in step {self._step}"
         with self._recorder.span("send", bucket=index):
-            self._exchange.send(index, values, weight, f"{name} in step {self._step}")
+            self._awaited[index] = self._exchange.send(index, values, weight, operation)
         sent, received = self._exchange.traffic[index]
         self._recorder.count("sent", sent)
         self._recorder.count("received", received)
@@ -221,14 +224,18 @@ class DataParallel:
             self._rule.install(unit, values)
 
     def _wait(self, index: int) -> list[Tensor | None]:
-        self._pending.discard(index)
         with self._recorder.span("wait", bucket=index):
-            return self._exchange.wait(index)
+            return self._exchange.wait(index, self._awaited.pop(index))
 
-    def _install_statistics(self) -> None:
+    def _wait_for_last_step(self) -> None:
+        """Wait for the sums of the last ended step, and install them."""
+        for bucket in self.buckets:
+            self.before_read(bucket)
+
+    def _wait_for_statistics(self) -> None:
         """Install the mean of the running statistics, on all ranks between the same steps."""
         index = len(self.buckets)
-        if self._ended and index in self._pending:
+        if self._ended and index in self._awaited:
             (mean,) = self._wait(index)
             assert mean is not None
             self._statistics.install(mean)

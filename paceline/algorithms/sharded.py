@@ -73,16 +73,17 @@ class ShardedUpdate:
         for bucket in self._buckets:
             self._exchange.return_sums(bucket.index, None)
 
-    def end(self, *, reduced: bool) -> bool:
+    def end(self, *, reduced: bool) -> Mapping[int, int]:
         """Freeze the hyperparameters, and let the owners update by the sums or by `.grad`."""
         self._shards.freeze()
+        versions = {}
         for bucket in self._buckets:
             if reduced:
-                self._exchange.send_empty(bucket.index)
+                versions[bucket.index] = self._exchange.send_empty(bucket.index)
         for bucket in self._buckets:
             given = self._shards.copy_gradients(bucket.index) if reduced else None
             self._exchange.return_sums(bucket.index, partial(self._update, bucket.index, given))
-        return reduced
+        return versions
 
     def _update(self, index: int, given: Sequence[Tensor | None] | None) -> None:
         """Update this rank's shard of a bucket, in the shard reducer's thread."""

@@ -63,7 +63,13 @@ class Synchronizer(Protocol):
         """End a step without an update (loss scaling skips one); all ranks do so or none."""
 
     def settle(self) -> None:
-        """Make every parameter and BatchNorm's running statistics final and equal on all ranks."""
+        """Make this rank's parameters and BatchNorm's running statistics final; local.
+
+        It waits for what is under way, and starts nothing that other ranks must start too.
+        """
+
+    def synchronize_replicas(self) -> None:
+        """Settle, and make the replicas of all ranks equal; collective."""
 
     def wait_until_gradients_writable(self) -> None:
         """Return once the gradients of the last ended step may be written.

@@ -43,6 +43,7 @@ class Collectives:
         self._issued = 0
         self._operations: dict[int, str] = {}
         self._tickets: dict[int, Ticket] = {}  # in the order of their issue
+        self._versions = [0] * len(self._flat)
 
     def begin(self, scale: float) -> None:
         """Begin the order anew."""
@@ -51,7 +52,7 @@ class Collectives:
 
     def send(
         self, index: int, values: Sequence[Tensor | None], weight: float, operation: str
-    ) -> None:
+    ) -> int:
         """Pack the bucket, issue it if it is its turn, and those that waited for it."""
         self._operations[index] = operation
         if index < len(self._memory):
@@ -66,6 +67,8 @@ class Collectives:
             turn = self._order[self._issued]
             self._tickets[turn] = self._communicator.all_reduce(self._flat[turn])
             self._issued += 1
+        self._versions[index] += 1
+        return self._versions[index]
 
     def first_to_wait_for(self, index: int) -> int:
         """Return the bucket that was issued first, unless `index` is there already.
@@ -77,17 +80,18 @@ class Collectives:
             return index
         return next(sent for sent in self._tickets if sent < len(self._memory))
 
-    def wait(self, index: int) -> list[Tensor | None]:
+    def wait(self, index: int, version: int) -> list[Tensor | None]:
         """Wait for the bucket's all-reduce."""
+        assert version == self._versions[index]
         self._tickets.pop(index).wait(f"all_reduce of {self._operations[index]}")
         if index == len(self._memory):
             return [self._flat[index]]
         return self._memory[index].reduced(used_here=self._full[index])
 
-    def abandon(self, index: int) -> None:
-        """Wait for the bucket's all-reduce."""
-        if index in self._tickets:
-            self.wait(index)
+    def abandon(self, index: int, version: int | None) -> None:
+        """Wait for the bucket's all-reduce, if it is still to be waited for."""
+        if version is not None:
+            self.wait(index, version)
 
     def drain(self) -> None:
         """Return at once: an all-reduce that ended here needs nothing more of this rank."""

@@ -1,4 +1,11 @@
-"""The `Exchange` protocol: sums each bucket over the ranks, by whatever carries it."""
+"""The `Exchange` protocol: sums each bucket over the ranks, by whatever carries it.
+
+    version = send(bucket)        the k-th exchange of a bucket is its version k, from 1
+    sums = wait(bucket, version)
+
+A rank sends a bucket's next version when it has waited for the last one: staleness 0, for which
+one receive buffer a sender is enough.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +53,7 @@ class Exchange(Protocol):
 
     def send(
         self, index: int, values: Sequence[Tensor | None], weight: float, operation: str
-    ) -> None:
+    ) -> int:
         """Start to sum a bucket; never block.
 
         Args:
@@ -55,21 +62,28 @@ class Exchange(Protocol):
                 written before `wait` has returned.
             weight: what they are multiplied by; with 0 they don't count, whatever they are.
             operation: names the bucket and the step in errors.
+
+        Returns:
+            the version, with which `wait` or `abandon` is called next.
         """
 
     def first_to_wait_for(self, index: int) -> int:
         """Return the bucket to wait for first on the way to bucket `index`, or `index` itself."""
 
-    def wait(self, index: int) -> list[Tensor | None]:
-        """Return a bucket's weighted sums, until the next `send`; None where no rank had values.
+    def wait(self, index: int, version: int) -> list[Tensor | None]:
+        """Return a version's weighted sums, until the next `send`; None where no rank had values.
 
         Raises:
             CommError: a peer was lost, or a wait timed out.
             ConfigError: values were written since `send`.
         """
 
-    def abandon(self, index: int) -> None:
-        """Wait for a bucket's sums if `wait` hasn't, and let its step leave no trace.
+    def abandon(self, index: int, version: int | None) -> None:
+        """Let a bucket's step leave no trace.
+
+        Args:
+            index: the bucket's number.
+            version: what was sent and is still to be waited for; None if `wait` has returned it.
 
         Raises:
             CommError: a peer was lost, or a wait timed out.

@@ -104,7 +104,7 @@ class GpuStaging:
 
     def send(
         self, index: int, values: Sequence[Tensor | None], weight: float, operation: str
-    ) -> None:
+    ) -> int:
         """Begin to copy a bucket's values, which are sent once that is done."""
         stage = self._stages[index]
         stage.operation = operation
@@ -120,16 +120,17 @@ class GpuStaging:
             done = self._streams.mark()
         stage.queued += 1
         self._queue.put((index, copies, weight, done))
+        return stage.queued
 
-    def wait(self, index: int) -> list[Tensor | None]:
+    def wait(self, index: int, version: int) -> list[Tensor | None]:
         """Return the sums, on the device.
 
         Raises:
             CommError: a peer was lost, or a wait for a peer or for the device timed out.
             ConfigError: a gradient was written since it was sent.
         """
-        stage = self._sent(index)
-        sums = self._exchange.wait(index)
+        stage = self._sent(index, version)
+        sums = self._exchange.wait(index, version)
         borrowed, stage.borrowed = stage.borrowed, []
         check_unwritten(borrowed)
         with self._streams.beside(), torch.no_grad():
@@ -140,10 +141,10 @@ class GpuStaging:
         self._streams.join()
         return found
 
-    def abandon(self, index: int) -> None:
+    def abandon(self, index: int, version: int | None) -> None:
         """Wait for the sums if `wait` hasn't, and let the step leave no trace; raises as `wait`."""
-        stage = self._sent(index)
-        self._exchange.abandon(index)
+        stage = self._stages[index] if version is None else self._sent(index, version)
+        self._exchange.abandon(index, version)
         stage.borrowed = []
 
     def close(self) -> None:
@@ -152,17 +153,17 @@ class GpuStaging:
         self._exchange.close()
         self._thread.join(_CLOSE_S)
 
-    def _sent(self, index: int) -> _Stage:
-        """Wait until a bucket's last version was sent."""
+    def _sent(self, index: int, version: int) -> _Stage:
+        """Wait until a bucket's version was sent."""
         stage = self._stages[index]
         with self._changed:
             self._changed.wait_for(
-                lambda: stage.sent == stage.queued or self._error is not None,
+                lambda: stage.sent >= version or self._error is not None,
                 self._timeout.seconds,
             )
         if self._error is not None:
             raise self._error
-        if stage.sent < stage.queued:
+        if stage.sent < version:
             raise CommTimeout(
                 Message(
                     "a GPU hasn't copied {} to the CPU's memory after {:g} s: it hangs, or needs a "

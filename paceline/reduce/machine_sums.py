@@ -62,6 +62,7 @@ class _BucketState:
         operation: description of the most recent version, for errors.
         sent: the last version that this rank has sent.
         summed: the last version whose sums have arrived; the exchange's thread writes it.
+        inter_machine: on a leader, the version of the exchange between machines; likewise.
     """
 
     memory: BucketMemory
@@ -70,6 +71,7 @@ class _BucketState:
     operation: str = ""
     sent: int = 0
     summed: int = 0
+    inter_machine: int = 0
 
 
 class MachineSums:
@@ -133,7 +135,7 @@ class MachineSums:
 
     def send(
         self, index: int, values: Sequence[Tensor | None], weight: float, operation: str
-    ) -> None:
+    ) -> int:
         """Pack the bucket, which the thread takes in its turn."""
         bucket = self._buckets[index]
         bucket.operation = operation
@@ -143,22 +145,24 @@ class MachineSums:
         with self._changed:
             bucket.sent += 1
             self._changed.notify_all()
+        return bucket.sent
 
-    def wait(self, index: int) -> list[Tensor | None]:
+    def wait(self, index: int, version: int) -> list[Tensor | None]:
         """Return the sums, where the values were.
 
         Raises:
             CommError: a peer was lost, or a wait for a peer or for the device timed out.
         """
         bucket = self._buckets[index]
-        self._wait_for(bucket)
+        self._wait_for(bucket, version)
         return bucket.memory.reduced(used_here=bucket.full)
 
-    def abandon(self, index: int) -> None:
+    def abandon(self, index: int, version: int | None) -> None:
         """Wait for the sums if `wait` hasn't, and let the step leave no trace; raises as `wait`."""
-        self._wait_for(self._buckets[index])
+        if version is not None:
+            self._wait_for(self._buckets[index], version)
         if self._inter_machine is not None:
-            self._inter_machine.abandon(index)
+            self._inter_machine.abandon(index, None)  # the thread has waited for them
 
     def drain(self) -> None:
         """Return, on a leader, once the other machines have all their sums, or within a limit."""
@@ -180,16 +184,16 @@ class MachineSums:
             self._inter_machine.close()
         self._thread.join(_CLOSE_S)
 
-    def _wait_for(self, bucket: _BucketState) -> None:
-        """Wait until a bucket's last version is summed, as long as the thread makes progress."""
+    def _wait_for(self, bucket: _BucketState, version: int) -> None:
+        """Wait until a bucket's version is summed, as long as the thread makes progress."""
         with self._changed:
-            while bucket.summed < bucket.sent and self._error is None:
+            while bucket.summed < version and self._error is None:
                 progress = partial(self._has_progress, self._progress)
                 limit = self._timeout.seconds + _GRACE_S
                 if not self._changed.wait_for(progress, limit):
                     peer, cause = "the sum of its machine", "its device hangs"
                     raise self._timed_out(peer, bucket, cause)
-            if bucket.summed == bucket.sent:
+            if bucket.summed >= version:
                 return
         assert self._error is not None
         if isinstance(self._error, PeerLost):
@@ -226,14 +230,14 @@ class MachineSums:
         self._collective(self._intra_machine.reduce, bucket)
         if self._inter_machine is not None:
             sums = bucket.memory.reduced(used_here=bucket.full)
-            self._inter_machine.send(index, sums, 1.0, bucket.operation)
+            bucket.inter_machine = self._inter_machine.send(index, sums, 1.0, bucket.operation)
         self._note_progress()
 
     def _broadcast(self, index: int) -> None:
         """Broadcast the leader's sums of a bucket inside the machine."""
         bucket = self._buckets[index]
         if self._inter_machine is not None:
-            bucket.memory.mark_used(self._inter_machine.wait(index))
+            bucket.memory.mark_used(self._inter_machine.wait(index, bucket.inter_machine))
         self._collective(self._intra_machine.broadcast, bucket)
         self._stream.finish()
         self._note_progress(bucket)

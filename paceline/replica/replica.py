@@ -168,8 +168,12 @@ class Replica:
             self._reduced = True
 
     def settle(self) -> None:
-        """Make parameters and running statistics final and equal everywhere."""
+        """Make this rank's parameters and running statistics final; local."""
         self._binding.synchronizer.settle()
+
+    def synchronize_replicas(self) -> None:
+        """Settle, and make the replicas of all ranks equal; collective."""
+        self._binding.synchronizer.synchronize_replicas()
 
     def drain(self) -> None:
         """Return once the peers have everything that they need from this rank, or after a limit."""

@@ -48,8 +48,8 @@ def gradients(rank: int, step: int) -> list[Tensor]:
 def sums(exchange: PutExchange, rank: int, step: int, weight: float) -> Tensor:
     """Exchange a step; return the sums, (values,)."""
     exchange.begin(1.0)
-    exchange.send(0, gradients(rank, step), weight, "a test")
-    got = exchange.wait(0)
+    version = exchange.send(0, gradients(rank, step), weight, "a test")
+    got = exchange.wait(0, version)
     return torch.cat([value for value in got if value is not None]).clone()
 
 
@@ -97,7 +97,7 @@ def test_a_step_that_is_taken_back_leaves_no_trace(machines: tuple[int, ...], co
         got = [sums(exchange, rank, 0, weight_of(rank)), sums(exchange, rank, 1, weight_of(rank))]
         if taken_back:
             sums(exchange, rank, 7, weight_of(rank))
-            exchange.abandon(0)
+            exchange.abandon(0, None)
         got.append(sums(exchange, rank, 2, weight_of(rank)))
         exchange.drain()
         exchange.close()
@@ -121,8 +121,8 @@ def test_a_parameter_that_nobody_used_has_no_sum(machines: tuple[int, ...]) -> N
             values[0] = None
             values[1] = values[1] if rank == 1 else None
             exchange.begin(1.0)
-            exchange.send(0, values, 0.5, "a test")
-            used.append([value is not None for value in exchange.wait(0)])
+            version = exchange.send(0, values, 0.5, "a test")
+            used.append([value is not None for value in exchange.wait(0, version)])
         exchange.drain()
         exchange.close()
         return used

@@ -90,9 +90,10 @@ def test_ranks_send_and_wait_each_in_its_own_order(machines: tuple[int, ...]) ->
         for step in range(STEPS):
             exchange.begin(1.0)
             for run in random.sample(range(len(RUNS)), len(RUNS)):
-                exchange.send(run, values_of(rank, step, run), (rank + 1) / 10, "a test")
+                values = values_of(rank, step, run)
+                assert exchange.send(run, values, (rank + 1) / 10, "a test") == step + 1
             for run in random.sample(range(len(RUNS)), len(RUNS)):
-                sums = exchange.wait(run)
+                sums = exchange.wait(run, step + 1)
                 got[step, run] = [None if s is None else s.clone() for s in sums]
         exchange.drain()
         exchange.close()
@@ -140,7 +141,7 @@ def waited_in_vain(make: Callable[[int], MachineSums], silent: int) -> list[str]
                 values = values_of(communicator.rank, 0, run)
                 exchange.send(run, values, 1.0, f"bucket {run} in step 7")
             with pytest.raises(CommTimeout) as caught:
-                exchange.wait(0)
+                exchange.wait(0, 1)
             said = str(caught.value)
         over.wait()
         exchange.close()

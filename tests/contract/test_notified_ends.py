@@ -180,11 +180,11 @@ def test_a_sum_that_doesnt_come_back_is_missed_by_its_owners_name() -> None:
         rank, ones = communicator.rank, torch.ones(64)
         window, timeout = windows.window(rank), Timeout(1.0, 1.0)
         exchange = PutExchange(window, layout, [[ones]], [["weight"]], timeout)
-        exchange.send(0, [ones], 1.0, "bucket 0 in step 0")
+        version = exchange.send(0, [ones], 1.0, "bucket 0 in step 0")
         if rank == 0:
             exchange.return_sums(0, lambda: None)  # rank 1, which owns the other half, doesn't
             with pytest.raises(CommTimeout) as caught:
-                exchange.wait(0)
+                exchange.wait(0, version)
             said[rank] = str(caught.value)
         told.wait()
         exchange.close()

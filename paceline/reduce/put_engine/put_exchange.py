@@ -87,7 +87,7 @@ class PutExchange:
 
     def send(
         self, index: int, values: Sequence[Tensor | None], weight: float, operation: str
-    ) -> None:
+    ) -> int:
         """Put this rank's contributions to the owners; what is read sooner is more urgent.
 
         Raises:
@@ -101,15 +101,15 @@ class PutExchange:
         except PeerLost:  # perhaps only because it lost another before
             self._raise_reducer_error("a put")
             raise
-        self._reducer.count_sent(bucket)
+        return self._reducer.count_sent(bucket)
 
-    def send_empty(self, index: int) -> None:
-        """Begin a version without gradients: each owner has been given those of its shard."""
+    def send_empty(self, index: int) -> int:
+        """Begin a version without gradients: owners have been given theirs; return it."""
         bucket, version = self._buckets[index], int(self._reducer.sent[index]) + 1
         bucket.empty, bucket.local_gradients = True, NO_GRADIENTS
         for owner, *_ in bucket.to_owners:
             self._window.put(owner, 0, None, index, version, -index)
-        self._reducer.count_sent(bucket)
+        return self._reducer.count_sent(bucket)
 
     def return_sums(self, index: int, update: Callable[[], None] | None) -> None:
         """Let a shard's sums return, or the parameters that `update` writes in their place."""
@@ -127,15 +127,15 @@ class PutExchange:
         assert flags is not None
         return flags
 
-    def wait(self, index: int) -> list[Tensor | None]:
-        """Return the sums of a bucket's last version.
+    def wait(self, index: int, version: int) -> list[Tensor | None]:
+        """Return the sums of a bucket's version.
 
         Raises:
             CommError: a peer was lost, or a wait timed out.
             ConfigError: a gradient was written since it was sent.
         """
         bucket = self._buckets[index]
-        gradients = self._wait_for_sums(bucket)
+        gradients = self._wait_for_sums(bucket, version)
         gradients.check_unwritten()
         if gradients.full or bucket.update is not None:
             return list(bucket.views)
@@ -143,19 +143,19 @@ class PutExchange:
         if sender == self._ranks.rank:
             sender = self._ranks.leaders[0]
         if sender != self._ranks.rank:
-            self._wait_for(bucket, sender, FLAGS)
+            self._wait_for(bucket, version, sender, FLAGS)
         used = bucket.used.tolist()
         return [view if flag else None for view, flag in zip(bucket.views, used, strict=True)]
 
-    def abandon(self, index: int) -> None:
-        """Wait for the sums if `wait` hasn't, and let the step leave no residual.
+    def abandon(self, index: int, version: int | None) -> None:
+        """Wait for a version's sums if `wait` hasn't, and let the step leave no residual.
 
         Raises:
             CommError: a peer was lost, or a wait timed out.
         """
         bucket = self._buckets[index]
-        if bucket.local_gradients is not None:
-            self._wait_for_sums(bucket)
+        if version is not None:
+            self._wait_for_sums(bucket, version)
         if bucket.feedback is not None:
             bucket.feedback.abandon()
 
@@ -204,31 +204,31 @@ class PutExchange:
                 bucket, gradients.pieces, gradients.weight, gradients.flags, version
             )
 
-    def _wait_for_sums(self, bucket: BucketState) -> LocalGradients:
-        """Wait for a bucket's sums; return this rank's gradients, and let go of them."""
-        ranks, version = self._ranks, int(self._reducer.sent[bucket.index])
+    def _wait_for_sums(self, bucket: BucketState, version: int) -> LocalGradients:
+        """Wait for a version's sums; return this rank's gradients, and let go of them."""
+        assert version == self._reducer.sent[bucket.index]  # their memory holds one version
+        ranks = self._ranks
         senders: Sequence[int] = [owner for owner in ranks.owners if owner != ranks.rank]
         if not ranks.group_peers and bucket.direct_return:
             senders = list(ranks.peer_owners.values())
         for peer in senders:
-            self._wait_for(bucket, peer, SUM)
+            self._wait_for(bucket, version, peer, SUM)
         if ranks.local_shard is not None and not self._reducer.wait(
             bucket.index, version, self._timeout.seconds
         ):
             self._raise_reducer_error(bucket.operation)
-            raise self._timed_out(bucket, None)
+            raise self._timed_out(bucket, version, None)
         gradients, bucket.local_gradients, bucket.gathered = bucket.local_gradients, None, ()
         assert gradients is not None
         return gradients
 
-    def _wait_for(self, bucket: BucketState, peer: int, kind: int) -> None:
-        """Wait for a peer's notification of a bucket's last version.
+    def _wait_for(self, bucket: BucketState, version: int, peer: int, kind: int) -> None:
+        """Wait for a peer's notification of a bucket's version.
 
         Raises:
             PeerLost: a peer ended, this one or another; CommTimeout: none came in time.
         """
         row = kind * len(self._buckets) + bucket.index
-        version = int(self._reducer.sent[bucket.index])
         deadline, operation = time.monotonic() + self._timeout.seconds, bucket.operation
         while True:
             limit = min(_WAIT_SLICE_S, deadline - time.monotonic())
@@ -238,7 +238,7 @@ class PutExchange:
             except CommTimeout:
                 self._raise_reducer_error(operation)
                 if time.monotonic() >= deadline:
-                    raise self._timed_out(bucket, peer) from None
+                    raise self._timed_out(bucket, version, peer) from None
             except PeerLost:  # perhaps only because it lost another before
                 self._raise_reducer_error(operation)
                 raise
@@ -251,10 +251,10 @@ class PutExchange:
         if error is not None:
             raise error
 
-    def _timed_out(self, bucket: BucketState, awaited: int | None) -> CommTimeout:
+    def _timed_out(self, bucket: BucketState, version: int, awaited: int | None) -> CommTimeout:
         """Name the ranks whose contributions, or sums, have not come."""
         ranks, values, count = self._ranks, self._window.values, len(self._buckets)
-        version, peer_owners = int(self._reducer.sent[bucket.index]), ranks.peer_owners.values()
+        peer_owners = ranks.peer_owners.values()
 
         def missing(peers: Sequence[int], kind: int) -> list[int]:
             return [p for p in peers if values[p, kind * count + bucket.index] < version]

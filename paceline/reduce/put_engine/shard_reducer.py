@@ -72,14 +72,15 @@ class ShardReducer:
         self._thread = threading.Thread(target=self._work, name="shard reducer", daemon=True)
         self._thread.start()
 
-    def count_sent(self, bucket: BucketState) -> None:
-        """Count this rank's own contribution as sent."""
+    def count_sent(self, bucket: BucketState) -> int:
+        """Count this rank's own contribution as sent; return its version."""
         index, values = bucket.index, self._window.values
         self.sent[index] += 1
-        version = self.sent[index]
+        version = int(self.sent[index])
         awaited = self._group_peers or (self._peer_owners if bucket.feedback is None else ())
         if all(values[peer, index] >= version for peer in awaited):
             self._window.wake()
+        return version
 
     def allow_return(self, bucket: BucketState) -> None:
         """Let the sums of the version that this rank has sent return, once they are there."""
