@@ -25,7 +25,7 @@ from paceline.comm.communicator import Communicator, gather_all
 from paceline.errors import ConfigError, Message
 from paceline.reduce.buckets import Bucket, like
 from paceline.update.state_watch import plain_state, unwatch_state, watch_state
-from paceline.update.updater import ELEMENTWISE, SubOptimizer, is_bucketwise
+from paceline.update.updater import ELEMENTWISE, StepHyperparameters, SubOptimizer, is_bucketwise
 from paceline.update.write_guard import WriteGuard, late_write
 
 _SCALARS = frozenset({"step", "eta", "mu", "mu_product"})  # of a parameter, whatever its size
@@ -166,8 +166,9 @@ class ShardOptimizer:
         """Take the optimizer's present hyperparameters for the updates to come."""
         self._guard.note_parameters()
         watch_state(self._optimizer, self._refuse_use)  # a script may have replaced it
+        hyperparameters = StepHyperparameters.of(self._optimizer)
         for sub_optimizer in self._sub_optimizers.values():
-            sub_optimizer.freeze()
+            sub_optimizer.freeze(hyperparameters)
 
     def copy_gradients(self, index: int) -> list[Tensor | None]:
         """Copy the present gradients of a bucket's fragments, to be given to `update`."""

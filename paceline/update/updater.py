@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -51,6 +52,36 @@ _FUSED = (torch.float32, torch.float64)
 _HYPERPARAMETERS = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepHyperparameters:
+    """Hyperparameters of a step: an optimizer's options when its `step()` is called.
+
+    They are plain values and tensors, so that they can be sent to an owner of parameters that has
+    no optimizer of its own.
+
+    Attributes:
+        groups: for each parameter group, its options without the parameters; tensors are copies.
+        scaling: what a GradScaler sets for the step of a fused optimizer.
+    """
+
+    groups: tuple[dict[str, Any], ...]
+    scaling: dict[str, Any]
+
+    @staticmethod
+    def of(optimizer: Optimizer) -> StepHyperparameters:
+        """Take an optimizer's present ones."""
+        groups = tuple(
+            {
+                name: value.detach().clone() if isinstance(value, Tensor) else value
+                for name, value in group.items()
+                if name != "params"
+            }
+            for group in optimizer.param_groups
+        )
+        scaling = {name: getattr(optimizer, name, None) for name in _SCALING}
+        return StepHyperparameters(groups=groups, scaling=scaling)
+
+
 class Updater:
     """Updater of all parameters from reduced gradients, bucket by bucket.
 
@@ -60,6 +91,7 @@ class Updater:
     """
 
     def __init__(self, optimizer: Optimizer, buckets: Sequence[Bucket]) -> None:
+        self._optimizer = optimizer
         self._units: list[tuple[Bucket, ...]] = [(bucket,) for bucket in buckets]
         self._guard = WriteGuard(buckets, late_write)
         self._sub_optimizers = [
@@ -74,8 +106,9 @@ class Updater:
     def freeze(self) -> None:
         """Take the optimizer's present hyperparameters for the updates to come."""
         self._guard.note_parameters()
+        hyperparameters = StepHyperparameters.of(self._optimizer)
         for sub_optimizer in self._sub_optimizers:
-            sub_optimizer.freeze()
+            sub_optimizer.freeze(hyperparameters)
 
     def update(self, unit: tuple[Bucket, ...], gradients: Sequence[Tensor | None]) -> None:
         """Update a unit's parameters from the means of their gradients, in the unit's order.
@@ -176,22 +209,19 @@ class SubOptimizer:
         self._sub._optimizer_step_post_hooks = OrderedDict()
         self._indices = sorted(set(param_groups.values()))
         self._sub.param_groups = [
-            {
-                "params": [p for p, group in param_groups.items() if group == index],
-                **_hyperparameters(optimizer.param_groups[index]),
-            }
+            {"params": [p for p, group in param_groups.items() if group == index]}
             for index in self._indices
         ]
 
-    def freeze(self) -> None:
-        """Take the optimizer's present hyperparameters for the next step."""
-        sub, optimizer = self._sub, self._optimizer
-        own = plain_state(optimizer) if self._state is None else self._state
-        sub.state = own  # type: ignore[assignment]  # load_state_dict() makes a new one
-        for name in _SCALING:
-            setattr(sub, name, getattr(optimizer, name, None))
+    def freeze(self, hyperparameters: StepHyperparameters) -> None:
+        """Take the hyperparameters for the next step."""
+        sub, own = self._sub, self._state
+        if own is None:
+            own = plain_state(self._optimizer)  # load_state_dict() makes a new one
+        sub.state = own  # type: ignore[assignment]
+        vars(sub).update(hyperparameters.scaling)
         for index, group in zip(self._indices, sub.param_groups, strict=True):
-            group.update(_hyperparameters(optimizer.param_groups[index]))
+            group.update(hyperparameters.groups[index])
 
     def step(self, gradients: Sequence[Tensor | None]) -> None:
         """Update from gradients, one a parameter; the parameters' own `.grad` are as before."""
@@ -298,12 +328,3 @@ def _unhooked_step(optimizer: Optimizer) -> None:
     if getattr(step, "hooked", False):  # by torch, in the optimizer's constructor
         step = step.__wrapped__  # type: ignore[attr-defined]
     step(optimizer)
-
-
-def _hyperparameters(group: dict[str, object]) -> dict[str, object]:
-    """Copy a parameter group without its parameters; a tensor (a learning rate) is cloned."""
-    return {
-        name: value.detach().clone() if isinstance(value, torch.Tensor) else value
-        for name, value in group.items()
-        if name != "params"
-    }

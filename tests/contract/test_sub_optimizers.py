@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from torch.optim import SGD, Adafactor, Optimizer
 from torch.optim import sgd as torchs_sgd
 
 from paceline.reduce.buckets import Bucket, partition
-from paceline.update.updater import SubOptimizer, Updater
+from paceline.update.updater import StepHyperparameters, SubOptimizer, Updater
 
 SHAPES = [(4, 3, 3, 3), (8, 4, 1, 1), (5,), (6, 5)]
 
@@ -30,6 +32,14 @@ def gradients(step: int, missing: Sequence[int] = ()) -> list[Tensor | None]:
     return [None if place in missing else torch.randn(s) for place, s in enumerate(SHAPES)]
 
 
+def sent(hyperparameters: StepHyperparameters) -> StepHyperparameters:
+    """Send hyperparameters as an owner without an optimizer would receive them."""
+    data = io.BytesIO()
+    torch.save(asdict(hyperparameters), data)
+    data.seek(0)
+    return StepHyperparameters(**torch.load(data, weights_only=True))
+
+
 def both(make: Any, steps: Sequence[list[Tensor | None]]) -> list[list[Tensor]]:
     """Return the parameters after some steps: a sub-optimizer's, and the plain optimizer's."""
     ours, theirs = parameters(), parameters()
@@ -42,7 +52,7 @@ def both(make: Any, steps: Sequence[list[Tensor | None]]) -> list[list[Tensor]]:
         ]
         for q, gradient in zip(theirs, laid, strict=True):
             q.grad = None if gradient is None else gradient.clone()
-        sub_optimizer.freeze()
+        sub_optimizer.freeze(sent(StepHyperparameters.of(optimizer)))
         sub_optimizer.step(laid)
         plain.step()
     return [[p.detach() for p in values] for values in (ours, theirs)]
@@ -102,7 +112,7 @@ def test_momenta_that_lie_otherwise_are_taken_by_value() -> None:
                 again.state[p]["momentum_buffer"] = momentum.contiguous()
             laid.append(torch.empty_like(p).copy_(gradient))  # type: ignore[arg-type]
         sub_optimizer = SubOptimizer(again, dict.fromkeys(own, 0))
-        sub_optimizer.freeze()
+        sub_optimizer.freeze(StepHyperparameters.of(again))
         sub_optimizer.step(laid)
         results.append([p.detach() for p in own])
     for a, b in zip(*results, strict=True):
