@@ -8,15 +8,14 @@ One event loop carries both and notifies alike, so a rank has peers of either ki
 
 from __future__ import annotations
 
-import os
 import socket
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
 from torch import Tensor
 
+from paceline.comm.forked_children import close_in_children
 from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.comm.transport.event_loop import ANY_PEER
 from paceline.comm.transport.shared_memory import connect_locally, share_memory
@@ -101,7 +100,7 @@ class ConnectionWindow(BlockingWindow):
             transport.close,
         )
         self._ends = [end for ends in sockets for end in ends]
-        _close_in_children(weakref.ref(self))
+        close_in_children(self, _close_ends)
 
     @property
     def moments(self) -> list[PutEvent]:
@@ -151,14 +150,6 @@ class ConnectionWindow(BlockingWindow):
         return None if self._transport.whole else super()._lost()
 
 
-def _close_in_children(window: weakref.ref[ConnectionWindow]) -> None:
-    """Close connections in processes forked from now on (a DataLoader's workers).
-
-    Otherwise peers would take the connection for open as long as a child lives.
-    """
-
-    def close() -> None:
-        for end in () if (this := window()) is None else this._ends:
-            end.close()
-
-    os.register_at_fork(after_in_child=close)
+def _close_ends(window: ConnectionWindow) -> None:
+    for end in window._ends:
+        end.close()

@@ -12,7 +12,7 @@ import secrets
 import select
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
@@ -25,6 +25,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from paceline.comm.communicator import Ticket
+from paceline.comm.forked_children import close_in_children
 from paceline.comm.window import timed_out
 from paceline.errors import CommError, PeerLost
 
@@ -79,6 +80,7 @@ class ProcessGroupCommunicator:
                 f"rank {rank} of {world_size} at {address} could not connect to all ranks "
                 f"({_cause(error)}): check the output of the other ranks, and firewalls."
             ) from error
+        close_in_children(self, _close_inherited)
 
     def all_reduce(self, tensor: Tensor) -> Ticket:
         """Start a sum over all ranks."""
@@ -110,9 +112,13 @@ class ProcessGroupCommunicator:
 
     def close(self) -> None:
         """Abort the collectives in flight, also where a peer is frozen; a thread's wait ends."""
-        for loop in self._loops:
-            _shut_down_connections(loop)  # `abort` ends no wait for a peer that is frozen
+        for number in self._connections():
+            _shut_down(number)  # `abort` ends no wait for a peer that is frozen
         self._group.abort()
+
+    def _connections(self) -> list[int]:
+        """Return the descriptors of Gloo's connections."""
+        return [number for loop in self._loops for number in _connections_of(loop)]
 
     def _start(self, collective: Any, tensors: list[Tensor], options: Any) -> Ticket:
         """Start a collective; the options' own root is rank 0."""
@@ -216,14 +222,27 @@ def _replace(number: int, loops: Sequence[select.epoll]) -> None:
             loop.register(number, 0)  # Gloo unregisters it at the end
 
 
-def _shut_down_connections(loop: int) -> None:
-    """Shut down all connections that an event loop of this process has, by `shutdown(2)`."""
+def _shut_down(number: int) -> None:
+    """Shut a connection down by `shutdown(2)`: both sides' waits end."""
+    with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _close_inherited(communicator: ProcessGroupCommunicator) -> None:
+    """Close this forked process's copies of a communicator's connections."""
+    for number in communicator._connections():
+        os.close(number)
+
+
+def _connections_of(loop: int) -> Iterator[int]:
+    """Yield the descriptors of the connections that an event loop of this process has."""
     with suppress(OSError):  # the loop has ended
-        for number, inode in _WATCHED.findall(Path(f"/proc/self/fdinfo/{loop}").read_text()):
-            with suppress(OSError), socket.socket(fileno=os.dup(int(number))) as connection:
+        for digits, inode in _WATCHED.findall(Path(f"/proc/self/fdinfo/{loop}").read_text()):
+            number = int(digits)
+            with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
                 connection.getpeername()  # raises where it is the listening socket
-                if os.fstat(connection.fileno()).st_ino == int(inode, 16):  # not a later file's
-                    connection.shutdown(socket.SHUT_RDWR)
+                if os.fstat(number).st_ino == int(inode, 16):  # not a later file's
+                    yield number
 
 
 def _nccl(store: Store, rank: int, world_size: int, limit: timedelta) -> Any:

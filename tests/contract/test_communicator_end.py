@@ -111,6 +111,31 @@ def test_a_communicator_beside_a_stopped_peer_closes_at_once() -> None:
     assert spawn(2, close_beside_a_stopped_peer) == ["PeerLost", ""]
 
 
+def fork_and_look(c: Communicator) -> tuple[int, int, float]:
+    """Count this process's connections with its peers, and a forked child's; return a sum, too."""
+
+    def peers() -> int:
+        found = psutil.Process().net_connections("tcp")
+        return sum(one.status == psutil.CONN_ESTABLISHED for one in found) - 1  # the store's
+
+    ours, (answer, sender) = peers(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(sender, bytes([peers()]))
+        os._exit(0)
+    os.waitpid(child, 0)
+    theirs = os.read(answer, 1)[0]
+    for number in (answer, sender):
+        os.close(number)
+    result = float(total(c, torch.ones(1000), "a sum")[-1])
+    c.end()
+    return ours, theirs, result
+
+
+def test_a_forked_child_has_none_of_the_connections() -> None:
+    assert spawn(3, fork_and_look) == [(2, 0, 3.0)] * 3
+
+
 def lose_a_peer(c: Communicator) -> str:
     if c.rank == 1:
         c.end()

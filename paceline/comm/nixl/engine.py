@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.comm.forked_children import close_in_children
 from paceline.comm.nixl.agent import NixlAgent
 from paceline.comm.window import INVALID_PUT, PEER_CLOSED, THIS_PROCESS_CLOSED
 
@@ -37,6 +38,7 @@ PROMISE, ARRIVED = b"p", b"a"
 _MESSAGE = struct.Struct("!Iq")  # notification, value
 _PAUSES_S = 5e-5, 1e-3  # between two looks into NIXL while something is under way: grows
 _IDLE_MS = 500
+_CLOSE_S = 5.0
 _WAIT_SLICE_S = 1.0  # for promised puts after a line ended, and for unconfirmed ones at the end
 
 
@@ -152,6 +154,7 @@ class NixlEngine:
         for number, peer in self._lines.items():
             peer.line.setblocking(False)
             self._poll.register(number, select.POLLIN)
+        close_in_children(self, _close_lines)
         self._thread = threading.Thread(target=self._run, name="nixl window", daemon=True)
         self._thread.start()
 
@@ -176,8 +179,9 @@ class NixlEngine:
                 return
             self._closing = True
             os.eventfd_write(self._wake, 1)
-        self._thread.join()
-        os.close(self._wake)
+        self._thread.join(_CLOSE_S)
+        if not self._thread.is_alive():  # otherwise it may still read the descriptor
+            os.close(self._wake)
 
     def _run(self) -> None:
         try:
@@ -322,3 +326,8 @@ class NixlEngine:
         peer = self.peers[rank]
         assert peer is not None
         return peer
+
+
+def _close_lines(engine: NixlEngine) -> None:
+    for _, peer in engine._there:
+        peer.line.close()

@@ -29,6 +29,7 @@ from paceline.reduce.put_engine.gradient_views import Flags, LocalGradients
 from paceline.reduce.put_engine.layout import CONTRIBUTION, FLAGS, SUM
 
 _WAIT_SLICE_S = 0.5
+_CLOSE_S = 5.0
 _Versions = NDArray[np.int64]
 
 
@@ -102,8 +103,8 @@ class ShardReducer:
         self._window.wake()
 
     def join(self) -> None:
-        """Return once the thread has ended."""
-        self._thread.join()
+        """Return once the thread has ended, or after a limit: an update may hang on a device."""
+        self._thread.join(_CLOSE_S)
         self.error = None  # its traceback holds the thread's frames
 
     def put_shards(
