@@ -12,7 +12,7 @@ from stream import LIMIT
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
-from paceline.cluster.membership.members import Members
+from paceline.cluster.membership.generation import Generation, Group
 from paceline.comm.process_group import ProcessGroupCommunicator
 from paceline.wiring import Peers
 
@@ -77,16 +77,15 @@ def peers_of(place: Place, store: Store) -> Peers:
         timeout=LIMIT,
     )
     addresses = tuple(place.company)
-    members = Members.on(
-        place.machine,
-        place.local_rank,
-        workers_per_machine=tuple(place.company.values()),
+    generation = Generation.of_workers(
+        tuple(place.company.values()),
+        start_id="benchmark",
+        token="benchmark",
         addresses=addresses,
         hosts=addresses,
     )
     return Peers(
-        members=members,
-        token="benchmark",
+        group=Group.world(generation, place.rank),
         limits=(LIMIT, LIMIT),
         communicator=communicator,
     )

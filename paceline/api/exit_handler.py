@@ -70,7 +70,7 @@ class ExitHandler:
 
     def activate(self, joined: Joined) -> None:
         """Report failures as those of a process of this world from now on."""
-        self._alone = self._alone and joined.members.world_size == 1
+        self._alone = self._alone and joined.group.size == 1
         self._process_end, self.active = joined.process_end, True
 
     def restore_hooks(self) -> None:

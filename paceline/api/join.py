@@ -1,6 +1,6 @@
 """`join`: connects this process to its world, under any launcher, and finds where its run resumes.
 
-launcher ── members, device ── run folder ── agreement ── connections ── newest checkpoint
+launcher ── group, device ── run folder ── agreement ── connections ── newest checkpoint
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paceline.api.session import Session
 from paceline.api.world import World
 from paceline.cluster.environment import read_environment
 from paceline.cluster.join import Joined, join_world
-from paceline.cluster.membership.members import Members
+from paceline.cluster.membership.generation import Group
 from paceline.cluster.rendezvous.preflight import version_facts
 from paceline.cluster.supervision.stop_signals import StopSignals
 from paceline.cluster.supervision.supervisor import print_message, saved_sentence
@@ -106,7 +106,7 @@ def join(
         resources = ExitStack()
         try:
             joined = join_world(environment, first_iter_timeout=timeouts[0], timeout=timeouts[1])
-            chosen = _device(device, joined.members)
+            chosen = _device(device, joined.group)
             exit_handler.activate(joined)
             session = Session(
                 joined=joined,
@@ -128,41 +128,41 @@ def join(
 
 def _open_world(session: Session) -> World:
     """Agree with the other ranks, connect to them and find where the run resumes; collective."""
-    run, output, members = session.run, session.output, session.joined.members
-    if run is not None and members.local_rank == 0:
-        folder = RunFolder(run, shard_id=members.machine)
+    run, output, group = session.run, session.output, session.joined.group
+    if run is not None and group.local_rank == 0:
+        folder = RunFolder(run, shard_id=group.machine)
         folder.check(session.identity, anew=output.resume == "no")
         folder.open(session.identity)
         session.resources.callback(folder.close)
     session.require_equal("versions", version_facts())
     given = {"run": "given" if run else "not given", "trace_steps": output.trace_steps}
     session.require_equal("arguments of join()", {**session.identity, **given})
-    if members.local_world_size > 1:  # the cores of a machine are shared among its processes
-        cores = cores_per_worker(members.local_world_size)
+    if group.local_world_size > 1:  # the cores of a machine are shared among its processes
+        cores = cores_per_worker(group.local_world_size)
         torch.set_num_threads(min(torch.get_num_threads(), cores))
     communicator = session.connect("steps")
     start, trace = Start(), None
     recorder: Recorder = NullRecorder()
     if run is not None:
         start = find_start(output, run, session.identity, communicator, session.device)
-        for note in start.notes if members.rank == 0 else ():
+        for note in start.notes if group.rank == 0 else ():
             print_message(note)
         run.mkdir(parents=True, exist_ok=True)  # on machines without rank 0
         trace = build_trace(
-            output, members, run, communicator, session.device, print_message_for_scripts
+            output, group, run, communicator, session.device, print_message_for_scripts
         )
-        recorder = StepAccount(EventFile(run, members.rank), trace=trace)
+        recorder = StepAccount(EventFile(run, group.rank), trace=trace)
     session.resources.callback(recorder.close)
     return World(session, communicator, start, recorder, trace)
 
 
 def _print_stopped(joined: Joined, run: Path | None, number: signal.Signals) -> None:
     """Print once that the run stops, where no supervisor of Paceline prints it."""
-    if run is not None and joined.members.rank == 0 and joined.launcher != "paceline":
+    if run is not None and joined.group.rank == 0 and joined.launcher != "paceline":
         print_message(f"stopped by {number.name}: {saved_sentence(run)}")
 
 
-def _device(given: str | torch.device | None, members: Members) -> torch.device:
+def _device(given: str | torch.device | None, group: Group) -> torch.device:
     """Choose the device of a process.
 
     Raises:
@@ -177,14 +177,14 @@ def _device(given: str | torch.device | None, members: Members) -> torch.device:
             raise ConfigError(f"device is {device}, but torch finds {gpus} GPUs on this machine.")
     elif gpus == 0:
         device = torch.device("cpu")
-    elif gpus == 1 or members.local_rank < gpus:  # a scheduler may show each process its own GPU
-        device = torch.device("cuda", min(members.local_rank, gpus - 1))
+    elif gpus == 1 or group.local_rank < gpus:  # a scheduler may show each process its own GPU
+        device = torch.device("cuda", min(group.local_rank, gpus - 1))
     else:
         raise ConfigError(
-            f"{members.local_world_size} processes share the {gpus} GPUs of this machine: start "
+            f"{group.local_world_size} processes share the {gpus} GPUs of this machine: start "
             "one process per GPU, or pass device='cpu'."
         )
     if device.type == "cuda":
-        device = torch.device("cuda", members.local_rank if device.index is None else device.index)
+        device = torch.device("cuda", group.local_rank if device.index is None else device.index)
         torch.cuda.set_device(device)
     return device

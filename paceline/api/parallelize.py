@@ -99,12 +99,11 @@ def parallelize(
         if session.run is not None:
             for name, saved in saved_objects.items():
                 refuse_foreign(f"{name}.state_dict()", saved.state_dict())
-        intra_machine = connect_machine(joined.members, joined.store, world.device, timeouts, sync)
+        intra_machine = connect_machine(joined.group, joined.store, world.device, timeouts, sync)
         if intra_machine is not None:
             resources.enter_context(until_end(intra_machine))
         peers = Peers(
-            members=joined.members,
-            token=joined.token,
+            group=joined.group,
             limits=timeouts,
             communicator=world._communicator,
             device=world.device,
@@ -120,7 +119,7 @@ def parallelize(
         setting = TrialSetting(folder=session.run, report=report)
         replica = replicate(model, optimizer, peers, config, share, setting)
         notes: list[str | Message] = list(world._start.restore_exchange(replica))
-        if len(joined.members.workers_per_machine) == 1:
+        if len(joined.group.generation.workers_per_machine) == 1:
             notes += config.idle_on_one_machine
         for note in notes if world.rank == 0 else ():
             print_message_for_scripts(note)

@@ -63,8 +63,8 @@ class Session:
             CommError: a rank is late, or the run has ended.
         """
         texts = {name: str(value) for name, value in facts.items()}
-        members = self.joined.members
-        compare(self.joined.store, members, subject, texts, timeout=self.timeouts[0])
+        joined = self.joined
+        compare(joined.store, joined.group, subject, texts, timeout=self.timeouts[0])
 
     def connect(self, purpose: str) -> Communicator:
         """Connect to all ranks until the world ends; collective, once per purpose.
@@ -72,15 +72,15 @@ class Session:
         Raises:
             CommError: a rank is late.
         """
-        members = self.joined.members
+        group = self.joined.group
         communicator: Communicator = SingleRankCommunicator()
-        if members.world_size > 1:
+        if group.size > 1:
             communicator = ProcessGroupCommunicator(
-                PrefixStore(f"generation/{members.generation}/{purpose}", self.joined.store),
-                rank=members.rank,
-                world_size=members.world_size,
+                PrefixStore(f"{group.generation.key_prefix}/{purpose}", self.joined.store),
+                rank=group.rank,
+                world_size=group.size,
                 device=self.device,
-                address=members.address,
+                address=group.address,
                 first_timeout=self.timeouts[0],
                 timeout=self.timeouts[1],
             )
@@ -89,9 +89,9 @@ class Session:
 
     def post_end(self, steps: int) -> None:
         """Record in the store that this rank ends well after so many steps."""
-        members = self.joined.members
+        group = self.joined.group
         call_with_timeout(
-            _STORE_S, lambda: self.joined.store.set(self._end_key(members.rank), str(steps))
+            _STORE_S, lambda: self.joined.store.set(self._end_key(group.rank), str(steps))
         )
 
     def ended_peer(self, steps: int, operation: str) -> CommError | None:
@@ -101,22 +101,22 @@ class Session:
             steps: how many this rank has made.
             operation: what the peer is missing from.
         """
-        members, store = self.joined.members, self.joined.store
+        group, store = self.joined.group, self.joined.store
 
         def look() -> CommError | None:
-            for rank in range(members.world_size):
+            for rank in range(group.size):
                 if store.check([self._end_key(rank)]):
                     made = int(store.get(self._end_key(rank)))
                     if made <= steps:
+                        name = group.generation.describe(rank)
                         return CommError(
-                            f"{members.describe(rank)} closed its world after {many(made, 'step')} "
-                            f"and is missing from {operation}: all ranks must make the same steps "
-                            "and calls; a rank that has no more samples must call "
-                            "world.step(samples=0)."
+                            f"{name} closed its world after {many(made, 'step')} and is missing "
+                            f"from {operation}: all ranks must make the same steps and calls; a "
+                            "rank that has no more samples must call world.step(samples=0)."
                         )
             return None
 
         return call_with_timeout(_STORE_S, look)
 
     def _end_key(self, rank: int) -> str:
-        return f"generation/{self.joined.members.generation}/ended/{rank}"
+        return f"{self.joined.group.generation.key_prefix}/ended/{rank}"

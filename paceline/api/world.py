@@ -64,7 +64,7 @@ class World:
         self._session, self._communicator = session, communicator
         self._recorder, self._trace = recorder, trace
         self._start = start  # without the checkpoint from the first step on
-        self._members = session.joined.members
+        self._group = session.joined.group
         self._tracked = Tracked(None if start.state is None else start.state.get("tracked", {}))
         self._position = SamplePosition(start.position, communicator, session.device)
         start.restore({"course": self._position})
@@ -84,22 +84,22 @@ class World:
     @property
     def rank(self) -> int:
         """This process's rank, 0 to world_size - 1."""
-        return self._members.rank
+        return self._group.rank
 
     @property
     def world_size(self) -> int:
         """The number of processes."""
-        return self._members.world_size
+        return self._group.size
 
     @property
     def local_rank(self) -> int:
         """This process's rank on its machine, 0 to local_world_size - 1."""
-        return self._members.local_rank
+        return self._group.local_rank
 
     @property
     def local_world_size(self) -> int:
         """The number of processes on this machine."""
-        return self._members.local_world_size
+        return self._group.local_world_size
 
     @property
     def device(self) -> torch.device:
@@ -406,7 +406,7 @@ class World:
             generation=self.generation,
             rank=self.rank,
             world_size=self.world_size,
-            machines=len(self._members.workers_per_machine),
+            machines=len(self._group.generation.workers_per_machine),
             samples=order and order.samples,
             steps=order and order.steps,
             epochs=None,  # only the script has this number

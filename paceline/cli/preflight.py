@@ -7,7 +7,7 @@ from itertools import chain
 from torch import nn
 from torch._C._distributed_c10d import Store
 
-from paceline.cluster.membership.members import Members
+from paceline.cluster.membership.generation import Group
 from paceline.cluster.rendezvous.preflight import (
     compare,
     configuration_facts,
@@ -20,9 +20,7 @@ from paceline.config.train import TrainConfig
 from paceline.wiring import Databases
 
 
-def agree_on_inputs(
-    config: TrainConfig, members: Members, store: Store, token: str, sources: Databases
-) -> None:
+def agree_on_inputs(config: TrainConfig, group: Group, store: Store, sources: Databases) -> None:
     """Require the same job token, configuration, versions and data of all ranks; collective.
 
     Raises:
@@ -34,16 +32,16 @@ def agree_on_inputs(
     if sources.test is not None:
         data |= data_facts("test_data", len(sources.test), sources.test.fingerprint)
     subjects = {
-        "job token": token_facts(token),
+        "job token": token_facts(group.generation.token),
         "configuration": configuration_facts(config),
         "versions": version_facts(),
         "data": data,
     }
     for subject, facts in subjects.items():
-        compare(store, members, subject, facts, timeout=limit)
+        compare(store, group, subject, facts, timeout=limit)
 
 
-def agree_on_model(config: TrainConfig, members: Members, store: Store, model: nn.Module) -> None:
+def agree_on_model(config: TrainConfig, group: Group, store: Store, model: nn.Module) -> None:
     """Require the same names, shapes and types of parameters and buffers; collective.
 
     Raises:
@@ -51,4 +49,4 @@ def agree_on_model(config: TrainConfig, members: Members, store: Store, model: n
         CommError: a rank has failed, or is silent for `--first_iter_timeout`.
     """
     facts = model_facts(chain(model.named_parameters(), model.named_buffers()))
-    compare(store, members, "model", facts, timeout=config.world.first_iter_timeout)
+    compare(store, group, "model", facts, timeout=config.world.first_iter_timeout)

@@ -93,8 +93,8 @@ def fitted(world: WorldConfig, joined: Joined) -> WorldConfig:
     Raises:
         ConfigError: a flag contradicts the launcher; names both values.
     """
-    members, machine = joined.members, joined.members.machine
-    workers, machines = members.local_world_size, len(members.workers_per_machine)
+    group, machine = joined.group, joined.group.machine
+    workers, machines = group.local_world_size, len(group.generation.workers_per_machine)
     flags = ("gpus", "num_gpus", "num_workers")
     counted = next((flag for flag in flags if _given(world, flag)), "num_workers")
     for flag, given, there, started in (
@@ -120,44 +120,44 @@ def fitted(world: WorldConfig, joined: Joined) -> WorldConfig:
 
 
 def _work(config: TrainConfig, joined: Joined) -> None:
-    members, limit = joined.members, config.world.first_iter_timeout
+    group, limit = joined.group, config.world.first_iter_timeout
     world = fitted(replace(config.world, run_id=config.world.run_id or _UNNAMED), joined)
     config, run_id = replace(config, world=world), config.world.run_id
     output, anew = Path(config.output.output_dir), config.output.resume == "no"
-    if members.rank == 0 and not run_id:
+    if group.rank == 0 and not run_id:
         run_id = choose_run_id(output, *config.digests(), anew=anew)
     config = config.with_run_id(joined.from_rank_0("run id", run_id, limit))
     run = output / config.world.run_id
-    folder = RunFolder(run, shard_id=members.machine)
+    folder = RunFolder(run, shard_id=group.machine)
     done = folder.finished_as(config.identity())
     finished = joined.from_rank_0("end of the run", str(done), limit)
     if finished == str(True):
-        if members.rank == 0:
+        if group.rank == 0:
             print_message(finished_sentence(config.world.run_id))
         return
     with closing(folder):
         _prepare(config, joined, folder, anew=anew)
-        train(config, members, joined.store, joined.token)
-        if members.local_rank == 0:
+        train(config, group, joined.store)
+        if group.local_rank == 0:
             folder.finish()
 
 
 def _prepare(config: TrainConfig, joined: Joined, folder: RunFolder, *, anew: bool) -> None:
     """Check on each machine, then open its folder: nothing is written before all have checked."""
-    members, limit = joined.members, config.world.first_iter_timeout
-    opened = f"opened/{members.machine}"
-    if members.local_rank > 0:
+    group, limit = joined.group, config.world.first_iter_timeout
+    opened = f"opened/{group.machine}"
+    if group.local_rank > 0:
         joined.await_all([opened], "the first process here didn't open the run folder", limit)
         return
     folder.check(config.identity(), anew=anew)
     gpus = torch.cuda.device_count()
     if gpus == 1 and not config.world.gpu_numbers:  # the scheduler shows each process its own
-        gpus = members.local_world_size
+        gpus = group.local_world_size
     for note in [*notes(config, gpus, joined.launcher), *wiring.check(config, gpus)]:
-        if members.rank == 0:
+        if group.rank == 0:
             print_message(note)
-    joined.store.set(f"checked/{members.machine}", "")
-    checked = [f"checked/{machine}" for machine in range(len(members.workers_per_machine))]
+    joined.store.set(f"checked/{group.machine}", "")
+    checked = [f"checked/{machine}" for machine in range(len(group.generation.workers_per_machine))]
     joined.await_all(checked, "some machines didn't finish checking their configuration", limit)
     folder.open(config.identity())
     joined.store.set(opened, "")

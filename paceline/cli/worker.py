@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import Store
 from paceline import wiring
 from paceline.cli.garbage_collection import uncollected
 from paceline.cli.preflight import agree_on_inputs, agree_on_model
-from paceline.cluster.membership.members import Members
+from paceline.cluster.membership.generation import Group
 from paceline.cluster.supervision.stop_signals import StopSignals
 from paceline.cluster.supervision.supervisor import print_message, saved_sentence
 from paceline.comm.communicator import until_end
@@ -25,7 +25,7 @@ from paceline.trainer import Trainer
 _TERMINATED = 143  # the status where another worker received the signal
 
 
-def train(config: TrainConfig, members: Members, store: Store, token: str) -> None:
+def train(config: TrainConfig, group: Group, store: Store) -> None:
     """Train as one worker of the world, to the end or until a signal.
 
     Raises:
@@ -35,29 +35,28 @@ def train(config: TrainConfig, members: Members, store: Store, token: str) -> No
     with uncollected():
         wiring.import_optimizers()
     folder = Path(config.output.output_dir, config.world.run_id)
-    device = wiring.device_of(config, members.local_rank)
-    torch.set_num_threads(wiring.cores_per_worker(members.local_world_size))
+    device = wiring.device_of(config, group.local_rank)
+    torch.set_num_threads(wiring.cores_per_worker(group.local_world_size))
     signals = StopSignals()
     with ExitStack() as stack:
         sources = wiring.open_sources(config)
         stack.callback(sources.close)
-        agree_on_inputs(config, members, store, token, sources)
-        communicator = wiring.connect(config, members, store, device)
+        agree_on_inputs(config, group, store, sources)
+        communicator = wiring.connect(config, group, store, device)
         stack.enter_context(until_end(communicator))
-        layers = wiring.connect_layers(config, members, store, device)
+        layers = wiring.connect_layers(config, group, store, device)
         if layers is not None:
             stack.enter_context(until_end(layers))
         timeouts = (config.world.first_iter_timeout, config.world.timeout)
-        intra_machine = wiring.connect_machine(members, store, device, timeouts, config.sync.sync)
+        intra_machine = wiring.connect_machine(group, store, device, timeouts, config.sync.sync)
         if intra_machine is not None:
             stack.enter_context(until_end(intra_machine))
         start = wiring.find_start(config.output, folder, config.identity(), communicator, device)
-        trace = wiring.build_trace(config.output, members, folder, communicator, device)
-        recorder, log = wiring.build_recorder(config, members, folder, start, trace)
+        trace = wiring.build_trace(config.output, group, folder, communicator, device)
+        recorder, log = wiring.build_recorder(config, group, folder, start, trace)
         stack.callback(recorder.close)
         peers = wiring.Peers(
-            members=members,
-            token=token,
+            group=group,
             limits=timeouts,
             communicator=communicator,
             device=device,
@@ -74,16 +73,16 @@ def train(config: TrainConfig, members: Members, store: Store, token: str) -> No
             folder,
             start,
             stopping=lambda: signals.status != 0,
-            agree=partial(agree_on_model, config, members, store),
+            agree=partial(agree_on_model, config, group, store),
             layers=layers,
         )
         stack.callback(trainer.replica.close)
         for loader in (trainer.train, trainer.test):
             if loader is not None:
                 stack.callback(loader.close)
-        _announce(config, members, trainer, start, recorder, log)
+        _announce(config, group, trainer, start, recorder, log)
         if not _run(trainer, signals):
-            if members.rank == 0:
+            if group.rank == 0:
                 print_message(saved_sentence(folder))
             sys.exit(signals.status or _TERMINATED)
         recorder.event("end", generation=start.generation)
@@ -103,7 +102,7 @@ def _run(trainer: Trainer, signals: StopSignals) -> bool:
 
 def _announce(
     config: TrainConfig,
-    members: Members,
+    group: Group,
     trainer: Trainer,
     start: wiring.Start,
     recorder: Recorder,
@@ -112,10 +111,10 @@ def _announce(
     recorder.event(
         "run",
         generation=start.generation,
-        rank=members.rank,
+        rank=group.rank,
         model=config.model.name,
-        world_size=members.world_size,
-        machines=len(members.workers_per_machine),
+        world_size=group.size,
+        machines=len(group.generation.workers_per_machine),
         device=trainer.device.type,
         samples=trainer.train.samples,
         steps=trainer.train.steps,

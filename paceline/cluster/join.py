@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import secrets
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,7 +20,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import HashStore, Store
 
 from paceline.cluster.environment import Environment
-from paceline.cluster.membership.members import Members
+from paceline.cluster.membership.generation import Generation, Group
 from paceline.cluster.membership.process_identity import ProcessIdentity
 from paceline.cluster.rendezvous.deadline import Deadline, no_report
 from paceline.cluster.rendezvous.launcher_store import open_rendezvous
@@ -39,13 +40,12 @@ from paceline.errors import Message
 
 @dataclass(frozen=True, kw_only=True)
 class Joined:
-    """Joined world: the members, the store and the job token, as this process sees them.
+    """Joined world: the group of all ranks and the store, as this process sees them.
 
     Attributes:
-        members: the members, and this process's rank among them.
+        group: all ranks of this generation.
         store: the store for the rendezvous of process groups; keep a reference to it as long as any
             process group uses it.
-        token: the job token.
         process_end: reports this process's failure, or performs its normal exit.
         launcher: what started the processes: "paceline", "alone" (one process without a launcher),
             or a name in `LAUNCHERS`.
@@ -53,9 +53,8 @@ class Joined:
             they used another store.
     """
 
-    members: Members
+    group: Group
     store: Store
-    token: str
     launcher: str
     process_end: ProcessEnd
     rendezvous: str = ""
@@ -73,10 +72,12 @@ class Joined:
             PeerLost: another process gave a reason for the run's end.
         """
         key = f"from rank 0/{name}"
-        if self.members.rank == 0:
+        if self.group.rank == 0:
             self.store.set(key, value)
             return value
-        self.await_all([key], f"{self.members.describe(0)} didn't report the {name}", timeout)
+        self.await_all(
+            [key], f"{self.group.generation.describe(0)} didn't report the {name}", timeout
+        )
         return self.store.get(key).decode()
 
     def await_all(self, keys: Sequence[str], timeout_message: str, timeout: float) -> None:
@@ -114,20 +115,18 @@ def join_world(
     """
     keep_freed_memory()
     if environment.worker is not None:
-        members, store, token = read_world(environment.worker)
+        group, store = read_world(environment.worker)
         return Joined(
-            members=members,
+            group=group,
             store=store,
-            token=token,
             launcher="paceline",
             process_end=SupervisedEnd(environment.worker),
         )
     launched = environment.launched
     if launched is None or launched.world_size == 1:
         return Joined(
-            members=Members.alone(ProcessIdentity.of_this_process().host),
+            group=Group.world(_alone(), 0),
             store=HashStore(),
-            token=secrets.token_hex(16),
             launcher="alone" if launched is None else launched.launcher,
             process_end=ProcessEnd(),
         )
@@ -140,12 +139,22 @@ def join_world(
     world = form_world(job_space, launched, interface_names, deadline)
     world.store.set_timeout(timedelta(seconds=first_iter_timeout))
     return Joined(
-        members=world.members,
+        group=world.group,
         store=world.store,
-        token=world.token,
         launcher=launched.launcher,
         rendezvous=job_space.address if job_space.served_by_run else "",
         process_end=LaunchedEnd(
             world, job_space, server, cleans_up=launched.rank == 0, timeout=timeout
         ),
+    )
+
+
+def _alone() -> Generation:
+    """Return the generation of a process that is the whole world."""
+    return Generation.of_workers(
+        (1,),
+        start_id=uuid.uuid4().hex,
+        token=secrets.token_hex(16),
+        addresses=("127.0.0.1",),
+        hosts=(ProcessIdentity.of_this_process().host,),
     )

@@ -31,7 +31,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from paceline.cluster.membership.members import Members
+from paceline.cluster.membership.generation import Generation
 from paceline.comm.communicator import Communicator, broadcast_state, total
 from paceline.config.world import SyncConfig
 from paceline.errors import Message
@@ -63,7 +63,7 @@ class Autotuner:
 
     Args:
         candidates: the exchanges to choose from; at least one.
-        members: the world.
+        generation: the members, whose machines a saved choice must match.
         communicator: connects all ranks.
         device: device of the communicator's tensors.
         setting: the run's folder, remaining steps and reports.
@@ -75,12 +75,13 @@ class Autotuner:
     def __init__(
         self,
         candidates: Sequence[SyncConfig],
-        members: Members,
+        generation: Generation,
         communicator: Communicator,
         device: torch.device,
         setting: TrialSetting,
     ) -> None:
-        self._candidates, self._members, self._setting = candidates, members, setting
+        self._candidates, self._setting = candidates, setting
+        self._machines = generation.workers_per_machine
         self._communicator, self._device = communicator, device
         self._trials: Trials | None = None
         self._before_trials = 0 if setting.steps is not None else WARMUP
@@ -135,7 +136,7 @@ class Autotuner:
         known: list[object] | None = None
         if self._communicator.rank == 0 and self._setting.folder is not None:
             choice = read_choice(self._setting.folder)
-            if choice is not None and choice.machines == self._members.workers_per_machine:
+            if choice is not None and choice.machines == self._machines:
                 known = _terms(choice)
         what = "the broadcast of rank 0's exchange"
         known = broadcast_state(self._communicator, known, self._device, what)
@@ -157,7 +158,7 @@ class Autotuner:
                 bucket_mb=chosen.bucket_mb,
                 wire=chosen.wire,
                 connections=chosen.connections,
-                machines=self._members.workers_per_machine,
+                machines=self._machines,
                 milliseconds={name: round(value, 3) for name, value in figures.items()},
             )
             write_choice(self._setting.folder, choice)

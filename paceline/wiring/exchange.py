@@ -53,7 +53,7 @@ def _notified(
         open_window=partial(
             peers.open_window, transport=config.transport, connections=config.connections or 1
         ),
-        topology=Topology.of([1] * peers.members.world_size) if alone else peers.topology,
+        topology=Topology.of([1] * peers.group.size) if alone else peers.topology,
         limits=peers.limits,
         end_startup=peers.communicator.end_startup,
         codec=CODECS[config.wire],
@@ -135,11 +135,11 @@ def replicate(
         config = autotuner.next()
         return None if config is None else plan(config)
 
-    members, communicator = peers.members, peers.communicator
+    generation, communicator = peers.group.generation, peers.communicator
     trained = TrainedParameters.of(model, optimizer)
     device = next((p.device for p in trained.groups), torch.device("cpu"))
-    candidates = candidates_of(config, trained, members.workers_per_machine, device)
-    autotuner = Autotuner(candidates, members, communicator, device, setting or TrialSetting())
+    candidates = candidates_of(config, trained, generation.workers_per_machine, device)
+    autotuner = Autotuner(candidates, generation, communicator, device, setting or TrialSetting())
     replica = Replica(
         model,
         optimizer,

@@ -10,7 +10,7 @@ from itertools import count
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from paceline.cluster.membership.members import Members
+from paceline.cluster.membership.generation import Group
 from paceline.comm.communicator import Communicator, gather_bytes
 from paceline.comm.connection_window import connect_window
 from paceline.comm.nixl.window import nixl_window
@@ -27,11 +27,10 @@ from paceline.reduce.put_engine.layout import Topology
 
 @dataclass(frozen=True, kw_only=True)
 class Peers:
-    """Communication context of a worker: members, token, timeouts, communicators.
+    """Communication context of a worker: group, timeouts, communicators.
 
     Attributes:
-        members: the members, and this process's rank among them.
-        token: the job token.
+        group: all ranks of this generation.
         limits: timeouts in seconds: one for the start and the first step, and one for later steps.
         communicator: connects all ranks.
         device: device of the communicator's tensors.
@@ -41,8 +40,7 @@ class Peers:
             each machine; else None.
     """
 
-    members: Members
-    token: str
+    group: Group
     limits: tuple[float, float]
     communicator: Communicator
     device: torch.device = field(default_factory=partial(torch.device, "cpu"))
@@ -62,23 +60,23 @@ class Peers:
             ConfigError: NIXL isn't installed.
             CommError: a rank didn't come in time, or can't be reached.
         """
-        members, number = self.members, next(self._windows)
+        group, number = self.group, next(self._windows)
         exchanging = self.topology if self.intra_machine is None else self.topology.leaders
-        alone = members.rank not in exchanging.ranks
+        alone = group.rank not in exchanging.ranks
         bootstrap = Bootstrap(
             share=self._share,
-            rank=members.rank,
-            world_size=members.world_size,
-            token=self.token,
-            purpose=f"generation/{members.generation}/window/{number}",
+            rank=group.rank,
+            world_size=group.size,
+            token=group.generation.token,
+            purpose=f"{group.generation.key_prefix}/window/{number}",
             limit=self.limits[1 if number else 0],  # a later one opens in mid-run
-            only=(members.rank,) if alone else exchanging.ranks,
+            only=(group.rank,) if alone else exchanging.ranks,
         )
-        where = (members.address, size, notifications)
+        where = (group.address, size, notifications)
         if transport == "nixl":  # which doesn't report when puts leave and arrive
             window: Window = nixl_window(bootstrap, *where)
         else:
-            group_peers = (members.rank,) if alone else exchanging.groups[members.machine]
+            group_peers = (group.rank,) if alone else exchanging.groups[group.machine]
             marks = MARKS if self.trace else 0
             window = linked = connect_window(bootstrap, group_peers, *where, marks, connections)
             if self.trace is not None:
@@ -94,7 +92,7 @@ class Peers:
     @property
     def topology(self) -> Topology:
         """The ranks of each machine are a group."""
-        return Topology.of(self.members.workers_per_machine)
+        return Topology.of(self.group.generation.workers_per_machine)
 
 
 def device_of(config: TrainConfig, local_rank: int) -> torch.device:
@@ -110,7 +108,7 @@ def device_of(config: TrainConfig, local_rank: int) -> torch.device:
 
 def connect(
     config: TrainConfig,
-    members: Members,
+    group: Group,
     store: Store,
     device: torch.device,
     purpose: str = "steps",
@@ -121,53 +119,54 @@ def connect(
         CommError: a rank didn't come in time.
     """
     return ProcessGroupCommunicator(
-        PrefixStore(f"generation/{members.generation}/{purpose}", store),
-        rank=members.rank,
-        world_size=members.world_size,
+        PrefixStore(f"{group.generation.key_prefix}/{purpose}", store),
+        rank=group.rank,
+        world_size=group.size,
         device=device,
-        address=members.address,
+        address=group.address,
         first_timeout=config.world.first_iter_timeout,
         timeout=config.world.timeout,
     )
 
 
 def connect_layers(
-    config: TrainConfig, members: Members, store: Store, device: torch.device
+    config: TrainConfig, group: Group, store: Store, device: torch.device
 ) -> Communicator | None:
     """Connect layers that exchange within forward and backward, if there are any; collective.
 
     Raises:
         CommError: a rank didn't come in time.
     """
-    return connect(config, members, store, device, "layers") if config.model.sync_bn else None
+    return connect(config, group, store, device, "layers") if config.model.sync_bn else None
 
 
-def adds_up_on_gpus(members: Members, device: torch.device, sync: str) -> bool:
+def adds_up_on_gpus(group: Group, device: torch.device, sync: str) -> bool:
     """Tell whether a machine's GPUs sum before one of its workers exchanges; equal on all ranks.
 
     On one machine alone, `--sync allreduce` is such a sum, and windows share memory.
     """
-    several = len(members.workers_per_machine) > 1 and max(members.workers_per_machine) > 1
+    workers = group.generation.workers_per_machine
+    several = len(workers) > 1 and max(workers) > 1
     return sync == "notified" and device.type == "cuda" and several
 
 
 def connect_machine(
-    members: Members, store: Store, device: torch.device, limits: tuple[float, float], sync: str
+    group: Group, store: Store, device: torch.device, limits: tuple[float, float], sync: str
 ) -> Communicator | None:
     """Connect the workers of this machine, if their GPUs sum first; as `connect_group`."""
-    sums = adds_up_on_gpus(members, device, sync)
-    return connect_group(members, store, device, limits) if sums else None
+    sums = adds_up_on_gpus(group, device, sync)
+    return connect_group(group, store, device, limits) if sums else None
 
 
 def connect_group(
-    members: Members, store: Store, device: torch.device, limits: tuple[float, float]
+    group: Group, store: Store, device: torch.device, limits: tuple[float, float]
 ) -> Communicator:
     """Connect the workers of this machine; collective.
 
     A first sum makes what later ones need on GPUs while nothing else runs there.
 
     Args:
-        members: the world.
+        group: all ranks of this generation.
         store: where workers find each other; fresh in this generation.
         device: this worker's.
         limits: seconds to wait for the others, at the start and later.
@@ -175,19 +174,19 @@ def connect_group(
     Raises:
         CommError: a worker didn't come in time.
     """
-    if members.local_world_size == 1:
+    if group.local_world_size == 1:
         return SingleRankCommunicator()
     intra_machine = ProcessGroupCommunicator(
-        PrefixStore(f"generation/{members.generation}/machine/{members.machine}", store),
-        rank=members.local_rank,
-        world_size=members.local_world_size,
+        PrefixStore(f"{group.generation.key_prefix}/machine/{group.machine}", store),
+        rank=group.local_rank,
+        world_size=group.local_world_size,
         device=device,
-        address=members.address,
+        address=group.address,
         first_timeout=limits[0],
         timeout=limits[1],
     )
     first, what = torch.ones(1, device=device), "the first sum of this machine's workers"
     intra_machine.reduce(first).wait(what)
     intra_machine.broadcast(first).wait(what)
-    assert first.tolist() == [members.local_world_size]
+    assert first.tolist() == [group.local_world_size]
     return intra_machine

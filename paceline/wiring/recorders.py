@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.cluster.membership.members import Members
+from paceline.cluster.membership.generation import Group
 from paceline.cluster.supervision.supervisor import print_message
 from paceline.comm.communicator import Communicator
 from paceline.config.run import OutputConfig
@@ -26,7 +26,7 @@ from paceline.wiring.resume import Start
 
 def build_trace(
     output: OutputConfig,
-    members: Members,
+    group: Group,
     folder: Path,
     communicator: Communicator,
     device: torch.device,
@@ -37,24 +37,24 @@ def build_trace(
     if steps is None:
         return None
     path = folder / f"trace.steps{steps[0]}-{steps[-1]}.json"
-    return Trace(path, steps, communicator, device, members.machine, report=report)
+    return Trace(path, steps, communicator, device, group.machine, report=report)
 
 
 def build_recorder(
-    config: TrainConfig, members: Members, folder: Path, start: Start, trace: Trace | None = None
+    config: TrainConfig, group: Group, folder: Path, start: Start, trace: Trace | None = None
 ) -> tuple[Recorder, Path | None]:
     """Make a rank's recorders, and report where rank 0 writes the CSV log.
 
     Args:
         config: the run's configuration.
-        members: the world.
+        group: all ranks.
         folder: the run's; made.
         start: where the run starts.
         trace: receives all spans and events, too.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    events = EventFile(folder, members.rank)
-    if members.rank > 0:
+    events = EventFile(folder, group.rank)
+    if group.rank > 0:
         return StepAccount(events, trace=trace), None
     optim = config.optim
     rate = base_rate(optim.base_learning_rate, config.global_batch, scale=optim.scale_lr)
@@ -62,7 +62,7 @@ def build_recorder(
         folder,
         name=log_name(
             config.model.short_name,
-            members.local_world_size,
+            group.local_world_size,
             optim.batch_size,
             config.data.num_labels,
             rate,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.cluster.membership.members import Members
+from paceline.cluster.membership.generation import Group
 from paceline.config.data import NO_DATA, DataConfig
 from paceline.config.train import TrainConfig
 from paceline.data.db.open_database import open_database
@@ -67,7 +67,7 @@ def open_sources(config: TrainConfig) -> Databases:
 
 def make_loader(
     config: TrainConfig,
-    members: Members,
+    group: Group,
     device: torch.device,
     source: Source,
     *,
@@ -78,7 +78,7 @@ def make_loader(
 
     Args:
         config: the run's.
-        members: this rank's place in the world.
+        group: all ranks.
         device: where batches go.
         source: the records.
         train: shuffled, of another selection each epoch, and augmented; or as evaluation wants it.
@@ -89,10 +89,10 @@ def make_loader(
     """
     data, seed = config.data, config.optim.seed
     order = order_of(config, len(source), train=train)
-    if train and order.samples < members.world_size:
+    if train and order.samples < group.size:
         raise ConfigError(
             f"--train_data {data.train_data}: {many(order.samples, 'sample')} for "
-            f"{members.world_size} workers; at least one sample per worker is needed."
+            f"{group.size} workers; at least one sample per worker is needed."
         )
     transform = Transform(
         augment=data.augment,
@@ -109,10 +109,10 @@ def make_loader(
         transform,
         mean=data.each_channel(data.image_mean_per_channel),
         std=data.each_channel(data.image_std_per_channel),
-        rank=members.rank,
-        world_size=members.world_size,
+        rank=group.rank,
+        world_size=group.size,
         device=device,
-        threads=data.decode_threads or cores_per_worker(members.local_world_size),
+        threads=data.decode_threads or cores_per_worker(group.local_world_size),
         num_labels=data.num_labels,
         epochs=config.optim.num_epochs,
         skip_bad=data.bad_records == "skip",

@@ -65,7 +65,7 @@ def build_trainer(
         ConfigError: model, weights or checkpoint can't be had as asked for.
     """
     optim, start = config.optim, start or Start()
-    members, communicator = peers.members, peers.communicator
+    group, communicator = peers.group, peers.communicator
     torch.manual_seed(optim.seed)
     share = BatchShare()
     weights_file = config.model.load_model_path if start.state is None else ""
@@ -77,7 +77,7 @@ def build_trainer(
         lambda note: recorder.event("note", text=note),
     )
     agree(model)
-    loader = partial(make_loader, config, members, device, recorder=recorder)
+    loader = partial(make_loader, config, group, device, recorder=recorder)
     train = loader(sources.train, train=True)
     test = loader(sources.test, train=False) if sources.test is not None else None
     optimizer = make_optimizer(model, optim, config.global_batch)
@@ -111,13 +111,13 @@ def build_trainer(
         recorder.event("note", text=note)
     weights = folder / f"{config.model.weights_name}.pt"
     output = config.output
-    of_losses = recorder if members.rank == 0 else NullRecorder()  # all ranks have the same
+    of_losses = recorder if group.rank == 0 else NullRecorder()  # all ranks have the same
     steps = Steps(
         replica,
         StepSummaries(communicator),
         recorder,
-        make_checkpointer(config, folder, parts, sources.train) if members.rank == 0 else None,
-        rank=members.rank,
+        make_checkpointer(config, folder, parts, sources.train) if group.rank == 0 else None,
+        rank=group.rank,
         generation=start.generation,
         seed=optim.seed,
         position=start.position,
@@ -140,7 +140,7 @@ def build_trainer(
         train=train,
         test=test,
         recorder=recorder,
-        save=partial(save_weights, weights, model) if members.rank == 0 else lambda: None,
+        save=partial(save_weights, weights, model) if group.rank == 0 else lambda: None,
         epochs=optim.num_epochs,
         num_labels=config.data.num_labels,
     )

@@ -13,10 +13,10 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from paceline.cluster.membership.members import Members
 from paceline.cluster.stores.store_spec import StoreSpec, erase, open_store, peek
 from tests.harness.network.stores import LIMIT, on_processes, store_of
 from tests.harness.processes.gloo_all_reduce import sum_of_ranks
+from tests.harness.processes.worlds import world_of
 
 KINDS = ["folder", "redis", "tcp", "sealed tcp"]
 BINARY = bytes(range(256)) * 3
@@ -186,10 +186,7 @@ def test_no_compare_set_of_four_processes_overwrites_another(spec: StoreSpec) ->
 
 
 def all_reduce(store: Store, number: int, count: int) -> float:
-    members = Members.on(
-        0, number, workers_per_machine=(count,), addresses=("127.0.0.1",), hosts=("localhost",)
-    )
-    return sum_of_ranks(members, store)
+    return sum_of_ranks(world_of((count,), number), store)
 
 
 def test_gloo_finds_its_peers_through_it(spec: StoreSpec) -> None:

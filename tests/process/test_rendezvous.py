@@ -65,20 +65,19 @@ def test_machines_with_different_numbers_of_workers_form_one_world(
     ]
     actors = stage.actors(6)
     worlds = [read_world(actor.environment) for actor in actors]
-    members = [members for members, _, _ in worlds]
-    assert [m.rank for m in members] == [0, 1, 2, 3, 4, 5]
-    assert [(m.machine, m.local_rank) for m in members] == [
+    groups = [group for group, _ in worlds]
+    assert [group.rank for group in groups] == [0, 1, 2, 3, 4, 5]
+    assert [(group.machine, group.local_rank) for group in groups] == [
         *((0, 0), (0, 1)),
         (1, 0),
         *((2, 0), (2, 1), (2, 2)),
     ]
-    assert {(m.world_size, m.workers_per_machine, m.address) for m in members} == {
-        (6, counts, "127.0.0.1")
-    }
-    assert len({token for _, _, token in worlds}) == 1
-    (generation,) = {m.generation for m in members}
-    again, _, _ = read_world(actors[3].environment)  # what it joins next has keys of its own
-    assert (again.rank, again.generation) == (3, generation + 1)
+    assert {(group.size, group.address) for group in groups} == {(6, "127.0.0.1")}
+    (generation,) = {group.generation for group in groups}
+    assert generation.workers_per_machine == counts
+    again, _ = read_world(actors[3].environment)  # what it joins next has keys of its own
+    assert (again.rank, again.generation.number) == (3, generation.number + 1)
+    assert again.generation.key_prefix != generation.key_prefix
     worlds[0][1].set("from rank 0", "hello")
     assert worlds[5][1].get("from rank 0") == b"hello"
     del worlds

@@ -11,7 +11,6 @@ from torch.distributed import HashStore
 
 from paceline import wiring as build
 from paceline.cli.flags import parse
-from paceline.cluster.membership.members import Members
 from paceline.comm.inprocess.communicator import ThreadGroup
 from paceline.config.model import ModelConfig
 from paceline.config.train import TrainConfig
@@ -21,6 +20,7 @@ from paceline.models.resnet import BasicBlock
 from paceline.replica.compiled_modules import is_compiled
 from paceline.update.batch_norm import BatchShare, SyncBatchNorm
 from paceline.wiring.model import refuse_emulation
+from tests.harness.processes.worlds import world_of
 
 CPU = torch.device("cpu")
 
@@ -36,7 +36,7 @@ def kinds(model: nn.Module) -> set[type[nn.Module]]:
 
 def test_sync_bn_connects_the_layers_and_replaces_every_batch_norm() -> None:
     config = config_of("--sync_bn")
-    layers = build.connect_layers(config, Members.alone(), HashStore(), CPU)
+    layers = build.connect_layers(config, world_of(), HashStore(), CPU)
     assert layers is not None
     model = build.make_model(config, CPU, layers, BatchShare())
     assert kinds(model) == {SyncBatchNorm}
@@ -46,15 +46,15 @@ def test_sync_bn_connects_the_layers_and_replaces_every_batch_norm() -> None:
 
 def test_without_the_flag_there_is_no_second_connection_and_no_replacement() -> None:
     config = config_of()
-    assert build.connect_layers(config, Members.alone(), HashStore(), CPU) is None
+    assert build.connect_layers(config, world_of(), HashStore(), CPU) is None
     assert kinds(build.make_model(config, CPU, None, BatchShare())) == {nn.BatchNorm2d}
 
 
 def test_both_connections_of_one_store_are_apart() -> None:
     store = HashStore()
     config = config_of("--sync_bn")
-    one = build.connect(config, Members.alone(), store, CPU)
-    other = build.connect_layers(config, Members.alone(), store, CPU)
+    one = build.connect(config, world_of(), store, CPU)
+    other = build.connect_layers(config, world_of(), store, CPU)
     assert other is not None
     for communicator in (one, other):
         tensor = torch.ones(3)
@@ -102,9 +102,7 @@ def test_a_layer_trains_on_real_ranks_that_are_threads() -> None:
     model = build.make_model(config, CPU, ThreadGroup(1).communicator(0), share)
     optimizer = build.make_optimizer(model, config.optim, 4)
     communicator = ThreadGroup(1).communicator(0)
-    peers = build.Peers(
-        members=Members.alone(), token="token", limits=(5.0, 5.0), communicator=communicator
-    )
+    peers = build.Peers(group=world_of(), limits=(5.0, 5.0), communicator=communicator)
     replica = build.replicate(model, optimizer, peers, SyncConfig(), share)
     with replica.step(0, 1.0):
         assert share.weight == 1.0

@@ -9,13 +9,11 @@ from typing import Any, cast
 
 import pytest
 
-from paceline.cluster.rendezvous.registration import WorldInfo
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.supervision import supervisor
 from paceline.cluster.supervision.event_queue import EventQueue, Exited
 from paceline.cluster.supervision.supervisor import _Workers
-
-INFO = WorldInfo(token="t", workers_per_machine=(1,), addresses=("127.0.0.1",), hosts=("a",))
+from tests.harness.processes.worlds import world_of
 
 
 class SlowToEnd:
@@ -51,7 +49,7 @@ def test_only_a_worker_in_the_kernel_cant_be_killed(
     for name, limit in {"_TERM_S": 0.05, "_KILL_S": 0.1, "_REAP_S": 0.5}.items():
         monkeypatch.setattr(supervisor, name, limit)
     events, lines = EventQueue(), list[str]()
-    run = cast(Any, SimpleNamespace(world_info=INFO))
+    run = cast(Any, SimpleNamespace(generation=world_of().generation))
     workers = _Workers(RunPlan(), run, events, lines.append)
     worker = SlowToEnd(events, seconds, in_kernel=in_kernel)
     workers._workers = {0: cast(Any, worker)}

@@ -13,22 +13,18 @@ from paceline.cli.train_launched import fitted, train_launched
 from paceline.cluster.environment import Environment
 from paceline.cluster.join import Joined
 from paceline.cluster.launchers.launched_process import LaunchedProcess
-from paceline.cluster.membership.members import Members
 from paceline.cluster.supervision.process_end import ProcessEnd
 from paceline.config.data import DataConfig
 from paceline.config.train import TrainConfig
 from paceline.config.world import WorldConfig
 from paceline.errors import ConfigError
+from tests.harness.processes.worlds import world_of
 
 
 def joined(launcher: str, machines: tuple[int, ...], machine: int = 0) -> Joined:
-    names = tuple(f"h{i}" for i in range(len(machines)))
-    addresses = ("127.0.0.1",) * len(machines)
-    members = Members.on(machine, 0, workers_per_machine=machines, addresses=addresses, hosts=names)
     return Joined(
-        members=members,
+        group=world_of(machines, sum(machines[:machine])),
         store=HashStore(),
-        token="t",
         launcher=launcher,
         process_end=ProcessEnd(),
         rendezvous="node0:1234",

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed import HashStore
 
-from paceline.cluster.membership.members import Members
+from paceline.cluster.membership.generation import Group
 from paceline.cluster.rendezvous.preflight import (
     compare,
     configuration_facts,
@@ -24,13 +24,11 @@ from paceline.config.data import DataConfig
 from paceline.config.optim import OptimConfig
 from paceline.config.train import TrainConfig
 from paceline.errors import CommTimeout, ConfigError, PeerLost
+from tests.harness.processes.worlds import world_of
 
-HOSTS = ("a", "b", "c")
 
-
-def member(rank: int) -> Members:
-    places = ("127.0.0.1",) * 3
-    return Members.on(rank, 0, workers_per_machine=(1, 1, 1), addresses=places, hosts=HOSTS)
+def member(rank: int) -> Group:
+    return world_of((1, 1, 1), rank)
 
 
 def verdicts(subject: str, *facts: dict[str, str]) -> list[str]:

@@ -12,7 +12,6 @@ import torch
 
 from paceline import wiring as build
 from paceline.cli.flags import parse
-from paceline.cluster.membership.members import Members
 from paceline.config.train import TrainConfig
 from paceline.data.db.index.database_index import write_index
 from paceline.errors import ConfigError
@@ -20,6 +19,7 @@ from paceline.recorder import NullRecorder
 from tests.harness.data.databases import ENGINES, RECORDS, items, key, labels
 from tests.harness.data.permissions import read_only
 from tests.harness.data.record_bytes import bgr_planes, raw_datum
+from tests.harness.processes.worlds import world_of
 
 SMALL = (
     *("--model", "resnet20", "--image_size", "4", "--augment", "none", "--batch_size", "8"),
@@ -113,7 +113,7 @@ def loaded(config: TrainConfig) -> tuple[list[int], list[str]]:
     sources, notes = build.open_sources(config), Notes()
     with closing(sources):
         loader = build.make_loader(
-            config, Members.alone(), CPU, sources.train, train=True, recorder=notes
+            config, world_of(), CPU, sources.train, train=True, recorder=notes
         )
         with closing(loader):
             batches = [loader.batch(0, step) for step in range(loader.steps)]

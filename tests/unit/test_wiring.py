@@ -11,7 +11,6 @@ from torch.distributed import HashStore
 
 from paceline import wiring as build
 from paceline.cli.flags import parse
-from paceline.cluster.membership.members import Members
 from paceline.comm.inprocess.communicator import ThreadGroup
 from paceline.config.train import TrainConfig
 from paceline.errors import ConfigError
@@ -19,6 +18,7 @@ from paceline.recorder import NullRecorder
 from paceline.state.weights import save_weights
 from paceline.trainer import Trainer
 from paceline.wiring.peers import adds_up_on_gpus
+from tests.harness.processes.worlds import world_of
 
 BASE = (
     *("--train_data", "null", "--test_data", "null", "--epoch_size", "64"),
@@ -36,8 +36,7 @@ def trainer_of(folder: Path, *words: str, start: build.Start | None = None) -> T
     return build.build_trainer(
         config,
         build.Peers(
-            members=Members.alone(),
-            token="token",
+            group=world_of(),
             limits=(5.0, 5.0),
             communicator=ThreadGroup(1).communicator(0),
         ),
@@ -220,17 +219,13 @@ def test_what_gpus_cannot_do_is_refused_to_them_alone() -> None:
 def test_gpus_add_up_first_where_some_machine_of_several_has_more_than_one(
     machines: tuple[int, ...], device: str, sync: str, adds_up: bool
 ) -> None:
-    places = ("127.0.0.1",) * len(machines)
-    for machine in range(len(machines)):
-        members = Members.on(
-            machine, 0, workers_per_machine=machines, addresses=places, hosts=places
-        )
-        assert adds_up_on_gpus(members, torch.device(device), sync) == adds_up
+    for rank in range(sum(machines)):
+        assert adds_up_on_gpus(world_of(machines, rank), torch.device(device), sync) == adds_up
 
 
 def test_timeouts_reach_the_connections() -> None:
     config = config_of("--first_iter_timeout", "7", "--timeout", "3")
-    communicator: Any = build.connect(config, Members.alone(), HashStore(), torch.device("cpu"))
+    communicator: Any = build.connect(config, world_of(), HashStore(), torch.device("cpu"))
     assert communicator._limit.total_seconds() == 7
     communicator.end_startup()
     assert communicator._limit.total_seconds() == 3

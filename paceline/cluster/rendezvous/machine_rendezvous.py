@@ -21,6 +21,7 @@ from dataclasses import replace
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 
+from paceline.cluster.membership.generation import Generation
 from paceline.cluster.membership.process_identity import ProcessIdentity
 from paceline.cluster.rendezvous.deadline import Deadline, no_report
 from paceline.cluster.rendezvous.follower import follow
@@ -41,7 +42,6 @@ from paceline.cluster.rendezvous.registration import (
     RegisteredWorld,
     Registration,
     RunRecord,
-    WorldInfo,
 )
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.stores.store_spec import (
@@ -110,14 +110,14 @@ def open_run(
                     plan, registration, deadline, on_failure, report_store_loss
                 )
                 undo.callback(registered.abandon)
-            world_info = _agree_on_world_info(registered, world, listener, deadline)
+            generation = _first_generation(registered, world, listener, deadline)
         except DistError as error:
             raise CommError(
                 f"The rendezvous was lost during the start: {first_line(error)}."
             ) from error
         undo.pop_all()
         listener.close()
-    return FormedRun(registered=registered, world=world, world_info=world_info, server=server)
+    return FormedRun(registered=registered, world=world, generation=generation, server=server)
 
 
 def answer_finished(plan: RunPlan, limit: float = 5.0) -> None:
@@ -230,12 +230,12 @@ UNPROTECTED_STORE_WARNING = (
 )
 
 
-def _agree_on_world_info(
+def _first_generation(
     registered: RegisteredMachine,
     world: RegisteredWorld,
     listener: ProbeListener,
     deadline: Deadline,
-) -> WorldInfo:
+) -> Generation:
     store, machine = registered.store, registered.plan.machine
     registrations = world.registrations
     addresses: tuple[str, ...] = ("127.0.0.1",) * len(registrations)
@@ -255,11 +255,12 @@ def _agree_on_world_info(
         addresses = agreed_addresses(
             store, world.token, registrations, machine, listener, deadline, check
         )
-    world_info = WorldInfo(
+    generation = Generation.of_workers(
+        [entry.workers for entry in registrations],
+        start_id=registered.start_id,
         token=world.token,
-        workers_per_machine=tuple(entry.workers for entry in registrations),
         addresses=addresses,
-        hosts=tuple(entry.process.host for entry in registrations),
+        hosts=[entry.process.host for entry in registrations],
     )
-    store.set(registered.key("formed"), world_info.to_text())
-    return world_info
+    store.set(registered.key("formed"), generation.to_text())
+    return generation

@@ -19,7 +19,7 @@ from importlib import metadata
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from paceline.cluster.membership.members import Members
+from paceline.cluster.membership.generation import Generation, Group
 from paceline.cluster.stores.waiting import await_keys
 from paceline.config.train import TrainConfig
 from paceline.errors import ConfigError
@@ -34,13 +34,13 @@ _REMEDIES = {
 
 
 def compare(
-    store: Store, members: Members, subject: str, facts: Mapping[str, str], *, timeout: float
+    store: Store, group: Group, subject: str, facts: Mapping[str, str], *, timeout: float
 ) -> None:
     """Require the same facts of all ranks; collective, once a subject.
 
     Args:
         store: the run's store.
-        members: the world.
+        group: all ranks.
         subject: what the facts are about.
         facts: names and short texts; a name that a rank doesn't have counts as "missing".
         timeout: seconds to wait for the others.
@@ -51,13 +51,14 @@ def compare(
         PeerLost: another process gave a reason for the run's end.
     """
     text = json.dumps(dict(facts))  # in their order: the first name that differs is the first here
-    prefix = f"preflight/{subject}/{members.generation}"
-    store.set(f"{prefix}/facts/{members.rank}", text)
-    store.set(f"{prefix}/digest/{members.rank}", hashlib.sha256(text.encode()).hexdigest())
-    keys = [f"{prefix}/digest/{rank}" for rank in range(members.world_size)]
+    # Without the token, which is a subject of its own.
+    prefix = f"preflight/{subject}/{group.generation.number}"
+    store.set(f"{prefix}/facts/{group.rank}", text)
+    store.set(f"{prefix}/digest/{group.rank}", hashlib.sha256(text.encode()).hexdigest())
+    keys = [f"{prefix}/digest/{rank}" for rank in range(group.size)]
 
     def make_timeout_message(missing: list[str]) -> str:
-        ranks = ", ".join(members.describe(int(key.rpartition("/")[2])) for key in missing)
+        ranks = ", ".join(group.generation.describe(int(key.rpartition("/")[2])) for key in missing)
         # In paceline.loader(), a missing rank may never have called it.
         calls = "; all ranks must call paceline.loader(), not only rank 0"
         advice = "check its output" + (calls if subject.startswith("loader ") else "")
@@ -69,7 +70,7 @@ def compare(
         if digest != digests[0]:
             entries = store.multi_get([f"{prefix}/facts/{i}" for i in (0, rank)])
             first, other = (json.loads(entry) for entry in entries)
-            raise ConfigError(_difference(members, subject, first, other, rank))
+            raise ConfigError(_difference(group.generation, subject, first, other, rank))
 
 
 def configuration_facts(config: TrainConfig) -> dict[str, str]:
@@ -116,12 +117,12 @@ def token_facts(token: str) -> dict[str, str]:
 
 
 def _difference(
-    members: Members, subject: str, first: dict[str, str], other: dict[str, str], rank: int
+    generation: Generation, subject: str, first: dict[str, str], other: dict[str, str], rank: int
 ) -> str:
     names = [*first, *(name for name in other if name not in first)]
     missing = (n for n in names if n not in first or n not in other)
     name = next(missing, None) or next(n for n in names if first[n] != other[n])
-    hosts = [f"rank {r} ({members.hosts[members.machine_of(r)]})" for r in (0, rank)]
+    hosts = [f"rank {r} ({generation.members[r].host})" for r in (0, rank)]
     return (
         f"{name} is {first.get(name, 'missing')} on {hosts[0]} and {other.get(name, 'missing')} on "
         f"{hosts[1]}: {_REMEDIES.get(subject, 'they must be the same')}."

@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistError
 
 from paceline.cluster.launchers.launched_process import LaunchedProcess
-from paceline.cluster.membership.members import Members
+from paceline.cluster.membership.generation import Generation, Group
 from paceline.cluster.membership.process_identity import ProcessIdentity
 from paceline.cluster.rendezvous.deadline import (
     Deadline,
@@ -54,14 +54,12 @@ class FormedWorld:
     """A formed world, as one of its processes sees it.
 
     Attributes:
-        members: the members, and this process's rank among them.
-        token: the job token.
+        group: all ranks.
         space: address of the store, with the key prefix of this start.
         store: the store, opened at `space`.
     """
 
-    members: Members
-    token: str
+    group: Group
     space: StoreSpec
     store: Store
 
@@ -99,12 +97,12 @@ def form_world(
             register = _open if launched.rank == 0 else _find
             space, world = register(rendezvous, own, launched.world_size, deadline)
             store = open_store(space, STORE_LIMIT)
-            members = _members(world, own, store, listener, interface_names, deadline)
+            group = _group(world, own, store, listener, interface_names, deadline)
         except DistError as error:
             raise CommError(
                 f"The rendezvous was lost during the start: {first_line(error)}."
             ) from error
-    return FormedWorld(members=members, token=world.token, space=space, store=store)
+    return FormedWorld(group=group, space=space, store=store)
 
 
 def _open(
@@ -182,14 +180,14 @@ def _open_when_served(rendezvous: StoreSpec, world_size: int, deadline: Deadline
             )
 
 
-def _members(
+def _group(
     world: RegisteredWorld,
     own: Registration,
     store: Store,
     listener: ProbeListener,
     interface_names: Sequence[str],
     deadline: Deadline,
-) -> Members:
+) -> Group:
     groups = world.processes_by_machine()
     machine = next(i for i, group in enumerate(groups) if own in group)
     addresses: tuple[str, ...] = ("127.0.0.1",) * len(groups)
@@ -197,10 +195,11 @@ def _members(
         leaders = [group[0] for group in groups]
         probing = listener if own in leaders else None
         addresses = agreed_addresses(store, world.token, leaders, machine, probing, deadline)
-    return Members.on(
-        machine,
-        groups[machine].index(own),
-        workers_per_machine=tuple(map(len, groups)),
+    generation = Generation.of_workers(
+        [len(group) for group in groups],
+        start_id=world.registrations[0].id,
+        token=world.token,
         addresses=addresses,
-        hosts=tuple(group[0].process.host for group in groups),
+        hosts=[group[0].process.host for group in groups],
     )
+    return Group.world(generation, generation.rank_of(machine, groups[machine].index(own)))

@@ -14,7 +14,7 @@ In the start's own space, which is named by its id:
     world               all registrations, written by machine 0                 RegisteredWorld
     reach/<i>           the addresses at which machine i reached each of the others
     judged/<i>          machine i has read all `reach` entries
-    formed/<i>          what the workers of machine i need to know              WorldInfo
+    formed/<i>          the world that the workers of machine i join            Generation
     failure             why the run ended; the first report is the run's        FailureReport
     finished            machine 0 has marked the run as finished
     left/<i>            machine i has deregistered: it has ended and stopped its lease
@@ -33,13 +33,14 @@ In the start's own space, besides `world`, `failure`, `reach/<i>` and `judged/<i
     reported/<i>/<digest>  which rank of machine i prints the failure with this digest
     left/<i>            rank i has deregistered: it has ended
 
-Ranks write these into the space of a start, whatever started them; <g> is `Members.generation`:
+Ranks write these into the space of a start, whatever started them; <n> is `Generation.number`, and
+<g> is `Generation.key_prefix`:
 
     joins/<machine>/<i>                                  how often a supervised worker has joined
-    preflight/<subject>/<g>/facts/<i>, .../digest/<i>    what rank i compares with rank 0
+    preflight/<subject>/<n>/facts/<i>, .../digest/<i>    what rank i compares with rank 0
     from rank 0/<name>                                   a value that rank 0 shares
-    generation/<g>/<purpose>/...                         torch's rendezvous of a process group
-    generation/<g>/ended/<i>                             rank i closed its world after so many steps
+    <g>/<purpose>/...                                    torch's rendezvous of a process group
+    <g>/ended/<i>                                        rank i closed its world after so many steps
 
 Ranks are counted machine by machine; a launcher's may go round the machines:
 
@@ -59,7 +60,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.cluster.json_record import JsonRecord
-from paceline.cluster.membership.members import Members
 from paceline.cluster.membership.process_identity import ProcessIdentity
 from paceline.errors import ConfigError
 
@@ -143,27 +143,6 @@ class RegisteredWorld(JsonRecord):
         if self.registrations[0].node is not None:
             groups = dict(sorted(groups.items(), key=lambda item: item[1][0].node or 0))
         return tuple(_in_order(group) for group in groups.values())
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorldInfo(JsonRecord):
-    """World info: what all workers of a machine need to know about the world."""
-
-    token: str
-    workers_per_machine: tuple[int, ...]
-    addresses: tuple[str, ...]
-    hosts: tuple[str, ...]
-
-    def members(self, machine: int, local_rank: int, generation: int = 0) -> Members:
-        """Return a generation of the world as worker `local_rank` of `machine` sees it."""
-        return Members.on(
-            machine,
-            local_rank,
-            workers_per_machine=self.workers_per_machine,
-            addresses=self.addresses,
-            hosts=self.hosts,
-            generation=generation,
-        )
 
 
 def _in_order(group: Sequence[Registration]) -> tuple[Registration, ...]:

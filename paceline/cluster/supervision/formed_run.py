@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from torch._C._distributed_c10d import TCPStore
 
 from paceline.cluster.environment import WorkerEnvironment
+from paceline.cluster.membership.generation import Generation
 from paceline.cluster.rendezvous.registered_machine import FINISHED, RegisteredMachine
-from paceline.cluster.rendezvous.registration import RegisteredWorld, WorldInfo
+from paceline.cluster.rendezvous.registration import RegisteredWorld
 from paceline.cluster.stores.store_spec import STORE_ERRORS, first_line, peek
 from paceline.errors import CommError
 
@@ -37,13 +38,13 @@ class FormedRun:
     Attributes:
         registered: this machine's registration in the start.
         world: the registrations of all machines.
-        world_info: what this machine's workers need to know about the world.
+        generation: the first generation of the start.
         server: the TCP store's server, if this machine serves it; else None.
     """
 
     registered: RegisteredMachine
     world: RegisteredWorld
-    world_info: WorldInfo
+    generation: Generation
     server: TCPStore | None
 
     def worker_environment(self, local_rank: int, error_file: str) -> WorkerEnvironment:
@@ -118,6 +119,6 @@ class FormedRun:
                 return
             reason = f"its store is lost: {first_line(error)}"
         raise CommError(
-            f"machine 0 ({self.world_info.hosts[0]}) didn't confirm that the run is "
+            f"machine 0 ({self.generation.leader.host}) didn't confirm that the run is "
             f"finished ({reason}): start the same command again on all machines."
         )

@@ -93,8 +93,8 @@ class LaunchedEnd(ProcessEnd):
     ) -> None:
         self._world, self._rendezvous, self._server = world, rendezvous, server
         self._cleans_up, self._timeout = cleans_up, timeout
-        members = world.members
-        self._name = members.describe(members.rank)
+        group = world.group
+        self._name = group.generation.describe(group.rank)
 
     def fail(self, error: BaseException) -> int:
         failure = FailureReport.of(error)
@@ -124,7 +124,7 @@ class LaunchedEnd(ProcessEnd):
             post(self._world.store, failure.by(self._name))
             # A mistake of all processes of a machine, such as a wrong flag, is printed once.
             digest = hashlib.sha256(failure.text.encode()).hexdigest()[:16]
-            key = f"reported/{self._world.members.machine}/{digest}"
+            key = f"reported/{self._world.group.machine}/{digest}"
             if self._world.store.compare_set(key, "", self._name) == self._name.encode():
                 print_message(f"{self._name}: {failure.text}")
             return failure.status
@@ -143,11 +143,11 @@ class LaunchedEnd(ProcessEnd):
         return FailureReport.from_text(text)
 
     def _deregister(self, limit: float) -> None:
-        members, store = self._world.members, self._world.store
-        store.set(f"left/{members.rank}", "")
+        group, store = self._world.group, self._world.store
+        store.set(f"left/{group.rank}", "")
         if not self._cleans_up:
             return
-        others = [f"left/{rank}" for rank in range(members.world_size)]
+        others = [f"left/{rank}" for rank in range(group.size)]
         deadline = time.monotonic() + limit
         while not store.check(others) and time.monotonic() < deadline:
             if peek(store, FAILURE) is not None:

@@ -165,7 +165,7 @@ class _Workers:
 
     def _start(self, argv: Sequence[str]) -> FailureReport | None:
         if self._plan.machines > 1:
-            first = self._run.world_info.hosts[0]
+            first = self._run.generation.leader.host
             self._report(f"all {self._plan.machines} machines have joined; rank 0 is on {first}.")
         for local_rank in range(self._plan.workers):
             memory = os.memfd_create(f"paceline error file {local_rank}")
@@ -260,12 +260,13 @@ class _Workers:
             worker.send(number)
 
     def _name(self, local_rank: int) -> str:
-        members = self._run.world_info.members(self._plan.machine, local_rank)
-        return members.describe(members.rank)
+        generation = self._run.generation
+        return generation.describe(generation.rank_of(self._plan.machine, local_rank))
 
     def _machine(self) -> str:
-        machine = self._plan.machine
-        return f"machine {machine} ({self._run.world_info.hosts[machine]})"
+        generation, machine = self._run.generation, self._plan.machine
+        host = generation.members[generation.rank_of(machine, 0)].host
+        return f"machine {machine} ({host})"
 
 
 def _finish_late(plan: RunPlan, finish: Callable[[], None] | None) -> FailureReport:

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -20,15 +21,14 @@ from typing import NoReturn
 from torch._C._distributed_c10d import Store
 
 from paceline.cluster.environment import WorkerEnvironment, worker_environment
-from paceline.cluster.membership.members import Members
-from paceline.cluster.rendezvous.registration import WorldInfo
+from paceline.cluster.membership.generation import Generation, Group
 from paceline.cluster.stores.store_spec import open_store
 from paceline.cluster.supervision.allocator import keep_freed_memory
 from paceline.cluster.supervision.failure_report import FailureReport
 from paceline.cluster.supervision.parent_death_watchdog import watch_parent
 
 
-def run_worker(environment: WorkerEnvironment, work: Callable[[Members, Store, str], None]) -> None:
+def run_worker(environment: WorkerEnvironment, work: Callable[[Group, Store], None]) -> None:
     """Do a worker's work, and end the process with a report to the supervisor if it fails.
 
     A worker that fails or was stopped ends at once, without the interpreter's shutdown: threads
@@ -36,7 +36,7 @@ def run_worker(environment: WorkerEnvironment, work: Callable[[Members, Store, s
 
     Args:
         environment: the worker's rank and machine, and the run's store.
-        work: called with the world, the store and the job token.
+        work: called with the group of all ranks and the store.
     """
     end_with_supervisor()
     keep_freed_memory()
@@ -48,8 +48,8 @@ def run_worker(environment: WorkerEnvironment, work: Callable[[Members, Store, s
         end_process(report_error(environment, error))
 
 
-def read_world(environment: WorkerEnvironment) -> tuple[Members, Store, str]:
-    """Open the run's store; return the world as this worker sees it, the store and the job token.
+def read_world(environment: WorkerEnvironment) -> tuple[Group, Store]:
+    """Open the run's store; return the group of all ranks and the store.
 
     A script may join, close its world and join again: each time is a generation of its own.
 
@@ -60,10 +60,11 @@ def read_world(environment: WorkerEnvironment) -> tuple[Members, Store, str]:
         CommError: the store can't be reached.
     """
     store = open_store(environment.store, timedelta(seconds=environment.first_iter_timeout))
-    info = WorldInfo.from_text(store.get(f"formed/{environment.machine}"))
     machine, local_rank = environment.machine, environment.local_rank
-    generation = store.add(f"joins/{machine}/{local_rank}", 1) - 1
-    return info.members(machine, local_rank, generation), store, info.token
+    formed = Generation.from_text(store.get(f"formed/{machine}"))
+    number = store.add(f"joins/{machine}/{local_rank}", 1) - 1
+    generation = replace(formed, number=number)
+    return Group.world(generation, generation.rank_of(machine, local_rank)), store
 
 
 def report_error(environment: WorkerEnvironment, error: BaseException) -> int:

@@ -14,7 +14,6 @@ from torch.distributed import HashStore, Store
 from paceline.algorithms.data_parallel import DataParallel
 from paceline.algorithms.notified import PutOptions, make_notified
 from paceline.algorithms.sharded import make_sharded
-from paceline.cluster.membership.members import Members
 from paceline.codecs.codecs import CODECS
 from paceline.comm.communicator import Communicator
 from paceline.comm.connection_window import connect_window
@@ -28,6 +27,7 @@ from paceline.reduce.put_engine.layout import Topology
 from paceline.update.shard_optimizer import ShardOptimizer
 from paceline.update.updater import make_updater
 from paceline.wiring.peers import Peers, connect_group
+from tests.harness.processes.worlds import world_of
 
 LIMIT = 90.0  # generous: the machine may be busy, and a fresh clone compiles the kernels
 IntraMachine = Callable[[int], Communicator]  # connects a rank with those of its machine
@@ -150,21 +150,10 @@ def peers_on_gloo(
     machines: Sequence[int], communicator: Communicator, store: Store, limit: float
 ) -> Peers:
     """Connect a rank with those of its machine by Gloo, as if they had GPUs."""
-    topology, rank = Topology.of(machines), communicator.rank
-    number = topology.group_of(rank)
-    ranks = topology.groups[number]
-    members = Members.on(
-        number,
-        ranks.index(rank),
-        workers_per_machine=tuple(machines),
-        addresses=("127.0.0.1",) * len(machines),
-        hosts=("localhost",) * len(machines),
-    )
-    limits = (limit, limit)
-    intra_machine = connect_group(members, store, torch.device("cpu"), limits)
+    group, limits = world_of(machines, communicator.rank), (limit, limit)
+    intra_machine = connect_group(group, store, torch.device("cpu"), limits)
     return Peers(
-        members=members,
-        token="token",
+        group=group,
         limits=limits,
         communicator=communicator,
         intra_machine=intra_machine,

@@ -12,22 +12,22 @@ from datetime import timedelta
 from torch._C._distributed_c10d import Store
 
 from paceline.cluster.environment import WORKER_VARIABLE, read_environment
-from paceline.cluster.membership.members import Members
+from paceline.cluster.membership.generation import Group
 from paceline.cluster.supervision.worker import run_worker
 from paceline.errors import DataError
 from tests.harness.processes.gloo_all_reduce import sum_of_ranks
 
 
-def work(members: Members, store: Store, _token: str) -> None:
+def work(group: Group, store: Store) -> None:
     with socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as stage:
         stage.sendall(f"{os.getpid()}\n{os.environ[WORKER_VARIABLE]}\n".encode())
         for line in stage.makefile("r"):
-            _obey(line.strip(), stage, members, store)
+            _obey(line.strip(), stage, group, store)
 
 
-def _obey(order: str, stage: socket.socket, members: Members, store: Store) -> None:
+def _obey(order: str, stage: socket.socket, group: Group, store: Store) -> None:
     if order == "sum the ranks":
-        stage.sendall(f"{sum_of_ranks(members, store)}\n".encode())
+        stage.sendall(f"{sum_of_ranks(group, store)}\n".encode())
     elif order == "have a child":
         subprocess.Popen(["sleep", "1000"], pass_fds=[stage.fileno()])
         stage.sendall(b"born\n")

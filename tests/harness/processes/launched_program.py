@@ -49,7 +49,7 @@ def main(environment: Environment, limit: float, order: str, folder: str = "") -
 
 
 def _obey(order: str, joined: Joined, limit: float) -> None:
-    rank = joined.members.rank
+    rank = joined.group.rank
     if order == "sum":
         Path(f"facts.{rank}.json").write_text(json.dumps(_facts(joined, limit)))
     elif order == "all mistaken":
@@ -62,16 +62,16 @@ def _obey(order: str, joined: Joined, limit: float) -> None:
 
 
 def _facts(joined: Joined, limit: float) -> dict[str, object]:
-    members = joined.members
+    group = joined.group
     return {
         "launcher": joined.launcher,
-        "rank": members.rank,
-        "machine": members.machine,
-        "machines": members.workers_per_machine,
-        "addresses": members.addresses,
-        "told": joined.from_rank_0("greeting", f"hello from rank {members.rank}", limit),
-        "token": joined.token,
-        "sum": sum_of_ranks(members, joined.store) if members.world_size > 1 else 0,
+        "rank": group.rank,
+        "machine": group.machine,
+        "machines": group.generation.workers_per_machine,
+        "addresses": list(dict.fromkeys(m.address for m in group.generation.members)),
+        "told": joined.from_rank_0("greeting", f"hello from rank {group.rank}", limit),
+        "token": group.generation.token,
+        "sum": sum_of_ranks(group, joined.store) if group.size > 1 else 0,
     }
 
 

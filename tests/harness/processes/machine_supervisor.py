@@ -10,7 +10,7 @@ import sys
 from torch._C._distributed_c10d import Store
 
 from paceline.cluster.environment import read_environment
-from paceline.cluster.membership.members import Members
+from paceline.cluster.membership.generation import Group
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.stores.store_spec import StoreSpec, run_space
 from paceline.cluster.supervision.supervisor import supervise
@@ -18,9 +18,10 @@ from paceline.cluster.supervision.worker import run_worker
 from tests.harness.processes.gloo_all_reduce import sum_of_ranks
 
 
-def work(members: Members, store: Store, _token: str) -> None:
-    total = sum_of_ranks(members, store)
-    print(f"rank {members.rank} at {members.address} of {members.addresses}: {total}", flush=True)
+def work(group: Group, store: Store) -> None:
+    total = sum_of_ranks(group, store)
+    addresses = tuple(dict.fromkeys(m.address for m in group.generation.members))
+    print(f"rank {group.rank} at {group.address} of {addresses}: {total}", flush=True)
 
 
 def main() -> int:

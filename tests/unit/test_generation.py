@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -12,55 +13,68 @@ from paceline.cluster.environment import (
     environment_of,
     read_environment,
 )
-from paceline.cluster.membership.members import Members
+from paceline.cluster.membership.generation import Generation, Group
 from paceline.cluster.rendezvous.machine_rendezvous import serve
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.stores.store_spec import StoreSpec, open_store
 from paceline.cluster.supervision.failure_report import FailureReport, cause
 from paceline.config.world import WorldConfig
 from paceline.errors import CommTimeout, ConfigError, DataError, PeerLost
+from tests.harness.processes.worlds import world_of
 
 MACHINES = (2, 1, 3)
 
 
-def member(machine: int, local_rank: int) -> Members:
-    return Members.on(
-        machine,
-        local_rank,
-        workers_per_machine=MACHINES,
-        addresses=("10.0.0.1", "10.0.0.2", "10.0.0.3"),
-        hosts=("a", "b", "c"),
-    )
+def member(rank: int) -> Group:
+    return world_of(MACHINES, rank, addresses=("10.0.0.1", "10.0.0.2", "10.0.0.3"))
 
 
 def test_ranks_are_counted_machine_by_machine() -> None:
-    world = [member(m, local) for m, count in enumerate(MACHINES) for local in range(count)]
-    assert [m.rank for m in world] == [0, 1, 2, 3, 4, 5]
-    assert [m.local_rank for m in world] == [0, 1, 0, 0, 1, 2]
-    assert [m.local_world_size for m in world] == [2, 2, 1, 3, 3, 3]
-    assert {m.world_size for m in world} == {6}
-    assert [world[0].machine_of(rank) for rank in range(6)] == [0, 0, 1, 2, 2, 2]
-    assert member(2, 1).address == "10.0.0.3"
-    assert member(0, 0).describe(4) == "rank 4 on machine 2 (c)"
+    world = [member(rank) for rank in range(6)]
+    (generation,) = {group.generation for group in world}
+    assert [group.rank for group in world] == [0, 1, 2, 3, 4, 5]
+    assert [group.local_rank for group in world] == [0, 1, 0, 0, 1, 2]
+    assert [group.local_world_size for group in world] == [2, 2, 1, 3, 3, 3]
+    assert {group.size for group in world} == {generation.world_size} == {6}
+    assert [generation.machine_of(rank) for rank in range(6)] == [0, 0, 1, 2, 2, 2]
+    assert [generation.rank_of(group.machine, group.local_rank) for group in world] == [*range(6)]
+    assert generation.workers_per_machine == MACHINES
+    assert member(4).address == "10.0.0.3"
+    assert generation.describe(4) == "rank 4 on machine 2 (c)"
+    assert (generation.leader.machine, generation.leader.local_rank) == (0, 0)
+    assert generation.contributors == generation.owners == (0, 1, 2, 3, 4, 5)
 
 
-def test_members_that_contradict_themselves_are_a_bug() -> None:
+def test_the_workers_of_a_machine_are_a_group_with_ranks_of_its_own() -> None:
+    groups = [member(rank).on_machine() for rank in range(6)]
+    assert [group.ranks for group in groups] == [*((0, 1),) * 2, (2,), *((3, 4, 5),) * 3]
+    assert [group.rank for group in groups] == [0, 1, 0, 0, 1, 2]
+    assert [group.size for group in groups] == [2, 2, 1, 3, 3, 3]
+    assert [group.machine for group in groups] == [0, 0, 1, 2, 2, 2]
+
+
+def test_each_member_has_an_id_of_its_own() -> None:
+    assert len({each.id for each in member(0).generation.members}) == 6
+
+
+def test_members_that_arent_counted_machine_by_machine_are_a_bug() -> None:
+    generation = member(0).generation
     with pytest.raises(AssertionError):
-        Members(
-            generation=0,
-            rank=1,
-            world_size=2,
-            local_rank=0,
-            local_world_size=2,
-            machine=0,
-            workers_per_machine=(2,),
-            addresses=("127.0.0.1",),
-            hosts=("a",),
-        )
+        replace(generation, members=generation.members[::-1])
+    with pytest.raises(AssertionError):
+        replace(generation, members=generation.members[:1] * 2)
 
 
-def test_a_world_may_have_one_worker() -> None:
-    assert (Members.alone().world_size, Members.alone().address) == (1, "127.0.0.1")
+def test_a_generation_survives_the_store() -> None:
+    generation = member(0).generation
+    assert Generation.from_text(generation.to_text()) == generation
+
+
+def test_keys_differ_by_token_and_number_and_dont_show_the_token() -> None:
+    generation = replace(member(0).generation, token="secret")
+    others = [generation, replace(generation, number=1), replace(generation, token="another")]
+    assert len({other.key_prefix for other in others}) == 3
+    assert "secret" not in generation.key_prefix + repr(generation)
 
 
 def test_what_a_supervisor_gives_a_worker_survives_its_environment() -> None:

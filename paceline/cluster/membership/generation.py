@@ -1,0 +1,192 @@
+"""A generation of the world, its members, and the groups of ranks in it that communicate.
+
+Ranks are counted machine by machine. Machines may have different numbers of workers:
+
+    machine          0       1           2             workers_per_machine = (2, 1, 3)
+    local rank     0   1     0       0   1   2
+    rank           0   1     2       3   4   5         the index in `members`
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Self
+
+from paceline.cluster.json_record import JsonRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """Member: one process of the world.
+
+    Attributes:
+        id: unique over the run; a restarted process is another member.
+        role: "worker": computes gradients; "server": owns parameters.
+        machine: the number of the process's machine (Caffe2's shard_id).
+        local_rank: the process's rank among those of its machine.
+        address: the IPv4 address at which other machines reach the process's machine.
+        host: the machine's host name, for messages.
+    """
+
+    id: str
+    role: Literal["worker", "server"]
+    machine: int
+    local_rank: int
+    address: str
+    host: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation(JsonRecord):
+    """Generation: one membership of the world, the same value on all ranks.
+
+    Attributes:
+        number: how many worlds these processes closed before in one start of the run.
+        token: the job token, with which the members authenticate each other.
+        members: the members, in rank order.
+    """
+
+    number: int
+    token: str = field(repr=False)
+    members: tuple[Member, ...]
+
+    def __post_init__(self) -> None:
+        places = [(member.machine, member.local_rank) for member in self.members]
+        assert places
+        assert places == sorted(set(places))
+
+    @classmethod
+    def of_workers(
+        cls,
+        workers_per_machine: Sequence[int],
+        *,
+        start_id: str,
+        token: str,
+        addresses: Sequence[str],
+        hosts: Sequence[str],
+    ) -> Self:
+        """Return the first generation of a start whose members are workers.
+
+        Args:
+            workers_per_machine: for each machine, its number of workers.
+            start_id: distinguishes the start from all others of the run.
+            token: the job token.
+            addresses: for each machine, the address at which the others reach it.
+            hosts: for each machine, its host name.
+        """
+        machines = [m for m, count in enumerate(workers_per_machine) for _ in range(count)]
+        members = tuple(
+            Member(
+                id=f"{start_id}/{rank}",
+                role="worker",
+                machine=machine,
+                local_rank=rank - machines.index(machine),
+                address=addresses[machine],
+                host=hosts[machine],
+            )
+            for rank, machine in enumerate(machines)
+        )
+        return cls(number=0, token=token, members=members)
+
+    @property
+    def world_size(self) -> int:
+        """The number of members."""
+        return len(self.members)
+
+    @property
+    def workers_per_machine(self) -> tuple[int, ...]:
+        """For each machine, in order of the machines' numbers, its number of workers."""
+        return tuple(Counter(member.machine for member in self.members).values())
+
+    @property
+    def leader(self) -> Member:
+        """The member of rank 0."""
+        return self.members[0]
+
+    @property
+    def contributors(self) -> tuple[int, ...]:
+        """The ranks that contribute gradients."""
+        return tuple(range(self.world_size))
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """The ranks that own shards."""
+        return tuple(range(self.world_size))
+
+    @property
+    def key_prefix(self) -> str:
+        """Prefix of this generation's keys in the store; it doesn't reveal the token."""
+        text = f"paceline generation {self.number} {self.token}"
+        return f"generation/{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+    def rank_of(self, machine: int, local_rank: int) -> int:
+        """Return the rank of a machine's process."""
+        places = [(member.machine, member.local_rank) for member in self.members]
+        return places.index((machine, local_rank))
+
+    def machine_of(self, rank: int) -> int:
+        """Return the number of the machine that a rank runs on."""
+        assert rank >= 0
+        return self.members[rank].machine
+
+    def describe(self, rank: int) -> str:
+        """Name a rank for messages: "rank 3 on machine 1 (host)"."""
+        return f"rank {rank} on machine {self.machine_of(rank)} ({self.members[rank].host})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Group: ranks of one generation that communicate, as one of them sees it.
+
+    Attributes:
+        generation: the generation.
+        ranks: the members' ranks in the generation, in order.
+        rank: this process's rank in the group, 0 to size - 1.
+    """
+
+    generation: Generation
+    ranks: tuple[int, ...]
+    rank: int
+
+    @classmethod
+    def world(cls, generation: Generation, rank: int) -> Self:
+        """Return the group of all ranks, as one of them sees it."""
+        return cls(generation=generation, ranks=tuple(range(generation.world_size)), rank=rank)
+
+    def on_machine(self) -> Self:
+        """Return the group of the workers of this process's machine."""
+        members = enumerate(self.generation.members)
+        ranks = tuple(rank for rank, member in members if member.machine == self.machine)
+        return type(self)(generation=self.generation, ranks=ranks, rank=self.local_rank)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks in the group: of the group of all ranks, the world size."""
+        return len(self.ranks)
+
+    @property
+    def machine(self) -> int:
+        """The number of this process's machine."""
+        return self._member.machine
+
+    @property
+    def local_rank(self) -> int:
+        """This process's local rank."""
+        return self._member.local_rank
+
+    @property
+    def local_world_size(self) -> int:
+        """The number of workers on this process's machine."""
+        return sum(member.machine == self.machine for member in self.generation.members)
+
+    @property
+    def address(self) -> str:
+        """The address of this process's machine: what its Gloo and NCCL listen on."""
+        return self._member.address
+
+    @property
+    def _member(self) -> Member:
+        return self.generation.members[self.ranks[self.rank]]
