@@ -158,8 +158,7 @@ def _gloo(
         opened = dict(_descriptors().items() - before.items())
     options._devices = [device]
     group = gloo(store, rank, world_size, options)
-    _stop_listening(opened, address)
-    return group, [number for number, kind in opened.items() if kind == _EVENT_LOOP]
+    return group, _stop_listening(opened, address)
 
 
 def _descriptors() -> dict[int, str]:
@@ -171,7 +170,7 @@ def _descriptors() -> dict[int, str]:
     return found
 
 
-def _stop_listening(opened: dict[int, str], address: str) -> None:
+def _stop_listening(opened: dict[int, str], address: str) -> list[int]:
     """Close the port of a Gloo device whose group is connected.
 
     Gloo would accept every connection until the group ends, keep its descriptor, and abort the
@@ -182,24 +181,40 @@ def _stop_listening(opened: dict[int, str], address: str) -> None:
     Args:
         opened: the descriptors that the device opened, and what each refers to.
         address: the IP address on which it listens.
+
+    Returns:
+        the descriptors of its event loops.
     """
     with ExitStack() as stack:
         for number, target in opened.items():
             if target.startswith("socket:") and _listens(number, address):
-                loops = [
-                    stack.enter_context(select.epoll.fromfd(os.dup(loop)))
+                numbers = [
+                    loop
                     for loop, kind in opened.items()
-                    if kind == _EVENT_LOOP and _watches(loop, number)
+                    if kind == _EVENT_LOOP and number in _watched(loop)
                 ]
-                if loops:  # otherwise it is another thread's port, opened meanwhile
+                if numbers:  # otherwise it is another thread's port, opened meanwhile
+                    loops = [select.epoll.fromfd(os.dup(loop)) for loop in numbers]
+                    for loop in loops:
+                        stack.enter_context(loop)
                     _replace(number, loops)
+                    return numbers
+    return []
 
 
-def _watches(loop: int, number: int) -> bool:
-    """Return whether an event loop has a descriptor; another thread's loop may be closed by now."""
-    with suppress(OSError):
-        return f"tfd: {number:8} " in Path(f"/proc/self/fdinfo/{loop}").read_text()
-    return False
+def _watched(loop: int) -> list[int]:
+    """Return the descriptors whose files an event loop of this process has.
+
+    A loop names each file by the descriptor that it was added by. In a loop of another thread that
+    number may by now be another file's.
+    """
+    found = []
+    with suppress(OSError):  # another thread's loop, which is closed by now
+        for digits, inode in _WATCHED.findall(Path(f"/proc/self/fdinfo/{loop}").read_text()):
+            with suppress(OSError):
+                if os.fstat(int(digits)).st_ino == int(inode, 16):
+                    found.append(int(digits))
+    return found
 
 
 def _listens(number: int, address: str) -> bool:
@@ -236,13 +251,10 @@ def _close_inherited(communicator: ProcessGroupCommunicator) -> None:
 
 def _connections_of(loop: int) -> Iterator[int]:
     """Yield the descriptors of the connections that an event loop of this process has."""
-    with suppress(OSError):  # the loop has ended
-        for digits, inode in _WATCHED.findall(Path(f"/proc/self/fdinfo/{loop}").read_text()):
-            number = int(digits)
-            with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
-                connection.getpeername()  # raises where it is the listening socket
-                if os.fstat(number).st_ino == int(inode, 16):  # not a later file's
-                    yield number
+    for number in _watched(loop):
+        with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+            connection.getpeername()  # raises where it is the listening socket
+            yield number
 
 
 def _nccl(store: Store, rank: int, world_size: int, limit: timedelta) -> Any:

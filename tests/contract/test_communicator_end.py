@@ -78,6 +78,22 @@ def test_only_a_port_of_gloos_event_loop_is_closed(watched: bool) -> None:
             socket.create_connection(address, LIMIT).close()
 
 
+def test_an_event_loop_that_names_a_file_by_a_number_of_another_is_left_alone() -> None:
+    """A loop still has a file whose descriptor was closed and whose number is the port's now."""
+    with select.epoll() as other, select.epoll() as loop:
+        first, held = os.pipe()
+        other.register(first, select.EPOLLIN)
+        copy = os.dup(first)  # so that the loop doesn't forget the file
+        with socket.create_server(("127.0.0.1", 0)) as port:
+            os.dup2(port.fileno(), first)
+            loop.register(first, select.EPOLLIN)
+            numbers = (first, other.fileno(), loop.fileno())
+            opened = {n: os.readlink(f"/proc/self/fd/{n}") for n in numbers}
+            assert _stop_listening(opened, "127.0.0.1") == [loop.fileno()]
+        for number in (first, held, copy):
+            os.close(number)
+
+
 def close_beside_a_stopped_peer(c: Communicator) -> str:
     """Return the error of a wait for a stopped peer, which `close` ends; rank 1 is that peer."""
     pids = gather_counts(c, os.getpid(), torch.device("cpu"), "the process ids")

@@ -1,7 +1,8 @@
 """Ports for servers that a test starts a moment later, while other tests run beside it.
 
-They lie below those that Linux gives away by itself, to connections and to whoever binds port 0,
-and no process takes one twice: nobody has them before the server does.
+They lie below those that Linux gives away by itself, to connections and to whoever binds port 0.
+No process takes one twice, and none that another process of tests has taken: an abstract socket
+named after the port guards it until the process ends. So nobody has it before the server does.
 """
 
 from __future__ import annotations
@@ -28,12 +29,17 @@ def _free() -> Iterator[int]:
     ports = list(RANGE)
     random.Random(os.getpid()).shuffle(ports)  # other processes test too
     for port in ports:
+        guard = socket.socket(socket.AF_UNIX)
         with socket.socket() as probe:
             try:
+                guard.bind(f"\0paceline-tests-port-{port}")
                 probe.bind(("127.0.0.1", port))
             except OSError:
+                guard.close()
                 continue
+        _GUARDS.append(guard)
         yield port
 
 
+_GUARDS: list[socket.socket] = []
 _PORTS = _free()
