@@ -67,8 +67,9 @@ def _rank(
     rank, world_size, port = rendezvous
     torch.set_num_threads(1)
     try:
+        store = TCPStore("127.0.0.1", port, world_size, is_master=False)
         communicator = ProcessGroupCommunicator(
-            TCPStore("127.0.0.1", port, world_size, is_master=False),
+            store,
             rank=rank,
             world_size=world_size,
             device=torch.device("cpu"),
@@ -76,6 +77,8 @@ def _rank(
             first_timeout=30,
             timeout=30,
         )
+        store.set(f"connected/{rank}", "")
+        store.wait([f"connected/{each}" for each in range(world_size)])  # one may close at once
         _send(pipe, (True, function(communicator, *args)))
     except BaseException:
         _send(pipe, (False, traceback.format_exc()))
