@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from place import Place, Variant, join_gloo, meet, nothing, peers_of
+from place import Place, Variant, join_gloo, meet, nothing, run_of
 from ranks import serve
 from stream import Stream
 from table import method_of, size_of
@@ -109,11 +109,11 @@ def notified(summands: Summands, store: Store, size: int | None, connections: in
     size = size or SyncConfig(sync="notified").bucket_bytes // ITEM
     buckets = [[torch.from_numpy(part.numpy())] for part in summands.values.split(size)]
     specs = [BucketSpec(lengths=(len(part),), dtype=part.dtype) for (part,) in buckets]
-    peers = peers_of(summands.setting, store)
-    layout = lay_out(specs, peers.topology)
-    window = peers.open_window(layout.size, layout.notifications, connections=connections)
+    context = run_of(summands.setting, store).context
+    layout = lay_out(specs, context.topology)
+    window = context.open_window(layout.size, layout.notifications, connections=connections)
     names = [("values",)] * len(buckets)
-    exchange = PutExchange(window, layout, buckets, names, Timeout(*peers.limits))
+    exchange = PutExchange(window, layout, buckets, names, Timeout(*context.limits))
     sums: list[Tensor] = []
 
     def step() -> None:

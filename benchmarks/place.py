@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -13,8 +14,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
 from paceline.cluster.membership.generation import Generation, Group
-from paceline.comm.process_group import ProcessGroupCommunicator
-from paceline.wiring import Peers
+from paceline.run.generation_context import GenerationContext
+from paceline.run.run import Run
+from paceline.wiring import connect
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,17 +67,8 @@ def meet(place: Place, name: str) -> Store:
     return store
 
 
-def peers_of(place: Place, store: Store) -> Peers:
+def run_of(place: Place, store: Store) -> Run:
     """Connect with the other ranks as `paceline train` does; collective."""
-    communicator = ProcessGroupCommunicator(
-        store,
-        rank=place.rank,
-        world_size=place.ranks,
-        device=torch.device("cpu"),
-        address=place.address,
-        first_timeout=LIMIT,
-        timeout=LIMIT,
-    )
     addresses = tuple(place.company)
     generation = Generation.of_workers(
         tuple(place.company.values()),
@@ -84,11 +77,10 @@ def peers_of(place: Place, store: Store) -> Peers:
         addresses=addresses,
         hosts=addresses,
     )
-    return Peers(
-        group=Group.world(generation, place.rank),
-        limits=(LIMIT, LIMIT),
-        communicator=communicator,
-    )
+    device, limits = torch.device("cpu"), (LIMIT, LIMIT)
+    connecting = partial(connect, store=store, device=device, limits=limits)
+    group = Group.world(generation, place.rank)
+    return Run(context=GenerationContext(group, connecting, device=device, limits=limits))
 
 
 def join_gloo(place: Place, store: Store) -> None:

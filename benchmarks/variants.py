@@ -36,7 +36,7 @@ from itertools import count
 
 import torch
 import torch.distributed as dist
-from place import Place, Variant, join_gloo, meet, nothing, peers_of
+from place import Place, Variant, join_gloo, meet, nothing, run_of
 from ranks import keep_to_own_cores, serve
 from stream import Stream
 from table import method_of, size_of
@@ -199,9 +199,9 @@ def auto(setting: Setting, store: Store, bucket_mb: float) -> Variant:
 
 def bind(training: Training, setting: Setting, store: Store, config: SyncConfig) -> Replica:
     """Bind the model to the other ranks as `paceline train` does; collective."""
-    peers = peers_of(setting, store)
+    run = run_of(setting, store)
     trial = TrialSetting(steps=sys.maxsize, report=partial(print, file=sys.stderr, flush=True))
-    return replicate(training.model, training.optimizer, peers, config, setting=trial)
+    return replicate(training.model, training.optimizer, run, config, setting=trial)
 
 
 PACELINE: dict[str, Callable[..., Variant]] = {

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline.comm.communicator import Communicator, total
+from paceline.comm.communicator import total
 from paceline.data.loader import Batch, DatabaseLoader
 from paceline.models.output_check import check_output, explained_errors, explained_memory
 from paceline.observe.score_counter import BATCH_SUMS, Scores, add_scores, scores
-from paceline.recorder import Recorder
 from paceline.replica.replica import Replica
 from paceline.run.precision import Precision
 from paceline.run.steps import Steps
@@ -32,11 +31,9 @@ class Trainer:
     precision: Precision
     replica: Replica
     steps: Steps
-    communicator: Communicator
     device: torch.device
     train: DatabaseLoader
     test: DatabaseLoader | None
-    recorder: Recorder
     save: Callable[[], None]
     epochs: int
     num_labels: int
@@ -53,7 +50,7 @@ class Trainer:
         rate = self.schedule.get_last_lr()[0]
         trained = self._train_epoch(epoch)
         tested = self._evaluate(epoch) if self.test is not None else None
-        self.recorder.event(
+        self.steps.run.recorder.event(
             "epoch",
             epoch=epoch,
             seconds=time.perf_counter() - started,
@@ -94,11 +91,13 @@ class Trainer:
     @torch.no_grad()
     def _evaluate(self, epoch: int) -> Scores:
         assert self.test is not None
+        run = self.steps.run
         self.model.eval()
         sums = torch.zeros(BATCH_SUMS, dtype=torch.float64, device=self.device)
         for step in range(self.test.steps):
             batch = self.test.batch(epoch, step)
             logits, loss = self._predict(batch)
             add_scores(sums, loss, logits, batch.labels, batch.place.count)
-            self.recorder.event("evaluate", step=step, steps=self.test.steps)
-        return scores(total(self.communicator, sums, "the sums of an evaluation").tolist())
+            run.recorder.event("evaluate", step=step, steps=self.test.steps)
+        what = "the sums of an evaluation"
+        return scores(total(run.context.communicator, sums, what).tolist())

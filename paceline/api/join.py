@@ -28,7 +28,7 @@ from paceline.config.run import OutputConfig
 from paceline.errors import ConfigError
 from paceline.observe.event_file import EventFile
 from paceline.observe.step_account import StepAccount
-from paceline.recorder import NullRecorder, Recorder
+from paceline.run.run import Run
 from paceline.state.run_folder import RunFolder
 from paceline.wiring import Start, build_trace, cores_per_worker, find_start
 
@@ -128,32 +128,29 @@ def join(
 
 def _open_world(session: Session) -> World:
     """Agree with the other ranks, connect to them and find where the run resumes; collective."""
-    run, output, group = session.run, session.output, session.joined.group
-    if run is not None and group.local_rank == 0:
-        folder = RunFolder(run, shard_id=group.machine)
+    path, output, group = session.run, session.output, session.joined.group
+    if path is not None and group.local_rank == 0:
+        folder = RunFolder(path, shard_id=group.machine)
         folder.check(session.identity, anew=output.resume == "no")
         folder.open(session.identity)
         session.resources.callback(folder.close)
     session.require_equal("versions", version_facts())
-    given = {"run": "given" if run else "not given", "trace_steps": output.trace_steps}
+    given = {"run": "given" if path else "not given", "trace_steps": output.trace_steps}
     session.require_equal("arguments of join()", {**session.identity, **given})
     if group.local_world_size > 1:  # the cores of a machine are shared among its processes
         cores = cores_per_worker(group.local_world_size)
         torch.set_num_threads(min(torch.get_num_threads(), cores))
-    communicator = session.connect("steps")
-    start, trace = Start(), None
-    recorder: Recorder = NullRecorder()
-    if run is not None:
-        start = find_start(output, run, session.identity, communicator, session.device)
+    start, run = Start(), Run(context=session.connect())
+    if path is not None:
+        communicator = run.context.communicator
+        start = find_start(output, path, session.identity, communicator, session.device)
         for note in start.notes if group.rank == 0 else ():
             print_message(note)
-        run.mkdir(parents=True, exist_ok=True)  # on machines without rank 0
-        trace = build_trace(
-            output, group, run, communicator, session.device, print_message_for_scripts
-        )
-        recorder = StepAccount(EventFile(run, group.rank), trace=trace)
-    session.resources.callback(recorder.close)
-    return World(session, communicator, start, recorder, trace)
+        path.mkdir(parents=True, exist_ok=True)  # on machines without rank 0
+        run.trace = build_trace(output, run, path, session.device, print_message_for_scripts)
+        run.recorder = StepAccount(EventFile(path, group.rank), trace=run.trace)
+    session.resources.callback(run.recorder.close)
+    return World(session, run, start)
 
 
 def _print_stopped(joined: Joined, run: Path | None, number: signal.Signals) -> None:

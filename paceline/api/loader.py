@@ -139,8 +139,7 @@ def loader(
         mapped = MappedLoader(
             dataset,
             order,
-            rank=world.rank,
-            world_size=world.world_size,
+            rank_and_size=world._run.rank_and_size,
             num_workers=num_workers,
             collate=collate_fn,
             pin_memory=pin_memory,

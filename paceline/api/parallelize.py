@@ -17,13 +17,13 @@ from paceline.api.argument_names import (
 from paceline.api.tracked import refuse_foreign
 from paceline.api.world import World
 from paceline.cluster.rendezvous.preflight import model_facts
-from paceline.comm.communicator import broadcast_state, until_end
+from paceline.comm.communicator import broadcast_state
 from paceline.comm.nixl.agent import require_nixl
 from paceline.config.world import CHOICES, SyncConfig
 from paceline.errors import ConfigError, Message
 from paceline.run.autotune import TrialSetting
 from paceline.update.batch_norm import BatchShare, convert_sync_batchnorm
-from paceline.wiring import Peers, connect_machine
+from paceline.wiring import connect_machine
 from paceline.wiring.exchange import refuse_gpu, replicate
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -73,7 +73,7 @@ def parallelize(
     """
     with errors_name_arguments():
         session = world._session
-        joined, resources, timeouts = session.joined, session.resources, session.timeouts
+        run, context = world._run, world._run.context
         world._require_open("paceline.parallelize()")
         arguments: dict[str, Any] = {
             "sync": sync,
@@ -91,7 +91,8 @@ def parallelize(
         session.require_equal("parameter groups", _group_facts(optimizer))
         share = BatchShare()
         if sync_bn:
-            converted = convert_sync_batchnorm(model, session.connect("layers"), share)
+            context.connect_layers()
+            converted = convert_sync_batchnorm(model, run.layers, share)
             assert converted is model
         saved_objects: dict[str, Any] = {"model": model, "optimizer": optimizer}
         world._start.restore(saved_objects)
@@ -99,27 +100,16 @@ def parallelize(
         if session.run is not None:
             for name, saved in saved_objects.items():
                 refuse_foreign(f"{name}.state_dict()", saved.state_dict())
-        intra_machine = connect_machine(joined.group, joined.store, world.device, timeouts, sync)
-        if intra_machine is not None:
-            resources.enter_context(until_end(intra_machine))
-        peers = Peers(
-            group=joined.group,
-            limits=timeouts,
-            communicator=world._communicator,
-            device=world.device,
-            recorder=world._recorder,
-            trace=world._trace,
-            intra_machine=intra_machine,
-        )
+        connect_machine(context, world.device, sync)
 
         def report(note: str | Message) -> None:
-            world._recorder.event("note", text=as_arguments(note))
+            run.recorder.event("note", text=as_arguments(note))
             print_message_for_scripts(note)
 
         setting = TrialSetting(folder=session.run, report=report)
-        replica = replicate(model, optimizer, peers, config, share, setting)
+        replica = replicate(model, optimizer, run, config, share, setting)
         notes: list[str | Message] = list(world._start.restore_exchange(replica))
-        if len(joined.group.generation.workers_per_machine) == 1:
+        if len(context.group.generation.workers_per_machine) == 1:
             notes += config.idle_on_one_machine
         for note in notes if world.rank == 0 else ():
             print_message_for_scripts(note)
@@ -186,6 +176,6 @@ def _broadcast_optimizer_state(optimizer: Optimizer, world: World) -> None:
     """Broadcast the state of rank 0's optimizer, if it has any."""
     own = optimizer.state_dict() if world.rank == 0 and optimizer.state else None
     what = "the broadcast of rank 0's optimizer state"
-    state = broadcast_state(world._communicator, own, world.device, what)
+    state = broadcast_state(world._run.context.communicator, own, world.device, what)
     if state is not None and world.rank > 0:
         optimizer.load_state_dict(state)

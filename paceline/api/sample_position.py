@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
-from paceline.comm.communicator import Communicator, gather_counts
+from paceline.comm.communicator import gather_counts
 from paceline.data.batch_slice import BatchSlice
 from paceline.data.order import Order
 from paceline.errors import ConfigError, many
+from paceline.run.run import Run
 from paceline.run.steps import Position
 
 
@@ -28,7 +29,7 @@ class SamplePosition:
 
     Args:
         position: the run's position, which each step advances.
-        communicator: connects the ranks.
+        run: the run, whose ranks take samples.
         device: device of the tensors that are communicated.
 
     Attributes:
@@ -39,13 +40,11 @@ class SamplePosition:
         begun: whether this process has made a step or has begun an iteration of the loader.
     """
 
-    def __init__(
-        self, position: Position, communicator: Communicator, device: torch.device
-    ) -> None:
+    def __init__(self, position: Position, run: Run, device: torch.device) -> None:
         self.position = position
         self.iterating = False
         self.begun = False
-        self._communicator, self._device = communicator, device
+        self._run, self._device = run, device
         self.order: Order | None = None
         self.waiting: list[BatchSlice] = []
         self._saved_order: Mapping[str, Any] | None = None  # in the checkpoint
@@ -148,7 +147,7 @@ class SamplePosition:
 
     def _accumulated(self, last: BatchSlice) -> BatchSlice:
         """Return one slice for all waiting ones; weight: local samples / global samples of all."""
-        world_size = self._communicator.world_size
+        _, world_size = self._run.rank_and_size()
         if any(each.global_count < world_size for each in self.waiting):
             raise ConfigError(
                 f"in the step that ends at position {last.last}, one of the accumulated batches "
@@ -166,7 +165,7 @@ class SamplePosition:
                 "none: create the loader before the first step, or pass a different run= to "
                 "paceline.join()."
             )
-        world_size, rank = self._communicator.world_size, self._communicator.rank
+        rank, world_size = self._run.rank_and_size()
         counts = [1] * world_size if samples is None else self._exchange_counts(samples)
         first, number = self._taken + sum(counts[:rank]), self.position.number
         self._next_taken = self._taken + sum(counts)
@@ -184,7 +183,7 @@ class SamplePosition:
         if samples < 0:
             raise ConfigError(f"samples is {samples}; it must be at least 0.")
         what = "the ranks' numbers of samples"
-        received = gather_counts(self._communicator, samples, self._device, what)
+        received = gather_counts(self._run.context.communicator, samples, self._device, what)
         if not sum(received):
             raise ConfigError("samples is 0 on all ranks: a step needs at least one sample.")
         return received

@@ -8,18 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch._C._distributed_c10d import PrefixStore
 
 from paceline.api.exit_handler import ExitHandler
 from paceline.cluster.join import Joined
+from paceline.cluster.membership.generation import Group
 from paceline.cluster.rendezvous.preflight import compare
 from paceline.cluster.stores.waiting import call_with_timeout
 from paceline.cluster.supervision.stop_signals import StopSignals
-from paceline.comm.communicator import Communicator, until_end
-from paceline.comm.process_group import ProcessGroupCommunicator
+from paceline.comm.communicator import Communicator
 from paceline.comm.single_rank import SingleRankCommunicator
 from paceline.config.run import OutputConfig
 from paceline.errors import CommError, many
+from paceline.run.generation_context import GenerationContext
+from paceline.wiring import connect
 
 _STORE_S = 2.0  # timeout of a store call at an end
 
@@ -66,26 +67,23 @@ class Session:
         joined = self.joined
         compare(joined.store, joined.group, subject, texts, timeout=self.timeouts[0])
 
-    def connect(self, purpose: str) -> Communicator:
-        """Connect to all ranks until the world ends; collective, once per purpose.
+    def connect(self) -> GenerationContext:
+        """Connect to all ranks until the world ends; collective.
 
         Raises:
             CommError: a rank is late.
         """
-        group = self.joined.group
-        communicator: Communicator = SingleRankCommunicator()
-        if group.size > 1:
-            communicator = ProcessGroupCommunicator(
-                PrefixStore(f"{group.generation.key_prefix}/{purpose}", self.joined.store),
-                rank=group.rank,
-                world_size=group.size,
-                device=self.device,
-                address=group.address,
-                first_timeout=self.timeouts[0],
-                timeout=self.timeouts[1],
-            )
-        self.resources.enter_context(until_end(communicator))
-        return communicator
+
+        def connect_ranks(group: Group, purpose: str) -> Communicator:
+            if group.size == 1:
+                return SingleRankCommunicator()
+            store = self.joined.store
+            return connect(group, purpose, store=store, device=self.device, limits=self.timeouts)
+
+        context = GenerationContext(
+            self.joined.group, connect_ranks, device=self.device, limits=self.timeouts
+        )
+        return self.resources.enter_context(context)
 
     def post_end(self, steps: int) -> None:
         """Record in the store that this rank ends well after so many steps."""

@@ -29,15 +29,13 @@ from paceline.api.sample_position import SamplePosition
 from paceline.api.session import Session
 from paceline.api.tracked import Tracked
 from paceline.cluster.supervision.supervisor import print_message, saved_sentence
-from paceline.comm.communicator import TEXT_BYTES, Communicator, gather_texts, total
+from paceline.comm.communicator import TEXT_BYTES, gather_texts, total
 from paceline.data.batch_slice import BatchSlice
 from paceline.data.order import Order
 from paceline.errors import CommError, ConfigError, PacelineError
-from paceline.observe.trace.step_trace import Trace
-from paceline.recorder import Recorder
 from paceline.replica.hooks import patch
 from paceline.replica.replica import Replica
-from paceline.run.step_summary import StepSummaries
+from paceline.run.run import Run
 from paceline.run.steps import SavePolicy, Steps, Stop
 from paceline.state.checkpoint_files import Checkpoints
 from paceline.state.checkpointer import Checkpointer, Restorable, Stateful
@@ -53,20 +51,11 @@ class World:
     block; otherwise, at the end of the script.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        communicator: Communicator,
-        start: Start,
-        recorder: Recorder,
-        trace: Trace | None,
-    ) -> None:
-        self._session, self._communicator = session, communicator
-        self._recorder, self._trace = recorder, trace
+    def __init__(self, session: Session, run: Run, start: Start) -> None:
+        self._session, self._run = session, run
         self._start = start  # without the checkpoint from the first step on
-        self._group = session.joined.group
         self._tracked = Tracked(None if start.state is None else start.state.get("tracked", {}))
-        self._position = SamplePosition(start.position, communicator, session.device)
+        self._position = SamplePosition(start.position, run, session.device)
         start.restore({"course": self._position})
         self._saved_objects: dict[str, Any] = {}  # "model" and "optimizer", once there is a model
         self._steps: Steps | None = None
@@ -84,22 +73,22 @@ class World:
     @property
     def rank(self) -> int:
         """This process's rank, 0 to world_size - 1."""
-        return self._group.rank
+        return self._run.context.group.rank
 
     @property
     def world_size(self) -> int:
         """The number of processes."""
-        return self._group.size
+        return self._run.context.group.size
 
     @property
     def local_rank(self) -> int:
         """This process's rank on its machine, 0 to local_world_size - 1."""
-        return self._group.local_rank
+        return self._run.context.group.local_rank
 
     @property
     def local_world_size(self) -> int:
         """The number of processes on this machine."""
-        return self._group.local_world_size
+        return self._run.context.group.local_world_size
 
     @property
     def device(self) -> torch.device:
@@ -152,7 +141,7 @@ class World:
                 self._in_step = False
             self._broken = False
             for one in earlier:
-                self._recorder.event(
+                self._run.recorder.event(
                     "step",
                     generation=self.generation,
                     step=one.number,
@@ -221,15 +210,14 @@ class World:
         what = "world.total(), which all ranks must call"
         with self._explained("world.total()"):
             given = f"{values.dtype} of shape {tuple(values.shape)}"[:TEXT_BYTES]
-            for rank, other in enumerate(
-                gather_texts(self._communicator, given, self.device, what)
-            ):
+            communicator = self._run.context.communicator
+            for rank, other in enumerate(gather_texts(communicator, given, self.device, what)):
                 if other != given:
                     raise ConfigError(
                         f"world.total() got {given} on rank {self.rank} and {other} on rank "
                         f"{rank}: pass tensors of the same shape and dtype."
                     )
-            return total(self._communicator, values, what).to(tensor.device)
+            return total(communicator, values, what).to(tensor.device)
 
     def track(self, *objects: Restorable, **named: Restorable) -> None:
         """Save the state of more objects in checkpoints; a resumed run restores it at once.
@@ -316,12 +304,12 @@ class World:
         saved_objects: dict[str, Any],
     ) -> None:
         """Make steps of a model from now on; `saved_objects` is what checkpoints save, by name."""
-        session, rank = self._session, self.rank
+        session = self._session
         session.resources.callback(replica.close)
         session.resources.callback(_refuse_outside(optimizer, replica))
         self._replica, self._saved_objects = replica, saved_objects
         checkpointer = None
-        if session.run is not None and rank == 0:
+        if session.run is not None and self.rank == 0:
             saved: Mapping[str, Stateful] = {
                 **saved_objects,
                 "course": self._position,
@@ -337,10 +325,8 @@ class World:
         output = session.output
         self._steps = Steps(
             replica,
-            StepSummaries(self._communicator),
-            self._recorder,
+            self._run,
             checkpointer,
-            rank=rank,
             generation=self.generation,
             seed=session.seed,
             position=self._position.position,
@@ -401,12 +387,12 @@ class World:
         for scaler in self._tracked.scalers:
             self._replica.follow(scaler.get_scale)
         order = self._position.order
-        self._recorder.event(
+        self._run.recorder.event(
             "run",
             generation=self.generation,
             rank=self.rank,
             world_size=self.world_size,
-            machines=len(self._group.generation.workers_per_machine),
+            machines=len(self._run.context.group.generation.workers_per_machine),
             samples=order and order.samples,
             steps=order and order.steps,
             epochs=None,  # only the script has this number
@@ -415,7 +401,9 @@ class World:
             device=self.device.type,
         )
         origin = self._start.origin
-        self._recorder.event("restore", generation=self.generation, step=self.steps, origin=origin)
+        self._run.recorder.event(
+            "restore", generation=self.generation, step=self.steps, origin=origin
+        )
         self._begun, self._start = True, replace(self._start, state=None)
 
     def _finish(self) -> None:

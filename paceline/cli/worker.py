@@ -16,9 +16,8 @@ from paceline.cli.preflight import agree_on_inputs, agree_on_model
 from paceline.cluster.membership.generation import Group
 from paceline.cluster.supervision.stop_signals import StopSignals
 from paceline.cluster.supervision.supervisor import print_message, saved_sentence
-from paceline.comm.communicator import until_end
 from paceline.config.train import TrainConfig
-from paceline.recorder import Recorder
+from paceline.run.run import Run
 from paceline.run.steps import Stop
 from paceline.trainer import Trainer
 
@@ -42,50 +41,33 @@ def train(config: TrainConfig, group: Group, store: Store) -> None:
         sources = wiring.open_sources(config)
         stack.callback(sources.close)
         agree_on_inputs(config, group, store, sources)
-        communicator = wiring.connect(config, group, store, device)
-        stack.enter_context(until_end(communicator))
-        layers = wiring.connect_layers(config, group, store, device)
-        if layers is not None:
-            stack.enter_context(until_end(layers))
-        timeouts = (config.world.first_iter_timeout, config.world.timeout)
-        intra_machine = wiring.connect_machine(group, store, device, timeouts, config.sync.sync)
-        if intra_machine is not None:
-            stack.enter_context(until_end(intra_machine))
+        run = Run(context=wiring.make_context(config, group, store, device))
+        stack.enter_context(run.context)
+        communicator = run.context.communicator
         start = wiring.find_start(config.output, folder, config.identity(), communicator, device)
-        trace = wiring.build_trace(config.output, group, folder, communicator, device)
-        recorder, log = wiring.build_recorder(config, group, folder, start, trace)
-        stack.callback(recorder.close)
-        peers = wiring.Peers(
-            group=group,
-            limits=timeouts,
-            communicator=communicator,
-            device=device,
-            recorder=recorder,
-            trace=trace,
-            intra_machine=intra_machine,
-        )
+        run.trace = wiring.build_trace(config.output, run, folder, device)
+        run.recorder, log = wiring.build_recorder(config, group, folder, start, run.trace)
+        stack.callback(run.recorder.close)
         trainer = wiring.build_trainer(
             config,
-            peers,
+            run,
             sources,
             device,
-            recorder,
             folder,
             start,
             stopping=lambda: signals.status != 0,
             agree=partial(agree_on_model, config, group, store),
-            layers=layers,
         )
         stack.callback(trainer.replica.close)
         for loader in (trainer.train, trainer.test):
             if loader is not None:
                 stack.callback(loader.close)
-        _announce(config, group, trainer, start, recorder, log)
+        _announce(config, trainer, start, log)
         if not _run(trainer, signals):
             if group.rank == 0:
                 print_message(saved_sentence(folder))
             sys.exit(signals.status or _TERMINATED)
-        recorder.event("end", generation=start.generation)
+        run.recorder.event("end", generation=start.generation)
 
 
 def _run(trainer: Trainer, signals: StopSignals) -> bool:
@@ -100,14 +82,9 @@ def _run(trainer: Trainer, signals: StopSignals) -> bool:
         return ended
 
 
-def _announce(
-    config: TrainConfig,
-    group: Group,
-    trainer: Trainer,
-    start: wiring.Start,
-    recorder: Recorder,
-    log: Path | None,
-) -> None:
+def _announce(config: TrainConfig, trainer: Trainer, start: wiring.Start, log: Path | None) -> None:
+    run = trainer.steps.run
+    group, recorder = run.context.group, run.recorder
     recorder.event(
         "run",
         generation=start.generation,

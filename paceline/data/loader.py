@@ -76,8 +76,8 @@ class DatabaseLoader:
         transform: the transform of each image.
         mean: mean of each channel, in 0..255; a single value is used for all channels.
         std: standard deviation of each channel, in 0..255; a single value is used for all channels.
-        rank: this rank.
-        world_size: the number of ranks that share a global batch.
+        rank_and_size: returns this rank, and the number of ranks that share a global batch; asked
+            for each batch.
         device: device to which batches are copied.
         threads: the number of threads that read and decode; at least 1.
         prefetch: number of batches to prepare in advance.
@@ -102,8 +102,7 @@ class DatabaseLoader:
         *,
         mean: Sequence[float],
         std: Sequence[float],
-        rank: int,
-        world_size: int,
+        rank_and_size: Callable[[], tuple[int, int]],
         device: torch.device,
         threads: int,
         prefetch: int = 2,
@@ -115,7 +114,7 @@ class DatabaseLoader:
         timeout: float = 600.0,
     ) -> None:
         self._order, self.samples, self.steps = order, order.samples, order.steps
-        self._rank, self._world_size = rank, world_size
+        self._rank_and_size = rank_and_size
         self._prefetch, self._epochs, self._timeout = prefetch, epochs, timeout
         self._skipped = SkippedRecords(warn) if skip_bad else None
         fill = np.clip(np.rint(mean), 0, 255).astype(np.uint8)
@@ -134,7 +133,7 @@ class DatabaseLoader:
             channels_last=channels_last,
         )
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="paceline-decode")
-        self._begun: dict[tuple[int, int], _Work] = {}  # by (epoch, step)
+        self._begun: dict[BatchSlice, _Work] = {}
         self._indices: dict[int, Indices] = {}  # by epoch
         # Tasks that haven't ended, dropped ones among them: they still read the source.
         self._running: set[Future[dict[int, DataError]]] = set()
@@ -147,13 +146,16 @@ class DatabaseLoader:
             DataError: a record is damaged or its label isn't below `num_labels`, and bad records
                 aren't to be skipped, or most are bad; or the source took too long.
         """
-        place = self._order.place(epoch, step, self._rank, self._world_size)
-        self._begin(self._following(epoch, step))
-        work = self._begun.pop((epoch, step))
+        rank_and_size = self._rank_and_size()
+        following = self._following(epoch, step)
+        wanted = [self._order.place(*number, *rank_and_size) for number in following]
+        self._begin(wanted)
+        place = wanted[0]
+        work = self._begun.pop(place)
         bad = self._finish(work, f"epoch {epoch}, step {step}")
         if place.count:
             if self._skipped is not None:
-                self._skipped.take(self._rank, place, bad)
+                self._skipped.take(rank_and_size[0], place, bad)
             elif bad:
                 first = next(iter(bad.values()))
                 raise DataError(f"{first} {_REMEDY}") from first
@@ -174,20 +176,20 @@ class DatabaseLoader:
         steps = [(epoch + more, at) for more, at in ahead]
         return [(epoch, step), *(s for s in steps if self._epochs is None or s[0] < self._epochs)]
 
-    def _begin(self, wanted: list[tuple[int, int]]) -> None:
+    def _begin(self, wanted: list[BatchSlice]) -> None:
         """Begin what is wanted and not begun yet, and drop what is no longer wanted."""
-        for key in self._begun.keys() - set(wanted):
-            self._begun.pop(key).cancel()
-        for epoch in self._indices.keys() - {epoch for epoch, _ in wanted}:
+        for place in self._begun.keys() - set(wanted):
+            self._begun.pop(place).cancel()
+        for epoch in self._indices.keys() - {place.epoch for place in wanted}:
             del self._indices[epoch]
-        for epoch, step in wanted:
-            if (epoch, step) not in self._begun:
-                self._begun[epoch, step] = self._submit(epoch, step)
+        for place in wanted:
+            if place not in self._begun:
+                self._begun[place] = self._submit(place)
 
-    def _submit(self, epoch: int, step: int) -> _Work:
+    def _submit(self, place: BatchSlice) -> _Work:
+        epoch = place.epoch
         if epoch not in self._indices:
             self._indices[epoch] = self._order.epoch_indices(epoch)
-        place = self._order.place(epoch, step, self._rank, self._world_size)
         records = self._indices[epoch][place.computed]
         transform = self._maker.transform
         shape = len(records), transform.image_size, transform.image_size, transform.channels

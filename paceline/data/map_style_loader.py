@@ -38,8 +38,8 @@ class MappedLoader:
     Args:
         dataset: map-style data set, whose samples are numbered from 0 to its length - 1.
         order: the order of the samples in each epoch; its `size` must be the data set's length.
-        rank: this rank.
-        world_size: the number of ranks that share a global batch.
+        rank_and_size: returns this rank, and the number of ranks that share a global batch; asked
+            when an epoch begins.
         num_workers: number of worker processes that load samples; 0: this process loads them.
         collate: makes a batch from a list of samples; None: torch's default collation.
         pin_memory: whether batches are put into pinned memory, from which copies to a GPU are fast;
@@ -59,8 +59,7 @@ class MappedLoader:
         dataset: MapStyle,
         order: Order,
         *,
-        rank: int,
-        world_size: int,
+        rank_and_size: Callable[[], tuple[int, int]],
         num_workers: int = 0,
         collate: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
@@ -70,8 +69,7 @@ class MappedLoader:
     ) -> None:
         _check(dataset, order, num_workers)
         self._dataset = SeededDataset(dataset, order.seed)
-        self._order = order
-        self._rank, self._world_size = rank, world_size
+        self._order, self._rank_and_size = order, rank_and_size
         self._options: dict[str, Any] = {
             "collate_fn": collate,
             "pin_memory": pin_memory and torch.cuda.is_available(),
@@ -94,8 +92,9 @@ class MappedLoader:
             DataError: a worker process ended, or took too long. What the data set itself raises
                 comes through as it is.
         """
+        rank_and_size = self._rank_and_size()
         places = [
-            self._order.place(epoch, step, self._rank, self._world_size)
+            self._order.place(epoch, step, *rank_and_size)
             for step in range(first_step, self._order.steps)
         ]
         workers = self._options["num_workers"]

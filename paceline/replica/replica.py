@@ -67,8 +67,8 @@ class Replica:
         model: the model, with the same structure on all ranks; rank 0's values replace those of the
             other ranks.
         optimizer: optimizer of the model's parameters, of other parameters, or of both.
-        communicator: connects all ranks; used at the start, and when the set of trained parameters
-            changes.
+        communicator: returns what connects all ranks; used at the start, and when the set of
+            trained parameters changes.
         plan: the exchange to begin with.
         share: this rank's share of the global batch, which each step sets; the SyncBatchNorm layers
             use the same object.
@@ -85,7 +85,7 @@ class Replica:
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        communicator: Communicator,
+        communicator: Callable[[], Communicator],
         plan: ExchangePlan,
         *,
         share: BatchShare | None = None,
@@ -196,7 +196,7 @@ class Replica:
         """
         self.settle()
         state = self._binding.synchronizer.state
-        return None if state is None else state.gather(self._communicator)
+        return None if state is None else state.gather(self._communicator())
 
     def restore(self, state: Mapping[str, Any]) -> bool:
         """Restore on all ranks what `state` returned; return False if some of it was dropped."""
@@ -217,7 +217,7 @@ class Replica:
         """Bind the present parameters; `known` tensors are equal on all ranks, others become so."""
         trained = TrainedParameters.of(self._model, self._optimizer)
         fresh = [tensor for tensor in trained.tensors if tensor not in known]
-        broadcast_all(self._communicator, fresh, "the broadcast of rank 0's weights")
+        broadcast_all(self._communicator(), fresh, "the broadcast of rank 0's weights")
         buckets = partition(trained.names, trained.groups, self._plan.bucket_bytes)
         synchronizer = self._plan.make_synchronizer(buckets)
         self._bucketwise = is_bucketwise(self._optimizer)
@@ -235,7 +235,7 @@ class Replica:
         self._binding = self._bind(set(old.trained.tensors), old.reads if same else None)
         if stateful:
             what = "the broadcast of per-rank state"
-            self.restore(broadcast_state(self._communicator, state, device, what))
+            self.restore(broadcast_state(self._communicator(), state, device, what))
         self._binding.exchanging = old.exchanging
         self._settle_before_states()
 

@@ -31,10 +31,10 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from paceline.cluster.membership.generation import Generation
-from paceline.comm.communicator import Communicator, broadcast_state, total
+from paceline.comm.communicator import broadcast_state, total
 from paceline.config.world import SyncConfig
 from paceline.errors import Message
+from paceline.run.run import Run
 from paceline.state.exchange_choice import CHOICE_NAME, Choice, read_choice, write_choice
 
 SKIPPED, COUNTED, FINALISTS = 2, 4, 3
@@ -63,8 +63,7 @@ class Autotuner:
 
     Args:
         candidates: the exchanges to choose from; at least one.
-        generation: the members, whose machines a saved choice must match.
-        communicator: connects all ranks.
+        run: the run, whose ranks exchange.
         device: device of the communicator's tensors.
         setting: the run's folder, remaining steps and reports.
 
@@ -75,14 +74,12 @@ class Autotuner:
     def __init__(
         self,
         candidates: Sequence[SyncConfig],
-        generation: Generation,
-        communicator: Communicator,
+        run: Run,
         device: torch.device,
         setting: TrialSetting,
     ) -> None:
         self._candidates, self._setting = candidates, setting
-        self._machines = generation.workers_per_machine
-        self._communicator, self._device = communicator, device
+        self._run, self._device = run, device
         self._trials: Trials | None = None
         self._before_trials = 0 if setting.steps is not None else WARMUP
         self.first = self._current = self._begin()
@@ -134,21 +131,25 @@ class Autotuner:
     def _known(self) -> SyncConfig | None:
         """Return the choice that rank 0 has read, if it is still among the candidates."""
         known: list[object] | None = None
-        if self._communicator.rank == 0 and self._setting.folder is not None:
+        if self._run.context.group.rank == 0 and self._setting.folder is not None:
             choice = read_choice(self._setting.folder)
             if choice is not None and choice.machines == self._machines:
                 known = _terms(choice)
         what = "the broadcast of rank 0's exchange"
-        known = broadcast_state(self._communicator, known, self._device, what)
+        known = broadcast_state(self._run.context.communicator, known, self._device, what)
         return next((c for c in self._candidates if _terms(c) == known), None)
+
+    @property
+    def _machines(self) -> tuple[int, ...]:
+        return self._run.context.group.generation.workers_per_machine
 
     def _mean(self, values: Sequence[float]) -> Sequence[float]:
         own = torch.tensor(values, dtype=torch.float64, device=self._device)
-        sums: Tensor = total(self._communicator, own, "the mean of measured steps")
-        return [value / self._communicator.world_size for value in sums.tolist()]
+        sums: Tensor = total(self._run.context.communicator, own, "the mean of measured steps")
+        return [value / self._run.context.group.size for value in sums.tolist()]
 
     def _save(self, outcome: Outcome) -> None:
-        if self._communicator.rank > 0:
+        if self._run.context.group.rank > 0:
             return
         chosen = self._candidates[outcome.chosen]
         figures = {_short(self._candidates[c]): 1000 * s for c, s in outcome.seconds.items()}
@@ -181,7 +182,7 @@ class Autotuner:
         )
 
     def _report(self, text: str | Message) -> None:
-        if self._communicator.rank == 0:
+        if self._run.context.group.rank == 0:
             self._setting.report(Message("exchange: {}.", text))
 
 

@@ -28,10 +28,9 @@ from torch import Tensor
 from paceline.comm.communicator import broadcast_state
 from paceline.data import splitmix
 from paceline.data.batch_slice import BatchSlice
-from paceline.recorder import Recorder
 from paceline.reduce.rank_state import OPTIMIZER
 from paceline.replica.replica import Replica
-from paceline.run.step_summary import StepSummaries
+from paceline.run.run import Run
 from paceline.state.checkpoint_files import EXCHANGE
 from paceline.state.checkpointer import Checkpointer
 
@@ -91,10 +90,8 @@ class Steps:
 
     Args:
         replica: this rank's model replica.
-        summaries: sums the step reports of all ranks.
-        recorder: receives one event per step, and measures the step.
+        run: the run, whose recorder receives one event per step, and measures the step.
         checkpointer: saves the state on rank 0; None on other ranks.
-        rank: this rank.
         generation: the generation's number, for the ledger.
         seed: seed of the random streams.
         position: the run's position, which each step advances.
@@ -109,11 +106,9 @@ class Steps:
     def __init__(
         self,
         replica: Replica,
-        summaries: StepSummaries,
-        recorder: Recorder,
+        run: Run,
         checkpointer: Checkpointer | None,
         *,
-        rank: int,
         generation: int,
         seed: int,
         position: Position,
@@ -123,17 +118,17 @@ class Steps:
         value_count: int,
         device: torch.device,
     ) -> None:
-        self._replica, self._summaries = replica, summaries
-        self._recorder, self._checkpointer = recorder, checkpointer
-        self._rank, self._seed = rank, seed
+        self._replica, self.run = replica, run
+        self._checkpointer, self._seed = checkpointer, seed
         self.generation, self.position = generation, position
         self.position.sums = self.position.sums or [0.0] * value_count
         self._stopping, self._check_sums = stopping, check_sums
         self._value_count, self._device = value_count, device
         self._stop_requested_in: int | None = None  # the step in which a rank asked to stop
         rank_0_settings = [checkpointer is not None, policy.steps]
+        what = "the broadcast of rank 0's decisions"
         self._saving, steps = broadcast_state(
-            summaries.communicator, rank_0_settings, device, "the broadcast of rank 0's decisions"
+            run.context.communicator, rank_0_settings, device, what
         )
         self._policy = replace(policy, steps=steps)
         # Rank 0's requests, by the steps that reported them; carried out two boundaries later.
@@ -156,7 +151,7 @@ class Steps:
             CommError: a peer was lost, or silent.
             CheckpointError: a checkpoint couldn't be written.
         """
-        number, span = batch.number, self._recorder.span
+        number, span = batch.number, self.run.recorder.span
         with span("step", step=number):
             with span("boundary"):
                 self._boundary(number)
@@ -164,7 +159,7 @@ class Steps:
             sums = torch.zeros(self._value_count, dtype=torch.float64, device=self._device)
             with span("train"), self._replica.step(number, batch.weight):
                 yield sums
-        self._recorder.event(
+        self.run.recorder.event(
             "step",
             generation=self.generation,
             step=number,
@@ -179,8 +174,8 @@ class Steps:
             **fields,
         )
         self.position.step, self.position.number = batch.step + 1, number + 1
-        request = Request.NOTHING if self._summaries.alone else self._request()
-        self._summaries.send(number, sums, stop=self._stopping(), request=request)
+        request = Request.NOTHING if self.run.context.summaries.alone else self._request()
+        self.run.context.summaries.send(number, sums, stop=self._stopping(), request=request)
 
     def seed(self, number: int) -> None:
         """Start the random streams of what a script computes before a step begins."""
@@ -245,12 +240,12 @@ class Steps:
         if self._checkpointer is not None:
             self._checkpointer.wait()
             self._record_published(self._checkpointer.published)
-        self._recorder.event("finish")
+        self.run.recorder.event("finish")
 
     def _boundary(self, number: int) -> None:
         self._receive_summaries(before=number - 1)
         agreed = self._stop_requested_in is not None and self._stop_requested_in < number - 1
-        if agreed or (self._summaries.alone and self._stopping()):
+        if agreed or (self.run.context.summaries.alone and self._stopping()):
             self._stop()
         if self._checkpointer is not None:
             self._record_published(self._checkpointer.published)
@@ -271,7 +266,7 @@ class Steps:
                 requests.append(request)
         if not self._saving:
             return Request.NOTHING
-        if self._summaries.alone:
+        if self.run.context.summaries.alone:
             requests.append(self._request())
         done = self.position.number
         if done > self._saved_number and self._policy.due_by_steps(done):
@@ -289,7 +284,7 @@ class Steps:
         return Request.SNAPSHOT if self._checkpointer.snapshot_due() else Request.NOTHING
 
     def _receive_summaries(self, *, before: int) -> None:
-        for summary in self._summaries.receive(before=before):
+        for summary in self.run.context.summaries.receive(before=before):
             sums = zip(self.position.sums, summary.sums, strict=True)
             self.position.sums = [total + added for total, added in sums]
             if summary.stop and self._stop_requested_in is None:
@@ -299,7 +294,7 @@ class Steps:
             self._check_sums(summary.step, summary.sums)
 
     def _snapshot(self, *, best: bool = False) -> None:
-        with self._recorder.span("settle"):
+        with self.run.recorder.span("settle"):
             self._replica.settle()
         self._receive_summaries(before=self.position.number)
         started = time.monotonic()
@@ -321,13 +316,14 @@ class Steps:
     def _record_published(self, files: SimpleQueue[tuple[int, Path]]) -> None:
         while not files.empty():
             step, path = files.get()
-            self._recorder.event(
+            self.run.recorder.event(
                 "checkpoint", generation=self.generation, step=step, path=path.name
             )
 
     def _seed_streams(self, purpose: int, number: int) -> None:
         """Seed a step's random streams: a function of (seed, purpose, step, rank)."""
-        words = splitmix.stream(splitmix.base(self._seed, purpose, number), self._rank + 1)
+        rank = self.run.context.communicator.rank
+        words = splitmix.stream(splitmix.base(self._seed, purpose, number), rank + 1)
         torch.default_generator.manual_seed(int(words[-1]))  # torch.manual_seed takes 0.5 ms
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed_all(int(words[-1]))

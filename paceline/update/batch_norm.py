@@ -28,7 +28,7 @@ up. Statistics are in float32, or float64 where the input is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress
 from typing import Any
 
@@ -104,9 +104,9 @@ class BatchShare:
 
 
 class LayerCommunicator:
-    """Communicator of SyncBatchNorm layers, together with this rank's share of the global batch."""
+    """Collectives of SyncBatchNorm layers, with this rank's share of the global batch."""
 
-    def __init__(self, communicator: Communicator, share: BatchShare) -> None:
+    def __init__(self, communicator: Callable[[], Communicator], share: BatchShare) -> None:
         self._communicator, self.share = communicator, share
 
     def __deepcopy__(self, memo: object) -> LayerCommunicator:
@@ -120,19 +120,20 @@ class LayerCommunicator:
             CommError: a peer was lost, or silent.
         """
         if self.share.steps_begun > 1:  # by now all ranks have compiled their models
-            self._communicator.end_startup()
-        self._communicator.all_reduce(tensor).wait(operation)
+            self._communicator().end_startup()
+        self._communicator().all_reduce(tensor).wait(operation)
         return tensor
 
     def gather(self, row: Tensor, operation: str) -> Tensor:
         """Return all ranks' rows, (world_size, values), of this rank's `row`, (values,)."""
-        rows = row.new_zeros(self._communicator.world_size, row.numel())
-        rows[self._communicator.rank] = row
+        communicator = self._communicator()
+        rows = row.new_zeros(communicator.world_size, row.numel())
+        rows[communicator.rank] = row
         return self.sum(rows, operation)  # with zeros: exact
 
 
 def convert_sync_batchnorm(
-    model: nn.Module, communicator: Communicator, share: BatchShare
+    model: nn.Module, communicator: Callable[[], Communicator], share: BatchShare
 ) -> nn.Module:
     """Replace every BatchNorm, torch's `SyncBatchNorm` included; return the model.
 
@@ -140,7 +141,7 @@ def convert_sync_batchnorm(
 
     Args:
         model: changed in place, unless it is a BatchNorm itself.
-        communicator: the layers' own, of the same ranks as the buckets'.
+        communicator: returns the layers' own communicator, of the same ranks as the buckets'.
         share: this rank's share of each step; the replica's.
     """
     exchange = LayerCommunicator(communicator, share)

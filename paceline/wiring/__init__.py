@@ -4,9 +4,9 @@ Other tables are beside their classes: codecs, stores, launchers, image formats,
 """
 
 from paceline.wiring.checks import check
+from paceline.wiring.connections import connect, connect_machine, device_of, make_context
 from paceline.wiring.exchange import replicate
 from paceline.wiring.model import import_optimizers, make_model, make_optimizer
-from paceline.wiring.peers import Peers, connect, connect_layers, connect_machine, device_of
 from paceline.wiring.recorders import build_recorder, build_trace
 from paceline.wiring.resume import Start, find_start
 from paceline.wiring.sources import Databases, cores_per_worker, make_loader, open_sources
@@ -14,19 +14,18 @@ from paceline.wiring.trainer import build_trainer
 
 __all__ = [
     "Databases",
-    "Peers",
     "Start",
     "build_recorder",
     "build_trace",
     "build_trainer",
     "check",
     "connect",
-    "connect_layers",
     "connect_machine",
     "cores_per_worker",
     "device_of",
     "find_start",
     "import_optimizers",
+    "make_context",
     "make_loader",
     "make_model",
     "make_optimizer",

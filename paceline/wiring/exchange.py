@@ -22,44 +22,52 @@ from paceline.replica.pass_spans import watch_passes
 from paceline.replica.replica import ExchangePlan, Replica
 from paceline.replica.trained_parameters import TrainedParameters
 from paceline.run.autotune import Autotuner, TrialSetting
+from paceline.run.run import Run
 from paceline.update.batch_norm import BatchShare, RunningStatistics
 from paceline.update.shard_optimizer import ShardOptimizer
 from paceline.update.updater import make_updater
 from paceline.wiring.candidates import candidates_of
-from paceline.wiring.peers import Peers
 
 
 def _allreduce(
     buckets: Sequence[Bucket],
-    peers: Peers,
+    run: Run,
     optimizer: Optimizer,
     statistics: RunningStatistics,
     config: SyncConfig,
 ) -> Synchronizer:
     return make_allreduce(
-        buckets, peers.communicator, make_updater(optimizer, buckets), statistics, peers.recorder
+        buckets,
+        run.context.communicator,
+        make_updater(optimizer, buckets),
+        statistics,
+        run.recorder,
     )
 
 
 def _notified(
     buckets: Sequence[Bucket],
-    peers: Peers,
+    run: Run,
     optimizer: Optimizer,
     statistics: RunningStatistics,
     config: SyncConfig,
 ) -> Synchronizer:
-    alone = config.transport == "nixl" and peers.intra_machine is None  # it shares no memory
+    context = run.context
+    alone = config.transport == "nixl" and context.intra_machine is None  # it shares no memory
     options = PutOptions(
         open_window=partial(
-            peers.open_window, transport=config.transport, connections=config.connections or 1
+            context.open_window,
+            transport=config.transport,
+            connections=config.connections or 1,
+            trace=run.trace,
         ),
-        topology=Topology.of([1] * peers.group.size) if alone else peers.topology,
-        limits=peers.limits,
-        end_startup=peers.communicator.end_startup,
+        topology=Topology.of([1] * context.group.size) if alone else context.topology,
+        limits=context.limits,
+        end_startup=context.communicator.end_startup,
         codec=CODECS[config.wire],
-        recorder=peers.recorder,
+        recorder=run.recorder,
         staged=any(p.device.type != "cpu" for bucket in buckets for p in bucket.parameters),
-        intra_machine=peers.intra_machine,
+        intra_machine=context.intra_machine,
     )
     if config.update == "sharded":
         return make_sharded(buckets, ShardOptimizer(optimizer, buckets), statistics, options)
@@ -100,7 +108,7 @@ def refuse_gpu(config: SyncConfig) -> None:
 def replicate(
     model: nn.Module,
     optimizer: Optimizer,
-    peers: Peers,
+    run: Run,
     config: SyncConfig,
     share: BatchShare | None = None,
     setting: TrialSetting | None = None,
@@ -110,7 +118,7 @@ def replicate(
     Args:
         model: the same on all ranks but for its values.
         optimizer: of the model's parameters, or others too.
-        peers: the ranks.
+        run: the run, whose ranks exchange.
         config: how they exchange gradients; "auto" is resolved in the first steps.
         share: this rank's share of each step, with which SyncBatchNorm layers were made.
         setting: context of autotuning.
@@ -126,8 +134,8 @@ def replicate(
             names = [bucket.names for bucket in buckets]
             if statistics.flat is not None:
                 names.append(("the running statistics",))
-            peers.recorder.event("buckets", parameters=names)
-            return SYNCHRONIZERS[config.sync](buckets, peers, optimizer, statistics, config)
+            run.recorder.event("buckets", parameters=names)
+            return SYNCHRONIZERS[config.sync](buckets, run, optimizer, statistics, config)
 
         return ExchangePlan(make_synchronizer=make, bucket_bytes=config.bucket_bytes)
 
@@ -135,20 +143,20 @@ def replicate(
         config = autotuner.next()
         return None if config is None else plan(config)
 
-    generation, communicator = peers.group.generation, peers.communicator
     trained = TrainedParameters.of(model, optimizer)
     device = next((p.device for p in trained.groups), torch.device("cpu"))
-    candidates = candidates_of(config, trained, generation.workers_per_machine, device)
-    autotuner = Autotuner(candidates, generation, communicator, device, setting or TrialSetting())
+    machines = run.context.group.generation.workers_per_machine
+    candidates = candidates_of(config, trained, machines, device)
+    autotuner = Autotuner(candidates, run, device, setting or TrialSetting())
     replica = Replica(
         model,
         optimizer,
-        communicator,
+        lambda: run.context.communicator,
         plan(autotuner.first),
         share=share,
         next_plan=None if autotuner.done else next_plan,
-        recorder=peers.recorder,
+        recorder=run.recorder,
     )
-    if peers.trace is not None:
-        peers.trace.resources.callback(watch_passes(model, peers.trace))
+    if run.trace is not None:
+        run.trace.resources.callback(watch_passes(model, run.trace))
     return replica

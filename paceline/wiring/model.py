@@ -29,7 +29,7 @@ _KINDS = {"cpu": "processor", "cuda": "GPU"}
 def make_model(
     config: TrainConfig,
     device: torch.device,
-    layers: Communicator | None = None,
+    layers: Callable[[], Communicator] | None = None,
     share: BatchShare | None = None,
     report: Callable[[str], object] = lambda note: None,
 ) -> nn.Module:
@@ -38,7 +38,7 @@ def make_model(
     Args:
         config: names the model.
         device: where it computes.
-        layers: connects the layers' ranks, where there is --sync_bn.
+        layers: returns what connects the layers' ranks, where there is --sync_bn.
         share: this rank's share of each step; the replica's.
         report: receives sentences about weights that are skipped.
 

@@ -10,7 +10,6 @@ import torch
 
 from paceline.cluster.membership.generation import Group
 from paceline.cluster.supervision.supervisor import print_message
-from paceline.comm.communicator import Communicator
 from paceline.config.run import OutputConfig
 from paceline.config.train import TrainConfig
 from paceline.errors import Message
@@ -21,14 +20,14 @@ from paceline.observe.step_account import StepAccount
 from paceline.observe.trace.step_trace import Trace
 from paceline.recorder import Recorder
 from paceline.run.learning_rate import base_rate
+from paceline.run.run import Run
 from paceline.wiring.resume import Start
 
 
 def build_trace(
     output: OutputConfig,
-    group: Group,
+    run: Run,
     folder: Path,
-    communicator: Communicator,
     device: torch.device,
     report: Callable[[str | Message], None] = print_message,
 ) -> Trace | None:
@@ -37,7 +36,8 @@ def build_trace(
     if steps is None:
         return None
     path = folder / f"trace.steps{steps[0]}-{steps[-1]}.json"
-    return Trace(path, steps, communicator, device, group.machine, report=report)
+    machine = run.context.group.machine
+    return Trace(path, steps, lambda: run.context.communicator, device, machine, report=report)
 
 
 def build_recorder(

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from paceline.cluster.membership.generation import Group
 from paceline.config.data import NO_DATA, DataConfig
 from paceline.config.train import TrainConfig
 from paceline.data.db.open_database import open_database
@@ -18,7 +17,7 @@ from paceline.data.order import Order
 from paceline.data.source import Source
 from paceline.data.synthetic import SyntheticSource
 from paceline.errors import ConfigError, many
-from paceline.recorder import Recorder
+from paceline.run.run import Run
 
 SYNTHETIC_RECORDS = 2048  # of an epoch of synthetic images, where --epoch_size is larger
 
@@ -67,27 +66,25 @@ def open_sources(config: TrainConfig) -> Databases:
 
 def make_loader(
     config: TrainConfig,
-    group: Group,
+    run: Run,
     device: torch.device,
     source: Source,
     *,
     train: bool,
-    recorder: Recorder,
 ) -> DatabaseLoader:
     """Make a rank's loader of a source, in the order of training or of evaluation.
 
     Args:
         config: the run's.
-        group: all ranks.
+        run: the run, whose recorder receives notes of the bad records that are left out.
         device: where batches go.
         source: the records.
         train: shuffled, of another selection each epoch, and augmented; or as evaluation wants it.
-        recorder: receives notes of the bad records that are left out.
 
     Raises:
         ConfigError: fewer samples than workers.
     """
-    data, seed = config.data, config.optim.seed
+    data, seed, group = config.data, config.optim.seed, run.context.group
     order = order_of(config, len(source), train=train)
     if train and order.samples < group.size:
         raise ConfigError(
@@ -109,14 +106,13 @@ def make_loader(
         transform,
         mean=data.each_channel(data.image_mean_per_channel),
         std=data.each_channel(data.image_std_per_channel),
-        rank=group.rank,
-        world_size=group.size,
+        rank_and_size=run.rank_and_size,
         device=device,
         threads=data.decode_threads or cores_per_worker(group.local_world_size),
         num_labels=data.num_labels,
         epochs=config.optim.num_epochs,
         skip_bad=data.bad_records == "skip",
-        warn=lambda text: recorder.event("note", text=text),
+        warn=lambda text: run.recorder.event("note", text=text),
         channels_last=config.model.channels_last,
     )
 

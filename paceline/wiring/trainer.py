@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from paceline.comm.communicator import Communicator
 from paceline.config.train import TrainConfig
 from paceline.data.source import Source
 from paceline.observe.loss_watch import LossWatch
@@ -21,7 +20,7 @@ from paceline.recorder import NullRecorder, Recorder
 from paceline.run.autotune import TrialSetting
 from paceline.run.learning_rate import LearningRate
 from paceline.run.precision import Precision
-from paceline.run.step_summary import StepSummaries
+from paceline.run.run import Run
 from paceline.run.steps import SavePolicy, Steps
 from paceline.state.checkpoint_files import FOLDER, Checkpoints
 from paceline.state.checkpointer import Checkpointer, Stateful
@@ -30,54 +29,49 @@ from paceline.trainer import Trainer
 from paceline.update.batch_norm import BatchShare
 from paceline.wiring.exchange import replicate
 from paceline.wiring.model import make_model, make_optimizer
-from paceline.wiring.peers import Peers
 from paceline.wiring.resume import Start
 from paceline.wiring.sources import Databases, make_loader, order_of
 
 
 def build_trainer(
     config: TrainConfig,
-    peers: Peers,
+    run: Run,
     sources: Databases,
     device: torch.device,
-    recorder: Recorder,
     folder: Path,
     start: Start | None = None,
     stopping: Callable[[], bool] = lambda: False,
     agree: Callable[[nn.Module], None] = lambda model: None,
-    layers: Communicator | None = None,
 ) -> Trainer:
     """Make the model and everything around it; collective, as rank 0's weights are sent to all.
 
     Args:
         config: the run's configuration.
-        peers: the world.
+        run: the run, whose recorder receives what happens.
         sources: the records.
         device: this rank's.
-        recorder: receives what happens.
         folder: the run's.
         start: where the run starts; by default at its beginning.
         stopping: returns whether this process was asked to stop.
         agree: compares the model with the other ranks', before anything of it is exchanged.
-        layers: connects layers that exchange within forward and backward, where there are any.
 
     Raises:
         ConfigError: model, weights or checkpoint can't be had as asked for.
     """
     optim, start = config.optim, start or Start()
-    group, communicator = peers.group, peers.communicator
+    recorder, leads = run.recorder, run.context.group.rank == 0
     torch.manual_seed(optim.seed)
     share = BatchShare()
     weights_file = config.model.load_model_path if start.state is None else ""
     model = make_model(
         replace(config, model=replace(config.model, load_model_path=weights_file)),
         device,
-        layers,
+        run.layers if config.model.sync_bn else None,
         share,
         lambda note: recorder.event("note", text=note),
     )
     agree(model)
-    loader = partial(make_loader, config, group, device, recorder=recorder)
+    loader = partial(make_loader, config, run, device)
     train = loader(sources.train, train=True)
     test = loader(sources.test, train=False) if sources.test is not None else None
     optimizer = make_optimizer(model, optim, config.global_batch)
@@ -105,19 +99,17 @@ def build_trainer(
         steps=optim.num_epochs * train.steps - start.position.number,
         report=lambda note: recorder.event("note", text=str(note)),
     )
-    replica = replicate(model, optimizer, peers, config.sync, share, setting)
+    replica = replicate(model, optimizer, run, config.sync, share, setting)
     replica.follow(precision.scale)
     for note in start.restore_exchange(replica):
         recorder.event("note", text=note)
     weights = folder / f"{config.model.weights_name}.pt"
     output = config.output
-    of_losses = recorder if group.rank == 0 else NullRecorder()  # all ranks have the same
+    of_losses = recorder if leads else NullRecorder()  # all ranks have the same
     steps = Steps(
         replica,
-        StepSummaries(communicator),
-        recorder,
-        make_checkpointer(config, folder, parts, sources.train) if group.rank == 0 else None,
-        rank=group.rank,
+        run,
+        make_checkpointer(config, folder, parts, sources.train) if leads else None,
         generation=start.generation,
         seed=optim.seed,
         position=start.position,
@@ -135,12 +127,10 @@ def build_trainer(
         precision=precision,
         replica=replica,
         steps=steps,
-        communicator=communicator,
         device=device,
         train=train,
         test=test,
-        recorder=recorder,
-        save=partial(save_weights, weights, model) if group.rank == 0 else lambda: None,
+        save=partial(save_weights, weights, model) if leads else lambda: None,
         epochs=optim.num_epochs,
         num_labels=config.data.num_labels,
     )

@@ -198,7 +198,7 @@ def test_a_copy_of_a_model_with_sync_bn_evaluates_by_itself() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
     layers = Counting(ThreadGroup(1), 0)
     share = BatchShare()
-    synced = convert_sync_batchnorm(model, layers, share)
+    synced = convert_sync_batchnorm(model, lambda: layers, share)
     replica = replicate(synced, sgd(synced), ThreadGroup(1).communicator(0), 2_000, share=share)
     x = torch.randn(5, 4, dtype=torch.float64)
     with replica.step(0, 1.0):

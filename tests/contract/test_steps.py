@@ -16,7 +16,6 @@ from paceline.comm.communicator import Communicator
 from paceline.data.batch_slice import BatchSlice
 from paceline.data.order import Order
 from paceline.recorder import NullRecorder
-from paceline.run.step_summary import StepSummaries
 from paceline.run.steps import Position, SavePolicy, Steps, Stop
 from paceline.state.checkpoint_files import Checkpoints, read_checkpoint
 from paceline.state.checkpointer import Checkpointer
@@ -25,6 +24,7 @@ from tests.harness.equivalence.large_batch import convnet
 from tests.harness.equivalence.one_rank import Bench
 from tests.harness.equivalence.put_synchronizers import notified
 from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.processes.worlds import run_of
 
 ORDER = Order(size=40, batch_size=12)  # 4 steps an epoch, the last one short
 
@@ -55,10 +55,8 @@ class Rank:
         checkpointer = Checkpointer(parts, Checkpoints(folder, 9), constant={})
         self.steps = Steps(
             self.bench.replica,
-            StepSummaries(communicator),
-            self.recorder,
+            run_of(communicator, recorder=self.recorder),
             checkpointer if communicator.rank == 0 else None,
-            rank=communicator.rank,
             generation=0,
             seed=5,
             position=options.get("position", Position()),

@@ -49,7 +49,7 @@ def alone_and_together(
     def run(communicator: Communicator) -> dict[str, Tensor]:
         first, last = CUTS[communicator.rank]
         share = share_of(first, last, len(x))
-        own = convert_sync_batchnorm(copy.deepcopy(layer), communicator, share)
+        own = convert_sync_batchnorm(copy.deepcopy(layer), lambda: communicator, share)
         inputs = x[first:last].clone(memory_format=torch.preserve_format).requires_grad_()
         output = own(inputs)
         (output * upstream[first:last]).sum(list(range(1, x.dim()))).mean().backward()
@@ -103,7 +103,7 @@ def test_statistics_are_stable_far_from_zero(offset: float) -> None:
 
 def test_channels_last_stays_channels_last() -> None:
     def run(communicator: Communicator) -> None:
-        layer = convert_sync_batchnorm(nn.BatchNorm2d(4), communicator, BatchShare())
+        layer = convert_sync_batchnorm(nn.BatchNorm2d(4), lambda: communicator, BatchShare())
         x = torch.randn(SHAPE).to(memory_format=torch.channels_last).requires_grad_()
         output = layer(x)
         output.backward(torch.randn_like(output))
@@ -132,7 +132,7 @@ def test_names_parameters_buffers_hooks_and_modes_are_kept() -> None:
     model.first.register_forward_hook(lambda *_: calls.append("hook"))
     parameters, names = list(model.parameters()), list(model.state_dict())
     communicator = ThreadGroup(1).communicator(0)
-    converted: Any = convert_sync_batchnorm(model, communicator, BatchShare())
+    converted: Any = convert_sync_batchnorm(model, lambda: communicator, BatchShare())
     assert converted is model
     assert list(model.state_dict()) == names
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
@@ -148,7 +148,7 @@ def test_names_parameters_buffers_hooks_and_modes_are_kept() -> None:
 
 def test_a_model_that_is_a_batch_norm_is_replaced() -> None:
     converted = convert_sync_batchnorm(
-        nn.BatchNorm1d(3), ThreadGroup(1).communicator(0), BatchShare()
+        nn.BatchNorm1d(3), lambda: ThreadGroup(1).communicator(0), BatchShare()
     )
     assert type(converted) is SyncBatchNorm
 
@@ -157,7 +157,9 @@ def test_nothing_is_exchanged_in_evaluation() -> None:
     def run(communicator: Communicator) -> None:
         for tracks in (True, False):
             plain = nn.BatchNorm1d(4, track_running_stats=tracks)
-            layer = convert_sync_batchnorm(copy.deepcopy(plain), communicator, BatchShare()).eval()
+            layer = convert_sync_batchnorm(
+                copy.deepcopy(plain), lambda: communicator, BatchShare()
+            ).eval()
             x = torch.randn(6, 4)
             if communicator.rank == 0:  # alone
                 assert torch.equal(layer(x), plain.eval()(x))
@@ -170,7 +172,7 @@ def test_one_value_a_channel_on_each_rank_is_enough() -> None:
 
     def run(communicator: Communicator) -> Tensor:
         layer: Any = convert_sync_batchnorm(
-            nn.BatchNorm1d(2, momentum=1.0), communicator, share_of(0, 1, 2)
+            nn.BatchNorm1d(2, momentum=1.0), lambda: communicator, share_of(0, 1, 2)
         )
         layer(x[communicator.rank : communicator.rank + 1])
         return torch.stack([layer.running_mean, layer.running_var])
@@ -184,7 +186,7 @@ def test_one_value_a_channel_in_the_whole_batch_is_refused_by_name() -> None:
 
     def run(communicator: Communicator) -> None:
         share = share_of(0, 1 - communicator.rank, 1)  # rank 1 has only a placeholder sample
-        convert_sync_batchnorm(copy.deepcopy(model), communicator, share)(torch.ones(1, 2))
+        convert_sync_batchnorm(copy.deepcopy(model), lambda: communicator, share)(torch.ones(1, 2))
 
     with pytest.raises(ConfigError, match="1: the global batch has one value per channel"):
         run_ranks(2, run)
@@ -192,7 +194,7 @@ def test_one_value_a_channel_in_the_whole_batch_is_refused_by_name() -> None:
 
 def test_equal_statistics_are_not_averaged_again() -> None:
     model = nn.Sequential(nn.BatchNorm1d(3), nn.InstanceNorm1d(3, track_running_stats=True))
-    synced = convert_sync_batchnorm(model, ThreadGroup(1).communicator(0), BatchShare())
+    synced = convert_sync_batchnorm(model, lambda: ThreadGroup(1).communicator(0), BatchShare())
     flat = RunningStatistics(synced).flat
     assert flat is not None
     assert flat.numel() == 6  # the InstanceNorm's
@@ -201,7 +203,7 @@ def test_equal_statistics_are_not_averaged_again() -> None:
 def test_a_silent_peer_is_named_with_the_layer() -> None:
     communicator = ThreadGroup(2, timeout=0.01).communicator(0)
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    layer = convert_sync_batchnorm(model, communicator, BatchShare())
+    layer = convert_sync_batchnorm(model, lambda: communicator, BatchShare())
     with pytest.raises(CommTimeout, match=r"waiting for ranks \[1\] in the forward of 1"):
         layer(torch.ones(2, 2))
 
@@ -217,7 +219,7 @@ class CountsStartups(ThreadCommunicator):
 
 def test_the_start_up_is_over_with_the_first_step() -> None:
     communicator, share = CountsStartups(ThreadGroup(1), 0), BatchShare()
-    layer = convert_sync_batchnorm(nn.BatchNorm1d(2), communicator, share)
+    layer = convert_sync_batchnorm(nn.BatchNorm1d(2), lambda: communicator, share)
     share.begin(1.0)
     layer(torch.randn(3, 2))
     assert communicator.ended_startups == 0

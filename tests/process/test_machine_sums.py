@@ -13,9 +13,10 @@ from paceline import wiring
 from paceline.comm.communicator import Communicator
 from paceline.config.world import SyncConfig
 from paceline.errors import PeerLost
+from paceline.run.run import Run
 from tests.harness.equivalence.large_batch import convnet
 from tests.harness.equivalence.one_rank import Bench
-from tests.harness.equivalence.put_synchronizers import peers_on_gloo
+from tests.harness.equivalence.put_synchronizers import context_on_gloo
 from tests.harness.processes.gloo_processes import spawn
 from tests.harness.processes.launcher_processes import srun
 
@@ -23,7 +24,7 @@ LOST, STEP = 3, 2
 MACHINES = (2, 2)
 AS_ON_GPUS = """
 import runpy, sys
-from paceline.wiring import peers as machine
+from paceline.wiring import connections as machine
 from paceline.algorithms import notified
 
 
@@ -33,7 +34,7 @@ class Drained(notified.MachineSums):
         print(f"rank {self._rank} of ranks {sorted([self._rank, *self._others])} drains")
 
 
-machine.adds_up_on_gpus = lambda members, device, sync: sync == "notified"
+machine.adds_up_on_gpus = lambda group, device, sync: sync == "notified"
 notified.MachineSums = Drained
 sys.argv = sys.argv[1:]
 runpy.run_module(sys.argv[0], run_name="__main__")
@@ -85,11 +86,11 @@ def test_workers_connect_with_their_machines_and_end_well(tmp_path: Path, progra
 
 def bench_of(c: Communicator, model: nn.Module, rendezvous: Path) -> Bench:
     """Make a rank's bench as a worker does."""
-    peers = peers_on_gloo(MACHINES, c, FileStore(str(rendezvous), -1), 30.0)
+    context = context_on_gloo(MACHINES, c, FileStore(str(rendezvous), -1), 30.0)
     bench = Bench.of(c, model)
     bench.replica.close()
     config = SyncConfig(sync="notified", bucket_mb=0.002)
-    bench.replica = wiring.replicate(bench.model, bench.optimizer, peers, config)
+    bench.replica = wiring.replicate(bench.model, bench.optimizer, Run(context=context), config)
     return bench
 
 

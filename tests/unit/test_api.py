@@ -10,7 +10,7 @@ import pytest
 
 import paceline
 from paceline import World
-from tests.harness.processes.worlds import world_of
+from tests.harness.processes.worlds import run_of, world_of
 
 NAMES = [
     *("CheckpointError", "CommError", "CommTimeout", "ConfigError", "DataError", "Loader"),
@@ -84,6 +84,6 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
 
 def test_a_world_names_its_rank_among_all_and_on_its_machine() -> None:
     world = World.__new__(World)
-    world._group = world_of((2, 3), 4)
+    world._run = run_of(group=world_of((2, 3), 4))
     assert (world.rank, world.world_size) == (4, 5)
     assert (world.local_rank, world.local_world_size) == (2, 3)

@@ -19,7 +19,7 @@ from paceline.run.autotune import WARMUP, Autotuner, TrialSetting, steps_of_tria
 from paceline.state.exchange_choice import CHOICE_NAME, read_choice
 from paceline.wiring.candidates import candidates_of
 from tests.harness.equivalence.rank_threads import run_ranks
-from tests.harness.processes.worlds import world_of
+from tests.harness.processes.worlds import run_of, world_of
 
 CPU = torch.device("cpu")
 TWO = [SyncConfig(sync="notified", bucket_mb=16.0), SyncConfig(sync="allreduce", bucket_mb=8.0)]
@@ -118,10 +118,10 @@ class Run:
     def start(self, steps: int) -> list[list[SyncConfig]]:
         """Make so many steps; return with which exchange, by rank."""
         setting = TrialSetting(folder=self.folder, steps=self.steps, report=self.notes.append)
-        generation = world_of(self.machines).generation
 
         def on_rank(communicator: Communicator) -> list[SyncConfig]:
-            chooser = Autotuner(TWO, generation, communicator, CPU, setting)
+            group = world_of(self.machines, communicator.rank)
+            chooser = Autotuner(TWO, run_of(communicator, group), CPU, setting)
             now, bound = chooser.first, []
             for _ in range(steps):
                 now = chooser.next() or now

@@ -18,9 +18,10 @@ from paceline.config.world import SyncConfig
 from paceline.errors import ConfigError
 from paceline.models.resnet import BasicBlock
 from paceline.replica.compiled_modules import is_compiled
+from paceline.run.run import Run
 from paceline.update.batch_norm import BatchShare, SyncBatchNorm
 from paceline.wiring.model import refuse_emulation
-from tests.harness.processes.worlds import world_of
+from tests.harness.processes.worlds import run_of, world_of
 
 CPU = torch.device("cpu")
 
@@ -36,31 +37,28 @@ def kinds(model: nn.Module) -> set[type[nn.Module]]:
 
 def test_sync_bn_connects_the_layers_and_replaces_every_batch_norm() -> None:
     config = config_of("--sync_bn")
-    layers = build.connect_layers(config, world_of(), HashStore(), CPU)
-    assert layers is not None
-    model = build.make_model(config, CPU, layers, BatchShare())
+    context = build.make_context(config, world_of(), HashStore(), CPU)
+    model = build.make_model(config, CPU, Run(context=context).layers, BatchShare())
     assert kinds(model) == {SyncBatchNorm}
     assert model(torch.randn(2, 3, 32, 32)).shape == (2, config.data.num_labels)
-    layers.close()
+    context.close()
 
 
 def test_without_the_flag_there_is_no_second_connection_and_no_replacement() -> None:
     config = config_of()
-    assert build.connect_layers(config, world_of(), HashStore(), CPU) is None
+    with build.make_context(config, world_of(), HashStore(), CPU) as context:
+        assert context.layers is None
     assert kinds(build.make_model(config, CPU, None, BatchShare())) == {nn.BatchNorm2d}
 
 
 def test_both_connections_of_one_store_are_apart() -> None:
-    store = HashStore()
-    config = config_of("--sync_bn")
-    one = build.connect(config, world_of(), store, CPU)
-    other = build.connect_layers(config, world_of(), store, CPU)
-    assert other is not None
-    for communicator in (one, other):
-        tensor = torch.ones(3)
-        communicator.all_reduce(tensor).wait("a sum")
-        assert torch.equal(tensor, torch.ones(3))
-        communicator.close()
+    with build.make_context(config_of("--sync_bn"), world_of(), HashStore(), CPU) as context:
+        assert context.layers is not context.communicator
+        for communicator in (context.communicator, context.layers):
+            assert communicator is not None
+            tensor = torch.ones(3)
+            communicator.all_reduce(tensor).wait("a sum")
+            assert torch.equal(tensor, torch.ones(3))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.compile's import
@@ -99,11 +97,10 @@ def test_bfloat16_is_allowed_where_it_is_computed_or_insisted_on() -> None:
 def test_a_layer_trains_on_real_ranks_that_are_threads() -> None:
     """The pieces as a worker puts them together: layers' connection, share, replica."""
     config, share = config_of("--sync_bn"), BatchShare()
-    model = build.make_model(config, CPU, ThreadGroup(1).communicator(0), share)
+    layers = ThreadGroup(1).communicator(0)
+    model = build.make_model(config, CPU, lambda: layers, share)
     optimizer = build.make_optimizer(model, config.optim, 4)
-    communicator = ThreadGroup(1).communicator(0)
-    peers = build.Peers(group=world_of(), limits=(5.0, 5.0), communicator=communicator)
-    replica = build.replicate(model, optimizer, peers, SyncConfig(), share)
+    replica = build.replicate(model, optimizer, run_of(), SyncConfig(), share)
     with replica.step(0, 1.0):
         assert share.weight == 1.0
         model(torch.randn(2, 3, 32, 32)).sum().backward()

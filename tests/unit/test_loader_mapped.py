@@ -55,7 +55,8 @@ class Failing(Noisy):
 def loader_of(dataset: Any = None, **options: Any) -> MappedLoader:
     dataset = Noisy() if dataset is None else dataset
     order = options.pop("order", None) or Order(size=len(dataset), batch_size=BATCH, seed=3)
-    return MappedLoader(dataset, order, **({"rank": 0, "world_size": 1} | options))
+    rank_and_size = options.pop("rank", 0), options.pop("world_size", 1)
+    return MappedLoader(dataset, order, rank_and_size=lambda: rank_and_size, **options)
 
 
 def real(batches: Iterator[tuple[BatchSlice, torch.Tensor]]) -> list[torch.Tensor]:

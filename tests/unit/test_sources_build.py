@@ -19,7 +19,7 @@ from paceline.recorder import NullRecorder
 from tests.harness.data.databases import ENGINES, RECORDS, items, key, labels
 from tests.harness.data.permissions import read_only
 from tests.harness.data.record_bytes import bgr_planes, raw_datum
-from tests.harness.processes.worlds import world_of
+from tests.harness.processes.worlds import run_of
 
 SMALL = (
     *("--model", "resnet20", "--image_size", "4", "--augment", "none", "--batch_size", "8"),
@@ -112,9 +112,7 @@ def loaded(config: TrainConfig) -> tuple[list[int], list[str]]:
     """The labels of an epoch, sorted, and the notes that were made."""
     sources, notes = build.open_sources(config), Notes()
     with closing(sources):
-        loader = build.make_loader(
-            config, world_of(), CPU, sources.train, train=True, recorder=notes
-        )
+        loader = build.make_loader(config, run_of(recorder=notes), CPU, sources.train, train=True)
         with closing(loader):
             batches = [loader.batch(0, step) for step in range(loader.steps)]
     found = [label for batch in batches for label in batch.labels[: batch.place.count].tolist()]

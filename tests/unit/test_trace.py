@@ -83,7 +83,7 @@ def test_a_put_is_joined_with_its_arrival_across_clocks_hours_apart(
     monkeypatch.setattr(module, "running_system", lambda: str(threading.get_ident()))
 
     def run(c: Communicator) -> None:
-        trace = Trace(path, range(5, 6), c, CPU, c.rank, lambda: clock_of(c.rank))
+        trace = Trace(path, range(5, 6), lambda: c, CPU, c.rank, lambda: clock_of(c.rank))
         moments: list[PutEvent] = []
         trace.follow(0, lambda: moments)
         trace.event("notifications", texts=["contribution of bucket 0"])
@@ -127,7 +127,7 @@ def test_a_run_that_never_comes_to_the_traced_steps_leaves_no_trace(tmp_path: Pa
     said: list[object] = []
 
     def run(c: Communicator) -> None:
-        trace = Trace(tmp_path / "trace.json", range(5, 6), c, CPU, 0, report=said.append)
+        trace = Trace(tmp_path / "trace.json", range(5, 6), lambda: c, CPU, 0, report=said.append)
         for number in (0, 1, 7, 8):
             step(trace, number)
         trace.event("finish")

@@ -11,14 +11,12 @@ from torch.distributed import HashStore
 
 from paceline import wiring as build
 from paceline.cli.flags import parse
-from paceline.comm.inprocess.communicator import ThreadGroup
 from paceline.config.train import TrainConfig
 from paceline.errors import ConfigError
-from paceline.recorder import NullRecorder
 from paceline.state.weights import save_weights
 from paceline.trainer import Trainer
-from paceline.wiring.peers import adds_up_on_gpus
-from tests.harness.processes.worlds import world_of
+from paceline.wiring.connections import adds_up_on_gpus
+from tests.harness.processes.worlds import run_of, world_of
 
 BASE = (
     *("--train_data", "null", "--test_data", "null", "--epoch_size", "64"),
@@ -35,14 +33,9 @@ def trainer_of(folder: Path, *words: str, start: build.Start | None = None) -> T
     config = config_of(*words)
     return build.build_trainer(
         config,
-        build.Peers(
-            group=world_of(),
-            limits=(5.0, 5.0),
-            communicator=ThreadGroup(1).communicator(0),
-        ),
+        run_of(),
         build.open_sources(config),
         torch.device("cpu"),
-        NullRecorder(),
         folder,
         start,
     )
@@ -225,8 +218,9 @@ def test_gpus_add_up_first_where_some_machine_of_several_has_more_than_one(
 
 def test_timeouts_reach_the_connections() -> None:
     config = config_of("--first_iter_timeout", "7", "--timeout", "3")
-    communicator: Any = build.connect(config, world_of(), HashStore(), torch.device("cpu"))
+    context = build.make_context(config, world_of(), HashStore(), torch.device("cpu"))
+    communicator: Any = context.communicator
     assert communicator._limit.total_seconds() == 7
     communicator.end_startup()
     assert communicator._limit.total_seconds() == 3
-    communicator.close()
+    context.close()

@@ -37,7 +37,7 @@ class Trace(NullRecorder):
     Args:
         path: path of the trace file.
         steps: the steps to trace, counted from the run's first step (0).
-        communicator: connects the ranks, all of which trace the same steps.
+        communicator: returns what connects the ranks, all of which trace the same steps.
         device: device of the communicator's tensors.
         machine: the number of this rank's machine.
         clock: returns nanoseconds of the system's monotonic clock.
@@ -51,7 +51,7 @@ class Trace(NullRecorder):
         self,
         path: Path,
         steps: range,
-        communicator: Communicator,
+        communicator: Callable[[], Communicator],
         device: torch.device,
         machine: int,
         clock: Callable[[], int] = time.monotonic_ns,
@@ -62,7 +62,7 @@ class Trace(NullRecorder):
         self._steps, self._machine = steps, machine
         self._communicator, self._device = communicator, device
         self._clock = clock
-        self._report = report if communicator.rank == 0 else lambda text: None
+        self._report = report
         self._on = self._written = False
         self._spans: list[Span] = []
         self._windows: dict[int, Callable[[], Iterable[PutEvent]]] = {}
@@ -96,7 +96,7 @@ class Trace(NullRecorder):
                 self._write()
         elif name == "finish":
             self._write()
-            if not self._written:
+            if not self._written and self._communicator().rank == 0:
                 steps = f"{self._steps[0]}:{self._steps[-1]}"
                 self._report(
                     Message(
@@ -114,9 +114,10 @@ class Trace(NullRecorder):
         if self._written or not self._spans:
             return
         self._on, self._written = False, True
-        made = rounds(self._communicator, self._device, self._clock)
+        communicator = self._communicator()
+        made = rounds(communicator, self._device, self._clock)
         buffer = RecorderBuffer(
-            rank=self._communicator.rank,
+            rank=communicator.rank,
             machine=self._machine,
             system=running_system(),
             spans=list(self._spans),
@@ -128,8 +129,8 @@ class Trace(NullRecorder):
             names=self._names,
             buckets=self._buckets,
         )
-        data = gather_bytes(self._communicator, buffer.to_bytes(), self._device, "the trace")
-        if self._communicator.rank == 0:
+        data = gather_bytes(communicator, buffer.to_bytes(), self._device, "the trace")
+        if communicator.rank == 0:
             buffers = [RecorderBuffer.from_bytes(part) for part in data]
             apart = offsets(made, [buffer.system for buffer in buffers])
             with explained_writes(self.path):

@@ -67,9 +67,17 @@ def photographs(count: int) -> list[Record]:
 @contextmanager
 def loader_of(source: Any, batch_size: int, **options: Any) -> Iterator[DatabaseLoader]:
     order = options.pop("order", None) or Order(size=len(source), batch_size=batch_size, seed=2)
-    defaults = {"mean": (0.0,), "std": (1.0,), "rank": 0, "world_size": 1, "threads": 2}
+    rank_and_size = options.pop("rank", 0), options.pop("world_size", 1)
+    defaults = {"mean": (0.0,), "std": (1.0,), "threads": 2}
     transform = options.pop("transform", PLAIN)
-    loader = DatabaseLoader(source, order, transform, device=CPU, **(defaults | options))
+    loader = DatabaseLoader(
+        source,
+        order,
+        transform,
+        device=CPU,
+        rank_and_size=lambda: rank_and_size,
+        **(defaults | options),
+    )
     try:
         yield loader
     finally:

@@ -162,7 +162,7 @@ class Training:
         optimizer = self.make_optimizer(model)
         if self.sync_bn:
             assert layers is not None
-            model = convert_sync_batchnorm(model, layers, share)
+            model = convert_sync_batchnorm(model, lambda: layers, share)
         replica = replicate(model, optimizer, communicator, bucket_bytes, kind, share, later)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, self.gamma)
         step = self.make_step()
@@ -226,7 +226,7 @@ def replicate(
     return Replica(
         model,
         optimizer,
-        communicator,
+        lambda: communicator,
         plan(kind, bucket_bytes),
         share=share,
         next_plan=next_plan,

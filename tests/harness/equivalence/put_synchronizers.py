@@ -14,6 +14,7 @@ from torch.distributed import HashStore, Store
 from paceline.algorithms.data_parallel import DataParallel
 from paceline.algorithms.notified import PutOptions, make_notified
 from paceline.algorithms.sharded import make_sharded
+from paceline.cluster.membership.generation import Group
 from paceline.codecs.codecs import CODECS
 from paceline.comm.communicator import Communicator
 from paceline.comm.connection_window import connect_window
@@ -24,9 +25,10 @@ from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.comm.window import Window
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.put_engine.layout import Topology
+from paceline.run.generation_context import GenerationContext
 from paceline.update.shard_optimizer import ShardOptimizer
 from paceline.update.updater import make_updater
-from paceline.wiring.peers import Peers, connect_group
+from paceline.wiring.connections import connect
 from tests.harness.processes.worlds import world_of
 
 LIMIT = 90.0  # generous: the machine may be busy, and a fresh clone compiles the kernels
@@ -127,13 +129,13 @@ def notified_on_machines(machines: Sequence[int], limit: float = LIMIT) -> Calla
 
 def notified_by_gloo(machines: Sequence[int], limit: float = LIMIT) -> Callable[..., Any]:
     """Return what makes a rank's synchronizer as for GPUs: Gloo for NCCL, TCP between machines."""
-    store, peers = HashStore(), {}
+    store, contexts = HashStore(), {}
 
     def make(buckets: Sequence[Bucket], communicator: Communicator, *parts: Any) -> DataParallel:
         rank = communicator.rank
-        if rank not in peers:
-            peers[rank] = peers_on_gloo(machines, communicator, store, limit)
-        mine = peers[rank]
+        if rank not in contexts:
+            contexts[rank] = context_on_gloo(machines, communicator, store, limit)
+        mine = contexts[rank]
         options = PutOptions(
             open_window=mine.open_window,
             topology=mine.topology,
@@ -146,15 +148,18 @@ def notified_by_gloo(machines: Sequence[int], limit: float = LIMIT) -> Callable[
     return make
 
 
-def peers_on_gloo(
+def context_on_gloo(
     machines: Sequence[int], communicator: Communicator, store: Store, limit: float
-) -> Peers:
+) -> GenerationContext:
     """Connect a rank with those of its machine by Gloo, as if they had GPUs."""
-    group, limits = world_of(machines, communicator.rank), (limit, limit)
-    intra_machine = connect_group(group, store, torch.device("cpu"), limits)
-    return Peers(
-        group=group,
-        limits=limits,
-        communicator=communicator,
-        intra_machine=intra_machine,
-    )
+    device, limits = torch.device("cpu"), (limit, limit)
+
+    def connected(group: Group, purpose: str) -> Communicator:
+        if purpose == "steps":
+            return communicator
+        return connect(group, purpose, store=store, device=device, limits=limits)
+
+    group = world_of(machines, communicator.rank)
+    context = GenerationContext(group, connected, device=device, limits=limits)
+    context.connect_machine()
+    return context

@@ -1,10 +1,17 @@
-"""Groups of all ranks of a world, as one rank sees them, without a rendezvous."""
+"""Groups and runs of a world, as one of its ranks sees them, without a rendezvous."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from paceline.cluster.membership.generation import Generation, Group
+from paceline.comm.communicator import Communicator
+from paceline.comm.inprocess.communicator import ThreadGroup
+from paceline.recorder import NullRecorder, Recorder
+from paceline.run.generation_context import GenerationContext
+from paceline.run.run import Run
 
 
 def world_of(
@@ -33,3 +40,25 @@ def world_of(
         hosts=hosts or [chr(ord("a") + machine) for machine in range(machines)],
     )
     return Group.world(generation, rank)
+
+
+def run_of(
+    communicator: Communicator | None = None,
+    group: Group | None = None,
+    recorder: Recorder | None = None,
+) -> Run:
+    """Return the run of a rank whose purposes all share one communicator.
+
+    Args:
+        communicator: connects all ranks; by default there is one rank.
+        group: all ranks; by default they are on one machine.
+        recorder: receives what happens; by default nothing does.
+    """
+    connected = communicator or ThreadGroup(1).communicator(0)
+    context = GenerationContext(
+        group or world_of((connected.world_size,), connected.rank),
+        lambda group, purpose: connected,
+        device=torch.device("cpu"),
+        limits=(5.0, 5.0),
+    )
+    return Run(context=context, recorder=recorder or NullRecorder())

@@ -1,0 +1,97 @@
+"""A worker's connections with the others, and their device."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import partial
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from paceline.cluster.membership.generation import Group
+from paceline.comm.communicator import Communicator
+from paceline.comm.process_group import ProcessGroupCommunicator
+from paceline.config.train import TrainConfig
+from paceline.run.generation_context import GenerationContext
+
+
+def device_of(config: TrainConfig, local_rank: int) -> torch.device:
+    """Return the device of a machine's worker."""
+    if config.world.use_cpu or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if config.world.gpu_numbers:
+        return torch.device("cuda", config.world.gpu_numbers[local_rank])
+    if torch.cuda.device_count() == 1:  # a scheduler may show each worker its own only
+        return torch.device("cuda", 0)
+    return torch.device("cuda", local_rank)
+
+
+def make_context(
+    config: TrainConfig, group: Group, store: Store, device: torch.device
+) -> GenerationContext:
+    """Connect this worker with all others of its generation; collective.
+
+    Raises:
+        CommError: a rank didn't come in time.
+    """
+    limits = (config.world.first_iter_timeout, config.world.timeout)
+    connecting = partial(connect, store=store, device=device, limits=limits)
+    with ExitStack() as undo:
+        context = GenerationContext(group, connecting, device=device, limits=limits)
+        undo.enter_context(context)
+        if config.model.sync_bn:
+            context.connect_layers()
+        connect_machine(context, device, config.sync.sync)
+        undo.pop_all()
+    return context
+
+
+def connect(
+    group: Group,
+    purpose: str,
+    *,
+    store: Store,
+    device: torch.device,
+    limits: tuple[float, float],
+) -> Communicator:
+    """Connect the ranks of a group; collective, once a purpose.
+
+    Args:
+        group: the ranks, as this one sees them.
+        purpose: distinguishes the connections of a generation.
+        store: where ranks find each other; the caller keeps a reference to it.
+        device: this worker's.
+        limits: seconds to wait for the others, at the start and later.
+
+    Raises:
+        CommError: a rank didn't come in time.
+    """
+    return ProcessGroupCommunicator(
+        PrefixStore(f"{group.generation.key_prefix}/{purpose}", store),
+        rank=group.rank,
+        world_size=group.size,
+        device=device,
+        address=group.address,
+        first_timeout=limits[0],
+        timeout=limits[1],
+    )
+
+
+def connect_machine(context: GenerationContext, device: torch.device, sync: str) -> None:
+    """Connect the workers of this machine, if their GPUs sum first; collective.
+
+    Raises:
+        CommError: a worker didn't come in time.
+    """
+    if adds_up_on_gpus(context.group, device, sync):
+        context.connect_machine()
+
+
+def adds_up_on_gpus(group: Group, device: torch.device, sync: str) -> bool:
+    """Tell whether a machine's GPUs sum before one of its workers exchanges; equal on all ranks.
+
+    On one machine alone, `--sync allreduce` is such a sum, and windows share memory.
+    """
+    workers = group.generation.workers_per_machine
+    several = len(workers) > 1 and max(workers) > 1
+    return sync == "notified" and device.type == "cuda" and several
