@@ -122,6 +122,21 @@ def test_a_rank_without_samples_borrows_one_that_counts_nothing() -> None:
     assert (batch.place.first, batch.place.last, batch.place.global_count) == (12, 12, 2)
 
 
+def test_a_batch_is_that_of_the_rank_at_the_time_it_is_taken() -> None:
+    source, worlds = ListSource(photographs(23)), [(0, 1), (1, 3), (0, 2)]
+    now = iter(worlds)
+    with loader_of(source, 10, transform=RICH, rank_and_size=lambda: next(now)) as loader:
+        found = epoch_of(loader)
+    for step, (rank, world_size) in enumerate(worlds):
+        with loader_of(
+            source, 10, transform=RICH, rank=rank, world_size=world_size, prefetch=0
+        ) as loader:
+            expected = loader.batch(0, step)
+        assert found[step].place == expected.place
+        assert torch.equal(found[step].images, expected.images)
+        assert torch.equal(found[step].labels, expected.labels)
+
+
 def test_jumping_back_gives_the_same_batches_again() -> None:
     with loader_of(ListSource(photographs(30)), 4, transform=RICH) as loader:
         first = [loader.batch(3, step) for step in (0, 1, 2, 3)]

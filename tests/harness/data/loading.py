@@ -68,16 +68,10 @@ def photographs(count: int) -> list[Record]:
 def loader_of(source: Any, batch_size: int, **options: Any) -> Iterator[DatabaseLoader]:
     order = options.pop("order", None) or Order(size=len(source), batch_size=batch_size, seed=2)
     rank_and_size = options.pop("rank", 0), options.pop("world_size", 1)
-    defaults = {"mean": (0.0,), "std": (1.0,), "threads": 2}
+    defaults: dict[str, Any] = {"mean": (0.0,), "std": (1.0,), "threads": 2}
+    defaults["rank_and_size"] = lambda: rank_and_size
     transform = options.pop("transform", PLAIN)
-    loader = DatabaseLoader(
-        source,
-        order,
-        transform,
-        device=CPU,
-        rank_and_size=lambda: rank_and_size,
-        **(defaults | options),
-    )
+    loader = DatabaseLoader(source, order, transform, device=CPU, **(defaults | options))
     try:
         yield loader
     finally:

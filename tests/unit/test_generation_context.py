@@ -1,0 +1,73 @@
+"""A generation's context opens its connections by purpose, and ends or aborts all of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paceline.cluster.membership.generation import Group
+from paceline.comm.single_rank import SingleRankCommunicator
+from paceline.run.generation_context import GenerationContext
+from paceline.run.run import Run
+from tests.harness.processes.worlds import world_of
+
+
+class Recorded(SingleRankCommunicator):
+    """Communicator of one rank that notes its end."""
+
+    def __init__(self, purpose: str, notes: list[str]) -> None:
+        self._purpose, self._notes = purpose, notes
+
+    def end(self) -> None:
+        self._notes.append(f"end {self._purpose}")
+
+    def close(self) -> None:
+        self._notes.append(f"abort {self._purpose}")
+
+
+def context_of(notes: list[str]) -> GenerationContext:
+    def connect(group: Group, purpose: str) -> Recorded:
+        return Recorded(purpose, notes)
+
+    cpu = torch.device("cpu")
+    context = GenerationContext(world_of(), connect, device=cpu, limits=(5.0, 5.0))
+    context.connect_layers()
+    return context
+
+
+def test_connections_end_in_reverse_order_and_once() -> None:
+    notes: list[str] = []
+    context = context_of(notes)
+    context.close()
+    context.close()
+    assert notes == ["end layers", "end steps"]
+
+
+def test_connections_are_aborted_where_their_use_fails() -> None:
+    notes: list[str] = []
+    with pytest.raises(ZeroDivisionError), context_of(notes):
+        _ = 1 / 0
+    assert notes == ["abort layers", "abort steps"]
+
+
+def test_a_machine_of_one_worker_needs_no_connection() -> None:
+    notes: list[str] = []
+    with context_of(notes) as context:
+        context.connect_machine()
+        assert context.intra_machine is not None
+    assert notes == ["end layers", "end steps"]
+
+
+def test_an_object_that_keeps_the_run_finds_the_next_context_there() -> None:
+    run = Run(context=context_of([]))
+    layers, asked = run.layers(), run.rank_and_size
+    cpu = torch.device("cpu")
+    run.context = GenerationContext(
+        world_of((1, 2), 2),
+        lambda group, purpose: Recorded(purpose, []),
+        device=cpu,
+        limits=(5.0, 5.0),
+    )
+    run.context.connect_layers()
+    assert asked() == (2, 3)
+    assert run.layers() is not layers
