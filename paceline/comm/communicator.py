@@ -7,8 +7,7 @@ and an error names the operation, this rank and, where the transport knows it, t
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -74,17 +73,6 @@ class Communicator(Protocol):
 
     def close(self) -> None:
         """Abort all connections without waiting."""
-
-
-@contextmanager
-def until_end(communicator: Communicator) -> Iterator[None]:
-    """Run a block with connections; close them at its end, abort them if it fails."""
-    try:
-        yield
-    except BaseException:
-        communicator.close()
-        raise
-    communicator.end()
 
 
 def total(communicator: Communicator, tensor: Tensor, operation: str) -> Tensor:
