@@ -118,10 +118,9 @@ def notified(summands: Summands, store: Store, size: int | None, connections: in
 
     def step() -> None:
         sums.clear()
-        for index, bucket in enumerate(buckets):
-            exchange.send(index, bucket, 1.0, "the sum")
-        for index in reversed(range(len(buckets))):
-            sums[:0] = filter(torch.is_tensor, exchange.wait(index))
+        versions = [exchange.send(i, bucket, 1.0, "the sum") for i, bucket in enumerate(buckets)]
+        for index, version in reversed([*enumerate(versions)]):
+            sums[:0] = filter(torch.is_tensor, exchange.wait(index, version))
 
     return Variant(step=step, finish=nothing, result=lambda: [torch.cat(sums)])
 
