@@ -190,7 +190,8 @@ class Steps:
         self._receive_summaries(before=self.position.number)
         if self._stop_requested_in is not None:
             self._stop()
-        self._replica.synchronize_replicas()
+        with self.run.recorder.span("settle"):
+            self._replica.synchronize_replicas()
         self._snapshot()
         return list(self.position.sums)
 
