@@ -133,9 +133,17 @@ class DataParallel:
         gradients = [p.grad for p in bucket.parameters]
         self._send(bucket.index, gradients, self._weight, f"bucket {bucket.index}")
 
+    def complete(self) -> None:
+        """Send the buckets that backward left incomplete."""
+        if self._ended:
+            self._open()
+        for bucket in self.buckets:
+            if bucket.index not in self._sent:
+                self.gradient_ready(bucket)
+
     def reduce(self) -> None:
         """Make every `.grad` the global mean; None where no rank used the parameter."""
-        self._complete()
+        self.complete()
         self._rule.return_sums()
         for bucket in self.buckets:
             sums = self._wait(bucket.index)
@@ -149,7 +157,7 @@ class DataParallel:
         If no forward ran since the last step, its update is still pending, with that step's
         hyperparameters.
         """
-        self._complete()
+        self.complete()
         returning = self._rule.end(reduced=self._reduced)
         self._awaited.update(returning)
         if self._reduced and not returning:
@@ -160,7 +168,7 @@ class DataParallel:
     def abandon(self) -> None:
         """Drop the step's gradients, after the exchange that all ranks began."""
         if not self._reduced:
-            self._complete()
+            self.complete()
             self._rule.return_sums()
         for bucket in self.buckets:
             version = self._awaited.pop(bucket.index, None)
@@ -210,14 +218,6 @@ class DataParallel:
         sent, received = self._exchange.traffic[index]
         self._recorder.count("sent", sent)
         self._recorder.count("received", received)
-
-    def _complete(self) -> None:
-        """Send the buckets that backward left incomplete."""
-        if self._ended:
-            self._open()
-        for bucket in self.buckets:
-            if bucket.index not in self._sent:
-                self.gradient_ready(bucket)
 
     def _install(self, unit: tuple[Bucket, ...], values: Sequence[Tensor | None]) -> None:
         with self._recorder.span("update", bucket=unit[0].index):

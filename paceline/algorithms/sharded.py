@@ -115,3 +115,16 @@ class ShardedState:
         if self._residuals is not None and MISSED in state:
             return self._residuals.restore(state)
         return MISSED not in state
+
+    def local(self) -> Mapping[str, Any]:
+        """Return both, of this rank's shards."""
+        residual = None if self._residuals is None else self._residuals.local()
+        return {**(residual or {}), OPTIMIZER: self._shards.local()}
+
+    def restore_local(self, state: Mapping[str, Any]) -> bool:
+        """Take both, if this rank has the same shards."""
+        if not self._shards.restore_local(state.get(OPTIMIZER, {})):
+            return False
+        return (
+            MISSED not in state if self._residuals is None else self._residuals.restore_local(state)
+        )

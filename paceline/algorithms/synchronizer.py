@@ -50,6 +50,12 @@ class Synchronizer(Protocol):
     def gradient_ready(self, bucket: Bucket) -> None:
         """Start to send the bucket's gradients, which backward has completed; never block."""
 
+    def complete(self) -> None:
+        """Send what backward didn't reach, as `end` does; the last update is installed before.
+
+        From now until `end` or `abandon`, the state is the one before this step's update.
+        """
+
     def reduce(self) -> None:
         """Wait, and make every parameter's `.grad` the mean over the global batch.
 

@@ -21,7 +21,7 @@ from paceline.comm.communicator import Communicator, gather_all
 from paceline.reduce.buckets import like
 from paceline.reduce.put_engine.error_feedback import ErrorFeedback
 from paceline.reduce.put_engine.layout import BucketLayout, Topology
-from paceline.reduce.rank_state import MISSED
+from paceline.reduce.rank_state import MISSED, same_ranges
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +45,17 @@ class EncodedBucket:
         ends = list(accumulate(self.layout.spec.lengths))
         parts = zip(self.names, self.templates, [0, *ends], ends, strict=False)
         return {name: like(template, flat[a:b]) for name, template, a, b in parts}
+
+    def ranges(self, feedback: ErrorFeedback, flat: Tensor) -> dict[str, tuple[int, int, Tensor]]:
+        """View the values of the local shard, by parameter, as (start, stop, values)."""
+        ends, shard = list(accumulate(self.layout.spec.lengths)), feedback.values
+        found = {}
+        for name, first, last in zip(self.names, [0, *ends], ends, strict=False):
+            start, stop = max(first, shard.start), min(last, shard.stop)
+            if start < stop:
+                values = flat[start - shard.start : stop - shard.start]
+                found[name] = (start - first, stop - first, values)
+        return found
 
 
 class Residuals:
@@ -89,6 +100,43 @@ class Residuals:
                         view.add_(residual[name])
             bucket.feedback.restore(flat, state["scale"], owned_by=None if same else own)
         return True
+
+    def local(self) -> Mapping[str, Any]:
+        """Return the residuals of this rank's local shards, and whose they are.
+
+        A parameter's entry is (start, stop, residual): a range of its values, in the order in which
+        they lie in memory, and (stop - start,) float32.
+        """
+        found: dict[str, tuple[int, int, Tensor]] = {}
+        scale = 1.0
+        for bucket, feedback in self._own():
+            found |= bucket.ranges(feedback, feedback.step_residual)
+            scale = feedback.scale
+        return {"scale": scale, "layout": self._place, MISSED: found}
+
+    def restore_local(self, state: Mapping[str, Any]) -> bool:
+        """Take the residuals, if this rank has the same local shards in the same groups."""
+        flats = [torch.zeros(bucket.layout.numel) for bucket, _ in self._own()]
+        own: dict[str, tuple[int, int, Tensor]] = {}
+        for (bucket, feedback), flat in zip(self._own(), flats, strict=True):
+            own |= bucket.ranges(feedback, flat[feedback.values])
+        saved: Mapping[str, tuple[int, int, Tensor]] = state.get(MISSED, {})
+        if state.get("layout") != self._place or not same_ranges(own, saved):
+            return False
+        for name, (*_, values) in own.items():
+            values.copy_(saved[name][2])
+        for (_, feedback), flat in zip(self._own(), flats, strict=True):
+            feedback.restore(flat, state["scale"], owned_by=None)
+        return True
+
+    @property
+    def _place(self) -> tuple[Any, ...]:
+        """The groups of ranks, and this rank: which shards its residuals belong to."""
+        return self._topology.groups, self._rank
+
+    def _own(self) -> list[tuple[EncodedBucket, ErrorFeedback]]:
+        """List the buckets of which this rank encodes a local shard."""
+        return [(one, one.feedback) for one in self._buckets if one.feedback is not None]
 
     def _assembled(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
         """Assemble the residuals of a group's ranks, one flat tensor a rank, by parameter."""

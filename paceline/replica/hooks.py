@@ -22,6 +22,7 @@ from paceline.errors import ConfigError
 from paceline.reduce.buckets import Bucket
 from paceline.replica.compiled_modules import around_call, is_compiled, replace
 from paceline.replica.read_tracing import Readers, ReadMap, ReadTracer, registering_modules
+from paceline.replica.state_copier import StateCopier
 from paceline.replica.trained_parameters import TrainedParameters
 from paceline.update.write_guard import WriteGuard
 
@@ -38,6 +39,7 @@ class ReplicaHooks:
         exchanging: whether gradients are sent as soon as they are complete; otherwise, they
             accumulate.
         reads: which modules read which parameters; None until the first step has traced the reads.
+        copier: copies the state before the current step, if a snapshot is taken in it.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class ReplicaHooks:
         self.trained, self.synchronizer = trained, synchronizer
         self.gradients = StepGradients(synchronizer.buckets)
         self.exchanging = True
+        self.copier: StateCopier | None = None
         self._model = model
         self._running = False
         self._unread: tuple[Bucket, ...] = ()  # no module waits for them: updated in `end`
@@ -71,6 +74,32 @@ class ReplicaHooks:
         self._running = True
         self.gradients.begin(number)
         self.synchronizer.begin(number, weight, scale)
+
+    def begin_snapshot(self, copier: StateCopier, *, settled: bool) -> None:
+        """Copy the state before the step that has begun, its parameters as soon as they are read.
+
+        Args:
+            copier: copies it.
+            settled: no update is pending, so that all can be copied at once.
+        """
+        self.copier = copier
+        copier.begin(self.trained, self.gradients.parameters)
+        if settled or self._tracer is not None:  # which would take the copies for reads
+            copier.copy_buckets(self.synchronizer.buckets)
+
+    def end_snapshot(self) -> None:
+        """Copy what hasn't been read, and the rank's own state, before the step's update."""
+        if self.copier is not None:
+            self.synchronizer.complete()
+            self.copier.copy_buckets(self.synchronizer.buckets)
+            self.copier.end(self.synchronizer.state)
+            self.copier = None
+
+    def settle(self) -> None:
+        """Settle; then a script may write what a snapshot has yet to copy."""
+        self.synchronizer.settle()
+        if self.copier is not None:
+            self.copier.copy_buckets(self.synchronizer.buckets)
 
     def end(self) -> None:
         """End the step, and update at once the buckets that no module waits for."""
@@ -146,6 +175,8 @@ class ReplicaHooks:
         def wait(*_: object) -> None:
             for bucket in buckets:
                 self.synchronizer.before_read(bucket)
+            if self.copier is not None:
+                self.copier.copy_buckets(buckets)
 
         return wait
 

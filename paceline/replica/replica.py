@@ -39,6 +39,7 @@ from paceline.recorder import NullRecorder, Recorder
 from paceline.reduce.buckets import Bucket, partition
 from paceline.replica.hooks import ReplicaHooks, patch, watch_scaler
 from paceline.replica.read_tracing import ReadMap
+from paceline.replica.state_copier import StateCopier
 from paceline.replica.trained_parameters import TrainedParameters, fingerprint_of
 from paceline.update.batch_norm import BatchShare
 from paceline.update.state_watch import unwatch_state, watch_state
@@ -100,6 +101,7 @@ class Replica:
         self._scale: Callable[[], float] | None = None
         self._number: int | None = None  # the current step
         self._reduced = False
+        self._copier: StateCopier | None = None  # of the next step
         self._state_hooks = ExitStack()
         self._binding = self._bind(known=set())
         self._settle_before_states()
@@ -134,8 +136,12 @@ class Replica:
         self._share.begin(weight)
         scale = 1.0 if self._scale is None or not self.stateful else self._scale()
         self._binding.begin(number, weight, scale)
+        if self._copier is not None:
+            self._binding.begin_snapshot(self._copier, settled=not self._bucketwise)
+            self._copier = None
         yield
         if self._number is not None:
+            self._binding.end_snapshot()
             self._binding.synchronizer.abandon()
             self._done()
         self._share.end()
@@ -169,7 +175,27 @@ class Replica:
 
     def settle(self) -> None:
         """Make this rank's parameters and running statistics final; local."""
-        self._binding.synchronizer.settle()
+        self._binding.settle()
+
+    def take_snapshot(self, copier: StateCopier) -> None:
+        """Let the next step copy the state before it, each part when it passes the part's moment.
+
+        Nothing is settled. The snapshot is held when `optimizer.step()` is called in that step, or
+        the step ends without it; if the step fails before that, there is none.
+        """
+        self._copier = copier
+
+    def restore_local(self, state: Mapping[str, Any]) -> bool:
+        """Restore this rank's own state, besides model and optimizer, from a snapshot; local.
+
+        Args:
+            state: what `restore_state` returned; empty if the ranks had none.
+
+        Returns:
+            False where the ranks' parts are others now: then all ranks' must be divided anew.
+        """
+        own = self._binding.synchronizer.state
+        return not state if own is None else own.restore_local(state)
 
     def synchronize_replicas(self) -> None:
         """Settle, and make the replicas of all ranks equal; collective."""
@@ -261,6 +287,7 @@ class Replica:
         assert self._number is not None
         self._binding.gradients.guard.check_gradients()
         self._refuse_unexchanged()
+        self._binding.end_snapshot()
         self._binding.synchronizer.end()
         self._done()
         watch_state(optimizer, self.settle)  # a script, or load_state_dict(), may have replaced it
@@ -286,6 +313,7 @@ class Replica:
         self._refuse_unexchanged()
         with self._recorder.span("update", bucket=0):
             result = self._plain_step(*args, **kwargs)
+        self._binding.end_snapshot()
         self._binding.synchronizer.end()
         self._done()
         return result

@@ -8,6 +8,7 @@ comparison of `fingerprint`, a few numbers a parameter: about 25 microseconds fo
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -27,8 +28,8 @@ class TrainedParameters:
     Attributes:
         fingerprint: for each group of the optimizer, the ids, freezing, dtypes and devices of its
             parameters; compared to detect changes.
-        names: the name of each parameter. The model's parameters come first, in the model's order;
-            then the parameters that only the optimizer has.
+        names: the name of each parameter, its own. The model's parameters come first, in the
+            model's order; then the parameters that only the optimizer has.
         groups: for each parameter, the index of its group in the optimizer.
         buffers: the model's buffers.
     """
@@ -48,7 +49,11 @@ class TrainedParameters:
         names = {p: name for name, p in model.named_parameters()}
         groups = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         others = [p for p in groups if p not in names]
-        names |= {p: f"a parameter of shape {tuple(p.shape)}, not the model's," for p in others}
+        counts: Counter[tuple[int, ...]] = Counter()
+        for p in others:
+            counts[p.shape] += 1
+            which = "a parameter" if counts[p.shape] == 1 else f"parameter {counts[p.shape]}"
+            names[p] = f"{which} of shape {tuple(p.shape)}, not the model's,"
         for p, name in names.items():
             if is_lazy(p):
                 raise ConfigError(

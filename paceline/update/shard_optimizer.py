@@ -24,11 +24,11 @@ from torch.optim import Optimizer
 from paceline.comm.communicator import Communicator, gather_all
 from paceline.errors import ConfigError, Message
 from paceline.reduce.buckets import Bucket, like
+from paceline.reduce.rank_state import Ranges, same_ranges
+from paceline.update.state_entries import SCALARS, restore_entries
 from paceline.update.state_watch import plain_state, unwatch_state, watch_state
 from paceline.update.updater import ELEMENTWISE, StepHyperparameters, SubOptimizer, is_bucketwise
 from paceline.update.write_guard import WriteGuard, late_write
-
-_SCALARS = frozenset({"step", "eta", "mu", "mu_product"})  # of a parameter, whatever its size
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -240,6 +240,30 @@ class ShardOptimizer:
         self._clear()
         return plain
 
+    def local(self) -> Ranges:
+        """Return this rank's shards of the state: (start, stop, state) of each parameter."""
+        return {
+            self._buckets[fragment.bucket].names[fragment.index]: (
+                fragment.start,
+                fragment.stop,
+                self._state[fragment.values],
+            )
+            for fragments in self._fragments.values()
+            for fragment in fragments
+        }
+
+    def restore_local(self, saved: Ranges) -> bool:
+        """Take copies of what `local` returned, if this rank has the same shards."""
+        if not same_ranges(self.local(), saved):
+            return False
+        for fragments in self._fragments.values():
+            for fragment in fragments:
+                name = self._buckets[fragment.bucket].names[fragment.index]
+                group = self._optimizer.param_groups[self._buckets[fragment.bucket].param_group]
+                state = self._state[fragment.values]
+                restore_entries(state, saved[name][2], fragment.values, group)
+        return True
+
     def _assemble(
         self, parameter: nn.Parameter, start: int, stop: int, state: Mapping[str, Any]
     ) -> None:
@@ -326,7 +350,7 @@ def _shard_of(name: str, value: Any, fragment: _Fragment) -> Any:
 
 def _lies_with(name: str, value: Any, parameter: Tensor) -> bool:
     """Tell whether a state has a value for each of its parameter's."""
-    return isinstance(value, Tensor) and name not in _SCALARS and value.shape == parameter.shape
+    return isinstance(value, Tensor) and name not in SCALARS and value.shape == parameter.shape
 
 
 def _flat(tensor: Tensor) -> Tensor:

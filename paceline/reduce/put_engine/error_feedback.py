@@ -30,19 +30,19 @@ class ErrorFeedback:
     Attributes:
         data: for each group: (bytes,), the most recent encoding of its shard.
         scale: the loss scale of the last step, which also scales the residual.
+        values: the range of the bucket's values that is the local shard.
     """
 
     def __init__(self, layout: BucketLayout, local_shard: int, codec: Codec) -> None:
         self.codec = codec
         self.scale = 1.0
-        values = layout.local_shard(local_shard)
-        self._first = values.start
+        self.values = values = layout.local_shard(local_shard)
         self._residual = torch.zeros(values.stop - values.start, dtype=layout.spec.dtype)
         self._next_residual = torch.zeros_like(self._residual)  # of the step that runs
         self._abandoned = False
         groups = range(len(layout.shards[local_shard]) - 1)
         shards = [layout.shard(local_shard, group) for group in groups]
-        self._shards = [slice(s.start - self._first, s.stop - self._first) for s in shards]
+        self._shards = [slice(s.start - values.start, s.stop - values.start) for s in shards]
         self.data = [
             torch.zeros(codec.size(shard.stop - shard.start), dtype=torch.uint8)
             for shard in self._shards
@@ -110,9 +110,14 @@ class ErrorFeedback:
         """What the next step begins with, (values of the local shard,)."""
         return self._residual if self._abandoned else self._next_residual
 
+    @property
+    def step_residual(self) -> Tensor:
+        """What the step that runs began with, likewise; unwritten until the next `begin`."""
+        return self._residual
+
     def restore(self, residual: Tensor, scale: float, *, owned_by: int | None) -> None:
         """Begin with the residual of a bucket, (numel,), or of the shard that a group owns."""
-        taken = residual[self._first :][: len(self._residual)].clone()
+        taken = residual[self.values].clone()
         if owned_by is not None:
             shard = self._shards[owned_by]
             taken[: shard.start] = 0

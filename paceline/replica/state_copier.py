@@ -1,0 +1,259 @@
+"""Copies the state before one step, each part at its own moment, and restores it in place.
+
+The state before step t has the updates of the t steps before it. Nothing is settled for the copy:
+each part is copied between its versions t and t + 1.
+
+    begin        what isn't exchanged: buffers, frozen parameters, tracked objects, hyperparameters
+    before_read  the parameters of a bucket, and the optimizer's state of them
+    end          the buckets that nothing has read; the rank's own state (shards, residuals)
+
+The state is keyed by the parameters' names, because buckets may be others when it is restored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from paceline.errors import ConfigError
+from paceline.recorder import NullRecorder, Recorder
+from paceline.reduce.buckets import Bucket
+from paceline.reduce.rank_state import RankState
+from paceline.replica.trained_parameters import TrainedParameters
+from paceline.state.checkpointer import Restorable
+from paceline.state.snapshots import SnapshotName, Snapshots
+from paceline.state.state_copy import copy_state
+from paceline.update.state_entries import restore_entries
+from paceline.update.state_watch import plain_state
+
+# Parts of a snapshot.
+POSITION, TRACKED = "position", "tracked"
+PARAMETERS, REQUIRES_GRAD, BUFFERS, EXTRA = "parameters", "requires_grad", "buffers", "extra_state"
+OPTIMIZER, GROUPS, OTHER = "optimizer", "param_groups", "other_optimizer_state"
+RANK = "rank"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateObjects:
+    """Objects whose state a snapshot has.
+
+    Attributes:
+        model: the model.
+        optimizer: its optimizer.
+        tracked: further objects (schedulers, loss scalers, …), by name.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    tracked: Mapping[str, Restorable] = field(default_factory=dict)
+
+    @property
+    def all_tracked(self) -> Mapping[str, Restorable]:
+        """The tracked objects, and the optimizer if its class has a state dict of its own."""
+        kind = type(self.optimizer)
+        plain = kind.state_dict is Optimizer.state_dict
+        return self.tracked if plain else {**self.tracked, "the optimizer": self.optimizer}
+
+
+class StateCopier:
+    """Copier of the state before one step into a snapshot.
+
+    Args:
+        snapshots: receives the copies; not `full`.
+        name: of the snapshot.
+        objects: the objects whose state is copied.
+        position: of the run; plain values by name.
+        recorder: receives the spans `snapshot`.
+    """
+
+    def __init__(
+        self,
+        snapshots: Snapshots,
+        name: SnapshotName,
+        objects: StateObjects,
+        position: Mapping[str, Any],
+        recorder: Recorder | None = None,
+    ) -> None:
+        self._snapshots, self._name = snapshots, name
+        self._objects, self._position = objects, position
+        self._recorder = recorder or NullRecorder()
+        self._names: dict[nn.Parameter, str] = {}
+        self._copied: set[Bucket] = set()
+        self._events: dict[torch.device, Any] = {}  # of each GPU's last copy
+
+    def begin(self, trained: TrainedParameters, exchanged: Collection[nn.Parameter]) -> None:
+        """Copy what isn't exchanged; the running statistics of the last step are installed.
+
+        Args:
+            trained: the parameters and their names.
+            exchanged: the parameters that `copy_buckets` will get.
+        """
+        model, optimizer, tracked = self._objects.model, self._objects.optimizer, self._objects
+        with self._span():
+            self._names = trained.names
+            self._snapshots.open(self._name)
+            self._add(POSITION, self._position)
+            self._add(TRACKED, {n: one.state_dict() for n, one in tracked.all_tracked.items()})
+            self._add(BUFFERS, {name: m._buffers[key] for name, m, key in _buffers(model)})
+            self._add(EXTRA, {name: m.get_extra_state() for name, m in _with_extra_state(model)})
+            self._add(REQUIRES_GRAD, {name: p.requires_grad for p, name in self._names.items()})
+            groups = enumerate(optimizer.param_groups)
+            self._add(GROUPS, {index: self._options(group) for index, group in groups})
+            other = plain_state(optimizer).items()
+            self._add(OTHER, {key: v for key, v in other if not isinstance(key, Tensor)})
+            self._copy(p for p in self._names if p not in exchanged)
+
+    def copy_buckets(self, buckets: Sequence[Bucket]) -> None:
+        """Copy the parameters and optimizer states of buckets that have the last step's update."""
+        fresh = [bucket for bucket in buckets if bucket not in self._copied]
+        if fresh:
+            with self._span():
+                self._copied.update(fresh)
+                self._copy(p for bucket in fresh for p in bucket.parameters)
+
+    def end(self, state: RankState | None) -> None:
+        """Copy the rank's own state, and hold the snapshot; all buckets are copied."""
+        with self._span():
+            self._add(RANK, {} if state is None else state.local())
+            for event in self._events.values():
+                event.synchronize()
+            self._snapshots.hold(self._name)
+
+    def _copy(self, parameters: Iterable[nn.Parameter]) -> None:
+        parameters = list(parameters)
+        states = plain_state(self._objects.optimizer)
+        self._add(PARAMETERS, {self._names[p]: p for p in parameters})
+        self._add(OPTIMIZER, {self._names[p]: states[p] for p in parameters if p in states})
+        for device in {p.device for p in parameters if p.is_cuda}:
+            self._events[device] = torch.cuda.current_stream(device).record_event()
+
+    def _options(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a group's options, and its parameters by name."""
+        return {**group, "params": [self._names[p] for p in group["params"]]}
+
+    def _add(self, part: str, values: Mapping[Any, Any]) -> None:
+        self._snapshots.add(self._name, part, values)
+
+    @contextmanager
+    def _span(self) -> Iterator[None]:
+        """Measure a copy; whatever block reads first is around it: an evaluation's, say."""
+        with self._recorder.span("snapshot"), torch.inference_mode(False), torch.no_grad():
+            yield
+
+
+@torch.no_grad()
+def restore_state(
+    state: Mapping[str, Mapping[Any, Any]], objects: StateObjects
+) -> Mapping[Any, Any]:
+    """Restore a snapshot in the same tensors; no replica may be bound to the model.
+
+    The snapshot stays as it is, and may be restored again. Random streams aren't restored: each
+    step derives its own.
+
+    Args:
+        state: the parts of a held snapshot.
+        objects: the objects whose state it is.
+
+    Returns:
+        the rank's own state, for `Replica.restore_local` of the next replica.
+
+    Raises:
+        ConfigError: model and optimizer have other parameters than in the snapshot.
+    """
+    model, optimizer = objects.model, objects.optimizer
+    names = TrainedParameters.of(model, optimizer).names
+    parameters = {name: p for p, name in names.items()}
+    _refuse_others(parameters, state[PARAMETERS])
+    for name, tracked in objects.all_tracked.items():
+        if name in state[TRACKED]:
+            tracked.load_state_dict(copy_state(state[TRACKED][name]))
+        if isinstance(tracked, GradScaler):
+            _reset_stages(tracked)
+    _restore_buffers(model, state[BUFFERS])
+    for name, module in _with_extra_state(model):
+        module.set_extra_state(copy_state(state[EXTRA][name]))
+    for name, p in parameters.items():
+        p.copy_(state[PARAMETERS][name])
+        p.requires_grad_(state[REQUIRES_GRAD][name])
+        p.grad = None
+    _restore_optimizer(optimizer, parameters, state)
+    return state[RANK]
+
+
+def _refuse_others(parameters: Mapping[str, nn.Parameter], saved: Mapping[str, Tensor]) -> None:
+    """Require the parameters of a snapshot."""
+    for name in parameters.keys() | saved.keys():
+        own, copy = parameters.get(name), saved.get(name)
+        if own is None or copy is None or (own.shape, own.dtype) != (copy.shape, copy.dtype):
+            raise ConfigError(
+                f"{name} was added, removed or converted since the snapshot was taken, so the "
+                "snapshot doesn't fit the model: resume the run from a checkpoint."
+            )
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield each buffer's name, those that aren't persistent included, its module and its key."""
+    for prefix, module in model.named_modules():
+        for key in module._buffers:
+            yield f"{prefix}.{key}" if prefix else key, module, key
+
+
+def _with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that have state besides parameters and buffers."""
+    plain = nn.Module.get_extra_state
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not plain:
+            yield name, module
+
+
+def _restore_buffers(model: nn.Module, saved: Mapping[str, Tensor | None]) -> None:
+    for name, module, key in list(_buffers(model)):
+        if name not in saved:
+            delattr(module, key)
+    for name, value in saved.items():
+        prefix, _, key = name.rpartition(".")
+        buffers = model.get_submodule(prefix)._buffers
+        own = buffers.get(key)
+        if own is None or value is None or (own.shape, own.dtype) != (value.shape, value.dtype):
+            near = next(model.parameters(), torch.empty(0)) if own is None else own
+            buffers[key] = None if value is None else value.to(near.device, copy=True)
+        else:
+            own.copy_(value)
+
+
+def _restore_optimizer(
+    optimizer: Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    state: Mapping[str, Mapping[Any, Any]],
+) -> None:
+    groups, states = optimizer.param_groups, plain_state(optimizer)
+    del groups[len(state[GROUPS]) :]
+    group_of: dict[str, Mapping[str, Any]] = {}
+    for group, saved in zip(groups, state[GROUPS].values(), strict=True):
+        own = group.pop("params")
+        own[:] = [parameters[name] for name in saved["params"]]
+        options = {name: value for name, value in saved.items() if name != "params"}
+        restore_entries(group, options, next(iter(own), torch.empty(0)), options)
+        group["params"] = own
+        group_of |= dict.fromkeys(saved["params"], group)
+    for name, p in parameters.items():
+        if name in state[OPTIMIZER]:
+            entries = states.setdefault(p, {})
+            restore_entries(entries, state[OPTIMIZER][name], p, group_of.get(name, {}))
+        else:
+            states.pop(p, None)
+    for key in [key for key in states if not isinstance(key, Tensor) and key not in state[OTHER]]:
+        del states[key]
+    states.update(copy_state(state[OTHER]))
+
+
+def _reset_stages(scaler: GradScaler) -> None:
+    """Forget what a loss scaler has done in an interrupted step, as its `update` does."""
+    scaler._per_optimizer_states.clear()

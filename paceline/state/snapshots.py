@@ -1,0 +1,159 @@
+"""In-memory snapshots of a run, by name: open while parts are copied, then held, then committed.
+
+    open ── add, add, … ── hold ──▶ held ── commit ──▶ committed      (older ones are superseded)
+      └── give_up: no trace
+
+A snapshot is *held* when this rank has all its parts, and *committed* when all ranks hold it. At
+most two are retained: the newest committed one and one that isn't committed yet, or two that
+aren't. What this rank holds it retains until a newer one is committed, because another rank may be
+told that it is held here. The memory of a superseded snapshot is used for the next copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from paceline.state.state_copy import copy_state
+
+_RETAINED = 2
+
+
+class SnapshotName(NamedTuple):
+    """Name of a snapshot, the same on all ranks.
+
+    Attributes:
+        token: the generation's token.
+        step: number of the step before which the state was copied.
+    """
+
+    token: str
+    step: int
+
+
+class _Stage(Enum):
+    OPEN = "open"
+    HELD = "held"
+    COMMITTED = "committed"
+
+
+@dataclass(kw_only=True)
+class _Snapshot:
+    """Snapshot: its name, its stage, and its state by part."""
+
+    name: SnapshotName
+    stage: _Stage = _Stage.OPEN
+    state: dict[str, dict[Any, Any]] = field(default_factory=dict)
+
+
+class Snapshots:
+    """In-memory snapshots of this rank, oldest first; used by one thread."""
+
+    def __init__(self) -> None:
+        self._snapshots: list[_Snapshot] = []
+        self._spare: dict[str, dict[Any, Any]] = {}  # state of one that is no longer needed
+
+    @property
+    def full(self) -> bool:
+        """Whether two are held of which none may be dropped, so that none can be opened."""
+        return len(self.held) == _RETAINED
+
+    @property
+    def held(self) -> tuple[SnapshotName, ...]:
+        """Names of the snapshots that are held here, the committed one included, oldest first."""
+        return tuple(one.name for one in self._snapshots if one.stage is not _Stage.OPEN)
+
+    @property
+    def newest_committed(self) -> SnapshotName | None:
+        """Name of the newest snapshot that all ranks hold, None before there is one."""
+        names = (one.name for one in self._snapshots if one.stage is _Stage.COMMITTED)
+        return next(names, None)  # older ones are dropped
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors in memory, those that await their next use included."""
+        return sum(_nbytes(one.state) for one in self._snapshots) + _nbytes(self._spare)
+
+    def open(self, name: SnapshotName) -> None:
+        """Begin a snapshot; one that is still open is given up. None may be `full`."""
+        for one in [one for one in self._snapshots if one.stage is _Stage.OPEN]:
+            self.give_up(one.name)
+        assert not self.full, f"two snapshots are held, {self.held}, and none is superseded"
+        assert self._find(name) is None, f"{name} exists"
+        self._snapshots.append(_Snapshot(name=name))
+
+    def add(self, name: SnapshotName, part: str, values: Mapping[Any, Any]) -> None:
+        """Copy values into a part of the open snapshot, beside the values that it has.
+
+        A GPU's tensors are copied by its present stream, and must not be read before `hold`.
+
+        Args:
+            name: the open snapshot.
+            part: name of the part.
+            values: tensors, and trees of tensors and plain values, by name.
+        """
+        copies = self._get(name, _Stage.OPEN).state.setdefault(part, {})
+        spare = self._spare.get(part, {})
+        for key, value in values.items():
+            copies[key] = copy_state(value, spare.pop(key, None), pinned=True)
+
+    def hold(self, name: SnapshotName) -> None:
+        """Close the open snapshot: all its parts are copied."""
+        self._get(name, _Stage.OPEN).stage = _Stage.HELD
+        self._spare = {}  # what the copy had no use for
+
+    def commit(self, name: SnapshotName) -> None:
+        """Note that all ranks hold a snapshot, and drop older ones; a dropped name is ignored."""
+        snapshot = self._find(name)
+        if snapshot is not None:
+            snapshot = self._get(name, _Stage.HELD, _Stage.COMMITTED)
+            snapshot.stage = _Stage.COMMITTED
+            while self._snapshots[0] is not snapshot:
+                self._drop(self._snapshots[0])
+
+    def give_up(self, name: SnapshotName) -> None:
+        """Drop the open snapshot."""
+        self._drop(self._get(name, _Stage.OPEN))
+
+    def drop_beyond(self, name: SnapshotName) -> None:
+        """Drop all snapshots that are newer than the held one from which a generation starts."""
+        start = self._get(name, _Stage.HELD, _Stage.COMMITTED)
+        while self._snapshots[-1] is not start:
+            self._drop(self._snapshots[-1])
+
+    def state(self, name: SnapshotName) -> Mapping[str, Mapping[Any, Any]]:
+        """Return the parts of a held snapshot; their memory is used again once it is superseded.
+
+        Raises:
+            KeyError: it isn't held here.
+        """
+        if name not in self.held:
+            raise KeyError(name)
+        return self._get(name, _Stage.HELD, _Stage.COMMITTED).state
+
+    def _drop(self, snapshot: _Snapshot) -> None:
+        """Drop a snapshot; its memory awaits the next copy."""
+        self._snapshots.remove(snapshot)
+        self._spare = snapshot.state
+
+    def _find(self, name: SnapshotName) -> _Snapshot | None:
+        return next((one for one in self._snapshots if one.name == name), None)
+
+    def _get(self, name: SnapshotName, *stages: _Stage) -> _Snapshot:
+        snapshot = self._find(name)
+        assert snapshot is not None, f"there is no snapshot {name}"
+        assert snapshot.stage in stages, f"{name} is {snapshot.stage.value}"
+        return snapshot
+
+
+def _nbytes(state: Any) -> int:
+    """Sum the bytes of a tree's tensors."""
+    if isinstance(state, Tensor):
+        return state.nbytes
+    if isinstance(state, Mapping):
+        return sum(map(_nbytes, state.values()))
+    return sum(map(_nbytes, state)) if isinstance(state, list | tuple) else 0
