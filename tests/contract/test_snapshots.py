@@ -29,6 +29,7 @@ from tests.harness.equivalence.case_steps import (
 )
 from tests.harness.equivalence.large_batch import World, convnet
 from tests.harness.equivalence.snapshot_ranks import (
+    BATCHES,
     TOKEN,
     Case,
     Rank,
@@ -100,6 +101,22 @@ def shrinking(world: Any, model: nn.Module, optimizer: Optimizer, x: Tensor, y: 
     optimizer.zero_grad()
 
 
+class Growing:
+    """The loss scale doubles in each step."""
+
+    def __init__(self) -> None:
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=1)
+
+    def __call__(
+        self, world: World, model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor
+    ) -> None:
+        self.scaler.scale(F.cross_entropy(model(x), y)).backward()
+        world.reduce()
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        optimizer.zero_grad()
+
+
 def freeze_later(model: nn.Module, optimizer: Optimizer, number: int, rank: int) -> None:
     """Freeze the first layer, and change a rate, after the snapshot was taken."""
     model[0].requires_grad_(number <= STEP)  # type: ignore[index]
@@ -163,12 +180,15 @@ def check(case: Case, step: int = STEP) -> None:
         for number in range(step, step + 3):
             rank.train(number)
         assert rank.snapshots.held == (name,)
-        memory = {n: t.data_ptr() for n, t in rank.tensors().items()}
         rank.interrupt(step + 3)
         for _ in range(2):  # a snapshot may be restored again
+            memory = {n: (t, t.data_ptr(), t.shape) for n, t in rank.tensors().items()}
             assert rank.go_back(name), "the rank's own state didn't fit"
             assert rank.snapshots.state(name)["position"] == {"step": step, "sums": [0.5 * step]}
-            assert {n: t.data_ptr() for n, t in rank.tensors().items()}.items() <= memory.items()
+            for n, tensor in rank.tensors().items():
+                before, place, shape = memory.get(n, (None, 0, None))
+                same = before is tensor and place == tensor.data_ptr()
+                assert same or shape != tensor.shape, f"{n} is another tensor"
             assert all(p.grad is None for p in rank.model.parameters())
             here = rank.settled()
             assert not first_difference(here, expected[rank.communicator.rank])
@@ -199,3 +219,206 @@ def test_a_snapshot_is_the_state_before_a_step_whatever_steps_do(case: str, sync
 @pytest.mark.parametrize("case", REPLICATED_ONLY)
 def test_a_snapshot_of_replicas_is_the_state_before_a_step(case: str, sync: str) -> None:
     check(replace(REPLICATED_ONLY[case], **SYNCS[sync]))
+
+
+@pytest.mark.parametrize("sync", ["int8", "sharded, int8"])
+def test_residuals_come_back_with_the_scale_of_the_loss(sync: str) -> None:
+    check(replace(NORMALISED, make_step=Growing, **SYNCS[sync]))
+
+
+@pytest.mark.parametrize("sync", ["allreduce", "notified", "sharded, int8"])
+def test_each_of_consecutive_steps_has_a_snapshot_and_training_is_as_without(sync: str) -> None:
+    case = replace(NORMALISED, make_optimizer=adam, **SYNCS[sync])
+    settled = [settled_before(case, step) for step in range(STEPS + 1)]
+
+    def work(rank: Rank) -> None:
+        own, sizes, memory = rank.communicator.rank, [], []
+        for number in range(STEPS):
+            name = rank.take(number)
+            rank.train(number)
+            state = rank.snapshots.state(name)
+            for part in ("parameters", "buffers", "optimizer"):
+                assert not first_difference(state[part], settled[number][own][part], part)
+            previous = [SnapshotName(TOKEN, number - 1)] if number else []
+            assert rank.snapshots.held == (*previous, name)
+            rank.snapshots.commit(name)
+            assert rank.snapshots.held == (name,)
+            sizes.append(rank.snapshots.nbytes)
+            memory.append({n: t.data_ptr() for n, t in state["parameters"].items()})
+        assert sizes[-1] == sizes[-2] <= 2 * sizes[1]
+        assert memory[-1] == memory[-3] != memory[-2]
+        assert not first_difference(rank.settled(), settled[STEPS][own])
+        rank.let_go()
+        assert rank.go_back(name)
+        assert not first_difference(rank.settled(), settled[STEPS - 1][own])
+
+    case.on_ranks(work)
+
+
+@pytest.mark.parametrize("sync", ["allreduce", "notified", "sharded", "int8"])
+def test_a_snapshot_settles_nothing_and_waits_only_where_a_layer_does(sync: str) -> None:
+    case = replace(NORMALISED, **{**SYNCS[sync], "dtype": torch.float32})
+
+    def work(rank: Rank) -> None:
+        for number in range(2):
+            rank.train(number)
+        layers: Any = rank.model
+        before = [p.detach().clone() for p in layers.parameters()]
+        x, y = (t[rank.communicator.rank :: 2] for t in BATCHES[2])
+        name = rank.take(2)
+        with rank.replica.step(2, 0.5):
+            assert all(map(torch.equal, before, layers.parameters()))
+            layers[0](x.float())
+            assert not torch.equal(before[0], layers[0].weight)
+            assert torch.equal(before[-1], layers[7].bias)
+            assert not rank.snapshots.held
+            rank.step(rank.replica, rank.model, rank.optimizer, x.float(), y)
+            assert rank.snapshots.held == (name,)
+
+    case.on_ranks(work)
+
+
+def test_a_snapshot_in_the_first_step_leaves_the_tracing_of_reads_alone() -> None:
+    case = replace(CASES["a frozen layer and a parameter that no layer reads"])
+    check(case, step=0)
+
+    def readers(take: bool) -> Any:
+        def work(rank: Rank) -> Any:
+            if take:
+                rank.take(0)
+            rank.train(0)
+            names = {p: name for name, p in rank.model.named_parameters()}
+            reads = rank.replica._binding.reads
+            assert reads is not None
+            return [sorted(names[p] for p in own) for own in reads.readers.values()], len(
+                reads.outside
+            )
+
+        return case.on_ranks(work)
+
+    assert readers(take=True) == readers(take=False)
+
+
+def test_a_step_that_fails_leaves_no_snapshot_and_the_one_before_stays() -> None:
+    def work(rank: Rank) -> None:
+        rank.train(0)
+        first = rank.take(1)
+        rank.train(1)
+        rank.snapshots.commit(first)
+        rank.take(2)
+        rank.interrupt(2)
+        assert rank.snapshots.held == (first,)
+        assert rank.go_back(first)
+        rank.train(1)
+        again = rank.take(2)
+        rank.train(2)
+        assert rank.snapshots.held == (first, again)
+
+    NORMALISED.on_ranks(work)
+
+
+@pytest.mark.parametrize("sync", ["sharded", "int8, four ranks"])
+def test_what_is_divided_among_ranks_comes_back_only_to_the_same_shards(sync: str) -> None:
+    case = replace(NORMALISED, **SYNCS[sync])
+
+    def work(rank: Rank) -> None:
+        rank.train(0)
+        name = rank.take(1)
+        rank.train(1)
+        rank.let_go()
+        rank.case = replace(case, bucket_bytes=10**6)
+        assert not rank.go_back(name)
+        rank.let_go()
+        rank.case = case
+        assert rank.go_back(name)
+
+    case.on_ranks(work)
+
+
+def test_replicated_state_comes_back_to_other_buckets_and_to_shards() -> None:
+    case = replace(NORMALISED, make_optimizer=adam)
+    expected = settled_before(case, STEP)
+
+    def work(rank: Rank) -> None:
+        for number in range(STEP):
+            rank.train(number)
+        name = rank.take(STEP)
+        rank.train(STEP)
+        rank.let_go()
+        rank.case, rank.kind = replace(case, bucket_bytes=10**6), sharded
+        state = restore_state(rank.snapshots.state(name), rank.objects)
+        assert not state
+        rank.bind()
+        gathered = rank.replica.state()
+        if rank.communicator.rank == 0:
+            assert gathered is not None
+            names = [n for g in expected[0]["groups"] for n in g["params"]]
+            for number, entry in gathered["optimizer"]["state"].items():
+                assert not first_difference(dict(entry), expected[0]["optimizer"][names[number]])
+
+    sharded = by_puts((1, 1), kind=make_sharded)()
+    case.on_ranks(work)
+
+
+def test_another_model_than_the_snapshots_is_refused() -> None:
+    def work(rank: Rank) -> None:
+        rank.train(0)
+        name = rank.take(1)
+        rank.train(1)
+        rank.let_go()
+        model: Any = rank.model
+        model.append(nn.Linear(10, 10))
+        with pytest.raises(ConfigError, match=r"8\.(weight|bias) was added, removed or converted"):
+            restore_state(rank.snapshots.state(name), rank.objects)
+        del model[8]
+
+    NORMALISED.on_ranks(work)
+
+
+class TwoOutside(WithTemperature):
+    """Two parameters of one shape that only the optimizer has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outside.append(nn.Parameter(torch.full((1,), 2.0, dtype=torch.float64)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x) * self.outside[1]
+        return y
+
+
+@pytest.mark.parametrize("sync", ["allreduce", "sharded"])
+def test_parameters_of_one_shape_that_only_the_optimizer_has_are_told_apart(sync: str) -> None:
+    case = Case(make_model=TwoOutside, make_optimizer=with_outside_parameter)
+    check(replace(case, **SYNCS[sync]))
+
+
+class Extra(nn.Module):
+    """Has state that is neither parameter nor buffer, and a buffer that comes and grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(192, 10)
+        self.calls = 0
+        self.register_buffer("queue", torch.zeros(1))
+        self.register_buffer("last", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        assert isinstance(self.queue, Tensor)
+        self.queue = torch.cat([self.queue, self.queue.new_full((1,), float(self.calls))])
+        self.last = self.queue[-1:] if self.calls > STEP + 1 else None
+        if self.calls == STEP + 2:
+            self.register_buffer("late", torch.ones(1))
+        y: Tensor = self.linear(x.flatten(1))
+        return y * (1 + self.queue.sum() / 100)
+
+    def get_extra_state(self) -> Any:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state["calls"]
+
+
+def test_extra_state_and_buffers_that_come_and_grow_are_as_they_were() -> None:
+    check(Case(make_model=Extra))

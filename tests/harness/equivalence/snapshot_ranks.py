@@ -180,11 +180,21 @@ class Rank:
         x, y = (t[rank::world] for t in BATCHES[number])
         with self.replica.step(number, len(x) / len(BATCHES[number][0])):
             if interrupt:
-                self.model(x.to(self.case.dtype)).sum().backward()
+                self.backward(x.to(self.case.dtype))
                 raise Interrupted
             self.step(self.replica, self.model, self.optimizer, x.to(self.case.dtype), y)
         self.schedule.step()
         self.average.add(number)
+
+    def backward(self, x: Tensor) -> None:
+        """Run forward and backward, and what precedes `optimizer.step()`."""
+        loss = self.model(x).sum()
+        if not hasattr(self.step, "scaler"):
+            loss.backward()
+            return
+        self.step.scaler.scale(loss).backward()
+        self.replica.reduce()
+        self.step.scaler.unscale_(self.optimizer)
 
     def interrupt(self, number: int) -> None:
         """Break off step `number` after its backward, and let go of the synchronizer."""
@@ -234,7 +244,7 @@ class Rank:
                 for g in self.optimizer.param_groups
             ],
             "tracked": tracked,
-            "ranks": copy.deepcopy(self.replica.state()),
+            "ranks": unscaled(copy.deepcopy(self.replica.state())),
         }
 
     def tensors(self) -> dict[str, Tensor]:
@@ -261,6 +271,15 @@ def undisturbed(case: Case, steps: int) -> list[dict[str, Any]]:
 def settled_before(case: Case, step: int) -> list[dict[str, Any]]:
     """Train up to a step; return each rank's state before it."""
     return undisturbed(case, step)
+
+
+def unscaled(state: Any) -> Any:
+    """Return the ranks' own state with residuals that don't depend on the loss scale."""
+    if state is None or "scale" not in state:
+        return state
+    scale, missed = state["scale"], state["missed"]  # a power of two: exact
+    residuals = [{name: value / scale for name, value in group.items()} for group in missed]
+    return {**state, "scale": 1.0, "missed": residuals}
 
 
 def first_difference(one: Any, other: Any, where: str = "state") -> str:

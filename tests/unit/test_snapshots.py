@@ -1,0 +1,181 @@
+"""Snapshots in memory: open, held, committed, superseded; and entries restored in their tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.state.snapshots import SnapshotName, Snapshots
+from paceline.update.state_entries import restore_entries
+
+
+def name(step: int, token: str = "a") -> SnapshotName:
+    return SnapshotName(token, step)
+
+
+def held(snapshots: Snapshots, step: int, value: float = 0.0, token: str = "a") -> SnapshotName:
+    """Hold a snapshot of one tensor of 400 bytes."""
+    own = name(step, token)
+    snapshots.open(own)
+    snapshots.add(own, "model", {"weight": torch.full((100,), value)})
+    snapshots.hold(own)
+    return own
+
+
+def weight(snapshots: Snapshots, of: SnapshotName) -> Tensor:
+    found: Tensor = snapshots.state(of)["model"]["weight"]
+    return found
+
+
+def test_a_snapshot_is_held_when_it_is_closed_and_committed_when_all_hold_it() -> None:
+    snapshots = Snapshots()
+    snapshots.open(name(1))
+    assert snapshots.held == ()
+    with pytest.raises(KeyError):
+        snapshots.state(name(1))
+    snapshots.hold(name(1))
+    assert (snapshots.held, snapshots.newest_committed) == ((name(1),), None)
+    snapshots.commit(name(1))
+    assert (snapshots.held, snapshots.newest_committed) == ((name(1),), name(1))
+
+
+def test_parts_come_one_by_one_and_are_copies() -> None:
+    snapshots, source = Snapshots(), torch.ones(3)
+    snapshots.open(name(1))
+    snapshots.add(name(1), "model", {"a": source})
+    snapshots.add(name(1), "model", {"b": [source, 2], "c": None})
+    snapshots.add(name(1), "position", {"step": 1})
+    source.zero_()
+    snapshots.hold(name(1))
+    state = snapshots.state(name(1))
+    assert torch.equal(state["model"]["a"], torch.ones(3))
+    assert torch.equal(state["model"]["b"][0], torch.ones(3))
+    assert (state["model"]["b"][1], state["model"]["c"]) == (2, None)
+    assert state["position"] == {"step": 1}
+
+
+def test_a_name_is_a_token_and_a_step() -> None:
+    snapshots = Snapshots()
+    old, new = held(snapshots, 1, 1.0), held(snapshots, 1, 2.0, token="b")
+    assert snapshots.held == (old, new)
+    assert (weight(snapshots, old)[0], weight(snapshots, new)[0]) == (1, 2)
+
+
+def test_the_newest_committed_stays_while_newer_ones_are_not_committed() -> None:
+    snapshots = Snapshots()
+    first = held(snapshots, 1, 1.0)
+    snapshots.commit(first)
+    second = held(snapshots, 2, 2.0)
+    assert snapshots.held == (first, second)
+    assert snapshots.newest_committed == first
+    assert snapshots.full
+    with pytest.raises(AssertionError, match="none is superseded"):
+        snapshots.open(name(3))
+    snapshots.commit(second)
+    assert snapshots.held == (second,)
+    assert not snapshots.full
+    assert weight(snapshots, second)[0] == 2
+
+
+def test_two_that_are_not_committed_stay_until_the_newer_is() -> None:
+    snapshots = Snapshots()
+    first, second = held(snapshots, 1), held(snapshots, 2)
+    assert snapshots.full
+    snapshots.commit(first)
+    assert snapshots.held == (first, second)
+    snapshots.commit(second)
+    assert snapshots.held == (second,)
+
+
+def test_a_late_message_about_a_superseded_one_is_ignored() -> None:
+    snapshots = Snapshots()
+    first, second = held(snapshots, 1), held(snapshots, 2)
+    snapshots.commit(second)
+    snapshots.commit(first)
+    assert (snapshots.held, snapshots.newest_committed) == ((second,), second)
+
+
+def test_one_that_is_open_cannot_be_committed() -> None:
+    snapshots = Snapshots()
+    snapshots.open(name(1))
+    with pytest.raises(AssertionError, match="is open"):
+        snapshots.commit(name(1))
+
+
+@pytest.mark.parametrize("by", ["give_up", "open"])
+def test_an_open_one_that_is_given_up_leaves_no_trace(by: str) -> None:
+    snapshots = Snapshots()
+    first = held(snapshots, 1, 1.0)
+    snapshots.commit(first)
+    snapshots.open(name(2))
+    snapshots.add(name(2), "model", {"weight": torch.full((100,), 5.0), "other": torch.ones(1)})
+    if by == "give_up":
+        snapshots.give_up(name(2))
+        assert (snapshots.held, snapshots.newest_committed) == ((first,), first)
+    second = held(snapshots, 3, 3.0)
+    assert snapshots.held == (first, second)
+    assert snapshots.state(second).keys() == {"model"}
+    assert snapshots.state(second)["model"].keys() == {"weight"}
+    assert (weight(snapshots, first)[0], weight(snapshots, second)[0]) == (1, 3)
+
+
+def test_the_memory_of_a_superseded_one_is_used_for_the_next() -> None:
+    snapshots, places = Snapshots(), []
+    for step in range(6):
+        own = held(snapshots, step, float(step))
+        assert weight(snapshots, own)[0] == step
+        places.append(weight(snapshots, own).data_ptr())
+        snapshots.commit(own)
+        assert snapshots.nbytes == (400 if step == 0 else 800)
+    assert len(set(places)) == 2
+    assert places[2:] == places[:-2]
+
+
+def test_memory_for_which_there_is_no_use_is_freed() -> None:
+    snapshots = Snapshots()
+    for step in range(2):
+        snapshots.commit(held(snapshots, step))
+    snapshots.open(name(2))
+    snapshots.add(name(2), "model", {"smaller": torch.zeros(1)})
+    assert snapshots.nbytes == 400 + 400 + 4
+    snapshots.hold(name(2))
+    assert snapshots.nbytes == 400 + 4
+
+
+def test_a_generation_drops_what_lies_beyond_its_start() -> None:
+    snapshots = Snapshots()
+    first = held(snapshots, 1, 1.0)
+    snapshots.commit(first)
+    held(snapshots, 2)
+    snapshots.drop_beyond(first)
+    assert snapshots.held == (first,)
+    again = held(snapshots, 2, 2.0, token="b")
+    assert snapshots.held == (first, again)
+    assert (weight(snapshots, first)[0], weight(snapshots, again)[0]) == (1, 2)
+
+
+def test_entries_are_restored_in_their_tensors_and_newer_ones_removed() -> None:
+    moments, p = torch.ones(3), torch.zeros(3)
+    entries: dict[str, Any] = {"moments": moments, "newer": 1, "list": [1], "other": torch.ones(2)}
+    saved = {"moments": torch.full((3,), 2.0), "list": [2], "other": torch.ones(3), "step": 4}
+    restore_entries(entries, saved, p, {})
+    assert entries["moments"] is moments
+    assert torch.equal(moments, torch.full((3,), 2.0))
+    assert entries.keys() == saved.keys()
+    assert (entries["list"], entries["step"]) == ([2], 4)
+    for key, own in entries.items():
+        assert own is not saved[key] or isinstance(own, int), f"{key} is shared"
+
+
+@pytest.mark.parametrize(
+    ("group", "device"), [({}, "cpu"), ({"fused": True}, "meta"), ({"capturable": True}, "meta")]
+)
+def test_missing_tensors_are_made_where_torch_makes_them(group: Any, device: str) -> None:
+    entries: dict[str, Any] = {}
+    saved = {"step": torch.zeros(()), "exp_avg": torch.zeros(2)}
+    restore_entries(entries, saved, torch.zeros(2, device="meta"), group)
+    assert entries["exp_avg"].device.type == "meta"
+    assert entries["step"].device.type == device
