@@ -71,7 +71,7 @@ class ReplicaHooks:
 
     def begin(self, number: int, weight: float, scale: float) -> None:
         """Start a step."""
-        self._running = True
+        self._running, self.copier = True, None  # one that a failed step left is given up
         self.gradients.begin(number)
         self.synchronizer.begin(number, weight, scale)
 

@@ -27,7 +27,7 @@ from tests.harness.equivalence.case_steps import (
     fused,
     with_outside_parameter,
 )
-from tests.harness.equivalence.large_batch import World, convnet
+from tests.harness.equivalence.large_batch import World, convnet, usual_step
 from tests.harness.equivalence.snapshot_ranks import (
     BATCHES,
     TOKEN,
@@ -101,6 +101,14 @@ def shrinking(world: Any, model: nn.Module, optimizer: Optimizer, x: Tensor, y: 
     optimizer.zero_grad()
 
 
+def halving(world: World, model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> None:
+    """Write the weights before the forward; an optimizer's own step leaves nothing pending."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.5)
+    usual_step(world, model, optimizer, x, y)
+
+
 class Growing:
     """The loss scale doubles in each step."""
 
@@ -161,6 +169,11 @@ REPLICATED_ONLY = {
     "an optimizer with its own step": Case(
         make_model=normalised, make_optimizer=lambda model: Lamb(model.parameters())
     ),
+    "weights written before the forward, with such an optimizer": Case(
+        make_model=normalised,
+        make_step=once(halving),
+        make_optimizer=lambda model: Lamb(model.parameters()),
+    ),
     "sync_bn": Case(make_model=normalised, sync_bn=True),
     "a group added later": Case(make_model=convnet, change=add_a_group_later),
 }
@@ -176,7 +189,7 @@ def check(case: Case, step: int = STEP) -> None:
         name = rank.take(step)
         for number in range(step, step + 3):
             rank.train(number)
-        assert rank.snapshots.held == (name,)
+            assert rank.snapshots.held == (name,)
         rank.interrupt(step + 3)
         for _ in range(2):  # a snapshot may be restored again
             memory = {n: (t, t.data_ptr(), t.shape) for n, t in rank.tensors().items()}
