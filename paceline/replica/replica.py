@@ -100,7 +100,7 @@ class Replica:
         self._recorder = recorder or NullRecorder()
         self._scale: Callable[[], float] | None = None
         self._number: int | None = None  # the current step
-        self._reduced = False
+        self._reduced, self._settled = False, False  # settled: since the last step's end
         self._copier: StateCopier | None = None  # of the next step
         self._state_hooks = ExitStack()
         self._binding = self._bind(known=set())
@@ -137,7 +137,8 @@ class Replica:
         scale = 1.0 if self._scale is None or not self.stateful else self._scale()
         self._binding.begin(number, weight, scale)
         if self._copier is not None:
-            self._binding.begin_snapshot(self._copier, settled=not self._bucketwise)
+            settled = self._settled or not self._bucketwise
+            self._binding.begin_snapshot(self._copier, settled=settled)
             self._copier = None
         yield
         if self._number is not None:
@@ -176,6 +177,7 @@ class Replica:
     def settle(self) -> None:
         """Make this rank's parameters and running statistics final; local."""
         self._binding.settle()
+        self._settled = True
 
     def take_snapshot(self, copier: StateCopier) -> None:
         """Let the next step copy the state before it, each part when it passes the part's moment.
@@ -319,7 +321,7 @@ class Replica:
         return result
 
     def _done(self) -> None:
-        self._number = None
+        self._number, self._settled = None, False
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers check it
         self._binding.end()
 

@@ -125,6 +125,12 @@ class Growing:
         optimizer.zero_grad()
 
 
+def evaluate(model: nn.Module, optimizer: Optimizer, number: int, rank: int) -> None:
+    """Settle before each step, as an evaluation does."""
+    model.eval()
+    model.train()
+
+
 def freeze_later(model: nn.Module, optimizer: Optimizer, number: int, rank: int) -> None:
     """Freeze the first layer, and change a rate, after the snapshot was taken."""
     model[0].requires_grad_(number <= STEP)  # type: ignore[index]
@@ -163,6 +169,9 @@ CASES = {
         counters=[("step", "steps")],
     ),
     "weights written in the step": Case(make_model=normalised, make_step=once(shrinking)),
+    "weights written before the forward, after an evaluation": Case(
+        make_model=normalised, make_step=once(halving), change=evaluate
+    ),
     "a layer frozen later": Case(make_model=convnet, change=freeze_later),
 }
 REPLICATED_ONLY = {
