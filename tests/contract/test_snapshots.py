@@ -16,6 +16,7 @@ from paceline.algorithms.sharded import make_sharded
 from paceline.errors import ConfigError
 from paceline.replica.state_copier import restore_state
 from paceline.state.snapshots import SnapshotName
+from tests.contract.test_equivalence import contributed
 from tests.contract.test_own_steps import Lamb
 from tests.harness.equivalence.case_models import Tied, Unused, WithTemperature, normalised
 from tests.harness.equivalence.case_steps import (
@@ -247,6 +248,10 @@ def test_a_step_that_computes_nothing_or_updates_nothing_has_a_snapshot(
 ) -> None:
     case = replace(NORMALISED, make_step=EveryOther, counters=[("step", "steps")])
     check(replace(case, **SYNCS[sync]), step)
+
+
+def test_the_synchronizer_of_contributing_has_snapshots() -> None:
+    check(Case(make_model=convnet, sync=contributed))
 
 
 @pytest.mark.parametrize("sync", ["int8", "sharded, int8"])
