@@ -140,7 +140,7 @@ class Rank:
         self.model = copy.deepcopy(self.model)
         self.optimizer = self.case.make_optimizer(self.model)
         if self.case.sync_bn:
-            self.model = convert_sync_batchnorm(self.model, self.layers, self.share)
+            self.model = convert_sync_batchnorm(self.model, lambda: self.layers, self.share)
         self.step = self.case.make_step()
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         self.average = Average()
