@@ -11,11 +11,11 @@ import re
 import secrets
 import select
 import socket
+import stat
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ from paceline.errors import CommError, PeerLost
 _OPENING = threading.Lock()  # guards the process's table of descriptors while one is read
 _PLACE = re.compile(r"\[[^\]]*\.\w+:\d+\] ?|[^\s\[]+\.(?:cc|cpp|hpp|h|cu):\d+,? ?")
 _ADDRESS = re.compile(r"\[([^\]\s]+)\]:\d+")
+CLOSING = "closed group"  # name of the thread that ends a group
+_CLOSE_S = 0.1
 _EVENT_LOOP = "anon_inode:[eventpoll]"
 _WATCHED = re.compile(r"^tfd: +(\d+) .*\bino:([0-9a-f]+)", re.MULTILINE)
 # Words by which the transports report a lost peer; their other errors are about the call.
@@ -84,20 +86,20 @@ class ProcessGroupCommunicator:
 
     def all_reduce(self, tensor: Tensor) -> Ticket:
         """Start a sum over all ranks."""
-        return self._start(self._group.allreduce, [tensor], dist.AllreduceOptions())
+        return self._start("allreduce", [tensor], options=dist.AllreduceOptions())
 
     def broadcast(self, tensor: Tensor) -> Ticket:
         """Start a broadcast from rank 0."""
-        return self._start(self._group.broadcast, [tensor], dist.BroadcastOptions())
+        return self._start("broadcast", [tensor], options=dist.BroadcastOptions())
 
     def reduce(self, tensor: Tensor) -> Ticket:
         """Start a sum over all ranks, for rank 0."""
-        return self._start(self._group.reduce, [tensor], dist.ReduceOptions())
+        return self._start("reduce", [tensor], options=dist.ReduceOptions())
 
     def gather(self, tensor: Tensor, into: Sequence[Tensor]) -> Ticket:
         """Start to copy all ranks' tensors to rank 0."""
         targets = [list(into)] if into else []
-        return self._start(partial(self._group.gather, targets), [tensor], dist.GatherOptions())
+        return self._start("gather", targets, [tensor], options=dist.GatherOptions())
 
     def end_startup(self) -> None:
         """Use the shorter timeout from now on."""
@@ -111,20 +113,35 @@ class ProcessGroupCommunicator:
         self._group, self._loops = None, []
 
     def close(self) -> None:
-        """Abort the collectives in flight, also where a peer is frozen; a thread's wait ends."""
+        """Abort the collectives in flight, also where a peer is frozen; a thread's wait ends.
+
+        Gloo doesn't wake a thread of its own that waits for a send which the peer hasn't asked for
+        yet. Such a thread, and the group with it, ends at the collective's limit, by itself.
+        """
+        if self._group is None:
+            return
         for number in self._connections():
             _shut_down(number)  # `abort` ends no wait for a peer that is frozen
         self._group.abort()
+        last_references, self._group, self._loops = [self._group], None, []
+        dropping = threading.Thread(target=last_references.clear, name=CLOSING, daemon=True)
+        dropping.start()
+        dropping.join(_CLOSE_S)
 
     def _connections(self) -> list[int]:
         """Return the descriptors of Gloo's connections."""
         return [number for loop in self._loops for number in _connections_of(loop)]
 
-    def _start(self, collective: Any, tensors: list[Tensor], options: Any) -> Ticket:
-        """Start a collective; the options' own root is rank 0."""
+    def _start(self, name: str, *tensors: Sequence[Any], options: Any) -> Ticket:
+        """Start a collective of the group; the options' own root is rank 0."""
+        if self._group is None:
+            cause = "this process closed the connections"
+            raise PeerLost(rank=self.rank, operation="starting a collective", cause=cause)
         options.timeout = self._limit
         try:
-            return _WorkTicket(collective(tensors, options), self.rank, self._limit)
+            return _WorkTicket(
+                getattr(self._group, name)(*tensors, options), self.rank, self._limit
+            )
         except RuntimeError as error:
             raise _translate(error, self.rank, "starting a collective", self._limit) from error
 
@@ -252,9 +269,11 @@ def _close_inherited(communicator: ProcessGroupCommunicator) -> None:
 def _connections_of(loop: int) -> Iterator[int]:
     """Yield the descriptors of the connections that an event loop of this process has."""
     for number in _watched(loop):
-        with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
-            connection.getpeername()  # raises where it is the listening socket
-            yield number
+        with suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(number).st_mode):  # not the pipe that wakes the loop
+                with socket.socket(fileno=os.dup(number)) as connection:
+                    connection.getpeername()  # raises where it is the listening socket
+                yield number
 
 
 def _nccl(store: Store, rank: int, world_size: int, limit: timedelta) -> Any:
