@@ -276,7 +276,7 @@ class Replica:
         if self._number is None:
             return self._plain_step(*args, **kwargs)
         if not self._bucketwise:
-            return self._make_own_step(*args, **kwargs)
+            return self._make_own_step(optimizer, *args, **kwargs)
         if not args and not kwargs and _has_hooks(optimizer, "pre"):  # no closure to run first
             self.reduce()
         return self._hooked_end(optimizer, *args, **kwargs)
@@ -298,7 +298,11 @@ class Replica:
         return loss
 
     def _make_own_step(
-        self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any] | None = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """End the step by the optimizer's own `step()`, once the gradients are summed."""
 
@@ -315,6 +319,11 @@ class Replica:
         self._refuse_unexchanged()
         with self._recorder.span("update", bucket=0):
             result = self._plain_step(*args, **kwargs)
+        if not self._reduced:
+            raise ConfigError(
+                f"{type(optimizer).__name__}.step() was given a closure and did not call it, so it "
+                "updated from this rank's gradients alone: call step() without a closure."
+            )
         self._binding.end_snapshot()
         self._binding.synchronizer.end()
         self._done()

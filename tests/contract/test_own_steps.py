@@ -14,11 +14,13 @@ from torch.optim import SGD, Adam, Muon, Optimizer
 
 from paceline.algorithms.allreduce import make_allreduce
 from paceline.comm.communicator import Communicator
+from paceline.errors import ConfigError
 from tests.harness.equivalence.large_batch import (
     Training,
     World,
     convnet,
     largest_difference,
+    replicate,
     usual_step,
 )
 from tests.harness.equivalence.one_rank import Bench
@@ -240,6 +242,20 @@ def test_a_closure_is_evaluated_by_the_optimizers_own_step(model: nn.Module) -> 
     plain = training.alone()
     for state in training.on_threads(2, 2_000):
         assert largest_difference(state, plain) < 1e-10
+
+
+def test_an_own_step_that_ignores_its_closure_is_refused(model: nn.Module) -> None:
+    def train(communicator: Communicator) -> None:
+        optimizer = Counting(model.parameters(), lr=0.1)
+        replica = replicate(model, optimizer, communicator, 2_000)
+        with (
+            replica.step(0, 1.0),
+            pytest.raises(ConfigError, match=r"Counting\.step\(\) was given a"),
+        ):
+            optimizer.step(lambda: 0.0)
+        replica.close()
+
+    run_ranks(1, train)
 
 
 def test_a_step_that_is_wrapped_after_parallelize_sees_updated_parameters(

@@ -55,7 +55,7 @@ def train(options: argparse.Namespace, epochs: int) -> paceline.World:
                 fail(how)
             if step == options.wait_at:
                 signal.sigtimedwait({signal.SIGUSR1}, 60)
-                raise AssertionError("nobody has killed this run")
+                raise AssertionError("no process has killed this run")
             with world.step():
                 loss = loss_of(model, x, y)
                 loss.backward()

@@ -1,8 +1,8 @@
 """Ports for servers that a test starts a moment later, while other tests run beside it.
 
-They lie below those that Linux gives away by itself, to connections and to whoever binds port 0.
+They lie below those that Linux gives away by itself, to connections and to binds of port 0.
 No process takes one twice, and none that another process of tests has taken: an abstract socket
-named after the port guards it until the process ends. So nobody has it before the server does.
+named after the port guards it until the process ends. So no other process has it before the server.
 """
 
 from __future__ import annotations
