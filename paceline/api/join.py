@@ -28,7 +28,6 @@ from paceline.config.run import OutputConfig
 from paceline.errors import ConfigError
 from paceline.observe.event_file import EventFile
 from paceline.observe.step_account import StepAccount
-from paceline.run.run import Run
 from paceline.state.run_folder import RunFolder
 from paceline.wiring import Start, build_trace, cores_per_worker, find_start
 
@@ -140,7 +139,7 @@ def _open_world(session: Session) -> World:
     if group.local_world_size > 1:  # the cores of a machine are shared among its processes
         cores = cores_per_worker(group.local_world_size)
         torch.set_num_threads(min(torch.get_num_threads(), cores))
-    start, run = Start(), Run(context=session.connect())
+    start, run = Start(), session.make_run()
     if path is not None:
         communicator = run.context.communicator
         start = find_start(output, path, session.identity, communicator, session.device)

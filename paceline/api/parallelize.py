@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from paceline.comm.nixl.agent import require_nixl
 from paceline.config.world import CHOICES, SyncConfig
 from paceline.errors import ConfigError, Message
 from paceline.run.autotune import TrialSetting
+from paceline.run.generation_context import GenerationContext
 from paceline.update.batch_norm import BatchShare, convert_sync_batchnorm
 from paceline.wiring import connect_machine
 from paceline.wiring.exchange import refuse_gpu, replicate
@@ -91,7 +93,7 @@ def parallelize(
         session.require_equal("parameter groups", _group_facts(optimizer))
         share = BatchShare()
         if sync_bn:
-            context.connect_layers()
+            run.connect(GenerationContext.connect_layers)
             converted = convert_sync_batchnorm(model, run.layers, share)
             assert converted is model
         saved_objects: dict[str, Any] = {"model": model, "optimizer": optimizer}
@@ -100,7 +102,7 @@ def parallelize(
         if session.run is not None:
             for name, saved in saved_objects.items():
                 refuse_foreign(f"{name}.state_dict()", saved.state_dict())
-        connect_machine(context, world.device, sync)
+        run.connect(partial(connect_machine, device=world.device, sync=sync))
 
         def report(note: str | Message) -> None:
             run.recorder.event("note", text=as_arguments(note))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from paceline.comm.single_rank import SingleRankCommunicator
 from paceline.config.run import OutputConfig
 from paceline.errors import CommError, many
 from paceline.run.generation_context import GenerationContext
+from paceline.run.run import Run
 from paceline.wiring import connect
 
 _STORE_S = 2.0  # timeout of a store call at an end
@@ -67,7 +69,7 @@ class Session:
         joined = self.joined
         compare(joined.store, joined.group, subject, texts, timeout=self.timeouts[0])
 
-    def connect(self) -> GenerationContext:
+    def make_run(self) -> Run:
         """Connect to all ranks until the world ends; collective.
 
         Raises:
@@ -80,10 +82,11 @@ class Session:
             store = self.joined.store
             return connect(group, purpose, store=store, device=self.device, limits=self.timeouts)
 
-        context = GenerationContext(
-            self.joined.group, connect_ranks, device=self.device, limits=self.timeouts
+        make_context = partial(
+            GenerationContext, connect=connect_ranks, device=self.device, limits=self.timeouts
         )
-        return self.resources.enter_context(context)
+        run = Run(context=make_context(self.joined.group), make_context=make_context)
+        return self.resources.enter_context(run)
 
     def post_end(self, steps: int) -> None:
         """Record in the store that this rank ends well after so many steps."""

@@ -17,7 +17,6 @@ from paceline.cluster.membership.generation import Group
 from paceline.cluster.supervision.stop_signals import StopSignals
 from paceline.cluster.supervision.supervisor import print_message, saved_sentence
 from paceline.config.train import TrainConfig
-from paceline.run.run import Run
 from paceline.run.steps import Stop
 from paceline.trainer import Trainer
 
@@ -41,8 +40,7 @@ def train(config: TrainConfig, group: Group, store: Store) -> None:
         sources = wiring.open_sources(config)
         stack.callback(sources.close)
         agree_on_inputs(config, group, store, sources)
-        run = Run(context=wiring.make_context(config, group, store, device))
-        stack.enter_context(run.context)
+        run = stack.enter_context(wiring.make_run(config, group, store, device))
         communicator = run.context.communicator
         start = wiring.find_start(config.output, folder, config.identity(), communicator, device)
         run.trace = wiring.build_trace(config.output, run, folder, device)

@@ -70,11 +70,12 @@ class Replica:
         optimizer: optimizer of the model's parameters, of other parameters, or of both.
         communicator: returns what connects all ranks; used at the start, and when the set of
             trained parameters changes.
-        plan: the exchange to begin with.
+        first_plan: called at the start and when a generation is entered; returns the exchange to
+            begin with, the same on all ranks.
         share: this rank's share of the global batch, which each step sets; the SyncBatchNorm layers
             use the same object.
         next_plan: called when a step begins; returns a new plan, the same on all ranks, or None to
-            keep the present one. Without `next_plan`, all steps use `plan`.
+            keep the present one. Without `next_plan`, all steps use the first.
         recorder: receives the spans `update` of an optimizer's own steps.
 
     Raises:
@@ -87,7 +88,7 @@ class Replica:
         model: nn.Module,
         optimizer: Optimizer,
         communicator: Callable[[], Communicator],
-        plan: ExchangePlan,
+        first_plan: Callable[[], ExchangePlan],
         *,
         share: BatchShare | None = None,
         next_plan: Callable[[], ExchangePlan | None] | None = None,
@@ -95,7 +96,7 @@ class Replica:
     ) -> None:
         self._model, self._optimizer = model, optimizer
         self._communicator = communicator
-        self._plan, self._next_plan = plan, next_plan
+        self._first_plan, self._next_plan, self._plan = first_plan, next_plan, first_plan()
         self._share = BatchShare() if share is None else share
         self._recorder = recorder or NullRecorder()
         self._scale: Callable[[], float] | None = None
@@ -234,6 +235,36 @@ class Replica:
     def follow(self, scale: Callable[[], float]) -> None:
         """Rescale a lossy wire's residuals by the loss's `scale`, a `GradScaler.get_scale`, say."""
         self._scale = scale
+
+    def leave_generation(self) -> None:
+        """Remove the hooks and close the synchronizer, without a wait; a step ends unfinished.
+
+        Until `enter_generation` the model is a plain one, whose state may be restored.
+        """
+        self._unbind()
+        self._number, self._copier = None, None
+        self._share.end()
+
+    def enter_generation(self, state: Mapping[str, Any]) -> bool:
+        """Go on in the next generation from a snapshot that all its ranks have restored.
+
+        Args:
+            state: this rank's own state, which `restore_state` returned.
+
+        Returns:
+            False where the ranks' parts are others now: then all ranks' must be divided anew.
+
+        Raises:
+            CommError: a rank was lost, or didn't come in time.
+        """
+        old = self._binding
+        same = fingerprint_of(self._optimizer) == old.trained.fingerprint
+        present = TrainedParameters.of(self._model, self._optimizer)
+        self._plan = self._first_plan()
+        self._binding = self._bind(set(present.tensors), old.reads if same else None)
+        self._settle_before_states()
+        self._settled = True
+        return self.restore_local(state)
 
     def close(self) -> None:
         """Remove the hooks from model and optimizer and close the synchronizer, without a wait."""

@@ -66,9 +66,6 @@ class Autotuner:
         run: the run, whose ranks exchange.
         device: device of the communicator's tensors.
         setting: the run's folder, remaining steps and reports.
-
-    Attributes:
-        first: the exchange to begin with.
     """
 
     def __init__(
@@ -82,12 +79,31 @@ class Autotuner:
         self._run, self._device = run, device
         self._trials: Trials | None = None
         self._before_trials = 0 if setting.steps is not None else WARMUP
-        self.first = self._current = self._begin()
+        self._current: SyncConfig | None = None
 
-    @property
-    def done(self) -> bool:
-        """Whether the choice is made."""
-        return self._trials is None
+    def begin_generation(self) -> SyncConfig:
+        """Return the exchange with which the present generation begins; collective.
+
+        In a later generation it is rank 0's choice. Where rank 0 has none yet, the trials begin
+        again: ranks may have left the last generation in different ones.
+
+        Raises:
+            CommError: a peer was lost, or silent.
+        """
+        if self._current is None:
+            self._current = self._begin()
+        elif len(self._candidates) > 1:
+            own = None if self._trials else _terms(self._current)
+            what = "the broadcast of rank 0's exchange"
+            chosen, self._before_trials = broadcast_state(
+                self._run.context.communicator, [own, self._before_trials], self._device, what
+            )
+            if chosen is None:
+                self._current = self._begin_trials()
+            else:
+                self._trials = None
+                self._current = next(c for c in self._candidates if _terms(c) == chosen)
+        return self._current
 
     def next(self) -> SyncConfig | None:
         """Return the exchange that continues from this step, if it is another; collective.
@@ -116,8 +132,7 @@ class Autotuner:
         if (known := self._known()) is not None:
             self._report(f"{_long(known)}, reused from this run's earlier trials ({CHOICE_NAME})")
             return known
-        left, needed = setting.steps, steps_of_trials(len(candidates))
-        plain = next((c for c in candidates if c.sync == "allreduce"), candidates[0])
+        left, needed, plain = setting.steps, steps_of_trials(len(candidates)), self._plain
         if left is not None and left < MIN_RUN_STEPS_PER_TRIAL_STEP * needed:
             if left:
                 steps = "1 step is" if left == 1 else f"{left} steps are"
@@ -125,8 +140,16 @@ class Autotuner:
                 few = f"{_long(plain)}: {steps} too few for autotuning"
                 self._report(Message(f"{{}}; {override}", few))
             return plain
-        self._trials = Trials(len(candidates), time.perf_counter, self._mean)
-        return candidates[0] if left is not None else plain
+        return self._begin_trials()
+
+    def _begin_trials(self) -> SyncConfig:
+        self._trials = Trials(len(self._candidates), time.perf_counter, self._mean)
+        return self._plain if self._before_trials else self._candidates[0]
+
+    @property
+    def _plain(self) -> SyncConfig:
+        """The exchange without trials."""
+        return next((c for c in self._candidates if c.sync == "allreduce"), self._candidates[0])
 
     def _known(self) -> SyncConfig | None:
         """Return the choice that rank 0 has read, if it is still among the candidates."""

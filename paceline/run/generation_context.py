@@ -2,8 +2,8 @@
 
 Run                  for the whole run: model, optimizers, position, loaders, recorders
 └ context           for one generation, or less
+├ synchronizer   the present one; it has buckets, windows and staging memory
 ├ communicators  of all ranks, of SyncBatchNorm layers, of this machine's workers
-├ windows        opened by exchanges, which close them
 └ summaries      of steps
 """
 
@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from itertools import count
-from types import TracebackType
 from typing import Self
 
 import torch
 
+from paceline.algorithms.synchronizer import Synchronizer
 from paceline.cluster.membership.generation import Group
 from paceline.comm.communicator import Communicator, gather_bytes
 from paceline.comm.connection_window import connect_window
@@ -34,8 +33,7 @@ from paceline.run.step_summary import StepSummaries
 class GenerationContext:
     """Generation context: what lives as long as one generation of the world.
 
-    As a context manager, it ends its connections with the block, and aborts them if the block
-    fails.
+    As a context manager, it closes with the block, and aborts if the block fails.
 
     Args:
         group: all ranks of the generation.
@@ -51,6 +49,7 @@ class GenerationContext:
         layers: connects layers that exchange within forward and backward, if there are any.
         intra_machine: connects the workers of this machine, if gradients are first summed inside
             each machine.
+        synchronizer: the present one, if a model is exchanged; closed with the context.
 
     Raises:
         CommError: a rank didn't come in time.
@@ -66,7 +65,9 @@ class GenerationContext:
     ) -> None:
         self.group, self.limits = group, limits
         self._connect, self._device = connect, device
-        self._connections, self._windows = ExitStack(), count()
+        self._communicators: list[Communicator] = []
+        self._windows = count()
+        self.synchronizer: Synchronizer | None = None
         self.communicator = self._open(group, "steps")
         self.summaries = StepSummaries(self.communicator)
         self.layers: Communicator | None = None
@@ -152,34 +153,36 @@ class GenerationContext:
 
     def close(self) -> None:
         """End the connections after the last collectives have completed."""
-        self._connections.close()
+        self._end(lambda communicator: communicator.end)
+
+    def abort(self) -> None:
+        """End the connections at once, without waiting for a peer: all waits for them end."""
+        self._end(lambda communicator: communicator.close)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._connections.__exit__(kind, error, traceback)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
 
     def _open(self, group: Group, purpose: str) -> Communicator:
-        communicator = self._connect(group, purpose)
-        self._connections.push(partial(_end, communicator))
-        return communicator
+        self._communicators.append(self._connect(group, purpose))
+        return self._communicators[-1]
+
+    def _end(self, how: Callable[[Communicator], Callable[[], None]]) -> None:
+        """End everything, the newest first, each even if another fails."""
+        with ExitStack() as ends:
+            for communicator in self._communicators:
+                ends.callback(how(communicator))
+            if self.synchronizer is not None:
+                ends.callback(self.synchronizer.close)
+            self._communicators, self.synchronizer = [], None
 
     def _share(self, text: str) -> list[str]:
         """Gather a text from all ranks, by the communicator: the store may be gone by now."""
         what = "the addresses of windows"
         received = gather_bytes(self.communicator, text.encode(), self._device, what)
         return [data.decode() for data in received]
-
-
-def _end(communicator: Communicator, kind: type[BaseException] | None, *_: object) -> None:
-    """Close connections after the last collective; abort them if an error ends their use."""
-    if kind is None:
-        communicator.end()
-    else:
-        communicator.close()

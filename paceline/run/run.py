@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Self
 
+from paceline.cluster.membership.generation import Group
 from paceline.comm.communicator import Communicator
 from paceline.observe.trace.step_trace import Trace
 from paceline.recorder import NullRecorder, Recorder
@@ -17,15 +20,50 @@ class Run:
     Objects that outlive a generation keep the run, and ask its context at each use. They keep no
     rank, world size or communicator.
 
+    As a context manager, it closes the present context with the block, or aborts it.
+
     Attributes:
         context: the present generation's context.
+        make_context: makes the context of a further generation; collective among its ranks.
         recorder: receives spans, counts and events.
         trace: recorder of the trace; None if the run is not traced.
     """
 
     context: GenerationContext
+    make_context: Callable[[Group], GenerationContext] | None = None
     recorder: Recorder = field(default_factory=NullRecorder)
     trace: Trace | None = None
+    _connects: list[Callable[[GenerationContext], None]] = field(default_factory=list)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.context.__exit__(kind)
+
+    def connect(self, connect: Callable[[GenerationContext], None]) -> None:
+        """Connect some ranks further, now and in each later generation; collective.
+
+        Raises:
+            CommError: a rank didn't come in time.
+        """
+        connect(self.context)
+        self._connects.append(connect)
+
+    def enter(self, group: Group) -> None:
+        """Abort the present context and make the next generation's; collective among its ranks.
+
+        Args:
+            group: all ranks of the next generation, as this one sees them.
+
+        Raises:
+            CommError: a rank didn't come in time.
+        """
+        assert self.make_context is not None
+        self.context.abort()
+        self.context = self.make_context(group)
+        for connect in self._connects:
+            connect(self.context)
 
     def rank_and_size(self) -> tuple[int, int]:
         """Return this process's present rank, and the world size."""

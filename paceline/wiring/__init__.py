@@ -4,7 +4,7 @@ Other tables are beside their classes: codecs, stores, launchers, image formats,
 """
 
 from paceline.wiring.checks import check
-from paceline.wiring.connections import connect, connect_machine, device_of, make_context
+from paceline.wiring.connections import connect, connect_machine, device_of, make_run
 from paceline.wiring.exchange import replicate
 from paceline.wiring.model import import_optimizers, make_model, make_optimizer
 from paceline.wiring.recorders import build_recorder, build_trace
@@ -25,10 +25,10 @@ __all__ = [
     "device_of",
     "find_start",
     "import_optimizers",
-    "make_context",
     "make_loader",
     "make_model",
     "make_optimizer",
+    "make_run",
     "open_sources",
     "replicate",
 ]

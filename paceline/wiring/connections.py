@@ -13,6 +13,7 @@ from paceline.comm.communicator import Communicator
 from paceline.comm.process_group import ProcessGroupCommunicator
 from paceline.config.train import TrainConfig
 from paceline.run.generation_context import GenerationContext
+from paceline.run.run import Run
 
 
 def device_of(config: TrainConfig, local_rank: int) -> torch.device:
@@ -26,9 +27,7 @@ def device_of(config: TrainConfig, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def make_context(
-    config: TrainConfig, group: Group, store: Store, device: torch.device
-) -> GenerationContext:
+def make_run(config: TrainConfig, group: Group, store: Store, device: torch.device) -> Run:
     """Connect this worker with all others of its generation; collective.
 
     Raises:
@@ -36,14 +35,15 @@ def make_context(
     """
     limits = (config.world.first_iter_timeout, config.world.timeout)
     connecting = partial(connect, store=store, device=device, limits=limits)
+    make_context = partial(GenerationContext, connect=connecting, device=device, limits=limits)
     with ExitStack() as undo:
-        context = GenerationContext(group, connecting, device=device, limits=limits)
-        undo.enter_context(context)
+        run = Run(context=make_context(group), make_context=make_context)
+        undo.push(run)
         if config.model.sync_bn:
-            context.connect_layers()
-        connect_machine(context, device, config.sync.sync)
+            run.connect(GenerationContext.connect_layers)
+        run.connect(partial(connect_machine, device=device, sync=config.sync.sync))
         undo.pop_all()
-    return context
+    return run
 
 
 def connect(

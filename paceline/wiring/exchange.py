@@ -135,7 +135,9 @@ def replicate(
             if statistics.flat is not None:
                 names.append(("the running statistics",))
             run.recorder.event("buckets", parameters=names)
-            return SYNCHRONIZERS[config.sync](buckets, run, optimizer, statistics, config)
+            made = SYNCHRONIZERS[config.sync](buckets, run, optimizer, statistics, config)
+            run.context.synchronizer = made
+            return made
 
         return ExchangePlan(make_synchronizer=make, bucket_bytes=config.bucket_bytes)
 
@@ -152,9 +154,9 @@ def replicate(
         model,
         optimizer,
         lambda: run.context.communicator,
-        plan(autotuner.first),
+        lambda: plan(autotuner.begin_generation()),
         share=share,
-        next_plan=None if autotuner.done else next_plan,
+        next_plan=next_plan if len(candidates) > 1 else None,
         recorder=run.recorder,
     )
     if run.trace is not None:

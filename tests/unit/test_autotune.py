@@ -122,7 +122,7 @@ class Run:
         def on_rank(communicator: Communicator) -> list[SyncConfig]:
             group = world_of(self.machines, communicator.rank)
             chooser = Autotuner(TWO, run_of(communicator, group), CPU, setting)
-            now, bound = chooser.first, []
+            now, bound = chooser.begin_generation(), []
             for _ in range(steps):
                 now = chooser.next() or now
                 bound.append(now)

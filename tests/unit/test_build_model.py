@@ -18,7 +18,6 @@ from paceline.config.world import SyncConfig
 from paceline.errors import ConfigError
 from paceline.models.resnet import BasicBlock
 from paceline.replica.compiled_modules import is_compiled
-from paceline.run.run import Run
 from paceline.update.batch_norm import BatchShare, SyncBatchNorm
 from paceline.wiring.model import refuse_emulation
 from tests.harness.processes.worlds import run_of, world_of
@@ -37,22 +36,23 @@ def kinds(model: nn.Module) -> set[type[nn.Module]]:
 
 def test_sync_bn_connects_the_layers_and_replaces_every_batch_norm() -> None:
     config = config_of("--sync_bn")
-    context = build.make_context(config, world_of(), HashStore(), CPU)
-    model = build.make_model(config, CPU, Run(context=context).layers, BatchShare())
+    run = build.make_run(config, world_of(), HashStore(), CPU)
+    model = build.make_model(config, CPU, run.layers, BatchShare())
     assert kinds(model) == {SyncBatchNorm}
     assert model(torch.randn(2, 3, 32, 32)).shape == (2, config.data.num_labels)
-    context.close()
+    run.context.close()
 
 
 def test_without_the_flag_there_is_no_second_connection_and_no_replacement() -> None:
     config = config_of()
-    with build.make_context(config, world_of(), HashStore(), CPU) as context:
-        assert context.layers is None
+    with build.make_run(config, world_of(), HashStore(), CPU) as run:
+        assert run.context.layers is None
     assert kinds(build.make_model(config, CPU, None, BatchShare())) == {nn.BatchNorm2d}
 
 
 def test_both_connections_of_one_store_are_apart() -> None:
-    with build.make_context(config_of("--sync_bn"), world_of(), HashStore(), CPU) as context:
+    with build.make_run(config_of("--sync_bn"), world_of(), HashStore(), CPU) as run:
+        context = run.context
         assert context.layers is not context.communicator
         for communicator in (context.communicator, context.layers):
             assert communicator is not None

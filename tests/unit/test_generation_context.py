@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -25,12 +27,12 @@ class Recorded(SingleRankCommunicator):
         self._notes.append(f"abort {self._purpose}")
 
 
-def context_of(notes: list[str]) -> GenerationContext:
+def context_of(notes: list[str], group: Group | None = None) -> GenerationContext:
     def connect(group: Group, purpose: str) -> Recorded:
         return Recorded(purpose, notes)
 
     cpu = torch.device("cpu")
-    context = GenerationContext(world_of(), connect, device=cpu, limits=(5.0, 5.0))
+    context = GenerationContext(group or world_of(), connect, device=cpu, limits=(5.0, 5.0))
     context.connect_layers()
     return context
 
@@ -59,15 +61,15 @@ def test_a_machine_of_one_worker_needs_no_connection() -> None:
 
 
 def test_an_object_that_keeps_the_run_finds_the_next_context_there() -> None:
-    run = Run(context=context_of([]))
+    notes: list[str] = []
+    run = Run(context=context_of(notes), make_context=partial(context_of, notes))
     layers, asked = run.layers(), run.rank_and_size
-    cpu = torch.device("cpu")
-    run.context = GenerationContext(
-        world_of((1, 2), 2),
-        lambda group, purpose: Recorded(purpose, []),
-        device=cpu,
-        limits=(5.0, 5.0),
-    )
-    run.context.connect_layers()
-    assert asked() == (2, 3)
+    run.connect(GenerationContext.connect_machine)
+    run.enter(world_of((1, 2), 0))
+    assert asked() == (0, 3)
     assert run.layers() is not layers
+    assert run.context.intra_machine is not None
+    assert notes == ["abort layers", "abort steps"]
+    with run:
+        pass
+    assert notes[2:] == ["end layers", "end steps"]

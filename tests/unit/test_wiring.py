@@ -218,9 +218,9 @@ def test_gpus_add_up_first_where_some_machine_of_several_has_more_than_one(
 
 def test_timeouts_reach_the_connections() -> None:
     config = config_of("--first_iter_timeout", "7", "--timeout", "3")
-    context = build.make_context(config, world_of(), HashStore(), torch.device("cpu"))
-    communicator: Any = context.communicator
+    run = build.make_run(config, world_of(), HashStore(), torch.device("cpu"))
+    communicator: Any = run.context.communicator
     assert communicator._limit.total_seconds() == 7
     communicator.end_startup()
     assert communicator._limit.total_seconds() == 3
-    context.close()
+    run.context.close()

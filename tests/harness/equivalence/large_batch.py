@@ -227,7 +227,7 @@ def replicate(
         model,
         optimizer,
         lambda: communicator,
-        plan(kind, bucket_bytes),
+        lambda: plan(kind, bucket_bytes),
         share=share,
         next_plan=next_plan,
     )

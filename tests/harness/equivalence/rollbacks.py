@@ -1,0 +1,227 @@
+"""Rollbacks: a training whose contexts end in mid-step, and what thirty of them leave behind.
+
+    python -m tests.harness.equivalence.rollbacks [--sync notified]
+
+All ranks, threads of this process, train over Gloo, TCP and shared memory. At moments of its own
+each rank breaks off a step, or loses a peer that did. Then all restore the newest snapshot that all
+hold, make the next generation's context, and train on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import random
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+from torch.nn import functional as F
+
+from paceline.comm.communicator import Communicator, total
+from paceline.comm.process_group import CLOSING
+from paceline.config.world import SyncConfig
+from paceline.errors import CommError
+from paceline.replica.replica import Replica
+from paceline.replica.state_copier import StateCopier, StateObjects, restore_state
+from paceline.run.generation_context import GenerationContext
+from paceline.run.run import Run
+from paceline.state.snapshots import SnapshotName, Snapshots
+from paceline.wiring.connections import connect
+from paceline.wiring.exchange import replicate
+from tests.harness.equivalence.memory_growth import Usage
+from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.processes.worlds import world_of
+
+LIMIT = 10.0  # a thread of Gloo's may wait as long
+CPU = torch.device("cpu")
+MOMENTS = ("begin", "forward", "backward", "update", "end")
+CONFIGS = {
+    "allreduce": SyncConfig(sync="allreduce", bucket_mb=1e-3),
+    "notified": SyncConfig(sync="notified", bucket_mb=1e-3),
+    "sharded": SyncConfig(sync="notified", update="sharded", bucket_mb=1e-3),
+    "int8": SyncConfig(sync="notified", wire="int8", bucket_mb=1e-3),
+    "sharded, int8": SyncConfig(sync="notified", update="sharded", wire="int8", bucket_mb=1e-3),
+}
+Moments = Sequence[Sequence[tuple[int, str]]]
+
+
+class BrokenOff(Exception):
+    """Exception that ends a context in mid-step."""
+
+
+def net() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(216, 10)
+    )
+
+
+@dataclass
+class Rollbacks:
+    """A training whose contexts are broken off, and what all its ranks share.
+
+    Attributes:
+        config: how ranks exchange.
+        machines: the number of ranks on each.
+        steps: the number of steps of the training.
+        moments: for each context but the last, for each rank: the step and the moment at which it
+            breaks off.
+        measured: the contexts after whose end it is measured what the process has.
+        usages: that, by context.
+    """
+
+    config: SyncConfig
+    machines: tuple[int, ...]
+    steps: int
+    moments: Moments = ()
+    measured: tuple[int, ...] = ()
+    usages: list[Usage] = field(default_factory=list)
+    _held: dict[int, tuple[SnapshotName, ...]] = field(default_factory=dict)
+    _store: HashStore = field(default_factory=HashStore)
+    _model: nn.Module = field(default_factory=net)
+
+    def run(self) -> list[dict[str, Tensor]]:
+        """Train; return each rank's weights and momenta."""
+        return run_ranks(sum(self.machines), self._train)
+
+    def _train(self, c: Communicator) -> dict[str, Tensor]:
+        model, snapshots = copy.deepcopy(self._model), Snapshots()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
+        objects = StateObjects(model=model, optimizer=optimizer, tracked={"schedule": schedule})
+        limits = (LIMIT, LIMIT)
+        connecting = partial(connect, store=self._store, device=CPU, limits=limits)
+        make_context = partial(GenerationContext, connect=connecting, device=CPU, limits=limits)
+        step, groups = 0, [world_of(self.machines, c.rank, token=f"token {n}") for n in range(99)]
+        with Run(context=make_context(groups[0]), make_context=make_context) as run:
+            replica = replicate(model, optimizer, run, self.config)
+            for number in range(len(self.moments) + 1):
+                moment = self.moments[number][c.rank] if number < len(self.moments) else None
+                try:
+                    self._train_steps(c, run, replica, objects, snapshots, step, moment)
+                except (BrokenOff, CommError):
+                    assert moment is not None
+                else:
+                    assert moment is None
+                    break
+                replica.leave_generation()
+                run.context.abort()
+                step, local = self._go_back(c, number, snapshots, objects)
+                run.enter(groups[number + 1])
+                assert replica.enter_generation(local)
+            replica.close()
+        momenta = {
+            f"momentum {index}": state["momentum_buffer"]
+            for index, state in enumerate(map(optimizer.state.get, model.parameters()))
+            if state
+        }
+        return {**model.state_dict(), **momenta}
+
+    def _train_steps(
+        self,
+        c: Communicator,
+        run: Run,
+        replica: Replica,
+        objects: StateObjects,
+        snapshots: Snapshots,
+        first: int,
+        moment: tuple[int, str] | None,
+    ) -> None:
+        model, optimizer = objects.model, objects.optimizer
+        for step in range(first, self.steps):
+
+            def pass_by(name: str, step: int = step) -> None:
+                if (step, name) == moment:
+                    raise BrokenOff
+
+            if not snapshots.full:
+                name = SnapshotName(run.context.group.generation.token, step)
+                position = {"step": step}
+                replica.take_snapshot(StateCopier(snapshots, name, objects, position))
+            with replica.step(step, 1 / c.world_size):
+                pass_by("begin")
+                loss = F.cross_entropy(*self._predict(model, c, step))
+                pass_by("forward")
+                loss.backward()
+                pass_by("backward")
+                optimizer.step()
+                pass_by("update")
+                optimizer.zero_grad()
+            objects.tracked["schedule"].step()  # type: ignore[attr-defined]
+            self._held[c.rank] = snapshots.held
+            snapshots_of_all = self._held_by_all(c.world_size)
+            if snapshots_of_all:
+                snapshots.commit(snapshots_of_all[-1])
+            pass_by("end")
+        replica.settle()
+        replica.drain()
+
+    def _predict(self, model: nn.Module, c: Communicator, step: int) -> tuple[Tensor, Tensor]:
+        made_up = torch.Generator().manual_seed(100 * step + c.rank)
+        x = torch.randn(4, 3, 8, 8, generator=made_up)
+        return model(x), torch.randint(10, (4,), generator=made_up)
+
+    def _held_by_all(self, world_size: int) -> list[SnapshotName]:
+        held = [set(self._held.get(rank, ())) for rank in range(world_size)]
+        return sorted(set.intersection(*held), key=lambda name: name.step)
+
+    def _go_back(
+        self, c: Communicator, number: int, snapshots: Snapshots, objects: StateObjects
+    ) -> tuple[int, Mapping[Any, Any]]:
+        """Restore the newest snapshot that all ranks hold; return its step, and the local state."""
+        self._held[c.rank] = snapshots.held
+        meet(c)
+        if c.rank == 0 and number in self.measured:
+            for thread in threading.enumerate():
+                if thread.name == CLOSING:  # one of Gloo's threads waits for its limit
+                    thread.join(2 * LIMIT)
+            self.usages.append(Usage.now())
+        name = self._held_by_all(c.world_size)[-1]
+        meet(c)
+        snapshots.drop_beyond(name)
+        local = restore_state(snapshots.state(name), objects)
+        self._held[c.rank] = snapshots.held
+        meet(c)
+        return int(snapshots.state(name)["position"]["step"]), local
+
+
+def meet(c: Communicator) -> None:
+    """Return once all ranks have come; for what the control line will carry."""
+    total(c, torch.zeros(1), "a meeting")
+
+
+def drawn(seed: int, contexts: int, ranks: int, steps: int) -> Moments:
+    """Draw moments that come later from context to context, of each rank in one of two steps."""
+    draw, each = random.Random(seed), steps // (contexts + 1)
+    firsts = [2 + number * each for number in range(contexts)]
+    return [
+        [(first + draw.randrange(2), draw.choice(MOMENTS)) for _ in range(ranks)]
+        for first in firsts
+    ]
+
+
+def main() -> int:
+    """Make thirty contexts; return 1 if the last ones leave more behind than the first."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--sync", choices=CONFIGS, default="notified")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rollbacks = Rollbacks(CONFIGS[options.sync], (2, 1), 93, drawn(7, 30, 3, 93), (4, 29))
+    rollbacks.run()
+    before, after = rollbacks.usages
+    print(f"after 5 contexts {before}\nafter 30 contexts {after}")
+    same = (after.files, after.threads) == (before.files, before.threads)
+    few = after.objects < before.objects + 25 * 10  # less than ten a context
+    print("equal" if same and few else "more")
+    return int(not (same and few))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
