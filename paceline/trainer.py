@@ -41,9 +41,12 @@ class Trainer:
     def run(self) -> None:
         """Train to the end, or raise `Stop`; a failure of data, peers or disk is a sentence."""
         with explained_memory():
-            for epoch in range(self.steps.position.epoch, self.epochs):
-                self._run_epoch(epoch)
-            self.steps.finish()
+            self.steps.run_generations(self._run_epochs)
+
+    def _run_epochs(self) -> None:
+        for epoch in range(self.steps.position.epoch, self.epochs):
+            self._run_epoch(epoch)
+        self.steps.finish()
 
     def _run_epoch(self, epoch: int) -> None:
         started = time.perf_counter()

@@ -387,22 +387,15 @@ class World:
         for scaler in self._tracked.scalers:
             self._replica.follow(scaler.get_scale)
         order = self._position.order
-        self._run.recorder.event(
-            "run",
-            generation=self.generation,
-            rank=self.rank,
-            world_size=self.world_size,
-            machines=len(self._run.context.group.generation.workers_per_machine),
+        assert self._steps is not None
+        self._steps.record_start(
+            self._start.origin,
             samples=order and order.samples,
             steps=order and order.steps,
             epochs=None,  # only the script has this number
             batch=order and order.batch_size,
             model=type(self._saved_objects["model"]).__name__,
             device=self.device.type,
-        )
-        origin = self._start.origin
-        self._run.recorder.event(
-            "restore", generation=self.generation, step=self.steps, origin=origin
         )
         self._begun, self._start = True, replace(self._start, state=None)
 

@@ -81,15 +81,9 @@ def _run(trainer: Trainer, signals: StopSignals) -> bool:
 
 
 def _announce(config: TrainConfig, trainer: Trainer, start: wiring.Start, log: Path | None) -> None:
-    run = trainer.steps.run
-    group, recorder = run.context.group, run.recorder
-    recorder.event(
-        "run",
-        generation=start.generation,
-        rank=group.rank,
+    trainer.steps.record_start(
+        start.origin,
         model=config.model.name,
-        world_size=group.size,
-        machines=len(group.generation.workers_per_machine),
         device=trainer.device.type,
         samples=trainer.train.samples,
         steps=trainer.train.steps,
@@ -98,7 +92,5 @@ def _announce(config: TrainConfig, trainer: Trainer, start: wiring.Start, log: P
         batch=config.global_batch,
         log=log,
     )
-    number = trainer.steps.position.number
-    recorder.event("restore", generation=start.generation, step=number, origin=start.origin)
     for note in start.notes:
-        recorder.event("note", text=note)
+        trainer.steps.run.recorder.event("note", text=note)

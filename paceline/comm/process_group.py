@@ -6,6 +6,8 @@ a new one. Gloo listens on the address that reaches the peers, until all ranks a
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import os
 import re
 import secrets
@@ -13,6 +15,8 @@ import select
 import socket
 import stat
 import threading
+import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
@@ -32,12 +36,56 @@ from paceline.errors import CommError, PeerLost
 _OPENING = threading.Lock()  # guards the process's table of descriptors while one is read
 _PLACE = re.compile(r"\[[^\]]*\.\w+:\d+\] ?|[^\s\[]+\.(?:cc|cpp|hpp|h|cu):\d+,? ?")
 _ADDRESS = re.compile(r"\[([^\]\s]+)\]:\d+")
-CLOSING = "closed group"  # name of the thread that ends a group
-_CLOSE_S = 0.1
+_CLOSE_S, _POLL_S = 0.1, 0.001  # the wait for a group's threads
 _EVENT_LOOP = "anon_inode:[eventpoll]"
 _WATCHED = re.compile(r"^tfd: +(\d+) .*\bino:([0-9a-f]+)", re.MULTILINE)
 # Words by which the transports report a lost peer; their other errors are about the call.
 _OF_CONNECTIONS = ("connect", "peer", "socket", "pipe", "closed", "abort", "remote process")
+
+
+class UnfinishedGroups:
+    """Aborted groups of which a thread still waits, kept until it ends, at the collective's limit.
+
+    Gloo wakes no thread of its own that waits for a send which the peer hasn't asked for. Whoever
+    drops such a group waits for that thread, so none is dropped before; at the process's end none
+    is dropped at all.
+    """
+
+    def __init__(self) -> None:
+        self._groups: list[tuple[Any, list[dist.Work]]] = []
+        self._lock = threading.Lock()  # guards `_groups`
+        atexit.register(self._keep_forever)
+
+    def __len__(self) -> int:
+        """Count the groups that are kept."""
+        self._drop_finished()
+        return len(self._groups)
+
+    def add(self, group: Any, works: Sequence[dist.Work]) -> None:
+        """Drop a group once its collectives have ended: within `_CLOSE_S`, or by a later call."""
+        self._drop_finished()
+        deadline = time.monotonic() + _CLOSE_S
+        while unfinished := [work for work in works if not work.is_completed()]:
+            if time.monotonic() > deadline:
+                with self._lock:
+                    self._groups.append((group, unfinished))
+                return
+            time.sleep(_POLL_S)
+
+    def _drop_finished(self) -> None:
+        with self._lock:
+            self._groups = [
+                (group, works)
+                for group, works in self._groups
+                if not all(work.is_completed() for work in works)
+            ]
+
+    def _keep_forever(self) -> None:
+        for group, _ in self._groups:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+UNFINISHED = UnfinishedGroups()
 
 
 class ProcessGroupCommunicator:
@@ -72,6 +120,7 @@ class ProcessGroupCommunicator:
         self._limit = timedelta(seconds=first_timeout)
         self._timeout = timedelta(seconds=timeout)
         self._loops: list[int] = []  # descriptors of Gloo's event loops
+        self._works: deque[dist.Work] = deque()  # collectives that may not have ended
         try:
             if device.type == "cuda":
                 self._group = _nccl(store, rank, world_size, self._limit)
@@ -110,23 +159,22 @@ class ProcessGroupCommunicator:
 
         A thread that releases a tensor while the interpreter ends would abort the process.
         """
+        self._works.clear()
         self._group, self._loops = None, []
 
     def close(self) -> None:
         """Abort the collectives in flight, also where a peer is frozen; a thread's wait ends.
 
-        Gloo doesn't wake a thread of its own that waits for a send which the peer hasn't asked for
-        yet. Such a thread, and the group with it, ends at the collective's limit, by itself.
+        A group of which a thread waits on is kept until that ends (`UnfinishedGroups`).
         """
         if self._group is None:
             return
         for number in self._connections():
             _shut_down(number)  # `abort` ends no wait for a peer that is frozen
         self._group.abort()
-        last_references, self._group, self._loops = [self._group], None, []
-        dropping = threading.Thread(target=last_references.clear, name=CLOSING, daemon=True)
-        dropping.start()
-        dropping.join(_CLOSE_S)
+        group, works = self._group, list(self._works)
+        self.end()
+        UNFINISHED.add(group, works)
 
     def _connections(self) -> list[int]:
         """Return the descriptors of Gloo's connections."""
@@ -138,12 +186,14 @@ class ProcessGroupCommunicator:
             cause = "this process closed the connections"
             raise PeerLost(rank=self.rank, operation="starting a collective", cause=cause)
         options.timeout = self._limit
+        while self._works and self._works[0].is_completed():
+            self._works.popleft()
         try:
-            return _WorkTicket(
-                getattr(self._group, name)(*tensors, options), self.rank, self._limit
-            )
+            work = getattr(self._group, name)(*tensors, options)
         except RuntimeError as error:
             raise _translate(error, self.rank, "starting a collective", self._limit) from error
+        self._works.append(work)
+        return _WorkTicket(work, self.rank, self._limit)
 
 
 class _WorkTicket:

@@ -83,14 +83,19 @@ class CsvLog(LineFile):
         start = f"# Namespace({settings})\n{','.join(_NAMES)}\n"
         earlier = sorted(folder.glob("*_v2_*.log"), key=lambda path: path.name[-19:])
         path = earlier[-1] if earlier else folder / f"{name}_{now:%Y%m%d_%H%M%S}.log"
-        self._totals = _begin(path, start, epoch)
+        self._totals, self._epoch = _begin(path, start, epoch), epoch - 1  # of the last row
         super().__init__(path)
         self._clock = clock
         self._last_row = clock()
 
     def event(self, name: str, **fields: Any) -> None:
-        """Write a row if an epoch ended."""
-        if name == "epoch":
+        """Write a row if an epoch ended; remove the rows to which a run has gone back."""
+        if name == "restore" and fields["epoch"] <= self._epoch:
+            self._file.close()
+            self._totals, self._epoch = _begin(self.path, "", fields["epoch"]), fields["epoch"] - 1
+            super().__init__(self.path)
+        elif name == "epoch":
+            self._epoch = fields["epoch"]
             now = self._clock()
             seconds, self._last_row = now - self._last_row, now
             self._totals = Totals(

@@ -174,7 +174,7 @@ def restore_state(
     for name, tracked in objects.all_tracked.items():
         if name in state[TRACKED]:
             tracked.load_state_dict(copy_state(state[TRACKED][name]))
-        if isinstance(tracked, GradScaler):
+        if isinstance(tracked, GradScaler) and tracked.is_enabled():
             _reset_stages(tracked)
     _restore_buffers(model, state[BUFFERS])
     for name, module in _with_extra_state(model):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,8 +42,7 @@ class Precision:
 
     Attributes:
         scale: returns the loss scale of the next step; 1 without loss scaling.
-        state_dict, load_state_dict: save and restore the state of loss scaling, which is empty
-            without it.
+        state_dict: returns the state of loss scaling, which is empty without it.
     """
 
     def __init__(
@@ -57,8 +57,13 @@ class Precision:
         self._clip_norm, self._clip_value = clip_norm, clip_value
         scaled = self._dtype is torch.float16  # a disabled scaler changes nothing
         self._scaler = scaler = torch.amp.GradScaler(device.type, enabled=scaled)
-        self.scale = scaler.get_scale
-        self.state_dict, self.load_state_dict = scaler.state_dict, scaler.load_state_dict
+        self.scale, self.state_dict = scaler.get_scale, scaler.state_dict
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state of loss scaling; an interrupted step is forgotten."""
+        self._scaler.load_state_dict(state)
+        if self._scaler.is_enabled():
+            self._scaler._per_optimizer_states.clear()
 
     def forward(self) -> AbstractContextManager[object]:
         """Compute inside the block in this precision."""

@@ -1,4 +1,4 @@
-"""Step summaries: sums over ranks, requests to stop, and rank 0's request for a checkpoint.
+"""Step summaries: sums over ranks, requests to stop, rank 0's request, and who holds a snapshot.
 
 Each rank reports a few numbers after its slice of a step. An all-reduce sums them while the next
 step computes, and is received one step later, so that no rank waits for it:
@@ -32,12 +32,14 @@ class StepSummary:
         sums: the ranks' values, summed.
         stop: whether any rank asks to stop.
         request: the request of rank 0.
+        held: whether all ranks hold a snapshot of the state before the step.
     """
 
     step: int
     sums: tuple[float, ...]
     stop: bool
     request: int
+    held: bool
 
 
 class StepSummaries:
@@ -50,9 +52,16 @@ class StepSummaries:
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator, self.alone = communicator, communicator.world_size == 1
-        self._pending: deque[tuple[int, Tensor, Ticket]] = deque()
+        self._pending: deque[tuple[int, Tensor, Tensor, Ticket]] = deque()
 
-    def send(self, step: int, sums: Tensor, *, stop: bool, request: int = 0) -> None:
+    @property
+    def sent(self) -> list[tuple[int, Tensor]]:
+        """This rank's values of the steps whose summaries haven't been received: (step, sums)."""
+        return [(step, sums) for step, sums, *_ in self._pending]
+
+    def send(
+        self, step: int, sums: Tensor, *, stop: bool, request: int = 0, held: bool = False
+    ) -> None:
         """Send this rank's values of a step, and its request; never blocks.
 
         Args:
@@ -60,9 +69,10 @@ class StepSummaries:
             sums: (values,) float64, on the communicator's device.
             stop: this rank asks to stop.
             request: rank 0's request; 0 on other ranks.
+            held: this rank holds a snapshot of the state before the step.
         """
-        flat = torch.cat([sums, sums.new_tensor([stop, request])])
-        self._pending.append((step, flat, self.communicator.all_reduce(flat)))
+        flat = torch.cat([sums, sums.new_tensor([stop, request, held])])
+        self._pending.append((step, sums, flat, self.communicator.all_reduce(flat)))
 
     def receive(self, *, before: int) -> Iterator[StepSummary]:
         """Yield the summaries of steps below `before` that are not yielded yet; waits for them.
@@ -71,7 +81,13 @@ class StepSummaries:
             CommError: a peer was lost, or silent.
         """
         while self._pending and self._pending[0][0] < before:
-            step, flat, ticket = self._pending.popleft()
+            step, _, flat, ticket = self._pending.popleft()
             ticket.wait(f"the sums of step {step}")
-            *values, stops, request = flat.tolist()
-            yield StepSummary(step=step, sums=tuple(values), stop=stops > 0, request=int(request))
+            *values, stops, request, held = flat.tolist()
+            yield StepSummary(
+                step=step,
+                sums=tuple(values),
+                stop=stops > 0,
+                request=int(request),
+                held=held == self.communicator.world_size,
+            )

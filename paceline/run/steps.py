@@ -25,14 +25,18 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
+from paceline.cluster.membership.generation import Group
 from paceline.comm.communicator import broadcast_state
 from paceline.data import splitmix
 from paceline.data.batch_slice import BatchSlice
+from paceline.errors import CommError
 from paceline.reduce.rank_state import OPTIMIZER
 from paceline.replica.replica import Replica
 from paceline.run.run import Run
+from paceline.run.step_snapshots import StepSnapshots
 from paceline.state.checkpoint_files import EXCHANGE
 from paceline.state.checkpointer import Checkpointer
+from paceline.state.snapshots import SnapshotName
 
 # Purposes of random streams: inside a step, and before it. Those in `paceline.data` are 1 to 6.
 _IN_STEP, _BEFORE_STEP = 3, 4
@@ -77,6 +81,11 @@ class SavePolicy:
         return 0 < self.minutes * 60 <= seconds
 
 
+NextGeneration = Callable[[CommError, Sequence[SnapshotName]], tuple[Group, SnapshotName]]
+"""Given the lost connection and the snapshots held here: the next generation, as this rank sees it,
+and the snapshot from which it goes on, which all its ranks hold."""
+
+
 class Request(IntEnum):
     """Request of rank 0 to all ranks for the next step boundary."""
 
@@ -101,6 +110,8 @@ class Steps:
             raise.
         value_count: number of values that are summed per step.
         device: device of the values.
+        snapshots: takes snapshots in memory; None: the run goes on from checkpoints only.
+        next_generation: called when a peer is lost; without it, the run ends then.
     """
 
     def __init__(
@@ -117,23 +128,86 @@ class Steps:
         check_sums: Callable[[int, Sequence[float]], None],
         value_count: int,
         device: torch.device,
+        snapshots: StepSnapshots | None = None,
+        next_generation: NextGeneration | None = None,
     ) -> None:
+        self._snapshots, self._next_generation = snapshots, next_generation
+        self._start_fields: dict[str, object] = {}
         self._replica, self.run = replica, run
         self._checkpointer, self._seed = checkpointer, seed
         self.generation, self.position = generation, position
         self.position.sums = self.position.sums or [0.0] * value_count
         self._stopping, self._check_sums = stopping, check_sums
         self._value_count, self._device = value_count, device
-        self._stop_requested_in: int | None = None  # the step in which a rank asked to stop
         rank_0_settings = [checkpointer is not None, policy.steps]
         what = "the broadcast of rank 0's decisions"
         self._saving, steps = broadcast_state(
             run.context.communicator, rank_0_settings, device, what
         )
         self._policy = replace(policy, steps=steps)
+        self._begin_generation()
+
+    def _begin_generation(self) -> None:
+        self._stop_requested_in: int | None = None  # the step in which a rank asked to stop
         # Rank 0's requests, by the steps that reported them; carried out two boundaries later.
         self._requests = deque([(self.position.number - 2, Request.SNAPSHOT)])
         self._saved_at, self._saved_number = time.monotonic(), self.position.number
+
+    def record_start(self, origin: str | None, **fields: object) -> None:
+        """Record the start of the run; that of a later generation is recorded with the same fields.
+
+        Args:
+            origin: path of another run's checkpoint from which the run starts.
+            fields: of the event `run`, besides the ranks.
+        """
+        self._start_fields, group = fields, self.run.context.group
+        self.run.recorder.event(
+            "run",
+            generation=self.generation,
+            rank=group.rank,
+            world_size=group.size,
+            machines=len(group.generation.workers_per_machine),
+            **fields,
+        )
+        self.run.recorder.event(
+            "restore",
+            generation=self.generation,
+            step=self.position.number,
+            epoch=self.position.epoch,
+            origin=origin,
+        )
+
+    def run_generations(self, train: Callable[[], None]) -> None:
+        """Call `train`, which goes on from the position; once more in each later generation.
+
+        Raises:
+            CommError: a peer was lost, and there is no next generation.
+        """
+        while True:
+            try:
+                return train()
+            except CommError as error:
+                self._go_back(error)
+
+    def _go_back(self, error: CommError) -> None:
+        """Go back to a snapshot and enter the next generation; collective among its ranks."""
+        if self._next_generation is None or self._snapshots is None:
+            raise error
+        self._replica.leave_generation()
+        self.run.context.abort()
+        group, name = self._next_generation(error, self._snapshots.held)
+        position, local = self._snapshots.restore(name)
+        sent = position.pop("sent")
+        for field_name, value in position.items():
+            setattr(self.position, field_name, value)
+        self.run.enter(group)
+        if not self._replica.enter_generation(local):
+            raise error
+        for step, sums in sent:
+            self.run.context.summaries.send(step, sums, stop=False)
+        self.generation += 1
+        self._begin_generation()
+        self.record_start(None, **self._start_fields)
 
     @contextmanager
     def step(self, batch: BatchSlice, **fields: object) -> Iterator[Tensor]:
@@ -175,7 +249,10 @@ class Steps:
         )
         self.position.step, self.position.number = batch.step + 1, number + 1
         request = Request.NOTHING if self.run.context.summaries.alone else self._request()
-        self.run.context.summaries.send(number, sums, stop=self._stopping(), request=request)
+        held = self._snapshots is not None and self._snapshots.holds(number)
+        self.run.context.summaries.send(
+            number, sums, stop=self._stopping(), request=request, held=held
+        )
 
     def seed(self, number: int) -> None:
         """Start the random streams of what a script computes before a step begins."""
@@ -245,6 +322,9 @@ class Steps:
 
     def _boundary(self, number: int) -> None:
         self._receive_summaries(before=number - 1)
+        if self._snapshots is not None:
+            sent = self.run.context.summaries.sent
+            self._snapshots.take(number, {**asdict(self.position), "sent": sent})
         agreed = self._stop_requested_in is not None and self._stop_requested_in < number - 1
         if agreed or (self.run.context.summaries.alone and self._stopping()):
             self._stop()
@@ -292,6 +372,8 @@ class Steps:
                 self._stop_requested_in = summary.step
             if summary.request:
                 self._requests.append((summary.step, Request(summary.request)))
+            if summary.held and self._snapshots is not None:
+                self._snapshots.note_held_by_all(summary.step)
             self._check_sums(summary.step, summary.sums)
 
     def _snapshot(self, *, best: bool = False) -> None:

@@ -17,11 +17,14 @@ from paceline.data.source import Source
 from paceline.observe.loss_watch import LossWatch
 from paceline.observe.score_counter import BATCH_SUMS
 from paceline.recorder import NullRecorder, Recorder
+from paceline.replica.replica import Replica
+from paceline.replica.state_copier import StateObjects
 from paceline.run.autotune import TrialSetting
 from paceline.run.learning_rate import LearningRate
 from paceline.run.precision import Precision
 from paceline.run.run import Run
-from paceline.run.steps import SavePolicy, Steps
+from paceline.run.step_snapshots import StepSnapshots
+from paceline.run.steps import NextGeneration, SavePolicy, Steps
 from paceline.state.checkpoint_files import FOLDER, Checkpoints
 from paceline.state.checkpointer import Checkpointer, Stateful
 from paceline.state.weights import save_weights
@@ -42,6 +45,7 @@ def build_trainer(
     start: Start | None = None,
     stopping: Callable[[], bool] = lambda: False,
     agree: Callable[[nn.Module], None] = lambda model: None,
+    next_generation: NextGeneration | None = None,
 ) -> Trainer:
     """Make the model and everything around it; collective, as rank 0's weights are sent to all.
 
@@ -54,6 +58,7 @@ def build_trainer(
         start: where the run starts; by default at its beginning.
         stopping: returns whether this process was asked to stop.
         agree: compares the model with the other ranks', before anything of it is exchanged.
+        next_generation: called when a peer is lost; without it, the run ends then.
 
     Raises:
         ConfigError: model, weights or checkpoint can't be had as asked for.
@@ -118,6 +123,8 @@ def build_trainer(
         check_sums=watch_of(config, of_losses, folder, start.generation, train.steps).check,
         value_count=BATCH_SUMS + 1,
         device=device,
+        snapshots=_snapshots_of(run, replica, parts),
+        next_generation=next_generation,
     )
     return Trainer(
         model=model,
@@ -134,6 +141,12 @@ def build_trainer(
         epochs=optim.num_epochs,
         num_labels=config.data.num_labels,
     )
+
+
+def _snapshots_of(run: Run, replica: Replica, parts: Mapping[str, Any]) -> StepSnapshots:
+    tracked = {name: part for name, part in parts.items() if name not in ("model", "optimizer")}
+    objects = StateObjects(model=parts["model"], optimizer=parts["optimizer"], tracked=tracked)
+    return StepSnapshots(run, replica, objects)
 
 
 def make_checkpointer(

@@ -13,7 +13,7 @@ import argparse
 import copy
 import random
 import sys
-import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.nn import functional as F
 
 from paceline.comm.communicator import Communicator, total
-from paceline.comm.process_group import CLOSING
+from paceline.comm.process_group import UNFINISHED
 from paceline.config.world import SyncConfig
 from paceline.errors import CommError
 from paceline.replica.replica import Replica
@@ -179,9 +179,8 @@ class Rollbacks:
         self._held[c.rank] = snapshots.held
         meet(c)
         if c.rank == 0 and number in self.measured:
-            for thread in threading.enumerate():
-                if thread.name == CLOSING:  # one of Gloo's threads waits for its limit
-                    thread.join(2 * LIMIT)
+            while UNFINISHED:  # one of Gloo's threads waits for its limit
+                time.sleep(0.1)
             self.usages.append(Usage.now())
         name = self._held_by_all(c.world_size)[-1]
         meet(c)

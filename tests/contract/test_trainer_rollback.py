@@ -1,0 +1,74 @@
+"""The trainer goes back to a snapshot in the same processes, whenever its generation ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.cli import ledger
+from tests.harness.equivalence.trainer_rollbacks import (
+    EPOCHS,
+    SAMPLES,
+    STEPS,
+    Moment,
+    TrainerRollbacks,
+    drawn,
+)
+
+CASES = {
+    "allreduce": ("--sync", "allreduce"),
+    "notified": ("--sync", "notified", "--bucket_mb", "0.1"),
+    "sharded": ("--sync", "notified", "--update", "sharded", "--bucket_mb", "0.1"),
+    "int8": ("--sync", "notified", "--wire", "int8", "--bucket_mb", "0.1"),
+    "sync_bn": ("--sync", "notified", "--sync_bn", "--bucket_mb", "0.1"),
+    "loss scaling": ("--sync", "allreduce", "--dtype", "float16"),
+    "clipping": ("--sync", "notified", "--clip_norm", "1"),
+}
+TIMES = ("time_spent", "cumulative_time_spent", "inputs_per_sec")
+
+
+def check(folder: Path, flags: tuple[str, ...], moments: list[list[Moment]]) -> TrainerRollbacks:
+    """Train without and with breaks; compare all bits, the log and the ledger."""
+    machines = (2, 1)
+    plain = TrainerRollbacks(folder / "plain", flags, machines)
+    broken = TrainerRollbacks(folder / "broken", flags, machines, moments)
+    for one, other in zip(plain.run(), broken.run(), strict=True):
+        assert one.keys() == other.keys()
+        unlike = [key for key in one if not torch.equal(one[key], other[key])]
+        assert not unlike, moments
+    assert len(broken.starts) == len(moments)
+    for one, other in zip(plain.rows, broken.rows, strict=True):
+        assert {k: v for k, v in one.items() if k not in TIMES} == {
+            k: v for k, v in other.items() if k not in TIMES
+        }
+    return broken
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_trainer_whose_generations_end_in_mid_step_trains_the_same_bits(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = check(tmp_path, CASES[name], drawn(3, [1, 3, 5], 3))
+    capsys.readouterr()
+    assert ledger.main([str(broken.folder), "--json"]) == 0
+    proof = json.loads(capsys.readouterr().out)
+    assert [one["once"] for one in proof["accounts"]] == [SAMPLES] * EPOCHS
+
+
+@pytest.mark.parametrize(
+    ("moments", "starts"),
+    [
+        ([[(STEPS - 1, "end")] * 3], "the last step of an epoch"),
+        ([[(STEPS, "evaluation")] * 3], "an evaluation"),
+        ([[(STEPS, "load"), (STEPS, "forward"), (STEPS, "update")]], "an epoch's first step"),
+        ([[(2, "update")] * 3, [(3, "load")] * 3, [(3, "load")] * 3], "again and again"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_generation_may_end_around_an_epochs_end(
+    moments: list[list[Moment]], starts: str, tmp_path: Path
+) -> None:
+    check(tmp_path, CASES["notified"], moments)
