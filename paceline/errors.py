@@ -164,5 +164,21 @@ class CheckpointError(PacelineError):
     """Error of a checkpoint or a file of weights that can't be read or written."""
 
 
+class RankStateError(PacelineError):
+    """Error of the ranks' parts of a divided state, which don't make up the whole of one snapshot.
+
+    Args:
+        reason: what is wrong with the parts, a clause.
+        parameter: name of the parameter, if the reason is about one.
+        start: index of the first of its values that the reason is about.
+        stop: index behind the last one.
+    """
+
+    def __init__(self, reason: str, *, parameter: str = "", start: int = 0, stop: int = 0) -> None:
+        self.reason, self.parameter, self.start, self.stop = reason, parameter, start, stop
+        of = f" of values {start:,} to {stop - 1:,} of {parameter}" if parameter else ""
+        super().__init__(f"The state{of} can't be merged from the parts of all ranks: {reason}.")
+
+
 class Diverged(PacelineError):
     """Error of a diverged run: the loss is NaN, infinite or too large, or gradients overflow."""

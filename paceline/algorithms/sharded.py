@@ -23,7 +23,7 @@ from paceline.algorithms.notified import PutOptions, make_with_puts
 from paceline.comm.communicator import Communicator
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.put_engine.put_exchange import PutExchange
-from paceline.reduce.rank_state import MISSED, OPTIMIZER, RankState
+from paceline.reduce.rank_state import MISSED, OPTIMIZER, RankState, agreed
 from paceline.update.batch_norm import RunningStatistics
 from paceline.update.shard_optimizer import ShardOptimizer
 
@@ -119,7 +119,8 @@ class ShardedState:
     def local(self) -> Mapping[str, Any]:
         """Return both, of this rank's shards."""
         residual = None if self._residuals is None else self._residuals.local()
-        return {**(residual or {}), OPTIMIZER: self._shards.local()}
+        version = {"updates": self._shards.version}
+        return {**(residual or {}), **version, OPTIMIZER: self._shards.local()}
 
     def restore_local(self, state: Mapping[str, Any]) -> bool:
         """Take both, if this rank has the same shards."""
@@ -128,3 +129,12 @@ class ShardedState:
         return (
             MISSED not in state if self._residuals is None else self._residuals.restore_local(state)
         )
+
+    def merge(self, parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Merge both; residuals of a world that had them, in one that has none, are dropped."""
+        agreed(part.get("updates") for part in parts)
+        optimizer = self._shards.merge([part.get(OPTIMIZER, {}) for part in parts])
+        if not any(MISSED in part for part in parts):
+            return {OPTIMIZER: optimizer}
+        residual = {MISSED: []} if self._residuals is None else self._residuals.merge(parts)
+        return {**residual, OPTIMIZER: optimizer}

@@ -1,11 +1,24 @@
-"""The `RankState` protocol: state that is divided among ranks, and gathered in a checkpoint."""
+"""The `RankState` protocol: state that is divided among ranks, and gathered in a checkpoint.
+
+gather: all ranks' present parts ──┐
+                                   ├─▶ the whole state, by parameter ── restore ──▶ this rank's
+local, of all ranks ── merge ──────┘
+  └─ restore_local, where this rank has the same ranges again
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+import io
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from operator import itemgetter
+from typing import Any, Protocol, TypeVar
 
-from paceline.comm.communicator import Communicator
+import torch
+from torch import Tensor
+
+from paceline.comm.communicator import Communicator, gather_all
+from paceline.errors import RankStateError
+from paceline.reduce.buckets import like
 
 OPTIMIZER = "optimizer"  # key of the optimizer's whole state dict, where ranks hold shards of it
 MISSED = "missed"  # key of the error-feedback residuals
@@ -14,11 +27,96 @@ MISSED = "missed"  # key of the error-feedback residuals
 Ranges = Mapping[str, tuple[int, int, Any]]
 """What a rank has of each parameter: (start, stop, values), a range of its values, and these."""
 
+T = TypeVar("T", bound=Hashable)
+
 
 def same_ranges(one: Ranges, other: Ranges) -> bool:
     """Tell whether both have the same ranges of the same parameters."""
     ranges = [{name: entry[:2] for name, entry in own.items()} for own in (one, other)]
     return ranges[0] == ranges[1]
+
+
+def join_ranges(name: str, template: Tensor, parts: Sequence[Ranges]) -> dict[str, Any]:
+    """Join the ranks' ranges of one parameter.
+
+        rank 0    exp_avg [ 0 … 4 ]            step 7
+        rank 2    exp_avg         [ 5 … 8 ]    step 7
+        joined    exp_avg [ 0 …         8 ]    step 7
+
+    Ranges may overlap where their values are equal, so a part may be given twice.
+
+    Args:
+        name: the parameter's name.
+        template: tensor of the parameter's shape and strides.
+        parts: for each rank, by parameter: (start, stop, entries). An entry with one dimension is a
+            range of values, (stop - start,); any other one is equal in all parts.
+
+    Returns:
+        the entries; those that were ranges have the template's shape and strides, in new memory.
+
+    Raises:
+        RankStateError: no part has some values, or parts differ.
+    """
+    entries: dict[str, Any] = {}
+    end, numel = 0, template.numel()
+    ranges = sorted((part[name] for part in parts if name in part), key=itemgetter(0, 1))
+    for start, stop, own in ranges:
+        if start > end:
+            raise RankStateError("no part has them", parameter=name, start=end, stop=start)
+        if not end:
+            entries = {k: v.new_empty(numel) if _divided(v) else v for k, v in own.items()}
+        common = min(end, stop)
+        if own.keys() != entries.keys() or not all(
+            torch.equal(entries[key][start:common], value[: common - start])
+            if _divided(value)
+            else entries[key] == value
+            for key, value in own.items()
+        ):
+            raise RankStateError("the parts differ", parameter=name, start=start, stop=stop)
+        for key in filter(lambda key: _divided(own[key]), own):
+            entries[key][start:stop] = own[key]
+        end = max(end, stop)
+    if end < numel:
+        raise RankStateError("no part has them", parameter=name, start=end, stop=numel)
+    return {k: like(template, v) if _divided(v) else v for k, v in entries.items()}
+
+
+def agreed(values: Iterable[T]) -> T:
+    """Return what all parts say of their snapshot and their world.
+
+    Raises:
+        RankStateError: they differ, or there is no part.
+    """
+    found = set(values)
+    if len(found) != 1:
+        raise RankStateError(
+            "they are of different snapshots or worlds" if found else "no rank's part is there"
+        )
+    return found.pop()
+
+
+def gather_parts(
+    communicator: Communicator, part: Any, device: torch.device, operation: str
+) -> list[Any]:
+    """Return all ranks' parts of a state on rank 0; nothing elsewhere. Collective.
+
+    Args:
+        communicator: the ranks.
+        part: this rank's; a tree of tensors and plain values.
+        device: where the communicator's tensors live.
+        operation: the name of the operation, for errors.
+
+    Raises:
+        CommError: a peer was lost, or a wait timed out.
+    """
+    data = io.BytesIO()
+    torch.save(part, data)
+    packed = torch.frombuffer(bytearray(data.getvalue()), dtype=torch.uint8)
+    files = gather_all(communicator, packed.to(device), operation)
+    return [
+        torch.load(io.BytesIO(file.cpu().numpy().tobytes()), map_location="cpu", weights_only=True)
+        for file in files
+    ]
 
 
 class RankState(Protocol):
@@ -54,5 +152,28 @@ class RankState(Protocol):
 
         Returns:
             False where this rank's part is another now (other buckets, ranks or machines): then the
-            parts of all ranks must be divided anew.
+            parts of all ranks must be divided anew, by `merge` and `restore`.
         """
+
+    def merge(self, parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Merge all ranks' parts of one snapshot into what `gather` would have returned; local.
+
+        The parts' world may have been another one. Trained parameters are as they were in it.
+
+        Args:
+            parts: copies of what `local` returned on all ranks of that world, in any order. A part
+                may be there twice, and a rank that owned nothing may be left out. The result may
+                share their memory.
+
+        Returns:
+            the whole state for `restore` in this world, before a step begins.
+
+        Raises:
+            RankStateError: the parts aren't all of one snapshot and one world, or a part is
+                missing. Nothing has been changed: the run can resume from a durable checkpoint.
+        """
+
+
+def _divided(value: Any) -> bool:
+    """Tell whether an entry of a parameter's state is a range of values."""
+    return isinstance(value, Tensor) and value.dim() == 1

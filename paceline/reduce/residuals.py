@@ -9,7 +9,7 @@ world of another number of groups the owners add the total to their next sums.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.comm.communicator import Communicator, gather_all
+from paceline.comm.communicator import Communicator
 from paceline.reduce.buckets import like
 from paceline.reduce.put_engine.error_feedback import ErrorFeedback
 from paceline.reduce.put_engine.layout import BucketLayout, Topology
-from paceline.reduce.rank_state import MISSED, same_ranges
+from paceline.reduce.rank_state import MISSED, agreed, gather_parts, join_ranges, same_ranges
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,16 +74,11 @@ class Residuals:
 
     def gather(self, communicator: Communicator) -> Mapping[str, Any] | None:
         """Return all ranks' residuals, by parameter and group, on rank 0."""
-        feedbacks = [bucket.feedback for bucket in self._buckets if bucket.feedback is not None]
-        own = [feedback.residual for feedback in feedbacks]
-        flat = torch.cat(own) if own else torch.empty(0, dtype=torch.float32)
         what = "the gather of the error-feedback residuals (collective: all ranks must call it)"
         device = self._buckets[0].templates[0].device
-        flats = [flat.cpu() for flat in gather_all(communicator, flat.to(device), what)]
-        if communicator.rank > 0:
-            return None
-        groups = [self._assembled([flats[r] for r in group]) for group in self._topology.groups]
-        return {"scale": feedbacks[0].scale, MISSED: groups}
+        part = self._part(lambda feedback: feedback.residual)
+        parts = gather_parts(communicator, part, device, what)
+        return self.merge(parts) if parts else None
 
     def restore(self, state: Mapping[str, Any]) -> bool:
         """Take the residuals of this rank's group, or of its shard those of all groups."""
@@ -102,17 +97,12 @@ class Residuals:
         return True
 
     def local(self) -> Mapping[str, Any]:
-        """Return the residuals of this rank's local shards, and whose they are.
+        """Return the residuals of this rank's local shards, whose they are, and of which version.
 
         A parameter's entry is (start, stop, residual): a range of its values, in the order in which
         they lie in memory, and (stop - start,) float32.
         """
-        found: dict[str, tuple[int, int, Tensor]] = {}
-        scale = 1.0
-        for bucket, feedback in self._own():
-            found |= bucket.ranges(feedback, feedback.step_residual)
-            scale = feedback.scale
-        return {"scale": scale, "layout": self._place, MISSED: found}
+        return self._part(lambda feedback: feedback.step_residual)
 
     def restore_local(self, state: Mapping[str, Any]) -> bool:
         """Take the residuals, if this rank has the same local shards in the same groups."""
@@ -129,6 +119,42 @@ class Residuals:
             feedback.restore(flat, state["scale"], owned_by=None)
         return True
 
+    def merge(self, parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Merge the residuals of all ranks, by parameter and group.
+
+        In a world of one group no rank has residuals, and a part has none.
+        """
+        lossy = [part for part in parts if MISSED in part]
+        if not lossy:
+            return {"scale": 1.0, MISSED: []}
+        owners = [part for part in lossy if part[MISSED]]
+        scale, _, groups = agreed((p["scale"], p["version"], p["layout"][0]) for p in owners)
+        merged = []
+        for group in groups:
+            own = [
+                {name: (a, b, {MISSED: values}) for name, (a, b, values) in part[MISSED].items()}
+                for part in owners
+                if part["layout"][1] in group
+            ]
+            merged.append(
+                {
+                    name: join_ranges(name, template, own)[MISSED]
+                    for bucket in self._buckets
+                    for name, template in zip(bucket.names, bucket.templates, strict=True)
+                    if template.numel()
+                }
+            )
+        return {"scale": scale, MISSED: merged}
+
+    def _part(self, residual_of: Callable[[ErrorFeedback], Tensor]) -> dict[str, Any]:
+        """Return this rank's part: one residual of each of its local shards."""
+        found: dict[str, tuple[int, int, Tensor]] = {}
+        scale, version = 1.0, 0
+        for bucket, feedback in self._own():
+            found |= bucket.ranges(feedback, residual_of(feedback))
+            scale, version = feedback.scale, feedback.version
+        return {"scale": scale, "version": version, "layout": self._place, MISSED: found}
+
     @property
     def _place(self) -> tuple[Any, ...]:
         """The groups of ranks, and this rank: which shards its residuals belong to."""
@@ -137,15 +163,3 @@ class Residuals:
     def _own(self) -> list[tuple[EncodedBucket, ErrorFeedback]]:
         """List the buckets of which this rank encodes a local shard."""
         return [(one, one.feedback) for one in self._buckets if one.feedback is not None]
-
-    def _assembled(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Assemble the residuals of a group's ranks, one flat tensor a rank, by parameter."""
-        starts, found = [0] * len(flats), {}
-        for bucket in self._buckets:
-            flat = torch.empty(bucket.layout.numel, dtype=torch.float32)
-            for local_shard in range(self._topology.local_shards):
-                values, start = bucket.layout.local_shard(local_shard), starts[local_shard]
-                starts[local_shard] += values.stop - values.start
-                flat[values] = flats[local_shard][start : starts[local_shard]]
-            found.update(bucket.views(flat))
-        return found

@@ -10,7 +10,6 @@ state of its own fragments, 1/N of the whole; `gather` assembles the whole state
 
 from __future__ import annotations
 
-import io
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.comm.communicator import Communicator, gather_all
+from paceline.comm.communicator import Communicator
 from paceline.errors import ConfigError, Message
 from paceline.reduce.buckets import Bucket, like
-from paceline.reduce.rank_state import Ranges, same_ranges
+from paceline.reduce.rank_state import Ranges, gather_parts, join_ranges, same_ranges
 from paceline.update.state_entries import SCALARS, restore_entries
 from paceline.update.state_watch import plain_state, unwatch_state, watch_state
 from paceline.update.updater import ELEMENTWISE, StepHyperparameters, SubOptimizer, is_bucketwise
@@ -60,6 +59,9 @@ class ShardOptimizer:
         optimizer: the user's optimizer, whose class and hyperparameters the updates use.
         buckets: all buckets.
 
+    Attributes:
+        version: the number of updates so far, the same on all ranks.
+
     Raises:
         ConfigError: the optimizer's update is not element-wise, or its `step` was replaced; or
             parameters share memory.
@@ -91,7 +93,7 @@ class ShardOptimizer:
         self._sub_optimizers: dict[int, SubOptimizer] = {}
         self._strides = [[p.stride() for p in bucket.parameters] for bucket in buckets]
         self._guard = WriteGuard(buckets, late_write)
-        self._gathering = False
+        self._gathering, self.version = False, 0
         self._undo: list[Callable[[], None]] = [
             optimizer.register_state_dict_pre_hook(self._refuse_state).remove,
             optimizer.register_load_state_dict_post_hook(lambda _: self.shard_state()).remove,
@@ -164,6 +166,7 @@ class ShardOptimizer:
 
     def freeze(self) -> None:
         """Take the optimizer's present hyperparameters for the updates to come."""
+        self.version += 1
         self._guard.note_parameters()
         watch_state(self._optimizer, self._refuse_use)  # a script may have replaced it
         hyperparameters = StepHyperparameters.of(self._optimizer)
@@ -211,29 +214,26 @@ class ShardOptimizer:
         """
         for bucket in self._buckets:
             self._refuse_other_strides(bucket)
-        data = io.BytesIO()
-        own = [
-            (
-                fragment.bucket,
-                fragment.index,
-                fragment.start,
-                fragment.stop,
-                dict(self._state[fragment.values]),
-            )
-            for fragments in self._fragments.values()
-            for fragment in fragments
-        ]
-        torch.save(own, data)
-        packed = torch.frombuffer(bytearray(data.getvalue()), dtype=torch.uint8)
         device = self._buckets[0].parameters[0].device
         what = "the gather of the optimizer state (collective: all ranks must call it)"
-        shards = gather_all(communicator, packed.to(device), what)
-        if communicator.rank > 0:
-            return None
-        for shard in shards:
-            file = io.BytesIO(shard.cpu().numpy().tobytes())
-            for bucket, index, start, stop, state in torch.load(file, weights_only=True):
-                self._assemble(self._buckets[bucket].parameters[index], start, stop, state)
+        parts = gather_parts(communicator, self.local(), device, what)
+        return self.merge(parts) if parts else None
+
+    def merge(self, parts: Sequence[Ranges]) -> dict[str, Any]:
+        """Return the whole optimizer's plain state dict, given what `local` returned on all ranks.
+
+        Its hyperparameters are the present ones.
+
+        Raises:
+            RankStateError: a part is missing, or parts differ.
+        """
+        states = {
+            p: join_ranges(name, p, parts)
+            for bucket in self._buckets
+            for p, name in zip(bucket.parameters, bucket.names, strict=True)
+        }
+        present = {p for group in self._optimizer.param_groups for p in group["params"]}
+        plain_state(self._optimizer).update({p: states[p] for p in states if p in present})
         self._gathering = True
         plain: dict[str, Any] = self._optimizer.state_dict()
         self._gathering = False
@@ -263,23 +263,6 @@ class ShardOptimizer:
                 state = self._state[fragment.values]
                 restore_entries(state, saved[name][2], fragment.values, group)
         return True
-
-    def _assemble(
-        self, parameter: nn.Parameter, start: int, stop: int, state: Mapping[str, Any]
-    ) -> None:
-        if not any(p is parameter for g in self._optimizer.param_groups for p in g["params"]):
-            return  # the user has removed it from the optimizer
-        whole = plain_state(self._optimizer)[parameter]
-        for name, value in state.items():
-            if isinstance(value, Tensor) and value.dim() == 1:
-                if name not in whole:
-                    whole[name] = torch.empty_like(parameter, dtype=value.dtype)
-                flat = _flat(whole[name])
-                flat[start:stop] = value
-                if flat.untyped_storage().data_ptr() != whole[name].untyped_storage().data_ptr():
-                    whole[name].copy_(like(parameter, flat))
-            else:
-                whole[name] = value
 
     def _refuse_other_strides(self, bucket: Bucket) -> None:
         """Check that parameters have the memory format in which their fragments were cut."""

@@ -30,12 +30,13 @@ class ErrorFeedback:
     Attributes:
         data: for each group: (bytes,), the most recent encoding of its shard.
         scale: the loss scale of the last step, which also scales the residual.
+        version: the number of steps that have begun, the same on all ranks.
         values: the range of the bucket's values that is the local shard.
     """
 
     def __init__(self, layout: BucketLayout, local_shard: int, codec: Codec) -> None:
         self.codec = codec
-        self.scale = 1.0
+        self.scale, self.version = 1.0, 0
         self.values = values = layout.local_shard(local_shard)
         self._residual = torch.zeros(values.stop - values.start, dtype=layout.spec.dtype)
         self._next_residual = torch.zeros_like(self._residual)  # of the step that runs
@@ -94,6 +95,7 @@ class ErrorFeedback:
 
     def begin(self, scale: float) -> None:
         """Begin a step whose loss has a scale."""
+        self.version += 1
         if not self._abandoned:
             self._residual, self._next_residual = self._next_residual, self._residual
         self._abandoned = False
