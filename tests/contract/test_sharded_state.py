@@ -227,3 +227,24 @@ def test_an_optimizer_whose_step_was_replaced_is_refused() -> None:
             Rank(c, notified(False, (1,), kind=make_sharded), None, make_optimizer=make)
 
     run_ranks(1, work)
+
+
+def test_the_state_of_a_parameter_with_gaps_in_its_memory_is_gathered_in_its_order() -> None:
+    gradient = torch.arange(24.0).view(4, 6)
+
+    def work(c: Communicator) -> Any:
+        model = nn.Module()
+        model.weight = nn.Parameter(torch.zeros(6, 8)[:, ::2].t())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        replica = replicate(model, optimizer, c, 10**6, kind)
+        with replica.step(0, 0.5):
+            (model.weight * gradient).sum().backward()
+            optimizer.step()
+        state = replica.state()
+        c.all_reduce(torch.zeros(1)).wait("the end of all ranks")
+        replica.close()
+        return state
+
+    kind = notified(False, (1, 1), kind=make_sharded)
+    entries = run_ranks(2, work)[0]["optimizer"]["state"][0]
+    assert torch.equal(entries["momentum_buffer"], gradient)
