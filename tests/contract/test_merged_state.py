@@ -23,6 +23,7 @@ from paceline.reduce.rank_state import RankState
 from paceline.reduce.residuals import EncodedBucket, Residuals
 from paceline.replica.state_copier import restore_state
 from paceline.state.state_copy import copy_state
+from paceline.update.state_watch import plain_state
 from tests.contract.test_lossy_exchange import LENGTHS, maker, sums, true_sum, weight_of
 from tests.contract.test_snapshots import Growing
 from tests.harness.equivalence.exchange_state import adam, same
@@ -153,7 +154,9 @@ def divided(case: Case, old: Snapshot, parts: Parts) -> list[tuple[Any, bool, An
         rank.let_go()
         restore_state(old.ranks[0], rank.objects)
         rank.bind()
+        present = set(plain_state(rank.optimizer))
         merged = copy_state(state_of(rank).merge(parts))
+        assert set(plain_state(rank.optimizer)) == present, "others' shards stay in memory"
         whole = state_of(rank).restore(merged)
         return unscaled(merged), whole, unscaled(copy_state(rank.replica.state()))
 
