@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -167,16 +168,9 @@ class SamplePosition:
             )
         rank, world_size = self._run.rank_and_size()
         counts = [1] * world_size if samples is None else self._exchange_counts(samples)
-        first, number = self._taken + sum(counts[:rank]), self.position.number
-        self._next_taken = self._taken + sum(counts)
-        return BatchSlice(
-            epoch=0,
-            step=number,
-            steps=number + 1,
-            first=first,
-            last=first + counts[rank],
-            global_count=sum(counts),
-        )
+        number, cuts = self.position.number, tuple(accumulate(counts, initial=self._taken))
+        self._next_taken = cuts[-1]
+        return BatchSlice(epoch=0, step=number, steps=number + 1, rank=rank, cuts=cuts)
 
     def _exchange_counts(self, samples: int) -> list[int]:
         """Return the numbers of samples of all ranks; collective."""

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSlice:
-    """Batch slice: positions `first` to `last` - 1 of an epoch's order.
+    """Batch slice: positions `first` to `last` - 1 of an epoch's order, and the other ranks'.
 
     Attributes:
         epoch: the epoch's number, from 0.
         step: the step's number within the epoch, from 0.
         steps: the number of steps per epoch.
-        first: the slice's first position in the epoch's order.
-        last: the position after the slice's last one.
-        global_count: the number of samples of the global batch, over all ranks.
+        rank: the rank.
+        cuts: the shares of all ranks, as positions in the epoch's order: rank r has the positions
+            cuts[r] to cuts[r + 1] - 1.
         skipped: the number of samples of the slice that couldn't be read and are left out.
         fraction: the slice's weight in the global batch; None: its fraction of the samples.
     """
@@ -23,9 +23,8 @@ class BatchSlice:
     epoch: int
     step: int
     steps: int
-    first: int
-    last: int
-    global_count: int
+    rank: int
+    cuts: tuple[int, ...]
     skipped: int = 0
     fraction: float | None = None
 
@@ -33,6 +32,21 @@ class BatchSlice:
     def number(self) -> int:
         """The number of the step in the run, from 0."""
         return self.epoch * self.steps + self.step
+
+    @property
+    def first(self) -> int:
+        """The slice's first position in the epoch's order."""
+        return self.cuts[self.rank]
+
+    @property
+    def last(self) -> int:
+        """The position after the slice's last one."""
+        return self.cuts[self.rank + 1]
+
+    @property
+    def global_count(self) -> int:
+        """The number of samples of the global batch, over all ranks."""
+        return self.cuts[-1] - self.cuts[0]
 
     @property
     def count(self) -> int:

@@ -96,14 +96,12 @@ class Order:
         begin = step * self.batch_size
         count = min(self.batch_size, self.samples - begin)
         each, larger = divmod(count, world_size)
-        first = begin + rank * each + min(rank, larger)
         return BatchSlice(
             epoch=epoch,
             step=step,
             steps=self.steps,
-            first=first,
-            last=first + each + (rank < larger),
-            global_count=count,
+            rank=rank,
+            cuts=tuple(begin + r * each + min(r, larger) for r in range(world_size + 1)),
         )
 
 
