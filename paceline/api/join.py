@@ -147,7 +147,7 @@ def _open_world(session: Session) -> World:
             print_message(note)
         path.mkdir(parents=True, exist_ok=True)  # on machines without rank 0
         run.trace = build_trace(output, run, path, session.device, print_message_for_scripts)
-        run.recorder = StepAccount(EventFile(path, group.rank), trace=run.trace)
+        run.recorder = StepAccount(EventFile(path, group.member.id), trace=run.trace)
     session.resources.callback(run.recorder.close)
     return World(session, run, start)
 

@@ -148,6 +148,7 @@ class World:
                     epoch=one.epoch,
                     first=one.first,
                     last=one.last,
+                    cuts=one.cuts,
                     skipped=one.skipped,
                 )
             self._position.mark_trained()

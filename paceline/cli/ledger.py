@@ -6,7 +6,6 @@ The status is 0 if the ledger is exact, 1 if it isn't, 2 if there is no such run
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,11 +16,9 @@ from paceline.cli.flags import parse
 from paceline.cli.ledger_table import print_proof
 from paceline.config.ledger import LedgerConfig
 from paceline.errors import ConfigError, Message
-from paceline.observe.event_file import read_events
+from paceline.observe.event_file import find_event_files, read_events
 from paceline.observe.ledger import prove
 from paceline.state.run_folder import CONFIG_NAME
-
-_NAME = re.compile(r"events\.rank(\d+)\.jsonl")
 
 _DESCRIPTION = """\
 Verify from the event files that a run trained each sample exactly once.
@@ -46,8 +43,8 @@ def main(argv: Sequence[str]) -> int:
     """
     config = parse(LedgerConfig, argv, prog="paceline ledger", description=_DESCRIPTION)
     folders = [_folder(run, Path(config.output_dir)) for run in config.runs]
-    files = sorted(file for folder in dict.fromkeys(folders) for file in _event_files(folder))
-    proof = prove((rank, read_events(path)) for rank, path in files)
+    files = find_event_files(*dict.fromkeys(folders))
+    proof = prove((member, read_events(path)) for member, path in files)
     if config.json:
         print(json.dumps({"exact": proof.exact, **asdict(proof)}))
     else:
@@ -58,20 +55,15 @@ def main(argv: Sequence[str]) -> int:
 def _folder(run: str, output_dir: Path) -> Path:
     """Return a run's folder, given its path or id."""
     for folder in (Path(run), output_dir / run):
-        if _event_files(folder) or (folder / CONFIG_NAME).is_file():
+        if find_event_files(folder) or (folder / CONFIG_NAME).is_file():
             return folder.resolve()
-    known = sorted(path.parent.name for path in output_dir.glob("*/events.rank0.jsonl"))
+    known = sorted({path.parent.name for path in output_dir.glob("*/events.*.jsonl")})
     raise ConfigError(
         Message(
-            "{} is neither a run folder (with files events.rank<r>.jsonl) nor the id of a run in "
+            "{} is neither a run folder (with files events.<member>.jsonl) nor the id of a run in "
             "{--output_dir} {}{}; check the path.",
             run,
             output_dir,
             f", which has {', '.join(known[-5:])}" if known else "",
         )
     )
-
-
-def _event_files(folder: Path) -> list[tuple[int, Path]]:
-    named = ((path, _NAME.fullmatch(path.name)) for path in folder.glob("events.rank*.jsonl"))
-    return [(int(match.group(1)), path) for path, match in named if match]

@@ -1,11 +1,11 @@
-"""Table of `paceline ledger`: a row per epoch, the verdict in a sentence, and the faults.
+"""Table of `paceline ledger`: a row per epoch, the verdict in a sentence, the faults and notes.
 
 Epochs and steps are shown from 1; positions in an epoch are from 0, as in the event files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple
 from itertools import groupby
 
@@ -16,14 +16,14 @@ from rich.text import Text
 from paceline.observe.ledger import Fault, Proof
 
 _ROWS = 12  # up to so many epochs have a row each; beyond, equal ones share a row
-_FAULTS = 5  # shown at most
+_SHOWN = 5  # faults, and notes, at most
 
 
 def print_proof(proof: Proof, console: Console) -> None:
     """Print the verdict on a run."""
     if proof.accounts:
         console.print(_table(proof))
-    for line in [verdict(proof), *_faults(proof)]:
+    for line in [verdict(proof), *_few(_faults(proof), proof.fault_count), *_few(proof.notes)]:
         console.print(Text(line), soft_wrap=True)
 
 
@@ -44,6 +44,9 @@ def verdict(proof: Proof) -> str:
     skipped = sum(account.skipped for account in proof.accounts)
     if skipped:
         parts.append(f"{skipped:,} unreadable samples skipped")
+    told = sum(account.told for account in proof.accounts)
+    if told:
+        parts.append(f"{told:,} samples proved by other members' lines alone")
     return ", ".join(parts) + "."
 
 
@@ -69,11 +72,16 @@ def _table(proof: Proof) -> ConsoleRenderable:
     return table
 
 
-def _faults(proof: Proof) -> Iterator[str]:
-    for fault in proof.faults[:_FAULTS]:
-        yield f"  {_where(proof, fault)}: {fault.text}"
-    if proof.fault_count > _FAULTS:
-        yield f"  … and {proof.fault_count - _FAULTS:,} more."
+def _faults(proof: Proof) -> list[str]:
+    return [f"{_where(proof, fault)}: {fault.text}" for fault in proof.faults]
+
+
+def _few(sentences: Sequence[str], count: int | None = None) -> Iterator[str]:
+    """Yield the first few of `count` sentences, by default of all."""
+    yield from (f"  {sentence}" for sentence in sentences[:_SHOWN])
+    more = (count or len(sentences)) - _SHOWN
+    if more > 0:
+        yield f"  … and {more:,} more."
 
 
 def _where(proof: Proof, fault: Fault) -> str:

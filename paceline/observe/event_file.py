@@ -1,13 +1,16 @@
-"""The event file of a rank: one JSON object per line, with the fields of the table `FIELDS`.
+"""The event file of a member: one JSON object per line, with the fields of the table `FIELDS`.
 
-`events.rank<r>.jsonl` is appended to, a line a step, and proves which part of the data order was
-trained in which step of which generation. A line is handed to the system whole and at once: a
-killed process loses none. A machine that loses power can tear the last line, and it only; readers
-ignore a torn last line and the next writer removes it.
+`events.<member id>.jsonl` is appended to, a line a step, and proves which part of the data order
+was trained in which step of which generation. The id is a process's for life: a restarted process
+is another member and writes another file, so that no file has two writers and a rank may pass to
+another member. A line is handed to the system whole and at once: a killed process loses none. A
+machine that loses power can lose a file's last lines and tear one; readers ignore a torn last line.
+Earlier versions named the files `events.rank<r>.jsonl`, to which each start of the run appended.
 
-    run         a start of the run, generation g, by each of its ranks
+    run         a start of the run, generation g, by each of its ranks; its members in rank order
     restore     generation g resumes before step s: lines of earlier generations from s on are void
-    step        this rank trained positions [first, last) of the epoch's order; what it took
+    step        this rank trained positions [first, last) of the epoch's order; what it took. Rank r
+                has positions [cuts[r], cuts[r + 1]) of it, as the data order divides the batch
     buckets     the parameters of each bucket, as they are exchanged from here on
     loss        the global batch's mean loss, by rank 0
     checkpoint  published: it holds all steps below s
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,11 +32,11 @@ from paceline.observe.line_file import LineFile
 # for other recorders.
 FIELDS = {
     "run": (
-        *("generation", "rank", "world_size", "machines", "samples", "steps", "epochs", "batch"),
-        *("model", "device"),
+        *("generation", "rank", "world_size", "members", "machines", "samples", "steps", "epochs"),
+        *("batch", "model", "device"),
     ),
     "restore": ("generation", "step", "origin"),
-    "step": ("generation", "step", "epoch", "first", "last", "skipped"),
+    "step": ("generation", "step", "epoch", "first", "last", "cuts", "skipped"),
     "loss": ("generation", "step", "loss"),
     "checkpoint": ("generation", "step", "path"),
     "epoch": (),
@@ -44,22 +48,19 @@ FIELDS = {
 _IF_MEASURED = (
     *("compute_ms", "exposed_ms", "send_ms", "update_ms", "waits_ms", "sent", "received"),
 )
+_NAME = re.compile(r"events\.(?:rank(?P<rank>\d+)|(?P<id>.+-(?P<number>\d+)))\.jsonl")
 
 
 class EventFile(LineFile):
-    """Recorder that appends a rank's events to its file, as JSON lines.
+    """Recorder that appends a member's events to its file, as JSON lines.
 
     Args:
         folder: the run's folder, which exists.
-        rank: the rank whose events are written.
+        member: the id of the member whose events are written.
     """
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        path = folder / f"events.rank{rank}.jsonl"
-        if path.exists():
-            with path.open("r+b") as file:  # appended to, a torn last line would damage the next
-                file.truncate(file.read().rfind(b"\n") + 1)
-        super().__init__(path)
+    def __init__(self, folder: Path, member: str) -> None:
+        super().__init__(folder / f"events.{member}.jsonl")
 
     def event(self, name: str, **fields: Any) -> None:
         """Write a line, if events of that name are recorded.
@@ -73,6 +74,23 @@ class EventFile(LineFile):
             names = (*FIELDS[name], *measured) or fields
             values = {key: _json(fields[key]) for key in names}
             self.write(json.dumps({"event": name, **values}, allow_nan=False))
+
+
+def find_event_files(*folders: Path) -> list[tuple[str, Path]]:
+    """List the event files in a run's folders, each with its member's name.
+
+    The name is `member <id>`, or `rank <r>` in a run of an earlier version. The files of the first
+    ranks come first: in a run that is active, rank 0's lines say what is committed, which the
+    others wrote before.
+    """
+    found = []
+    for path in (path for folder in folders for path in folder.glob("events.*.jsonl")):
+        if match := _NAME.fullmatch(path.name):
+            rank, member, number = match.groups()
+            found.append(
+                (int(rank or number), f"member {member}" if member else f"rank {rank}", path)
+            )
+    return [(member, path) for _, member, path in sorted(found)]
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:

@@ -166,6 +166,7 @@ class Steps:
             generation=self.generation,
             rank=group.rank,
             world_size=group.size,
+            members=[member.id for member in group.generation.members],
             machines=len(group.generation.workers_per_machine),
             **fields,
         )
@@ -240,6 +241,7 @@ class Steps:
             epoch=batch.epoch,
             first=batch.first,
             last=batch.last,
+            cuts=batch.cuts,
             skipped=batch.skipped,
             epoch_step=batch.step,
             steps=batch.steps,

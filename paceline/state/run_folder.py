@@ -3,7 +3,7 @@
     config.toml            the run's configuration
     exchange.toml          how its gradients are exchanged, where that was measured
     <log>.log              the CSV log
-    events.rank<r>.jsonl   a line a step
+    events.<member>.jsonl  a line a step
     <name>.pt              weights
     checkpoints/           what the run resumes from
     generation             how often it was started again

@@ -53,7 +53,7 @@ def build_recorder(
         trace: receives all spans and events, too.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    events = EventFile(folder, group.rank)
+    events = EventFile(folder, group.member.id)
     if group.rank > 0:
         return StepAccount(events, trace=trace), None
     optim = config.optim

@@ -77,7 +77,7 @@ def test_a_full_disk_for_the_events_is_told_and_the_ledger_is_exact_in_the_end(
         disk.fill(leave=16 << 10)
         message = (
             RANK_PREFIX
-            + rf"disk/r/events.rank0.jsonl can't be written {FULL}: make room, or give another "
+            + rf"disk/r/events.\w+-0.jsonl can't be written {FULL}: make room, or give another "
             "--output_dir."
         )
         require_message(run(*words.split(), folder=here), 1, message)

@@ -23,7 +23,7 @@ from tests.harness.processes.bad_inputs import (
     write_model,
 )
 from tests.harness.processes.command import Command, run
-from tests.harness.processes.run_folders import losses
+from tests.harness.processes.run_folders import event_files, events, losses
 
 WORDS = f"{NULL} --model own:net --epoch_size 16 --run_id r --checkpoint_steps 1"
 WORDS += " --keep_checkpoints 3"
@@ -86,7 +86,7 @@ def test_without_a_good_checkpoint_the_run_doesnt_begin_anew_by_itself(
     files = sorted((here / RUN / "checkpoints").glob("step-*.pt"))
     for file in files:
         tear(file)
-    events = (here / RUN / "events.rank0.jsonl").read_bytes()
+    lines = events(here / RUN)
     message = (
         RANK_PREFIX
         + TORN
@@ -94,7 +94,7 @@ def test_without_a_good_checkpoint_the_run_doesnt_begin_anew_by_itself(
         "delete the checkpoints to restart the run."
     )
     require_answer(Bad(command=WORDS, message=message, status=1), here, capfd)
-    assert (here / RUN / "events.rank0.jsonl").read_bytes() == events
+    assert events(here / RUN) == lines
 
 
 def made_with(checkpoint: str, now: str) -> str:
@@ -146,7 +146,7 @@ REFUSED = {
     ),
     "ledger of nothing": Bad(
         command="ledger nowhere",
-        message=r"nowhere is neither a run folder \(with files events.rank<r>.jsonl\) nor the id "
+        message=r"nowhere is neither a run folder \(with files events.<member>.jsonl\) nor the id "
         "of a run in --output_dir runs, which has r; check the path.",
     ),
 }
@@ -211,11 +211,11 @@ def test_a_damaged_number_of_the_last_start_is_named(
 def test_damaged_events_are_named_by_their_line(
     here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    path = here / RUN / "events.rank0.jsonl"
+    (path,) = event_files(here / RUN)
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([*lines[:3], "damaged\n", *lines[4:]]))
     message = (
-        r"\S+/runs/r/events.rank0.jsonl, line 4: not an event \(.*\); the file is damaged, restore "
+        r"\S+/runs/r/events.\w+-0.jsonl, line 4: not an event \(.*\); the file is damaged, restore "
         r"it from a copy."
     )
     require_answer(Bad(command="ledger r", message=message, status=1), here, capfd)

@@ -11,7 +11,7 @@ import torch
 
 from paceline.cli.ledger import main as ledger
 from tests.harness.processes.command import Command, all_end, kill, run
-from tests.harness.processes.run_folders import events, wait_until_step, write_net
+from tests.harness.processes.run_folders import event_files, events, wait_until_step, write_net
 
 WORDS = (
     *("train", "--train_data", "null", "--epoch_size", "70", "--image_size", "32"),
@@ -42,7 +42,13 @@ def test_a_run_that_was_killed_and_went_on_with_another_number_of_workers_is_exa
     assert (told["starts"], told["done"], told["committed"]) == (2, 36, 36)
     assert [account["once"] for account in told["accounts"]] == [70, 70, 70]
 
-    path = tmp_path / "runs" / "r" / "events.rank0.jsonl"
+    (path,) = event_files(tmp_path / "runs" / "r", rank=1)
+    path.rename(tmp_path / path.name)
+    assert ledger(["r"]) == 0
+    printed = capsys.readouterr().out
+    assert f"no event file of member {path.name[7:-6]}: other members' lines prove" in printed
+
+    _, path = event_files(tmp_path / "runs" / "r")
     lines = path.read_text().splitlines(keepends=True)
     last = max(n for n, line in enumerate(lines) if '"event": "step"' in line)
     path.write_text("".join(lines[:last] + lines[last + 1 :]))

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from paceline.cli.main import main
-from paceline.observe.event_file import read_events
 from tests.harness.processes.command import Result, all_end
 from tests.harness.processes.launcher_commands import Script, run
+from tests.harness.processes.run_folders import events
 
 SCRIPT = ("-m", "tests.harness.library.library_script")
 EPOCHS, STEPS = 3, 5  # of the script
@@ -68,7 +68,7 @@ def assert_each_sample_once(run: Path) -> None:
     """Read the ranks' events: of each step the last generation's lines count."""
     shares: dict[tuple[int, int], tuple[int, int]] = {}
     for rank in (0, 1):
-        for line in read_events(run / f"events.rank{rank}.jsonl"):
+        for line in events(run, rank):
             if line["event"] == "restore":
                 shares = {k: v for k, v in shares.items() if k[0] != rank or k[1] < line["step"]}
             if line["event"] == "step":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from tests.harness.data.databases import key, write_lmdb
 from tests.harness.data.image_folder import file_of, ramp
 from tests.harness.data.record_bytes import encoded_tensorprotos
 from tests.harness.processes.command import run
+from tests.harness.processes.run_folders import events
 
 SIZE = 14
 WORDS = (
@@ -36,20 +36,17 @@ def folder(tmp_path: Path) -> Path:
 def test_skipped_records_are_told_and_counted_and_the_rest_is_trained(folder: Path) -> None:
     ended = run(*WORDS, "--bad_records", "skip", folder=folder)
     assert ended.status == 0, ended.text
-    events = [
-        list(map(json.loads, (folder / f"runs/r/events.rank{rank}.jsonl").read_text().splitlines()))
-        for rank in (0, 1)
-    ]
-    steps = [event for rank in events for event in rank if event["event"] == "step"]
+    ranks = [events(folder / "runs/r", rank) for rank in (0, 1)]
+    steps = [event for rank in ranks for event in rank if event["event"] == "step"]
     for epoch in (0, 1):
         lines = [event for event in steps if event["epoch"] == epoch]
         assert sum(event["last"] - event["first"] for event in lines) == SIZE
         assert sum(event["skipped"] for event in lines) == 3
-    notes = " ".join(e["text"] for rank in events for e in rank if e["event"] == "note")
+    notes = " ".join(e["text"] for rank in ranks for e in rank if e["event"] == "note")
     for number, told in ((3, "can't be decoded"), (8, "has the label 7"), (11, "neither")):
         assert f'record "{key(number).decode()}" of data' in notes
         assert told in notes
-    epochs = [event for event in events[0] if event["event"] == "epoch"]
+    epochs = [event for event in ranks[0] if event["event"] == "epoch"]
     assert [event["samples"] for event in epochs] == [SIZE - 3] * 2
 
 

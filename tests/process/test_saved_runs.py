@@ -9,7 +9,7 @@ import pytest
 
 from paceline.cli.main import main
 from tests.harness.processes.command import run as run_command
-from tests.harness.processes.run_folders import events
+from tests.harness.processes.run_folders import event_files, events
 from tests.harness.processes.saved_runs import (
     differences,
     facts,
@@ -46,6 +46,7 @@ def test_a_run_stopped_in_mid_epoch_reaches_the_same_bits(here: Path, name: str)
     assert differences(run, saved) == []
     assert (run / "finished").exists()
     assert main(["ledger", str(run)]) == 0  # each sample once, over both starts
+    assert [path.name[-8:] for path in event_files(run)] == ["k0.jsonl", "-0.jsonl"]
 
 
 def test_the_recorded_choice_of_an_exchange_is_taken(here: Path) -> None:

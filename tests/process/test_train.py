@@ -21,6 +21,7 @@ from tests.harness.network.ports import free_port
 from tests.harness.network.redis_server import redis_server
 from tests.harness.processes.bad_inputs import answer, require_message
 from tests.harness.processes.command import Command, all_end, rows_of, run
+from tests.harness.processes.run_folders import event_files
 
 SMALL = (
     *("--model", "resnet20", "--image_size", "32", "--augment", "pad", "--num_labels", "3"),
@@ -65,7 +66,7 @@ def test_two_workers_leave_log_events_weights_and_configuration(data: Path, tmp_
 def shares(run_folder: Path) -> dict[tuple[int, int], list[int]]:
     """Read which positions of the order each step of each epoch trained, on all ranks."""
     seen: dict[tuple[int, int], list[int]] = {}
-    for file in sorted(run_folder.glob("events.rank*.jsonl")):
+    for file in sorted(run_folder.glob("events.*.jsonl")):
         for event in map(json.loads, file.read_text().splitlines()):
             if event["event"] == "step":
                 positions = seen.setdefault((event["epoch"], event["step"]), [])
@@ -129,7 +130,9 @@ def test_two_machines_of_two_workers_are_one_run(data: Path, tmp_path: Path, kin
     assert [row["input_count"] for row in rows] == ["15", "15"]
     assert rows[0]["cumulative_batch_count"] == "2"  # 8 images a step on all machines
     names = sorted(path.name for path in (tmp_path / "out1" / "r").iterdir())
-    assert names == ["config.toml", "events.rank2.jsonl", "events.rank3.jsonl", "finished"]
+    files = [path.name for rank in (2, 3) for path in event_files(tmp_path / "out1" / "r", rank)]
+    assert names == ["config.toml", *files, "finished"]
+    assert [name[-8:] for name in files] == ["-2.jsonl", "-3.jsonl"]
     files = [path for path in (tmp_path / "out0" / "r").rglob("*") if path.is_file()]
     assert len(files) > 4
     for file in files:

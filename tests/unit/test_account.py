@@ -11,7 +11,15 @@ from paceline.observe.event_file import EventFile, read_events
 from paceline.observe.step_account import StepAccount
 from paceline.recorder import NullRecorder
 
-PLACE = {"generation": 0, "step": 3, "epoch": 0, "first": 0, "last": 8, "skipped": 0}
+PLACE = {
+    "generation": 0,
+    "step": 3,
+    "epoch": 0,
+    "first": 0,
+    "last": 8,
+    "cuts": [0, 8],
+    "skipped": 0,
+}
 
 
 class Clock:
@@ -124,7 +132,7 @@ def test_a_wait_of_nothing_is_not_worth_telling() -> None:
 
 def test_the_event_file_keeps_the_account_behind_what_the_ledger_reads(tmp_path: Path) -> None:
     clock = Clock()
-    events = EventFile(tmp_path, rank=0)
+    events = EventFile(tmp_path, "a-0")
     account = StepAccount(events, clock=clock)
     account.event("buckets", parameters=[("fc.bias", "fc.weight"), ("conv.weight",)])
     a_step(account, clock)

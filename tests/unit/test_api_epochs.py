@@ -8,8 +8,8 @@ import pytest
 
 import paceline
 from paceline.cli.ledger import main as ledger
-from paceline.observe.event_file import read_events
 from tests.harness.library.small_training import BATCH, loss_of, network, samples, sgd
+from tests.harness.processes.run_folders import events
 
 
 def test_the_ledger_has_each_sample_once_with_accumulation_too(tmp_path: Path) -> None:
@@ -27,7 +27,7 @@ def test_the_ledger_has_each_sample_once_with_accumulation_too(tmp_path: Path) -
                 loss_of(model, x, y).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-    lines = read_events(tmp_path / "run/events.rank0.jsonl")
+    lines = events(tmp_path / "run")
     taken = sorted((line["first"], line["last"]) for line in lines if line["event"] == "step")
     assert taken == [(0, 12), (12, 24), (24, 36), (36, 48), (48, 50)]
 
@@ -71,7 +71,7 @@ def test_an_epoch_that_is_broken_off_is_over_and_its_rest_counts_as_lost(
                 if (epoch, loader.step) == (0, 2):
                     break
             assert loader.epoch == epoch + 1
-    lines = read_events(tmp_path / "run/events.rank0.jsonl")
+    lines = events(tmp_path / "run")
     taken = [(e["epoch"], e["first"], e["last"]) for e in lines if e["event"] == "step"]
     whole = [(0, 12), (12, 24), (24, 36), (36, 48), (48, 50)]
     assert taken == [(0, *share) for share in whole[:3]] + [(1, *share) for share in whole]

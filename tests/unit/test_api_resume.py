@@ -16,8 +16,8 @@ from torch.utils.data import Dataset
 import paceline
 from paceline import ConfigError
 from paceline.cli.ledger import main as ledger
-from paceline.observe.event_file import read_events
 from tests.harness.library.small_training import BATCH, copied, loss_of, network, samples, sgd
+from tests.harness.processes.run_folders import events
 
 EPOCHS, STEPS = 3, 5  # of 50 samples
 PLAIN: Mapping[str, Any] = {}
@@ -191,7 +191,7 @@ def test_a_start_is_counted_though_the_count_of_starts_is_lost(tmp_path: Path) -
     killed(tmp_path / "run", 7, checkpoint_steps=2)
     (tmp_path / "run/generation").unlink()
     train(tmp_path / "run")
-    lines = read_events(tmp_path / "run/events.rank0.jsonl")
+    lines = events(tmp_path / "run")
     assert [line["generation"] for line in lines if line["event"] == "run"] == [0, 1]
     assert ledger([str(tmp_path / "run")]) == 0
 
@@ -213,7 +213,7 @@ def test_a_loop_without_a_loader_goes_on(tmp_path: Path) -> None:
 
     loop(tmp_path / "run", 3)
     assert_equal(loop(tmp_path / "run", 7), loop(None, 7))
-    lines = read_events(tmp_path / "run/events.rank0.jsonl")
+    lines = events(tmp_path / "run")
     taken = [(line["first"], line["last"]) for line in lines if line["event"] == "step"]
     assert taken == [(number, number + 1) for number in range(7)]
 

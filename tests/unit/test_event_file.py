@@ -10,14 +10,16 @@ import pytest
 import torch
 
 from paceline.errors import DataError
-from paceline.observe.event_file import EventFile, read_events
+from paceline.observe.event_file import EventFile, find_event_files, read_events
 
+MEMBER = "0123456789ab-1"
 STEP: dict[str, Any] = {
     "generation": 0,
     "step": 12,
     "epoch": 0,
     "first": 384,
     "last": 400,
+    "cuts": [368, 384, 400],
     "skipped": 1,
 }
 
@@ -35,17 +37,17 @@ EPOCH: dict[str, Any] = {
 
 
 def test_a_step_is_one_line_of_json(tmp_path: Path) -> None:
-    events = EventFile(tmp_path, rank=3)
+    events = EventFile(tmp_path, MEMBER)
     events.event("step", **STEP)
     events.close()
-    assert (tmp_path / "events.rank3.jsonl").read_text() == (
+    assert (tmp_path / "events.0123456789ab-1.jsonl").read_text() == (
         '{"event": "step", "generation": 0, "step": 12, "epoch": 0, "first": 384, "last": 400, '
-        '"skipped": 1}\n'
+        '"cuts": [368, 384, 400], "skipped": 1}\n'
     )
 
 
 def test_a_line_is_in_the_file_before_it_is_closed(tmp_path: Path) -> None:
-    events = EventFile(tmp_path, rank=0)
+    events = EventFile(tmp_path, MEMBER)
     events.event("step", **STEP)
     assert list(read_events(events.path)) == [{"event": "step", **STEP}]
     events.close()
@@ -55,7 +57,7 @@ def test_a_loss_that_is_still_being_computed_is_neither_read_nor_written(tmp_pat
     def unread() -> float:
         raise AssertionError("read")
 
-    events = EventFile(tmp_path, rank=0)
+    events = EventFile(tmp_path, MEMBER)
     events.event("step", **STEP, loss=unread, accuracy=torch.tensor(0.5), samples=16)
     events.event("evaluate", step=0, steps=3)
     events.close()
@@ -63,7 +65,7 @@ def test_a_loss_that_is_still_being_computed_is_neither_read_nor_written(tmp_pat
 
 
 def test_a_loss_that_is_no_number_is_null_in_json(tmp_path: Path) -> None:
-    events = EventFile(tmp_path, rank=0)
+    events = EventFile(tmp_path, MEMBER)
     events.event("epoch", **{**EPOCH, "loss": float("nan"), "accuracy": float("inf")})
     events.close()
     line = json.loads(events.path.read_text(), parse_constant=pytest.fail)
@@ -72,7 +74,7 @@ def test_a_loss_that_is_no_number_is_null_in_json(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("missing", STEP)
 def test_a_step_without_its_place_in_the_order_is_refused(tmp_path: Path, missing: str) -> None:
-    events = EventFile(tmp_path, rank=0)
+    events = EventFile(tmp_path, MEMBER)
     with pytest.raises(KeyError, match=missing):
         events.event("step", **{key: value for key, value in STEP.items() if key != missing})
     events.close()
@@ -84,13 +86,15 @@ def test_a_torn_last_line_is_ignored(tmp_path: Path) -> None:
     assert list(read_events(path)) == [{"event": "step"}]
 
 
-def test_who_appends_removes_a_torn_line_first(tmp_path: Path) -> None:
-    path = tmp_path / "events.rank0.jsonl"
-    path.write_bytes(b'{"event": "step"}\n{"event": "st')
-    events = EventFile(tmp_path, rank=0)
-    events.event("note", text="again")
-    events.close()
-    assert list(read_events(path)) == [{"event": "step"}, {"event": "note", "text": "again"}]
+def test_the_files_of_the_first_ranks_come_first(tmp_path: Path) -> None:
+    names = ["rank0", "rank10", "rank9", "0f-0", "0f-10", "0f-9"]
+    for name in (*names, "0f-x", "0f"):
+        (tmp_path / f"events.{name}.jsonl").touch()
+    found = find_event_files(tmp_path, tmp_path / "nowhere")
+    assert [member for member, _ in found] == [
+        *("member 0f-0", "rank 0", "member 0f-9", "rank 9", "member 0f-10", "rank 10")
+    ]
+    assert {path.name for _, path in found} == {f"events.{name}.jsonl" for name in names}
 
 
 @pytest.mark.parametrize("damage", [b'{"event": "st', b"\xff\xfe", b"12", b""])

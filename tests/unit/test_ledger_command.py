@@ -17,10 +17,23 @@ from tests.harness.processes.ledger_histories import RunHistory
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run of two machines under runs/, each with a folder of its own; three epochs, one begun."""
     monkeypatch.chdir(tmp_path)
-    history = RunHistory(samples=1000, batch=64, epochs=3, broken=frozenset({3}))
+    return written(tmp_path / "runs", by_member=True)
+
+
+@pytest.fixture
+def earlier_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same, by an earlier version."""
+    monkeypatch.chdir(tmp_path)
+    return written(tmp_path / "runs", by_member=False)
+
+
+def written(folder: Path, *, by_member: bool) -> Path:
+    history = RunHistory(
+        samples=1000, batch=64, epochs=3, broken=frozenset({3}), by_member=by_member
+    )
     history.start(world=4, start_step=0, end_steps=[17, 18, 17, 17], saved=[16], local=2)
-    history.write(tmp_path / "runs")
-    return tmp_path / "runs"
+    history.write(folder)
+    return folder
 
 
 def test_a_run_whose_machines_share_no_folder_is_proved_of_both(
@@ -38,15 +51,42 @@ def test_a_run_whose_machines_share_no_folder_is_proved_of_both(
     )
 
 
-def test_a_machine_that_is_left_out_is_missed(
+def test_a_machine_that_is_left_out_is_named_and_proved_by_the_other(
     run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["machine0"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2:] == [
+        "Exact: each sample was trained exactly once, in 16 of 48 steps, all committed, 2 more in "
+        "progress, 1 unreadable samples skipped, 500 samples proved by other members' lines alone.",
+        "  Generation 0 has no event file of member 000000000000-2, member 000000000000-3: other "
+        "members' lines prove 500 samples, skipped ones included; give the run's folder of each "
+        "machine.",
+    ]
+
+
+def test_many_notes_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    history = RunHistory(samples=10, batch=4, epochs=40)
+    for start in range(7):
+        history.start(
+            world=2, start_step=start, end_steps=[start + 1] * 2, saved=[start + 1], local=1
+        )
+    history.write(tmp_path)
+    assert main([str(tmp_path / "machine0")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("no event file" in line for line in lines) == 5
+    assert lines[-1] == "  … and 2 more."
+
+
+def test_a_machine_that_is_left_out_is_missed_in_an_earlier_run(
+    earlier_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["machine0"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert "Not exact: 500 samples were lost, 0 were duplicated or misplaced." in lines
     assert (
-        "  generation 0: It has 4 ranks, but no event file of ranks 2, 3: give the run's folder of "
-        "each machine."
+        "  generation 0: It has 4 ranks, but no event file of rank 2, rank 3: give the run's "
+        "folder of each machine."
     ) in lines
     assert (
         '  epoch 1/3, step 2/16 and the 13 after it (generation 0, "step": 1): '
@@ -60,10 +100,19 @@ def test_machines_get_json(run: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert told["exact"] is True
     assert (told["done"], told["committed"], told["begun"]) == (17, 16, 18)
     assert told["accounts"][0]["once"] == 999
+    assert told["notes"] == []
+    assert main(["machine0", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["accounts"][0]["told"] == 500
+    assert len(told["notes"]) == 1
+
+
+def test_machines_get_json_of_faults(earlier_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["machine1", "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert told["exact"] is False
-    assert told["faults"][0]["text"].startswith("It has 4 ranks, but no event file of ranks 0, 1")
+    text = told["faults"][0]["text"]
+    assert text.startswith("It has 4 ranks, but no event file of rank 0, rank 1")
 
 
 def test_a_folder_that_is_given_twice_counts_once(run: Path) -> None:
@@ -114,18 +163,18 @@ def test_a_run_that_was_interrupted_before_its_first_step_is_exact(
 
 
 def test_damage_in_the_middle_is_named(run: Path) -> None:
-    path = run / "machine0" / "events.rank0.jsonl"
+    path = run / "machine0" / "events.000000000000-0.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:5], b"\0" * 40 + b"\n", *lines[5:]]))
-    with pytest.raises(DataError, match=r"events\.rank0\.jsonl, line 6: not an event"):
+    with pytest.raises(DataError, match=r"events\.0+-0\.jsonl, line 6: not an event"):
         main(["machine0", "machine1"])
 
 
 def test_an_unreadable_file_is_named(run: Path) -> None:
-    path = run / "machine0" / "events.rank1.jsonl"
+    path = run / "machine0" / "events.000000000000-1.jsonl"
     path.unlink()
     path.mkdir()
-    with pytest.raises(DataError, match=r"events\.rank1\.jsonl can't be read \(Is a directory\)"):
+    with pytest.raises(DataError, match=r"events\.0+-1\.jsonl can't be read \(Is a directory\)"):
         main(["machine0", "machine1"])
 
 

@@ -15,7 +15,6 @@ from torch import nn
 import paceline
 from paceline.comm.communicator import Communicator
 from paceline.comm.window import PutEvent
-from paceline.observe.event_file import read_events
 from paceline.observe.trace import step_trace as module
 from paceline.observe.trace.clock_offsets import Round, offsets, rounds
 from paceline.observe.trace.step_trace import Trace
@@ -23,6 +22,7 @@ from paceline.recorder import NullRecorder, Recorder
 from paceline.replica.pass_spans import watch_passes
 from tests.harness.equivalence.rank_threads import run_ranks
 from tests.harness.library.small_training import BATCH, network, plain_step, samples, sgd
+from tests.harness.processes.run_folders import events
 
 CPU = torch.device("cpu")
 LIMIT = 40.0  # s, more than ranks that are threads wait
@@ -152,7 +152,7 @@ def test_a_scripts_steps_are_traced(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert [name for name in names if name.startswith("step")] == ["step 1", "step 2"]
     assert (names.count("forward"), names.count("backward")) == (2, 2)
     assert not model._forward_hooks  # nothing is left behind
-    (step, *_) = (e for e in read_events(tmp_path / "events.rank0.jsonl") if e["event"] == "step")
+    (step, *_) = (e for e in events(tmp_path) if e["event"] == "step")
     assert step["compute_ms"] > 0
 
 

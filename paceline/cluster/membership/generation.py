@@ -17,13 +17,15 @@ from typing import Literal, Self
 
 from paceline.cluster.json_record import JsonRecord
 
+_START_DIGITS = 12  # of a start's id in its members' ids; the starts of one run are few
+
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
     """Member: one process of the world.
 
     Attributes:
-        id: unique over the run; a restarted process is another member.
+        id: unique over the run, and part of a file's name; a restarted process is another member.
         role: "worker": computes gradients; "server": owns parameters.
         machine: the number of the process's machine (Caffe2's shard_id).
         local_rank: the process's rank among those of its machine.
@@ -80,7 +82,7 @@ class Generation(JsonRecord):
         machines = [m for m, count in enumerate(workers_per_machine) for _ in range(count)]
         members = tuple(
             Member(
-                id=f"{start_id}/{rank}",
+                id=f"{start_id[:_START_DIGITS]}-{rank}",
                 role="worker",
                 machine=machine,
                 local_rank=rank - machines.index(machine),
@@ -170,12 +172,12 @@ class Group:
     @property
     def machine(self) -> int:
         """The number of this process's machine."""
-        return self._member.machine
+        return self.member.machine
 
     @property
     def local_rank(self) -> int:
         """This process's local rank."""
-        return self._member.local_rank
+        return self.member.local_rank
 
     @property
     def local_world_size(self) -> int:
@@ -185,8 +187,9 @@ class Group:
     @property
     def address(self) -> str:
         """The address of this process's machine: what its Gloo and NCCL listen on."""
-        return self._member.address
+        return self.member.address
 
     @property
-    def _member(self) -> Member:
+    def member(self) -> Member:
+        """This process's member."""
         return self.generation.members[self.ranks[self.rank]]

@@ -5,8 +5,9 @@ A fault names positions in an epoch's order, and ranks; its epoch and step are f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from paceline.observe.ledger.history import Stretch
 from paceline.observe.ledger.periods import Period
@@ -14,7 +15,8 @@ from paceline.observe.ledger.reading import History
 from paceline.observe.ledger.segments import Segment
 from paceline.observe.ledger.tiling import Columns, Tiling
 
-_NAMED = 8  # ranks
+_NAMED = 8  # ranks or members
+_ALL_FOLDERS = "give the run's folder of each machine"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +40,11 @@ class Fault:
 def contradictions(history: History, period: Period) -> Iterator[str]:
     """Yield the contradictions in the lines of a generation that counts."""
     written = period.generation
-    if len(written.world_sizes) > 1:
-        sizes = " and ".join(map(str, sorted(written.world_sizes)))
-        yield f"Its ranks recorded different world sizes: {sizes}."
-    if written.stretches and not written.world_sizes:
+    if len(sizes := {len(members) for members in written.members}) > 1:
+        yield f"Its ranks recorded different world sizes: {' and '.join(map(str, sorted(sizes)))}."
+    elif len(written.members) > 1:
+        yield "Its ranks recorded different members."
+    if written.stretches and not written.members:
         yield "No line records its world size."
     if len(written.restores) > 1:
         steps = " and ".join(map(str, sorted(written.restores)))
@@ -59,12 +62,30 @@ def contradictions(history: History, period: Period) -> Iterator[str]:
                 f"Rank {stretch.rank} recorded step {_span(stretch.start, stretch.end)}, but this "
                 f"generation could only train step {_span(period.start, history.extent.total)}."
             )
-    missing = sorted(set(period.ranks) - history.ranks)
-    if missing and written.stretches:
-        yield (
-            f"It has {len(period.ranks)} ranks, but no event file of {_ranks(missing)}: give the "
-            "run's folder of each machine."
-        )
+    missing = _missing(history, period)
+    if missing and written.stretches and not written.tells_all:
+        names = _names(missing.values())
+        yield f"It has {len(period.members)} ranks, but no event file of {names}: {_ALL_FOLDERS}."
+
+
+def substitutions(history: History, period: Period, told: Mapping[int, int]) -> Iterator[str]:
+    """Yield which members' lines are missing in a generation, where other members' lines tell all.
+
+    Args:
+        history: the run's.
+        period: the generation's.
+        told: for each rank, the number of its samples that only other members' lines tell.
+    """
+    missing = _missing(history, period) if period.generation.tells_all else {}
+    ended = {rank: period.members[rank] for rank in told if rank not in missing}
+    kinds = (("event file", missing, f"; {_ALL_FOLDERS}"), ("last lines", ended, ""))
+    for what, members, remedy in kinds:
+        if members:
+            samples = sum(told.get(rank, 0) for rank in members)
+            yield (
+                f"Generation {period.number} has no {what} of {_names(members.values())}: other "
+                f"members' lines prove {samples:,} samples, skipped ones included{remedy}."
+            )
 
 
 def misplaced(segment: Segment, tiling: Tiling, strays: Iterable[Stretch]) -> Iterator[str]:
@@ -92,12 +113,38 @@ def misplaced(segment: Segment, tiling: Tiling, strays: Iterable[Stretch]) -> It
             where = "twice"
         owners = [s.rank for s in segment.shares if s.first < columns[1] and s.last > columns[0]]
         yield f"{_positions(segment, columns)} trained {where}, by {_ranks(owners)}."
+    yield from _disagreements(segment)
     for stray in strays:
         if stray.epoch != segment.epoch:
             yield f"Rank {stray.rank} recorded another epoch: {stray.epoch}, counted from 0."
         else:
             count = stray.last - stray.first
             yield f"Rank {stray.rank} recorded that it skipped {stray.skipped} of {count} samples."
+
+
+def _disagreements(segment: Segment) -> Iterator[str]:
+    """Yield the first share that two lines tell differently."""
+    tellers = {share.cuts: share.member for share in segment.shares if share.cuts}
+    known = {share.rank: (share.member, (share.first, share.last)) for share in segment.shares}
+    for cuts, member in tellers.items():
+        for rank, columns in enumerate(pairwise(cuts)):
+            other, expected = known.setdefault(rank, (member, columns))
+            if columns != expected:
+                yield (
+                    f"The share of rank {rank} is {_range(segment, expected)} in the file of "
+                    f"{other}, but {_range(segment, columns)} in the file of {member}."
+                )
+                return
+
+
+def _missing(history: History, period: Period) -> dict[int, str]:
+    """Return the members of a generation that have no event file, by rank."""
+    members = enumerate(period.members)
+    return {rank: member for rank, member in members if member not in history.members}
+
+
+def _range(segment: Segment, columns: Columns) -> str:
+    return f"[{segment.begin + columns[0]}, {segment.begin + columns[1]})"
 
 
 def _positions(segment: Segment, columns: Columns) -> str:
@@ -111,6 +158,12 @@ def _span(first: int, end: int) -> str:
 
 def _ranks(ranks: Iterable[int]) -> str:
     """Name ranks: `rank 3`, `ranks 0, 1`, the first few of many."""
-    named = list(dict.fromkeys(ranks))
+    named = dict.fromkeys(ranks)
+    return f"rank{'s' * (len(named) > 1)} {_names(named)}"
+
+
+def _names(names: Iterable[object]) -> str:
+    """Name the first few of many."""
+    named = list(map(str, names))
     more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
-    return f"rank{'s' * (len(named) > 1)} {', '.join(map(str, named[:_NAMED]))}{more}"
+    return ", ".join(named[:_NAMED]) + more

@@ -6,6 +6,8 @@ In step after step of an epoch a rank trains the same part of each batch, here c
     rank 0    0-16    0-16    0-16
     rank 1    16-32   16-32   16-32    >  one stretch: rank 1, steps 40 to 43, columns 16 to 32
 
+Each line also tells the shares of all ranks, as the data order divides the batch: cuts 0, 16, 32.
+
 These types hold what the lines say, right or wrong; `proof` checks it.
 """
 
@@ -46,16 +48,20 @@ class Stretch:
     """Consecutive steps in which a rank trained the same slice of each batch.
 
     Attributes:
-        rank: the rank.
+        member: the member whose file this is, as `Generation.members` names it.
+        rank: the member's rank.
         generation: the generation's number.
         epoch: the epoch number that the rank recorded.
         start: the first step, counted from the run's first step.
         end: the step after the last one.
         first: the first column (a sample's position within the batch), counted from 0.
         last: the column after the last one.
+        cuts: the columns at which the shares of all ranks begin, in rank order, and the end of the
+            last one; empty in lines of earlier versions.
         skipped: number of samples per step that couldn't be read.
     """
 
+    member: str
     rank: int
     generation: int
     epoch: int
@@ -63,6 +69,7 @@ class Stretch:
     end: int
     first: int
     last: int
+    cuts: tuple[int, ...]
     skipped: int
 
 
@@ -71,19 +78,26 @@ class Generation:
     """Records of one generation, as its ranks wrote them.
 
     Attributes:
-        world_sizes: the set of world sizes that the ranks recorded; it has one element if the ranks
-            agree.
+        members: the set of the members that the ranks recorded, in rank order: `member <id>`, or
+            `rank <r>` in a generation of an earlier version. It has one element if the ranks agree.
         restores: the set of steps at which its ranks began: 0, or the first step after a restore.
             It has one element if the ranks agree, and is empty if the generation didn't begin.
         foreign: whether it resumed from another run's checkpoint.
         saved: number of steps that its newest checkpoint contains.
         ended: whether it completed the run.
         stretches: the stretches of steps that its ranks trained.
+        left: the ranks whose files continue with a later generation.
     """
 
-    world_sizes: set[int] = field(default_factory=set)
+    members: set[tuple[str, ...]] = field(default_factory=set)
     restores: set[int] = field(default_factory=set)
     foreign: bool = False
     saved: int = 0
     ended: bool = False
     stretches: list[Stretch] = field(default_factory=list)
+    left: set[int] = field(default_factory=set)
+
+    @property
+    def tells_all(self) -> bool:
+        """Whether lines tell the shares of all ranks; those of earlier versions don't."""
+        return any(stretch.cuts for stretch in self.stretches)

@@ -35,13 +35,13 @@ class Period:
     end: int
 
     @property
-    def ranks(self) -> range:
-        """The generation's ranks."""
-        return range(max(self.generation.world_sizes, default=0))
+    def members(self) -> tuple[str, ...]:
+        """The generation's members, in rank order."""
+        return max(self.generation.members, key=len, default=())
 
     def reach(self) -> dict[int, int]:
         """Return of each rank before which step its lines end."""
-        reach = dict.fromkeys(self.ranks, self.start)
+        reach = dict.fromkeys(range(len(self.members)), self.start)
         for stretch in self.generation.stretches:
             reach[stretch.rank] = max(reach.get(stretch.rank, self.start), stretch.end)
         return reach

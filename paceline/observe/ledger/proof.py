@@ -1,17 +1,20 @@
 """Adds up each epoch's samples, segment by segment, and says what isn't exact.
 
 In each step that is owed the shares of the generation that answers for it must tile the batch.
+Every line tells the shares of all ranks, of which its member's own counts; the others are compared,
+and count where their own members' last lines are missing.
 Among the steps under way, which not all ranks have passed, nothing may stand twice, and no rank may
 have left out a step and written a later one.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from paceline.observe.ledger.faults import Fault, contradictions, misplaced
+from paceline.observe.ledger.faults import Fault, contradictions, misplaced, substitutions
 from paceline.observe.ledger.history import Extent
 from paceline.observe.ledger.periods import Timeline, timeline
 from paceline.observe.ledger.reading import Events, History
@@ -30,6 +33,7 @@ class EpochAccount:
         owed: samples that must have been trained.
         committed: samples among `owed` whose steps can't be undone (see `Proof.committed`).
         once: samples trained once.
+        told: samples among `once` that only other members' lines tell.
         skipped: samples read once and left out, because their records are bad.
         lost: samples trained by no rank.
         twice: samples trained more than once, plus samples trained outside their batch.
@@ -39,6 +43,7 @@ class EpochAccount:
     owed: int
     committed: int
     once: int = 0
+    told: int = 0
     skipped: int = 0
     lost: int = 0
     twice: int = 0
@@ -61,6 +66,8 @@ class Proof:
         accounts: the sample counts of each epoch up to `done`.
         faults: the first few faults.
         fault_count: the number of all faults.
+        notes: sentences on members whose lines are missing without harm, because other members'
+            lines prove their samples.
     """
 
     extent: Extent
@@ -72,6 +79,7 @@ class Proof:
     accounts: tuple[EpochAccount, ...]
     faults: tuple[Fault, ...]
     fault_count: int
+    notes: tuple[str, ...]
 
     @property
     def exact(self) -> bool:
@@ -79,12 +87,12 @@ class Proof:
         return self.fault_count == 0
 
 
-def prove(files: Iterable[tuple[int, Events]]) -> Proof:
+def prove(files: Iterable[tuple[str, Events]]) -> Proof:
     """Account for every sample of a run.
 
     Args:
-        files: a rank and its events, in the order in which they were written. Of a run that resumes
-            meanwhile rank 0 comes first: it says what is committed, which the others wrote before.
+        files: the files as `event_file.find_event_files` orders and names them, each with its
+            events.
 
     Raises:
         DataError: an event lacks a field, or the files are those of different runs.
@@ -100,7 +108,8 @@ def prove(files: Iterable[tuple[int, Events]]) -> Proof:
         )
         for epoch in range(base // extent.steps, -(-times.done // extent.steps))
     }
-    faults = _faults(history, times, accounts)
+    notes: list[str] = []
+    faults = _faults(history, times, accounts, notes)
     first_faults = tuple(islice(faults, KEPT))
     return Proof(
         extent=extent,
@@ -112,17 +121,19 @@ def prove(files: Iterable[tuple[int, Events]]) -> Proof:
         accounts=tuple(accounts.values()),
         faults=first_faults,
         fault_count=len(first_faults) + sum(1 for _ in faults),
+        notes=tuple(notes),
     )
 
 
 def _faults(
-    history: History, times: Timeline, accounts: dict[int, EpochAccount]
+    history: History, times: Timeline, accounts: dict[int, EpochAccount], notes: list[str]
 ) -> Iterator[Fault]:
-    """Fill the accounts; yield what isn't right."""
+    """Fill the accounts and the notes; yield what isn't right."""
     for period in times.periods:
         for text in contradictions(history, period):
             yield Fault(text=text, generation=period.number)
     for period in times.periods:
+        told: Counter[int] = Counter()
         for segment in segments(history.extent, period, times):
             right = [
                 share
@@ -139,5 +150,9 @@ def _faults(
                 account.skipped += steps * skipped
                 account.lost += steps * size(tiling.lost)
                 account.twice += steps * size(tiling.twice)
+                for share in segment.told:
+                    told[share.rank] += steps * (share.last - share.first)
+                    account.told += steps * (share.last - share.first)
             for text in misplaced(segment, tiling, strays):
                 yield Fault(text=text, generation=period.number, step=segment.start, steps=steps)
+        notes.extend(substitutions(history, period, told))

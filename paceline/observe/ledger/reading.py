@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.errors import DataError
 from paceline.observe.ledger.history import Extent, Generation, Stretch
@@ -16,29 +16,38 @@ from paceline.observe.ledger.history import Extent, Generation, Stretch
 Events = Iterable[Mapping[str, Any]]
 
 
+class _Start(NamedTuple):
+    """Start of a generation in a member's file."""
+
+    generation: int
+    rank: int
+    world_size: int
+
+
 class History:
     """History of a run, read from all of its event files in one pass.
 
     Args:
-        files: pairs of a rank and its events; the events are in the order in which they were
-            written. A rank may have several files, if it was on several machines.
+        files: pairs of a member, as `Generation.members` names it, and its events in the order in
+            which they were written. `rank <r>` may have several files, from several machines.
 
     Attributes:
         extent: the run's expected size.
         generations: the records of each generation, by its number.
-        ranks: the ranks that have an event file.
+        members: the members that have an event file.
 
     Raises:
         DataError: an event lacks a field, or the files are those of different runs.
     """
 
-    def __init__(self, files: Iterable[tuple[int, Events]]) -> None:
+    def __init__(self, files: Iterable[tuple[str, Events]]) -> None:
         self.generations: dict[int, Generation] = defaultdict(Generation)
-        self.ranks: set[int] = set()
-        self._started: set[tuple[int, int]] = set()  # (rank, generation)
+        self.members: set[str] = set()
+        self._started: set[tuple[int, int]] = set()  # (generation, rank)
+        self._cuts: dict[tuple[int, ...], tuple[int, ...]] = {}  # equal ones are one object
         self._extent: Extent | None = None
-        for rank, events in files:
-            self._read(rank, events)
+        for member, events in files:
+            self._read(member, events)
         if self._extent is None:
             raise DataError(
                 "No rank has written the start of a run: the run hasn't begun, or it ended "
@@ -46,62 +55,70 @@ class History:
             )
         self.extent: Extent = self._extent
 
-    def _read(self, rank: int, events: Events) -> None:
-        self.ranks.add(rank)
-        stretch = None
+    def _read(self, member: str, events: Events) -> None:
+        self.members.add(member)
+        start = stretch = None
         for number, event in enumerate(events, start=1):
             try:
                 if event["event"] == "step":
-                    stretch = self._step(rank, event, stretch)
+                    stretch = self._step(member, start, event, stretch)
+                elif event["event"] == "run":
+                    if start is not None:
+                        self.generations[start.generation].left.add(start.rank)
+                    start = self._run(member, event)
                 elif "generation" in event:
-                    self._other(rank, event)
+                    self._other(event)
             except (KeyError, TypeError) as error:
                 what = f"{error} is missing" if isinstance(error, KeyError) else error
                 raise DataError(
-                    f"Event {number} of rank {rank}, {dict(event)}, can't be used ({what}): it was "
+                    f"Event {number} of {member}, {dict(event)}, can't be used ({what}): it was "
                     "damaged, or another version of Paceline wrote it."
                 ) from error
 
-    def _step(self, rank: int, event: Mapping[str, Any], stretch: Stretch | None) -> Stretch:
+    def _step(
+        self, member: str, start: _Start | None, event: Mapping[str, Any], stretch: Stretch | None
+    ) -> Stretch:
         """Lengthen the stretch by a step, or begin a new one."""
-        if self._extent is None:
+        if self._extent is None or start is None:
             raise TypeError("a step before the start of a run")
         generation, step, epoch = event["generation"], event["step"], event["epoch"]
         skipped = event["skipped"]
         begin = (step - epoch * self._extent.steps) * self._extent.batch
         first, last = event["first"] - begin, event["last"] - begin
+        cuts = tuple([cut - begin for cut in event.get("cuts", ())])
         if (
             stretch is not None
             and stretch.end == step
             and stretch.first == first
             and stretch.last == last
+            and stretch.cuts == cuts
             and stretch.epoch == epoch
             and stretch.generation == generation
             and stretch.skipped == skipped
         ):
             stretch.end = step + 1
             return stretch
-        _whole(generation, step, epoch, first, last, skipped)
+        _whole(generation, step, epoch, first, last, skipped, *cuts)
+        if cuts and len(cuts) != start.world_size + 1:
+            raise TypeError(f"{len(cuts)} cuts for {start.world_size} ranks")
         stretch = Stretch(
-            rank=rank,
+            member=member,
+            rank=start.rank,
             generation=generation,
             epoch=epoch,
             start=step,
             end=step + 1,
             first=first,
             last=last,
+            cuts=self._cuts.setdefault(cuts, cuts),
             skipped=skipped,
         )
         self.generations[generation].stretches.append(stretch)
         return stretch
 
-    def _other(self, rank: int, event: Mapping[str, Any]) -> None:
-        number = _whole(event["generation"])
-        generation = self.generations[number]
+    def _other(self, event: Mapping[str, Any]) -> None:
+        generation = self.generations[_whole(event["generation"])]
         match event["event"]:
-            case "run":
-                self._run(rank, number, event)
-                generation.world_sizes.add(_whole(event["world_size"]))
             case "restore":
                 generation.restores.add(_whole(event["step"]))
                 generation.foreign |= event["origin"] is not None
@@ -110,7 +127,13 @@ class History:
             case "end":
                 generation.ended = True
 
-    def _run(self, rank: int, number: int, event: Mapping[str, Any]) -> None:
+    def _run(self, member: str, event: Mapping[str, Any]) -> _Start:
+        number, rank = _whole(event["generation"]), _whole(event["rank"])
+        world_size = _whole(event["world_size"])
+        if "members" in event:
+            members = tuple(f"member {each}" for each in event["members"])
+        else:
+            members = tuple(f"rank {each}" for each in range(world_size))
         if event["samples"] is None:
             raise DataError(
                 f"In generation {number}, rank {rank} ran without paceline.loader: its script "
@@ -127,14 +150,18 @@ class History:
                 f"Rank {rank} recorded {extent} in generation {number}, but another start event "
                 f"has {self._extent}: give the folders of one run only."
             )
-        if (rank, number) in self._started:
+        if len(members) != world_size or members[rank : rank + 1] != (member,):
+            raise TypeError(f"{member} isn't rank {rank} of these members")
+        if (number, rank) in self._started:
             raise DataError(
                 f"Rank {rank} started generation {number} twice: the folders belong to "
                 "different runs, or are copies of one run; give the folders of one run only, and "
                 "each folder once."
             )
         self._extent = extent
-        self._started.add((rank, number))
+        self._started.add((number, rank))
+        self.generations[number].members.add(members)
+        return _Start(number, rank, world_size)
 
 
 def _whole(*numbers: Any) -> int:

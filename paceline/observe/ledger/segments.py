@@ -4,13 +4,15 @@
     rank 1    |------|  |-----------|--|
     segments  |  a   |b |     c     |d |
 
-Here rank 1 wrote nothing of the steps b.
+Here rank 1 wrote nothing of the steps b. A member's file can lack its last lines, or be missing.
+Then the other members' lines tell its share of committed steps, which all ranks have trained. They
+tell nothing of a step that a member left out before later lines of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from paceline.observe.ledger.history import Extent, Stretch
@@ -30,6 +32,7 @@ class Segment:
         owed: whether each sample of these steps must have been trained exactly once; if False, the
             steps may be unfinished.
         shares: what each rank trained in these steps.
+        told: those of the shares that only other members' lines tell.
         absent: the ranks that trained nothing in these steps.
         holes: those of the absent ranks whose event files contain later steps.
     """
@@ -41,6 +44,7 @@ class Segment:
     length: int
     owed: bool
     shares: tuple[Stretch, ...]
+    told: tuple[Stretch, ...]
     absent: tuple[int, ...]
     holes: tuple[int, ...]
 
@@ -61,6 +65,8 @@ def segments(extent: Extent, period: Period, times: Timeline) -> Iterator[Segmen
             shares.append(waiting.pop())
         shares = [share for share in shares if share.end > start]
         absent = reach.keys() - {share.rank for share in shares}
+        holes = {rank for rank in absent if reach[rank] > start}
+        told = _told(shares, absent - holes - period.generation.left)
         begin = start % extent.steps * extent.batch
         yield Segment(
             epoch=start // extent.steps,
@@ -69,7 +75,21 @@ def segments(extent: Extent, period: Period, times: Timeline) -> Iterator[Segmen
             begin=begin,
             length=min(extent.batch, extent.samples - begin),
             owed=stop <= times.done,
-            shares=tuple(shares),
-            absent=tuple(sorted(absent)),
-            holes=tuple(sorted(rank for rank in absent if reach[rank] > start)),
+            shares=(*shares, *told),
+            told=told,
+            absent=tuple(sorted(absent - {share.rank for share in told})),
+            holes=tuple(sorted(holes)),
         )
+
+
+def _told(shares: Iterable[Stretch], ranks: Container[int]) -> tuple[Stretch, ...]:
+    """Return the shares of some ranks by the lines of the others, if these agree."""
+    tellers = {share.cuts: share for share in shares if share.cuts}
+    if len(tellers) != 1:
+        return ()
+    ((cuts, teller),) = tellers.items()
+    return tuple(
+        replace(teller, rank=rank, first=first, last=last, cuts=(), skipped=0)
+        for rank, (first, last) in enumerate(pairwise(cuts))
+        if rank in ranks
+    )

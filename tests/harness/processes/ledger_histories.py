@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-Key = tuple[int, int]  # machine, rank
+Key = tuple[int, int, int]  # machine; member's number; the start that made the file, -1 for all
 
 
 @dataclass(kw_only=True)
@@ -26,9 +26,12 @@ class RunHistory:
 
     Attributes:
         broken: positions whose records can't be read, in each epoch.
+        by_member: each member has a file, whose lines tell all shares; otherwise, as in earlier
+            versions, each rank has one, whose lines tell its own. It may change between two starts.
         files: the lines of each machine's files; a torn one ends without a line's end.
         trained: how often each position of each step that counts was trained.
         generation: number of the last generation.
+        began: the generation in which its members began.
         end_steps: the step before which each of its ranks ended.
         saved: the checkpoints from which a later generation may resume.
         committed: steps that must have been trained, by what the files say.
@@ -38,9 +41,11 @@ class RunHistory:
     batch: int
     epochs: int
     broken: frozenset[int] = frozenset()
+    by_member: bool = True
     files: dict[Key, list[str]] = field(default_factory=dict)
     trained: dict[int, Counter[int]] = field(default_factory=dict)
     generation: int = -1
+    began: int = -1
     end_steps: Sequence[int] = ()
     saved: list[int] = field(default_factory=list)
     committed: int = 0
@@ -69,6 +74,7 @@ class RunHistory:
         ended: bool = False,
         origin: str | None = None,
         local: int = 99,
+        members: Sequence[int] | None = None,
     ) -> None:
         """Start the run anew, with `local` ranks a machine.
 
@@ -81,8 +87,13 @@ class RunHistory:
             ended: the run ends with this generation.
             origin: the checkpoint was another run's.
             local: ranks a machine.
+            members: the members of the start before that go on, in rank order, by their numbers; by
+                default all are new.
         """
         self.generation += 1
+        self.began = self.generation if members is None else self.began
+        began = self.began if self.by_member else -1
+        numbers = range(world) if members is None else members
         self.end_steps = end_steps
         self.saved = sorted({s for s in self.saved if s <= start_step} | {start_step, *saved})
         events = [step for step in self.saved if step > start_step]
@@ -90,29 +101,42 @@ class RunHistory:
         self.committed = self.total if ended else max([start_step, *events])
         for step in [step for step in self.trained if step >= start_step]:
             del self.trained[step]
-        for rank in range(world):
-            lines = self.files.setdefault((rank // local, rank), [])
+        for rank, number in enumerate(numbers):
+            lines = self.files.setdefault((number // local, number, began), [])
             if lines and not lines[-1].endswith("\n"):
-                lines.pop()  # as the writer does
-            lines.extend(self._lines(rank, world, start_step, events if rank == 0 else [], origin))
+                lines.pop()  # as the writer did
+            lines.extend(
+                self._lines(rank, numbers, start_step, events if rank == 0 else [], origin)
+            )
             if ended:
                 lines.append(_line(event="end", generation=self.generation))
 
     def kill(self, *, torn: Iterable[int] = ()) -> None:
         """End some ranks in the middle of a line; which is the last one of their files."""
-        for (_, rank), lines in self.files.items():
-            if rank in torn and lines[-1].endswith("\n"):
+        for (_, number, _), lines in self.files.items():
+            if number in torn and lines[-1].endswith("\n"):
                 lines.append('{"event": "step", "generation": 0, "st')
 
-    def write(self, folder: Path) -> list[tuple[int, Path]]:
-        """Write the files; return each rank's, rank 0's first."""
+    def lines(self, number: int = 0, began: int = 0) -> list[str]:
+        """Return the lines of a member, or of a rank in earlier versions, on whatever machine."""
+        wanted = number, began if self.by_member else -1
+        (found,) = (lines for key, lines in self.files.items() if key[1:] == wanted)
+        return found
+
+    def lose(self, number: int, began: int = 0) -> None:
+        """Remove the file of a member."""
+        self.files = {key: text for key, text in self.files.items() if key[1:] != (number, began)}
+
+    def write(self, folder: Path) -> list[tuple[str, Path]]:
+        """Write the files; return each member's, the first ones first."""
         written = []
-        for (machine, rank), lines in self.files.items():
-            path = folder / f"machine{machine}" / f"events.rank{rank}.jsonl"
+        for machine, number, began in sorted(self.files, key=lambda key: key[1:]):
+            name = f"rank{number}" if began < 0 else member_id(began, number)
+            path = folder / f"machine{machine}" / f"events.{name}.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("".join(lines))
-            written.append((rank, path))
-        return sorted(written)
+            path.write_text("".join(self.files[machine, number, began]))
+            written.append((f"rank {number}" if began < 0 else f"member {name}", path))
+        return written
 
     def counts(self, epoch: int) -> tuple[int, int]:
         """Count an epoch's samples below `done` that were trained once, and those left out."""
@@ -133,11 +157,18 @@ class RunHistory:
         return begin, begin + sizes[rank]
 
     def _lines(
-        self, rank: int, world: int, start_step: int, saved: Sequence[int], origin: str | None
+        self,
+        rank: int,
+        members: Sequence[int],
+        start_step: int,
+        saved: Sequence[int],
+        origin: str | None,
     ) -> Iterator[str]:
-        number = self.generation
+        number, world = self.generation, len(members)
         size: dict[str, Any] = {"samples": self.samples, "steps": self.steps}
         size |= {"epochs": self.epochs, "batch": self.batch, "world_size": world, "machines": 1}
+        if self.by_member:
+            size["members"] = [member_id(self.began, member) for member in members]
         yield _line(event="run", generation=number, rank=rank, **size, model="m", device="cpu")
         yield _line(event="restore", generation=number, step=start_step, origin=origin)
         yield _line(event="note", text="Good luck")
@@ -151,6 +182,9 @@ class RunHistory:
     def _step(self, step: int, rank: int, world: int) -> str:
         first, last = self.share(step, rank, world)
         self.trained.setdefault(step, Counter()).update(range(first, last))
+        begins = [self.share(step, each, world)[0] for each in range(world)]
+        end = self.share(step, world - 1, world)[1]
+        told = {"cuts": [*begins, end]} if self.by_member else {}
         return _line(
             event="step",
             generation=self.generation,
@@ -158,8 +192,14 @@ class RunHistory:
             epoch=step // self.steps,
             first=first,
             last=last,
+            **told,
             skipped=len(self.broken & set(range(first, last))),
         )
+
+
+def member_id(began: int, number: int) -> str:
+    """Return a member's id."""
+    return f"{began:012x}-{number}"
 
 
 def _line(**fields: Any) -> str:

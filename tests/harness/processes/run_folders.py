@@ -53,9 +53,23 @@ def write_net(folder: Path) -> None:
 
 
 def events(run: Path, rank: int = 0) -> list[dict[str, Any]]:
-    """Read a rank's complete lines; none while the file isn't there."""
-    path = run / f"events.rank{rank}.jsonl"
-    text = path.read_text() if path.exists() else ""
+    """Read a rank's complete lines over all starts; none before its first start."""
+    return [event for path in event_files(run, rank) for event in complete_lines(path)]
+
+
+def event_files(run: Path, rank: int = 0) -> list[Path]:
+    """Return the files of the members that had a rank, in the order of their starts."""
+    found = []
+    for path in run.glob("events.*.jsonl"):
+        starts = [event for event in complete_lines(path) if event["event"] == "run"]
+        if starts and starts[0]["rank"] == rank:
+            found.append((starts[0]["generation"], path))
+    return [path for _, path in sorted(found)]
+
+
+def complete_lines(path: Path) -> list[dict[str, Any]]:
+    """Read a file's complete lines."""
+    text = path.read_text()
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 

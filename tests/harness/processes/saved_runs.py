@@ -105,7 +105,7 @@ def facts(run: Path) -> dict[str, Any]:
         "course": state.get("course"),
         "tracked": {name: _schedule(kept) for name, kept in state.get("tracked", {}).items()},
         "weights": {path.name: torch.load(path, weights_only=True) for path in run.glob("*.pt")},
-        "ranks": [_events(path, start) for path in sorted(run.glob("events.rank*.jsonl"))],
+        "ranks": _ranks(run, start),
         "rows": [row for path in run.glob("*.log") for row in _rows(path)],
     }
     plain: dict[str, Any] = _plain(exact)
@@ -176,14 +176,18 @@ def _pixels(i: int) -> np.ndarray:
     return (np.arange(12) * 37 + i * 101 + i * i * 11).astype(np.uint8).reshape(3, 2, 2)
 
 
-def _events(path: Path, start: int) -> dict[str, Any]:
-    """Return a rank's events of one start, without times."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    begun = next(
-        at for at, e in enumerate(lines) if e["event"] == "run" and e["generation"] == start
-    )
-    found = lines[begun:]
+def _ranks(run: Path, start: int) -> list[dict[str, Any]]:
+    """Return the ranks' events of one start, without times."""
+    ranks = {}
+    for path in run.glob("events.*.jsonl"):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        for at, event in enumerate(lines):
+            if event["event"] == "run" and event["generation"] == start:
+                ranks[event["rank"]] = _events(lines[at:])
+    return [ranks[rank] for rank in sorted(ranks)]
 
+
+def _events(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     def fields(kind: str, *names: str) -> list[list[Any]]:
         return [[e[name] for name in names] for e in found if e["event"] == kind]
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from tests.harness.data.image_folder import some_images
 from tests.harness.processes.command import run
+from tests.harness.processes.run_folders import events
 
 SMALL = (
     *("--model", "resnet20", "--image_size", "32", "--augment", "pad", "--num_labels", "3"),
@@ -29,6 +29,5 @@ def train(database: str, *words: str) -> list[str]:
 
 def steps_of(run_folder: Path, rank: int) -> list[tuple[int, int, int]]:
     """Read which samples a rank trained in which step."""
-    lines = (run_folder / f"events.rank{rank}.jsonl").read_text().splitlines()
-    steps = [event for event in map(json.loads, lines) if event["event"] == "step"]
+    steps = [event for event in events(run_folder, rank) if event["event"] == "step"]
     return [(event["step"], event["first"], event["last"]) for event in steps]
