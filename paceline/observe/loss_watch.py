@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from paceline.errors import Diverged
 from paceline.recorder import Recorder
@@ -17,7 +17,7 @@ class LossWatch:
 
     Args:
         recorder: receives one `loss` event per step.
-        generation: the generation's number.
+        generation: returns the present generation's number.
         max_loss: the largest accepted loss; 0: any finite loss is accepted.
         remedy: a sentence that says what the user can do.
         every: number of steps between comparisons with `max_loss`.
@@ -27,7 +27,7 @@ class LossWatch:
         self,
         recorder: Recorder,
         *,
-        generation: int,
+        generation: Callable[[], int],
         max_loss: float,
         remedy: str,
         every: int = 1,
@@ -49,7 +49,7 @@ class LossWatch:
         """
         total, samples, skipped = sums[0], sums[3], sums[4]
         loss = total / samples if samples else 0.0
-        self._recorder.event("loss", generation=self._generation, step=step, loss=loss)
+        self._recorder.event("loss", generation=self._generation(), step=step, loss=loss)
         self._skipped = self._skipped + 1 if skipped else 0
         if self._skipped > _SKIPPED:
             raise Diverged(

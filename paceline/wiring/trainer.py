@@ -120,7 +120,7 @@ def build_trainer(
         position=start.position,
         policy=SavePolicy(steps=output.checkpoint_steps, minutes=output.checkpoint_minutes),
         stopping=stopping,
-        check_sums=watch_of(config, of_losses, folder, start.generation, train.steps).check,
+        check_sums=watch_of(config, of_losses, folder, lambda: steps.generation, train.steps).check,
         value_count=BATCH_SUMS + 1,
         device=device,
         snapshots=_snapshots_of(run, replica, parts),
@@ -160,7 +160,7 @@ def make_checkpointer(
 
 
 def watch_of(
-    config: TrainConfig, recorder: Recorder, folder: Path, generation: int, steps: int
+    config: TrainConfig, recorder: Recorder, folder: Path, generation: Callable[[], int], steps: int
 ) -> LossWatch:
     """Make the watch that records the losses and stops a run that diverges; epochs have `steps`."""
     remedy = (

@@ -24,7 +24,7 @@ class Events(NullRecorder):
 
 def watch(max_loss: float = 40.0) -> tuple[LossWatch, Events]:
     events = Events()
-    return LossWatch(events, generation=3, max_loss=max_loss, remedy="Try less."), events
+    return LossWatch(events, generation=lambda: 3, max_loss=max_loss, remedy="Try less."), events
 
 
 def test_the_loss_of_each_step_is_recorded() -> None:
@@ -41,7 +41,7 @@ def test_a_loss_that_is_no_number_or_exploded_ends_the_run(loss: float) -> None:
 
 
 def test_a_large_loss_within_an_epoch_is_accepted_where_its_end_counts() -> None:
-    judge = LossWatch(Events(), generation=3, max_loss=40.0, remedy="Try less.", every=4)
+    judge = LossWatch(Events(), generation=lambda: 3, max_loss=40.0, remedy="Try less.", every=4)
     for step in (0, 1, 2, 4):
         judge.check(step, [41.0, 0, 0, 1.0, 0])
     with pytest.raises(Diverged, match="in step 7"):
