@@ -12,7 +12,7 @@ The state is keyed by the parameters' names, because buckets may be others when 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -97,18 +97,20 @@ class StateCopier:
         """
         model, optimizer, tracked = self._objects.model, self._objects.optimizer, self._objects
         with self._span():
-            self._names = trained.names
+            self._names, modules = trained.names, dict(model.named_modules())
             self._snapshots.open(self._name)
-            self._add(POSITION, self._position)
-            self._add(TRACKED, {n: one.state_dict() for n, one in tracked.all_tracked.items()})
-            self._add(BUFFERS, {name: m._buffers[key] for name, m, key in _buffers(model)})
-            self._add(EXTRA, {name: m.get_extra_state() for name, m in _with_extra_state(model)})
-            self._add(REQUIRES_GRAD, {name: p.requires_grad for p, name in self._names.items()})
-            groups = enumerate(optimizer.param_groups)
-            self._add(GROUPS, {index: self._options(group) for index, group in groups})
-            other = plain_state(optimizer).items()
-            self._add(OTHER, {key: v for key, v in other if not isinstance(key, Tensor)})
-            self._copy(p for p in self._names if p not in exchanged)
+            groups, other = enumerate(optimizer.param_groups), plain_state(optimizer).items()
+            parts: dict[str, Mapping[Any, Any]] = {
+                POSITION: self._position,
+                TRACKED: {n: one.state_dict() for n, one in tracked.all_tracked.items()},
+                BUFFERS: {name: m._buffers[key] for name, m, key in _buffers(modules)},
+                EXTRA: {name: m.get_extra_state() for name, m in _with_extra_state(modules)},
+                REQUIRES_GRAD: {name: p.requires_grad for p, name in self._names.items()},
+                GROUPS: {index: self._options(group) for index, group in groups},
+                OTHER: {key: value for key, value in other if not isinstance(key, Tensor)},
+                RANK: {},
+            }
+            self._copy([p for p in self._names if p not in exchanged], parts)
 
     def copy_buckets(self, buckets: Sequence[Bucket]) -> None:
         """Copy the parameters and optimizer states of buckets that have the last step's update."""
@@ -116,30 +118,32 @@ class StateCopier:
         if fresh:
             with self._span():
                 self._copied.update(fresh)
-                self._copy(p for bucket in fresh for p in bucket.parameters)
+                self._copy([p for bucket in fresh for p in bucket.parameters], {})
 
     def end(self, state: RankState | None) -> None:
         """Copy the rank's own state, and hold the snapshot; all buckets are copied."""
-        with self._span():
-            self._add(RANK, {} if state is None else state.local())
-            for event in self._events.values():
-                event.synchronize()
-            self._snapshots.hold(self._name)
+        if state is not None or self._events:
+            with self._span():
+                self._snapshots.add(self._name, {RANK: {} if state is None else state.local()})
+                for event in self._events.values():
+                    event.synchronize()
+        self._snapshots.hold(self._name)
 
-    def _copy(self, parameters: Iterable[nn.Parameter]) -> None:
-        parameters = list(parameters)
+    def _copy(
+        self, parameters: Sequence[nn.Parameter], parts: Mapping[str, Mapping[Any, Any]]
+    ) -> None:
+        """Copy parameters, the optimizer's state of them, and other parts."""
         states = plain_state(self._objects.optimizer)
-        self._add(PARAMETERS, {self._names[p]: p for p in parameters})
-        self._add(OPTIMIZER, {self._names[p]: states[p] for p in parameters if p in states})
+        names = [self._names[p] for p in parameters]
+        entries = {n: states[p] for n, p in zip(names, parameters, strict=True) if p in states}
+        own = {PARAMETERS: dict(zip(names, parameters, strict=True)), OPTIMIZER: entries}
+        self._snapshots.add(self._name, {**parts, **own})
         for device in {p.device for p in parameters if p.is_cuda}:
             self._events[device] = torch.cuda.current_stream(device).record_event()
 
     def _options(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return a group's options, and its parameters by name."""
         return {**group, "params": [self._names[p] for p in group["params"]]}
-
-    def _add(self, part: str, values: Mapping[Any, Any]) -> None:
-        self._snapshots.add(self._name, part, values)
 
     @contextmanager
     def _span(self) -> Iterator[None]:
@@ -176,8 +180,9 @@ def restore_state(
             tracked.load_state_dict(copy_state(state[TRACKED][name]))
         if isinstance(tracked, GradScaler) and tracked.is_enabled():
             _reset_stages(tracked)
-    _restore_buffers(model, state[BUFFERS])
-    for name, module in _with_extra_state(model):
+    modules = dict(model.named_modules())
+    _restore_buffers(modules, state[BUFFERS])
+    for name, module in _with_extra_state(modules):
         module.set_extra_state(copy_state(state[EXTRA][name]))
     for name, p in parameters.items():
         p.copy_(state[PARAMETERS][name])
@@ -198,31 +203,31 @@ def _refuse_others(parameters: Mapping[str, nn.Parameter], saved: Mapping[str, T
             )
 
 
-def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+def _buffers(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module, str]]:
     """Yield each buffer's name, those that aren't persistent included, its module and its key."""
-    for prefix, module in model.named_modules():
+    for prefix, module in modules.items():
         for key in module._buffers:
             yield f"{prefix}.{key}" if prefix else key, module, key
 
 
-def _with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _with_extra_state(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that have state besides parameters and buffers."""
     plain = nn.Module.get_extra_state
-    for name, module in model.named_modules():
+    for name, module in modules.items():
         if type(module).get_extra_state is not plain:
             yield name, module
 
 
-def _restore_buffers(model: nn.Module, saved: Mapping[str, Tensor | None]) -> None:
-    for name, module, key in list(_buffers(model)):
+def _restore_buffers(modules: Mapping[str, nn.Module], saved: Mapping[str, Tensor | None]) -> None:
+    for name, module, key in list(_buffers(modules)):
         if name not in saved:
             delattr(module, key)
     for name, value in saved.items():
         prefix, _, key = name.rpartition(".")
-        buffers = model.get_submodule(prefix)._buffers
+        buffers = modules[prefix]._buffers
         own = buffers.get(key)
         if own is None or value is None or (own.shape, own.dtype) != (value.shape, value.dtype):
-            near = next(model.parameters(), torch.empty(0)) if own is None else own
+            near = next(modules[""].parameters(), torch.empty(0)) if own is None else own
             buffers[key] = None if value is None else value.to(near.device, copy=True)
         else:
             own.copy_(value)

@@ -11,7 +11,7 @@ told that it is held here. The memory of a superseded snapshot is used for the n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
@@ -76,7 +76,8 @@ class Snapshots:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors in memory, those that await their next use included."""
-        return sum(_nbytes(one.state) for one in self._snapshots) + _nbytes(self._spare)
+        states = [*(one.state for one in self._snapshots), self._spare]
+        return sum({id(tensor): tensor.nbytes for tensor in _tensors(states)}.values())
 
     def open(self, name: SnapshotName) -> None:
         """Begin a snapshot; one that is still open is given up. None may be `full`."""
@@ -86,20 +87,18 @@ class Snapshots:
         assert self._find(name) is None, f"{name} exists"
         self._snapshots.append(_Snapshot(name=name))
 
-    def add(self, name: SnapshotName, part: str, values: Mapping[Any, Any]) -> None:
-        """Copy values into a part of the open snapshot, beside the values that it has.
+    def add(self, name: SnapshotName, parts: Mapping[str, Mapping[Any, Any]]) -> None:
+        """Copy values into parts of the open snapshot, beside the values that it has.
 
         A GPU's tensors are copied by its present stream, and must not be read before `hold`.
 
         Args:
             name: the open snapshot.
-            part: name of the part.
-            values: tensors, and trees of tensors and plain values, by name.
+            parts: by part: tensors, and trees of tensors and plain values, by name.
         """
-        copies = self._get(name, _Stage.OPEN).state.setdefault(part, {})
-        spare = self._spare.get(part, {})
-        for key, value in values.items():
-            copies[key] = copy_state(value, spare.pop(key, None), pinned=True)
+        state = self._get(name, _Stage.OPEN).state
+        for part, copies in copy_state(parts, self._spare, pinned=True).items():
+            state.setdefault(part, {}).update(copies)
 
     def hold(self, name: SnapshotName) -> None:
         """Close the open snapshot: all its parts are copied."""
@@ -150,10 +149,10 @@ class Snapshots:
         return snapshot
 
 
-def _nbytes(state: Any) -> int:
-    """Sum the bytes of a tree's tensors."""
+def _tensors(state: Any) -> Iterator[Tensor]:
+    """Yield a tree's tensors."""
     if isinstance(state, Tensor):
-        return state.nbytes
-    if isinstance(state, Mapping):
-        return sum(map(_nbytes, state.values()))
-    return sum(map(_nbytes, state)) if isinstance(state, list | tuple) else 0
+        yield state
+    elif isinstance(state, dict | list | tuple):
+        for value in state.values() if isinstance(state, dict) else state:
+            yield from _tensors(value)

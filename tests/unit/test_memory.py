@@ -20,6 +20,17 @@ def test_a_copy_does_not_change_with_the_original() -> None:
     assert not copy["a"][0].requires_grad
 
 
+def test_values_that_can_be_changed_are_copied() -> None:
+    state = {"list": [1], "dict": {"a": 1}, "set": {1}, "inner": [[torch.ones(1), {1}]], "plain": 2}
+    copy = copy_state(state)
+    state["list"].append(2)  # type: ignore[attr-defined]
+    state["dict"]["a"] = 2  # type: ignore[index]
+    state["set"].add(2)  # type: ignore[attr-defined]
+    state["inner"][0][1].add(2)  # type: ignore[index]
+    assert (copy["list"], copy["dict"], copy["set"]) == ([1], {"a": 1}, {1})
+    assert (copy["inner"][0][1], copy["plain"]) == ({1}, 2)
+
+
 def test_strides_survive() -> None:
     images = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
     assert copy_state(images).stride() == images.stride()
@@ -32,6 +43,19 @@ def test_memory_is_used_again_where_it_fits() -> None:
     assert second["a"].data_ptr() == first["a"].data_ptr()
     assert torch.equal(second["a"], torch.ones(3))
     assert torch.equal(second["b"], torch.ones(4))
+
+
+def test_lists_of_another_length_use_the_memory_of_what_they_share() -> None:
+    first = copy_state([torch.zeros(3), torch.zeros(2)])
+    second = copy_state([torch.ones(3), torch.ones(2), torch.ones(2)], first)
+    assert [t.data_ptr() for t in second[:2]] == [t.data_ptr() for t in first]
+    assert [t.sum() for t in second] == [3, 2, 2]
+    assert len(copy_state(second[:1], second)) == 1
+
+
+def test_memory_of_another_dtype_isnt_used_again() -> None:
+    first = copy_state(torch.zeros(3))
+    assert copy_state(torch.ones(3, dtype=torch.float64), first).dtype == torch.float64
 
 
 def test_memory_of_other_strides_isnt_used_again() -> None:

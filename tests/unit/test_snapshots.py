@@ -20,7 +20,7 @@ def held(snapshots: Snapshots, step: int, value: float = 0.0, token: str = "a") 
     """Hold a snapshot of one tensor of 400 bytes."""
     own = name(step, token)
     snapshots.open(own)
-    snapshots.add(own, "model", {"weight": torch.full((100,), value)})
+    snapshots.add(own, {"model": {"weight": torch.full((100,), value)}})
     snapshots.hold(own)
     return own
 
@@ -45,9 +45,9 @@ def test_a_snapshot_is_held_when_it_is_closed_and_committed_when_all_hold_it() -
 def test_parts_come_one_by_one_and_are_copies() -> None:
     snapshots, source = Snapshots(), torch.ones(3)
     snapshots.open(name(1))
-    snapshots.add(name(1), "model", {"a": source})
-    snapshots.add(name(1), "model", {"b": [source, 2], "c": None})
-    snapshots.add(name(1), "position", {"step": 1})
+    snapshots.add(name(1), {"model": {"a": source}})
+    snapshots.add(name(1), {"model": {"b": [source, 2], "c": None}})
+    snapshots.add(name(1), {"position": {"step": 1}})
     source.zero_()
     snapshots.hold(name(1))
     state = snapshots.state(name(1))
@@ -111,7 +111,7 @@ def test_an_open_one_that_is_given_up_leaves_no_trace(by: str) -> None:
     first = held(snapshots, 1, 1.0)
     snapshots.commit(first)
     snapshots.open(name(2))
-    snapshots.add(name(2), "model", {"weight": torch.full((100,), 5.0), "other": torch.ones(1)})
+    snapshots.add(name(2), {"model": {"weight": torch.full((100,), 5.0), "other": torch.ones(1)}})
     if by == "give_up":
         snapshots.give_up(name(2))
         assert (snapshots.held, snapshots.newest_committed) == ((first,), first)
@@ -134,12 +134,21 @@ def test_the_memory_of_a_superseded_one_is_used_for_the_next() -> None:
     assert places[2:] == places[:-2]
 
 
+def test_memory_that_is_used_again_is_counted_once() -> None:
+    snapshots = Snapshots()
+    for step in range(2):
+        snapshots.commit(held(snapshots, step))
+    snapshots.open(name(2))
+    snapshots.add(name(2), {"model": {"weight": torch.zeros(100)}})
+    assert snapshots.nbytes == 800
+
+
 def test_memory_for_which_there_is_no_use_is_freed() -> None:
     snapshots = Snapshots()
     for step in range(2):
         snapshots.commit(held(snapshots, step))
     snapshots.open(name(2))
-    snapshots.add(name(2), "model", {"smaller": torch.zeros(1)})
+    snapshots.add(name(2), {"model": {"smaller": torch.zeros(1)}})
     assert snapshots.nbytes == 400 + 400 + 4
     snapshots.hold(name(2))
     assert snapshots.nbytes == 400 + 4
