@@ -1,0 +1,58 @@
+"""Interval between in-memory snapshots: a snapshot in every S-th step, chosen by measurement.
+
+    S = the smallest integer with  cost / (S · step) < 1%,  at most `MAX_STEPS`
+
+`cost` is the median time of a snapshot's copies, and `step` the median time of a step without them.
+While they are measured, each step is due. The first snapshots don't count: two are retained, and
+each of them allocates memory once, as the first step does.
+"""
+
+from __future__ import annotations
+
+from statistics import median
+
+MAX_STEPS = 1_000  # that a run repeats after it has lost a rank
+_COST = 0.01  # of a step's time
+_SKIPPED, _COUNTED = 2, 5  # snapshots
+
+
+class SnapshotInterval:
+    """Interval between snapshots; ranks use the same one, of rank 0.
+
+    Args:
+        steps: the interval, in steps; 0: it is measured.
+
+    Attributes:
+        steps: the interval in use, in steps; 0 as long as it is measured.
+    """
+
+    def __init__(self, steps: int = 0) -> None:
+        self.steps = steps
+        self._skipped = 0
+        self._copies: list[float] = []  # seconds of each snapshot
+        self._plain: list[float] = []  # seconds of each step, without those of a snapshot
+
+    def step_is_due(self, number: int) -> bool:
+        """Tell whether a snapshot of the state before step `number` is due."""
+        return not self.steps or number % self.steps == 0
+
+    def measure(self, step: float, copies: float = 0.0) -> None:
+        """Take the times of a step, in seconds.
+
+        Args:
+            step: the whole step's, the copies' included.
+            copies: that of the copies; 0 where no snapshot was taken.
+        """
+        if self._skipped < _SKIPPED:
+            self._skipped += copies > 0
+        else:
+            self._plain.append(step - copies)
+            self._copies += [copies] if copies else []
+
+    def choice(self) -> int:
+        """Return the measured interval, in steps; 0 as long as too few snapshots were taken."""
+        if len(self._copies) < _COUNTED:
+            return 0
+        cost, step = median(self._copies), median(self._plain)
+        cheap = (steps for steps in range(1, MAX_STEPS) if cost < _COST * step * steps)
+        return next(cheap, MAX_STEPS)
