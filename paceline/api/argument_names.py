@@ -19,7 +19,7 @@ _ARGUMENTS = {
         for name in (
             *("resume", "checkpoint_steps", "checkpoint_minutes", "keep_checkpoints", "seed"),
             *("first_iter_timeout", "timeout", "bucket_mb", "sync", "wire", "update"),
-            *("transport", "connections", "trace_steps"),
+            *("transport", "connections", "trace_steps", "snapshots", "snapshot_memory_mb"),
         )
     },
 }

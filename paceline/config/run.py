@@ -33,6 +33,17 @@ class OutputConfig:
     """Number of newest checkpoints to retain; the checkpoint of the best epoch is always retained
     in addition."""
 
+    snapshots: bool = True
+    """Take no in-memory snapshots. By default, each worker copies the training state to its
+    machine's memory while steps run, as often as this costs less than 1% of a step, and retains the
+    two newest copies. Both together take about 4 times the size of the model (parameters and
+    buffers) per worker: 2 times with --momentum 0, 3 times with two workers and --update
+    sharded."""
+
+    snapshot_memory_mb: float = 0.0
+    """Limit of the memory for in-memory snapshots in MiB per worker; if the two newest would take
+    more, none are taken. 0: no limit."""
+
     trace_steps: str = ""
     """Steps to trace, FIRST:LAST, counted from 0. Records every wait, put and notification of all
     ranks on a common clock, in a trace file for Perfetto or chrome://tracing in the run's folder.
@@ -40,7 +51,7 @@ class OutputConfig:
 
     def __post_init__(self) -> None:
         self.traced  # noqa: B018 - raises where the steps can't be read
-        at_least(self, 0, "checkpoint_steps", "checkpoint_minutes")
+        at_least(self, 0, "checkpoint_steps", "checkpoint_minutes", "snapshot_memory_mb")
         at_least(self, 1, "keep_checkpoints")
 
     @property

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from paceline.errors import Message
 from paceline.state.state_copy import copy_state
 
 _RETAINED = 2
@@ -78,6 +79,12 @@ class Snapshots:
         """Bytes of all tensors in memory, those that await their next use included."""
         states = [*(one.state for one in self._snapshots), self._spare]
         return sum({id(tensor): tensor.nbytes for tensor in _tensors(states)}.values())
+
+    @property
+    def nbytes_required(self) -> int:
+        """Bytes of two snapshots like the newest that is held; 0 before there is one."""
+        states = [one.state for one in self._snapshots if one.stage is not _Stage.OPEN]
+        return _RETAINED * sum(tensor.nbytes for tensor in _tensors(states[-1:]))
 
     def open(self, name: SnapshotName) -> None:
         """Begin a snapshot; one that is still open is given up. None may be `full`."""
@@ -147,6 +154,23 @@ class Snapshots:
         assert snapshot is not None, f"there is no snapshot {name}"
         assert snapshot.stage in stages, f"{name} is {snapshot.stage.value}"
         return snapshot
+
+
+def memory_note(required: int, limit_mb: float) -> Message | None:
+    """Return why snapshots are switched off; None if they aren't.
+
+    Args:
+        required: `Snapshots.nbytes_required`.
+        limit_mb: the limit of their memory in MiB; 0: no limit.
+    """
+    if not limit_mb or required <= limit_mb * 2**20:
+        return None
+    return Message(
+        "In-memory snapshots were switched off: two of them would take {:,.1f} MiB per worker, "
+        "more than {--snapshot_memory_mb} {:.10g}; raise the limit, or set it to 0.",
+        required / 2**20,
+        limit_mb,
+    )
 
 
 def _tensors(state: Any) -> Iterator[Tensor]:

@@ -62,6 +62,7 @@ def test_another_world_after_the_first_was_closed() -> None:
         ({"first_iter_timeout": -1}, r"^first_iter_timeout -1"),
         ({"checkpoint_steps": -1}, r"^checkpoint_steps -1: must be at least 0"),
         ({"keep_checkpoints": 0}, r"^keep_checkpoints 0: must be at least 1"),
+        ({"snapshot_memory_mb": -1}, r"^snapshot_memory_mb -1: must be at least 0"),
         ({"resume": "other.pt"}, r"^resume other.pt needs a run"),
         ({"trace_steps": "2"}, r"^trace_steps 2: give the first and the last step.*100:104"),
         ({"trace_steps": "2:3"}, r"^trace_steps 2:3 needs a run"),
@@ -75,6 +76,12 @@ def test_arguments_of_join(arguments: dict[str, Any], sentence: str) -> None:
         paceline.join(**arguments)
     with paceline.join():  # nothing is left behind
         pass
+
+
+def test_options_of_snapshots_reach_the_session() -> None:
+    with paceline.join(snapshots=False, snapshot_memory_mb=1.5) as world:
+        output = world._session.output
+    assert (output.snapshots, output.snapshot_memory_mb) == (False, 1.5)
 
 
 def test_ranks_compare_their_versions_and_their_arguments_of_join(

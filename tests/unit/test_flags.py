@@ -87,6 +87,8 @@ def test_a_switch_that_is_on_can_be_switched_off() -> None:
     assert not config_of("--no_channels_last", "--train_data", "null").model.channels_last
     assert not config_of("--train_data", "null", "--no_channels_last", "1").model.channels_last
     assert config_of("--train_data", "null", "--no_channels_last=False").model.channels_last
+    assert config_of("--train_data", "null").output.snapshots
+    assert not config_of("--train_data", "null", "--no_snapshots").output.snapshots
 
 
 @pytest.mark.parametrize(
@@ -111,6 +113,7 @@ def test_a_switch_that_is_on_can_be_switched_off() -> None:
             "--save_model_name '../x': the value is used as a file name",
         ),
         (["--bucket_mb", "inf"], "must be at least 0 and finite"),
+        (["--snapshot_memory_mb", "-1"], "--snapshot_memory_mb -1.0: must be at least 0"),
         (["--wire", "bf16", "--sync", "allreduce"], "--wire bf16 needs --sync notified"),
         (["--update", "sharded", "--sync", "allreduce"], "--update sharded needs --sync notified"),
         (["--transport", "nixl", "--sync", "allreduce"], "--transport nixl needs --sync notified"),

@@ -12,6 +12,7 @@ import pytest
 from paceline.config import train as config_train
 from paceline.config.data import DataConfig
 from paceline.config.optim import OptimConfig
+from paceline.config.run import OutputConfig
 from paceline.config.train import TrainConfig, difference
 from paceline.errors import ConfigError
 from paceline.state.run_folder import CONFIG_NAME, RunFolder, choose_run_id
@@ -54,6 +55,12 @@ def test_a_new_flag_that_is_given_makes_another_run_that_is_not_an_old_one(
 ) -> None:
     (digest,) = with_new_flag(nesterov=False).digests()
     assert digest not in config_of().digests()
+
+
+def test_a_run_may_resume_with_and_without_snapshots() -> None:
+    off = replace(config_of(), output=OutputConfig(snapshots=False, snapshot_memory_mb=1.0))
+    assert off.digests() == config_of().digests()
+    assert difference(config_of().identity(), off.identity()) == ""
 
 
 def test_each_flag_and_the_data_make_another_default_id() -> None:

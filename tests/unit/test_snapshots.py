@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.state.snapshots import SnapshotName, Snapshots
+from paceline.api.argument_names import as_arguments
+from paceline.state.snapshots import SnapshotName, Snapshots, memory_note
 from paceline.update.state_entries import restore_entries
 
 
@@ -98,6 +99,56 @@ def test_a_late_message_about_a_superseded_one_is_ignored() -> None:
     assert (snapshots.held, snapshots.newest_committed) == ((second,), second)
 
 
+def test_an_older_one_is_committed_while_a_newer_one_is_open() -> None:
+    snapshots = Snapshots()
+    superseded = held(snapshots, 1, 1.0)
+    older = held(snapshots, 2, 2.0)
+    snapshots.commit(older)  # so that the next one uses the memory of the first
+    snapshots.open(name(3))
+    snapshots.add(name(3), {"model": {"weight": torch.full((100,), 3.0)}})
+    for late in (older, superseded):
+        snapshots.commit(late)
+        assert (snapshots.held, snapshots.newest_committed) == ((older,), older)
+    snapshots.hold(name(3))
+    assert snapshots.held == (older, name(3))
+    assert (weight(snapshots, older)[0], weight(snapshots, name(3))[0]) == (2, 3)
+    snapshots.commit(name(3))
+    assert snapshots.held == (name(3),)
+
+
+def test_one_that_is_held_is_committed_while_a_newer_one_is_open() -> None:
+    snapshots = Snapshots()
+    older = held(snapshots, 1, 1.0)
+    snapshots.open(name(2))
+    assert snapshots.newest_committed is None
+    snapshots.commit(older)
+    assert snapshots.newest_committed == older
+    snapshots.add(name(2), {"model": {"weight": torch.full((100,), 2.0)}})
+    snapshots.hold(name(2))
+    assert (snapshots.held, snapshots.newest_committed) == ((older, name(2)), older)
+    assert (weight(snapshots, older)[0], weight(snapshots, name(2))[0]) == (1, 2)
+
+
+def test_the_commit_of_an_unknown_name_changes_nothing() -> None:
+    snapshots = Snapshots()
+    own = held(snapshots, 1)
+    for unknown in (name(0), name(2), name(1, token="b")):
+        snapshots.commit(unknown)
+        assert (snapshots.held, snapshots.newest_committed) == ((own,), None)
+
+
+def test_with_late_commits_some_steps_are_skipped_and_no_memory_is_added() -> None:
+    snapshots, taken = Snapshots(), []
+    for step in range(9):
+        if step >= 2 and step - 2 in taken:
+            snapshots.commit(name(step - 2))
+        if not snapshots.full:
+            taken.append(step)
+            held(snapshots, step)
+        assert snapshots.nbytes <= 800
+    assert taken == [0, 1, 3, 5, 7]
+
+
 def test_one_that_is_open_cannot_be_committed() -> None:
     snapshots = Snapshots()
     snapshots.open(name(1))
@@ -164,6 +215,47 @@ def test_a_generation_drops_what_lies_beyond_its_start() -> None:
     again = held(snapshots, 2, 2.0, token="b")
     assert snapshots.held == (first, again)
     assert (weight(snapshots, first)[0], weight(snapshots, again)[0]) == (1, 2)
+
+
+def test_what_lies_beyond_a_start_is_dropped_be_it_held_or_open() -> None:
+    snapshots = Snapshots()
+    first = held(snapshots, 1, 1.0)
+    snapshots.drop_beyond(first)
+    assert snapshots.held == (first,)
+    snapshots.open(name(2))
+    snapshots.add(name(2), {"model": {"weight": torch.zeros(100)}})
+    snapshots.drop_beyond(first)
+    with pytest.raises(AssertionError, match="there is no snapshot"):
+        snapshots.hold(name(2))
+    second = held(snapshots, 2, 2.0)
+    snapshots.drop_beyond(second)
+    assert snapshots.held == (first, second)
+    assert (weight(snapshots, first)[0], weight(snapshots, second)[0]) == (1, 2)
+
+
+def test_the_memory_that_two_need_is_known_from_the_first() -> None:
+    snapshots = Snapshots()
+    assert snapshots.nbytes_required == 0
+    snapshots.open(name(0))
+    snapshots.add(name(0), {"model": {"weight": torch.zeros(2**18)}})
+    assert snapshots.nbytes_required == 0
+    snapshots.hold(name(0))
+    assert snapshots.nbytes_required == 2 * 2**20
+    held(snapshots, 1)
+    assert snapshots.nbytes_required == 2 * 400
+
+
+@pytest.mark.parametrize("limit", [0, 2, 2.5])
+def test_snapshots_within_their_limit_stay_on(limit: float) -> None:
+    assert memory_note(2 * 2**20, limit) is None
+
+
+def test_snapshots_beyond_their_limit_are_switched_off_with_both_figures_and_the_flag() -> None:
+    note = memory_note(3000 * 2**20 + 1, 3000)
+    assert note is not None
+    assert "3,000.0 MiB" in note
+    assert "--snapshot_memory_mb 3000;" in note
+    assert "than snapshot_memory_mb 3000;" in as_arguments(note)
 
 
 def test_entries_are_restored_in_their_tensors_and_newer_ones_removed() -> None:
