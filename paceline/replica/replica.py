@@ -33,10 +33,11 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 
 from paceline.algorithms.synchronizer import Synchronizer
-from paceline.comm.communicator import Communicator, broadcast_all, broadcast_state
+from paceline.comm.communicator import Communicator, broadcast_all, broadcast_state, total
 from paceline.errors import ConfigError
 from paceline.recorder import NullRecorder, Recorder
 from paceline.reduce.buckets import Bucket, partition
+from paceline.reduce.rank_state import gather_parts
 from paceline.replica.hooks import ReplicaHooks, patch, watch_scaler
 from paceline.replica.read_tracing import ReadMap
 from paceline.replica.state_copier import StateCopier
@@ -245,17 +246,22 @@ class Replica:
         self._number, self._copier = None, None
         self._share.end()
 
-    def enter_generation(self, state: Mapping[str, Any]) -> bool:
+    def enter_generation(self, parts: Sequence[Mapping[str, Any]]) -> bool:
         """Go on in the next generation from a snapshot that all its ranks have restored.
 
+        Where ranks have other parts of the divided state than before, it is divided anew.
+
         Args:
-            state: this rank's own state, which `restore_state` returned.
+            parts: this rank's own part of the state that is divided among ranks, which
+                `restore_state` returned, and further ones that it has of members that aren't in the
+                generation.
 
         Returns:
-            False where the ranks' parts are others now: then all ranks' must be divided anew.
+            False where some of it was dropped: residuals, where no lossy wire is used any more.
 
         Raises:
             CommError: a rank was lost, or didn't come in time.
+            RankStateError: the parts of all ranks together aren't the whole state.
         """
         old = self._binding
         same = fingerprint_of(self._optimizer) == old.trained.fingerprint
@@ -264,7 +270,20 @@ class Replica:
         self._binding = self._bind(set(present.tensors), old.reads if same else None)
         self._settle_before_states()
         self._settled = True
-        return self.restore_local(state)
+        return self._restore_parts(parts)
+
+    def _restore_parts(self, parts: Sequence[Mapping[str, Any]]) -> bool:
+        own = self._binding.synchronizer.state
+        if own is None:
+            return not any(parts)
+        communicator = self._communicator()
+        device, what = self._binding.trained.tensors[0].device, "the division of the ranks' state"
+        same = torch.tensor(float(len(parts) == 1 and own.restore_local(parts[0])), device=device)
+        if total(communicator, same, what).item() == communicator.world_size:
+            return True
+        of_all = gather_parts(communicator, list(parts), device, what)
+        merged = own.merge([part for some in of_all for part in some]) if of_all else None
+        return own.restore(broadcast_state(communicator, merged, device, what))
 
     def close(self) -> None:
         """Remove the hooks from model and optimizer and close the synchronizer, without a wait."""

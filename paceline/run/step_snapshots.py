@@ -4,19 +4,44 @@
     step n + 2    boundary: summary n says that all ranks hold it: commit
 
 All ranks take and commit the same snapshots at the same boundaries, because these follow from
-summaries alone. A snapshot is named by its generation, and by the step that follows it.
+summaries alone; so does the interval between snapshots, which rank 0 measures. A snapshot is named
+by its generation, and by the step that follows it.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
+from torch import Tensor
+
+from paceline.errors import Message
+from paceline.recorder import NullRecorder, Recorder
 from paceline.replica.replica import Replica
 from paceline.replica.state_copier import POSITION, StateCopier, StateObjects, restore_state
 from paceline.run.run import Run
-from paceline.state.snapshots import SnapshotName, Snapshots
+from paceline.run.step_summary import StepSummary
+from paceline.state.snapshot_interval import SnapshotInterval
+from paceline.state.snapshots import SnapshotName, Snapshots, memory_note
+
+OFF = -1  # instead of an interval: no more snapshots
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnPart:
+    """What a snapshot has of one rank alone.
+
+    Attributes:
+        state: the rank's own state, besides model and optimizer (`RankState.local`).
+        sent: the rank's values of the steps before the snapshot that weren't summed yet.
+    """
+
+    state: Mapping[str, Any]
+    sent: Mapping[int, Tensor]
 
 
 class StepSnapshots:
@@ -26,50 +51,119 @@ class StepSnapshots:
         run: the run, whose present generation names the snapshots.
         replica: the model's replica, whose steps copy the state.
         objects: the objects whose state is copied.
+        interval: the interval that an earlier start measured, in steps; 0: it is measured.
+        limit_mb: the limit of their memory in MiB; 0: no limit.
+        report: called on rank 0 with a sentence for the user.
     """
 
-    def __init__(self, run: Run, replica: Replica, objects: StateObjects) -> None:
+    def __init__(
+        self,
+        run: Run,
+        replica: Replica,
+        objects: StateObjects,
+        *,
+        interval: int = 0,
+        limit_mb: float = 0.0,
+        report: Callable[[Message], object] = lambda note: None,
+    ) -> None:
         self._run, self._replica, self._objects = run, replica, objects
+        self._limit_mb, self._report = limit_mb, report
         self._snapshots = Snapshots()
-        self._held_by_all: deque[int] = deque()
+        self._interval, self._off = SnapshotInterval(interval), False
+        self._copies = _Copies(run)
+        self._summaries: deque[StepSummary] = deque()  # whose news all ranks don't know yet
 
     @property
     def held(self) -> tuple[SnapshotName, ...]:
         """Names of the snapshots that this rank holds, oldest first."""
         return self._snapshots.held
 
-    def take(self, step: int, position: Mapping[str, Any]) -> None:
-        """Let the step that begins copy the state before it, unless two snapshots are held.
+    @property
+    def interval(self) -> int:
+        """The interval between snapshots, in steps; 0 as long as it is measured."""
+        return self._interval.steps
 
-        Before that, commit what all ranks know by now to be held by all; rank 0 may know more.
+    def take(self, step: int, position: Mapping[str, Any]) -> None:
+        """Let the step that begins copy the state before it, if a snapshot is due.
+
+        There is none while two are held of which the newer isn't committed.
+
+        Args:
+            step: the step's number.
+            position: of the run; plain values by name.
         """
-        while self._held_by_all and self._held_by_all[0] <= step - 2:
-            self._snapshots.commit(self._name(self._held_by_all.popleft()))
-        if not self._snapshots.full:
-            name, recorder = self._name(step), self._run.recorder
-            copier = StateCopier(self._snapshots, name, self._objects, position, recorder)
+        while self._summaries and self._summaries[0].step <= step - 2:
+            self._obey(self._summaries.popleft())
+        self._copies.seconds = 0.0
+        alone = self._run.context.summaries.alone
+        due = not (alone or self._off) and self._interval.step_is_due(step)
+        if due and not self._snapshots.full:
+            position = {**position, "sent": dict(self._run.context.summaries.sent)}
+            name = self._name(step)
+            copier = StateCopier(self._snapshots, name, self._objects, position, self._copies)
             self._replica.take_snapshot(copier)
 
     def holds(self, step: int) -> bool:
         """Tell whether this rank holds the snapshot of the state before a step."""
         return self._name(step) in self._snapshots.held
 
-    def note_held_by_all(self, step: int) -> None:
-        """Note that all ranks hold the snapshot of the state before a step."""
-        self._held_by_all.append(step)
+    def measure(self, seconds: float) -> int:
+        """Take the time of a step; return the interval to ask all ranks for, as rank 0; 0: none."""
+        if self._run.context.group.rank > 0 or self._off or self.interval:
+            return 0
+        self._interval.measure(seconds, self._copies.seconds)
+        too_large = memory_note(self._snapshots.nbytes_required, self._limit_mb)
+        return OFF if too_large else self._interval.choice()
 
-    def restore(self, name: SnapshotName) -> tuple[dict[str, Any], Mapping[Any, Any]]:
+    def receive(self, summary: StepSummary) -> None:
+        """Take note of a summary, which all ranks obey at the same boundary."""
+        self._summaries.append(summary)
+
+    def restore(self, name: SnapshotName) -> tuple[dict[str, Any], OwnPart]:
         """Restore a snapshot that all ranks of the next generation hold, and drop newer ones.
 
         Returns:
-            the position that `take` was given, and the rank's own state, for
-            `Replica.enter_generation`.
+            the position that `take` was given, and what this rank alone has of it.
         """
-        self._held_by_all.clear()
+        self._summaries.clear()
         self._snapshots.drop_beyond(name)
         self._snapshots.commit(name)
         state = self._snapshots.state(name)
-        return dict(state[POSITION]), restore_state(state, self._objects)
+        position = dict(state[POSITION])
+        self._interval.steps, self._off = position["snapshot_interval"], False
+        own = restore_state(state, self._objects)
+        return position, OwnPart(state=own, sent=position.pop("sent"))
+
+    def _obey(self, summary: StepSummary) -> None:
+        if summary.held:
+            self._snapshots.commit(self._name(summary.step))
+        if summary.interval == OFF and not self._off:
+            note = memory_note(self._snapshots.nbytes_required, self._limit_mb)
+            if note is not None and self._run.context.group.rank == 0:
+                self._report(note)
+            self._off, self._snapshots = True, Snapshots()
+        elif summary.interval:
+            self._interval.steps = summary.interval
 
     def _name(self, step: int) -> SnapshotName:
         return SnapshotName(self._run.context.group.generation.key_prefix, step)
+
+
+class _Copies(NullRecorder):
+    """Recorder of a snapshot's spans, which the run's recorder receives too.
+
+    Attributes:
+        seconds: the sum of their times.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run, self.seconds = run, 0.0
+
+    @contextmanager
+    def span(self, name: str, **fields: object) -> Iterator[None]:
+        """Measure the block."""
+        recorder: Recorder = self._run.recorder
+        began = perf_counter()
+        with recorder.span(name, **fields):
+            yield
+        self.seconds += perf_counter() - began

@@ -33,6 +33,7 @@ class StepSummary:
         stop: whether any rank asks to stop.
         request: the request of rank 0.
         held: whether all ranks hold a snapshot of the state before the step.
+        interval: the interval between snapshots that rank 0 asks for; 0: it doesn't.
     """
 
     step: int
@@ -40,6 +41,7 @@ class StepSummary:
     stop: bool
     request: int
     held: bool
+    interval: int
 
 
 class StepSummaries:
@@ -60,7 +62,14 @@ class StepSummaries:
         return [(step, sums) for step, sums, *_ in self._pending]
 
     def send(
-        self, step: int, sums: Tensor, *, stop: bool, request: int = 0, held: bool = False
+        self,
+        step: int,
+        sums: Tensor,
+        *,
+        stop: bool,
+        request: int = 0,
+        held: bool = False,
+        interval: int = 0,
     ) -> None:
         """Send this rank's values of a step, and its request; never blocks.
 
@@ -70,8 +79,9 @@ class StepSummaries:
             stop: this rank asks to stop.
             request: rank 0's request; 0 on other ranks.
             held: this rank holds a snapshot of the state before the step.
+            interval: the interval between snapshots that rank 0 asks for; 0 on other ranks.
         """
-        flat = torch.cat([sums, sums.new_tensor([stop, request, held])])
+        flat = torch.cat([sums, sums.new_tensor([stop, request, held, interval])])
         self._pending.append((step, sums, flat, self.communicator.all_reduce(flat)))
 
     def receive(self, *, before: int) -> Iterator[StepSummary]:
@@ -83,11 +93,12 @@ class StepSummaries:
         while self._pending and self._pending[0][0] < before:
             step, _, flat, ticket = self._pending.popleft()
             ticket.wait(f"the sums of step {step}")
-            *values, stops, request, held = flat.tolist()
+            *values, stops, request, held, interval = flat.tolist()
             yield StepSummary(
                 step=step,
                 sums=tuple(values),
                 stop=stops > 0,
                 request=int(request),
                 held=held == self.communicator.world_size,
+                interval=int(interval),
             )

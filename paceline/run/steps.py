@@ -33,7 +33,7 @@ from paceline.errors import CommError
 from paceline.reduce.rank_state import OPTIMIZER
 from paceline.replica.replica import Replica
 from paceline.run.run import Run
-from paceline.run.step_snapshots import StepSnapshots
+from paceline.run.step_snapshots import OwnPart, StepSnapshots
 from paceline.state.checkpoint_files import EXCHANGE
 from paceline.state.checkpointer import Checkpointer
 from paceline.state.snapshots import SnapshotName
@@ -56,6 +56,7 @@ class Position:
         number: number of completed steps in the run.
         sums: sums over the epoch's completed steps and all ranks.
         best: the best test accuracy of all completed epochs; None if there is none.
+        snapshot_interval: the interval between in-memory snapshots, in steps; 0: not measured yet.
     """
 
     epoch: int = 0
@@ -63,6 +64,7 @@ class Position:
     number: int = 0
     sums: list[float] = field(default_factory=list)
     best: float | None = None
+    snapshot_interval: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +83,24 @@ class SavePolicy:
         return 0 < self.minutes * 60 <= seconds
 
 
-NextGeneration = Callable[[CommError, Sequence[SnapshotName]], tuple[Group, SnapshotName]]
-"""Given the lost connection and the snapshots held here: the next generation, as this rank sees it,
-and the snapshot from which it goes on, which all its ranks hold."""
+@dataclass(frozen=True, kw_only=True)
+class Successor:
+    """What is decided of the next generation.
+
+    Attributes:
+        group: all its ranks, as this one sees them.
+        start: the snapshot from which it goes on, which all its ranks hold.
+        parts: for members that aren't in it, what the snapshot has of each alone; each of them is
+            given to one rank.
+    """
+
+    group: Group
+    start: SnapshotName
+    parts: Sequence[OwnPart] = ()
+
+
+NextGeneration = Callable[[CommError, Sequence[SnapshotName]], Successor]
+"""Decides, given the lost connection and the names of the snapshots that this rank holds."""
 
 
 class Request(IntEnum):
@@ -196,19 +213,22 @@ class Steps:
             raise error
         self._replica.leave_generation()
         self.run.context.abort()
-        group, name = self._next_generation(error, self._snapshots.held)
-        position, local = self._snapshots.restore(name)
-        sent = position.pop("sent")
+        successor = self._next_generation(error, self._snapshots.held)
+        position, own = self._snapshots.restore(successor.start)
+        parts = [own, *successor.parts]
         for field_name, value in position.items():
             setattr(self.position, field_name, value)
-        self.run.enter(group)
-        if not self._replica.enter_generation(local):
-            raise error
-        for step, sums in sent:
+        self.run.enter(successor.group)
+        whole = self._replica.enter_generation([part.state for part in parts])
+        for step in own.sent:
+            sums = torch.stack([part.sent[step] for part in parts]).sum(dim=0)
             self.run.context.summaries.send(step, sums, stop=False)
         self.generation += 1
         self._begin_generation()
         self.record_start(None, **self._start_fields)
+        if not whole:
+            note = "The error-feedback residuals are dropped: no lossy wire is used any more."
+            self.run.recorder.event("note", text=note)
 
     @contextmanager
     def step(self, batch: BatchSlice, **fields: object) -> Iterator[Tensor]:
@@ -226,7 +246,7 @@ class Steps:
             CommError: a peer was lost, or silent.
             CheckpointError: a checkpoint couldn't be written.
         """
-        number, span = batch.number, self.run.recorder.span
+        number, span, began = batch.number, self.run.recorder.span, time.perf_counter()
         with span("step", step=number):
             with span("boundary"):
                 self._boundary(number)
@@ -252,8 +272,10 @@ class Steps:
         self.position.step, self.position.number = batch.step + 1, number + 1
         request = Request.NOTHING if self.run.context.summaries.alone else self._request()
         held = self._snapshots is not None and self._snapshots.holds(number)
+        seconds = time.perf_counter() - began
+        interval = 0 if self._snapshots is None else self._snapshots.measure(seconds)
         self.run.context.summaries.send(
-            number, sums, stop=self._stopping(), request=request, held=held
+            number, sums, stop=self._stopping(), request=request, held=held, interval=interval
         )
 
     def seed(self, number: int) -> None:
@@ -325,8 +347,8 @@ class Steps:
     def _boundary(self, number: int) -> None:
         self._receive_summaries(before=number - 1)
         if self._snapshots is not None:
-            sent = self.run.context.summaries.sent
-            self._snapshots.take(number, {**asdict(self.position), "sent": sent})
+            self._snapshots.take(number, asdict(self.position))
+            self.position.snapshot_interval = self._snapshots.interval
         agreed = self._stop_requested_in is not None and self._stop_requested_in < number - 1
         if agreed or (self.run.context.summaries.alone and self._stopping()):
             self._stop()
@@ -374,8 +396,8 @@ class Steps:
                 self._stop_requested_in = summary.step
             if summary.request:
                 self._requests.append((summary.step, Request(summary.request)))
-            if summary.held and self._snapshots is not None:
-                self._snapshots.note_held_by_all(summary.step)
+            if self._snapshots is not None:
+                self._snapshots.receive(summary)
             self._check_sums(summary.step, summary.sums)
 
     def _snapshot(self, *, best: bool = False) -> None:

@@ -48,7 +48,7 @@ class Start:
         if self.state is None:
             return Position()
         saved = self.state["position"]
-        return Position(**{f.name: saved[f.name] for f in fields(Position)})
+        return Position(**{f.name: saved[f.name] for f in fields(Position) if f.name in saved})
 
     def restore(self, parts: Mapping[str, Any]) -> None:
         """Restore the state of each part by `load_state_dict()`, if there is a checkpoint.

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from paceline.config.run import OutputConfig
 from paceline.config.train import TrainConfig
 from paceline.data.source import Source
 from paceline.observe.loss_watch import LossWatch
@@ -123,7 +124,7 @@ def build_trainer(
         check_sums=watch_of(config, of_losses, folder, lambda: steps.generation, train.steps).check,
         value_count=BATCH_SUMS + 1,
         device=device,
-        snapshots=_snapshots_of(run, replica, parts),
+        snapshots=_snapshots_of(run, replica, parts, output, start.position.snapshot_interval),
         next_generation=next_generation,
     )
     return Trainer(
@@ -143,10 +144,21 @@ def build_trainer(
     )
 
 
-def _snapshots_of(run: Run, replica: Replica, parts: Mapping[str, Any]) -> StepSnapshots:
+def _snapshots_of(
+    run: Run, replica: Replica, parts: Mapping[str, Any], output: OutputConfig, interval: int
+) -> StepSnapshots | None:
+    if not output.snapshots:
+        return None
     tracked = {name: part for name, part in parts.items() if name not in ("model", "optimizer")}
     objects = StateObjects(model=parts["model"], optimizer=parts["optimizer"], tracked=tracked)
-    return StepSnapshots(run, replica, objects)
+    return StepSnapshots(
+        run,
+        replica,
+        objects,
+        interval=interval,
+        limit_mb=output.snapshot_memory_mb,
+        report=lambda note: run.recorder.event("note", text=str(note)),
+    )
 
 
 def make_checkpointer(

@@ -58,6 +58,26 @@ def test_a_trainer_whose_generations_end_in_mid_step_trains_the_same_bits(
     assert [one["once"] for one in proof["accounts"]] == [SAMPLES] * EPOCHS
 
 
+@pytest.mark.parametrize("name", ["allreduce", "notified", "sharded", "int8"])
+def test_a_trainer_goes_on_with_fewer_members(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = (*CASES[name], "--sync_bn", "--base_learning_rate", "0.002")  # at 0.05 it is chaotic
+    moments = drawn(4, [3], 3)
+    plain = TrainerRollbacks(tmp_path / "plain", flags, (2, 1))
+    fewer = TrainerRollbacks(tmp_path / "fewer", flags, (2, 1), moments, parked=(1,))
+    (one, *_), (first, _, last) = plain.run(), fewer.run()
+    assert first.keys() == last.keys()
+    assert all(torch.equal(first[key], last[key]) for key in first)
+    assert max(float((first[key] - one[key]).abs().max()) for key in one) < 2e-3
+    assert not all(torch.equal(first[key], one[key]) for key in one)
+    assert [row["cumulative_input_count"] for row in fewer.rows] == ["40", "80"]
+    capsys.readouterr()
+    assert ledger.main([str(fewer.folder), "--json"]) == 0
+    proof = json.loads(capsys.readouterr().out)
+    assert [one["once"] for one in proof["accounts"]] == [SAMPLES] * EPOCHS
+
+
 @pytest.mark.parametrize(
     ("moments", "starts"),
     [

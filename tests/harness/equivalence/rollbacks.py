@@ -115,7 +115,7 @@ class Rollbacks:
                 run.context.abort()
                 step, local = self._go_back(c, number, snapshots, objects)
                 run.enter(groups[number + 1])
-                assert replica.enter_generation(local)
+                replica.enter_generation([local])
             replica.close()
         momenta = {
             f"momentum {index}": state["momentum_buffer"]

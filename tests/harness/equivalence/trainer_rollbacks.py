@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import csv
 import random
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from paceline.config.train import TrainConfig
 from paceline.errors import CommError
 from paceline.models.zoo import build_model
 from paceline.replica.hooks import patch
+from paceline.run.step_snapshots import OwnPart
+from paceline.run.steps import Successor
 from paceline.state.snapshots import SnapshotName
 from paceline.state.weights import save_weights
 from paceline.trainer import Trainer
@@ -65,6 +68,7 @@ class TrainerRollbacks:
         flags: flags of `paceline train`, besides `FLAGS`.
         machines: the number of ranks on each machine.
         moments: for each generation but the last, for each rank: when it breaks off.
+        parked: the ranks of the first generation that aren't in the second one.
         starts: the steps from which generations went on.
     """
 
@@ -72,7 +76,9 @@ class TrainerRollbacks:
     flags: Sequence[str]
     machines: tuple[int, ...]
     moments: Sequence[Sequence[Moment]] = ()
+    parked: tuple[int, ...] = ()
     starts: list[int] = field(default_factory=list)
+    _parts: list[OwnPart] = field(default_factory=list)
     _held: dict[int, tuple[SnapshotName, ...]] = field(default_factory=dict)
     _store: HashStore = field(default_factory=HashStore)
 
@@ -106,9 +112,7 @@ class TrainerRollbacks:
         device, group = torch.device("cpu"), self._group(c, 0)
         numbers = iter(range(1, 99))
 
-        def next_generation(
-            error: CommError, held: Sequence[SnapshotName]
-        ) -> tuple[Group, SnapshotName]:
+        def next_generation(error: CommError, held: Sequence[SnapshotName]) -> Successor:
             self._held[c.rank] = tuple(held)
             meet(c)
             of_all = set.intersection(*(set(self._held[rank]) for rank in range(c.world_size)))
@@ -116,7 +120,15 @@ class TrainerRollbacks:
             name = max(of_all, key=lambda name: name.step)
             if c.rank == 0:
                 self.starts.append(name.step)
-            return self._group(c, next(numbers)), name
+            number, parked = next(numbers), self.parked
+            if c.rank in parked:
+                assert trainer.steps._snapshots is not None
+                self._parts.append(trainer.steps._snapshots.restore(name)[1])
+            meet(c)
+            if c.rank in parked:
+                raise Parked
+            parts = self._parts if c.rank == 0 else []
+            return Successor(group=self._group(c, number, parked), start=name, parts=parts)
 
         with ExitStack() as stack:
             sources = wiring.open_sources(config)
@@ -148,13 +160,30 @@ class TrainerRollbacks:
                 log=log,
             )
             Breaks(trainer, [moments[c.rank] for moments in self.moments])
-            trainer.run()
-            trainer.replica.drain()
+            with suppress(Parked):
+                trainer.run()
+                trainer.replica.drain()
             run.recorder.event("end", generation=trainer.steps.generation)
         return trainer.model.state_dict()
 
-    def _group(self, c: Communicator, number: int) -> Group:
-        return world_of(self.machines, c.rank, token=f"token {number}")
+    def _group(self, c: Communicator, number: int, parked: Collection[int] = ()) -> Group:
+        """Return the group of a generation, whose ranks are those that aren't parked."""
+        group = world_of(self.machines, c.rank, token=f"token {number}")
+        members = enumerate(group.generation.members)
+        left = [(rank, member) for rank, member in members if rank not in parked]
+        places = Counter[int]()
+        for rank, member in left:
+            left[left.index((rank, member))] = (
+                rank,
+                replace(member, local_rank=places[member.machine]),
+            )
+            places[member.machine] += 1
+        generation = replace(group.generation, members=tuple(member for _, member in left))
+        return Group.world(generation, [rank for rank, _ in left].index(c.rank))
+
+
+class Parked(Exception):
+    """Exception that ends the training of a member that isn't in the next generation."""
 
 
 class Breaks:
