@@ -116,9 +116,9 @@ class ShardedState:
             return self._residuals.restore(state)
         return MISSED not in state
 
-    def local(self) -> Mapping[str, Any]:
+    def local(self, *, in_step: bool = True) -> Mapping[str, Any]:
         """Return both, of this rank's shards."""
-        residual = None if self._residuals is None else self._residuals.local()
+        residual = None if self._residuals is None else self._residuals.local(in_step=in_step)
         version = {"updates": self._shards.version}
         return {**(residual or {}), **version, OPTIMIZER: self._shards.local()}
 

@@ -9,7 +9,8 @@ The samples of a batch depend on the seed and the epoch, not on the number of ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from typing import Any
 
 from paceline.api.argument_names import errors_name_arguments
@@ -75,15 +76,24 @@ class Loader:
         return self._training_batches() if self._train else self._evaluation_batches()
 
     def _training_batches(self) -> Iterator[Any]:
-        epoch, first = self._world._begin_epoch()
+        first: int | None = self._world._begin_epoch()
         try:
-            for batch_slice, batch in self._mapped.epoch(epoch, first):
-                self._step, self._count = batch_slice.step, batch_slice.count
-                self._world._queue_slice(batch_slice)
-                yield batch
-            self._world._end_steps()
+            while first is not None:
+                first = yield from self._batches_from(first)
         finally:
             self._world._position.iterating = False
+
+    def _batches_from(self, first: int) -> Generator[Any, None, int | None]:
+        """Yield the epoch's batches; return the step from which the next generation goes on."""
+        world = self._world
+        with closing(self._mapped.epoch(world.epoch, first)) as batches:
+            for batch_slice, batch in batches:
+                self._step, self._count = batch_slice.step, batch_slice.count
+                world._queue_slice(batch_slice)
+                yield batch
+                if world._lost is not None:
+                    return world._go_back(world._lost)
+        return world._end_steps()
 
     def _evaluation_batches(self) -> Iterator[Any]:
         """Skip empty slices: in an evaluation no rank waits for another."""

@@ -27,11 +27,14 @@ class Tracked:
 
     Args:
         saved: the objects' states in the checkpoint from which the run resumes, or None.
+
+    Attributes:
+        objects: the objects, by name.
     """
 
     def __init__(self, saved: Mapping[str, Any] | None) -> None:
         self._saved = saved
-        self._objects: dict[str, Restorable] = {}
+        self.objects: dict[str, Restorable] = {}
 
     def add(self, named: Mapping[str, Restorable]) -> None:
         """Track objects, and restore each one's state from the checkpoint.
@@ -44,7 +47,7 @@ class Tracked:
             self._check(name, tracked)
             if self._saved is not None:
                 _restore(name, tracked, self._saved)
-            self._objects[name] = tracked
+            self.objects[name] = tracked
 
     def begin(self) -> None:
         """Require that all states of the checkpoint are restored, and release them.
@@ -52,7 +55,7 @@ class Tracked:
         Raises:
             ConfigError: an object isn't tracked.
         """
-        missing = [name for name in self._saved or () if name not in self._objects]
+        missing = [name for name in self._saved or () if name not in self.objects]
         if missing:
             raise ConfigError(
                 f"the checkpoint has the state of {missing[0]}, which isn't tracked: pass the same "
@@ -63,7 +66,7 @@ class Tracked:
     @property
     def scalers(self) -> list[GradScaler]:
         """The loss scalers among the objects."""
-        return [tracked for tracked in self._objects.values() if isinstance(tracked, GradScaler)]
+        return [tracked for tracked in self.objects.values() if isinstance(tracked, GradScaler)]
 
     def default_names(self, objects: tuple[Restorable, ...]) -> dict[str, Restorable]:
         """Return objects by their default names."""
@@ -71,7 +74,7 @@ class Tracked:
         for tracked in objects:
             kind, number = type(tracked).__name__, 1
             name = kind
-            while name in named or name in self._objects:
+            while name in named or name in self.objects:
                 number += 1
                 name = f"{kind} {number}"
             named[name] = tracked
@@ -79,10 +82,10 @@ class Tracked:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states by name."""
-        return {name: tracked.state_dict() for name, tracked in self._objects.items()}
+        return {name: tracked.state_dict() for name, tracked in self.objects.items()}
 
     def _check(self, name: str, tracked: Restorable) -> None:
-        if name in self._objects:
+        if name in self.objects:
             raise ConfigError(f"world.track(): {name} is already tracked; names must be unique.")
         if not (hasattr(tracked, "state_dict") and hasattr(tracked, "load_state_dict")):
             raise ConfigError(

@@ -15,8 +15,8 @@ import atexit
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,7 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.api.argument_names import as_argument, errors_name_arguments
+from paceline.api.argument_names import (
+    as_argument,
+    errors_name_arguments,
+    print_message_for_scripts,
+)
 from paceline.api.sample_position import SamplePosition
 from paceline.api.session import Session
 from paceline.api.tracked import Tracked
@@ -35,13 +39,27 @@ from paceline.data.order import Order
 from paceline.errors import CommError, ConfigError, PacelineError
 from paceline.replica.hooks import patch
 from paceline.replica.replica import Replica
+from paceline.replica.state_copier import StateObjects
 from paceline.run.run import Run
-from paceline.run.steps import SavePolicy, Steps, Stop
+from paceline.run.step_snapshots import StepSnapshots
+from paceline.run.steps import NextGeneration, SavePolicy, Steps, Stop
 from paceline.state.checkpoint_files import Checkpoints
 from paceline.state.checkpointer import Checkpointer, Restorable, Stateful
 from paceline.wiring import Start
 
 _TERMINATED = 143  # the status where another process received the signal
+
+
+@dataclass
+class ActiveStep:
+    """Step of a script's loop.
+
+    Attributes:
+        done: whether the step was made. If a peer is lost, its block ends early, and the loader
+            yields the batch again.
+    """
+
+    done: bool = False
 
 
 class World:
@@ -63,6 +81,8 @@ class World:
         self._loaders = 0
         self._begun = False  # this process has begun its first step
         self._in_step = False  # a step is active
+        self._lost: CommError | None = None  # until the loader goes back to a snapshot
+        self._next_generation: NextGeneration | None = None
         self._broken = False  # an error or a stop ended the last step
         self._closed = False
         session.exit_handler.rescue = self._rescue
@@ -97,8 +117,8 @@ class World:
 
     @property
     def generation(self) -> int:
-        """The number of this generation, from 0: how often the run was started before."""
-        return self._start.generation
+        """The number of this generation of the run's ranks, over all starts of the run, from 0."""
+        return self._start.generation if self._steps is None else self._steps.generation
 
     @property
     def epoch(self) -> int:
@@ -111,7 +131,7 @@ class World:
         return self._position.position.number
 
     @contextmanager
-    def step(self, samples: int | None = None) -> Iterator[None]:
+    def step(self, samples: int | None = None) -> Iterator[ActiveStep]:
         """Make a step on all ranks; forward, backward and `optimizer.step()` go inside the block.
 
         The gradient of the step is the sum of the ranks' gradients, each weighted by its rank's
@@ -123,23 +143,33 @@ class World:
                 ranks or on none. A rank with 0 needs no forward and backward. With `sync_bn` it
                 still runs both, on any samples, because the layers exchange within them.
 
+        Yields:
+            the step; after the block, its `done` tells whether it was made.
+
         Raises:
             ConfigError: a call breaks a rule of the exchange; names the remedy.
             CommError: a peer is lost, silent, or has ended.
             CheckpointError: a checkpoint can't be written.
             SystemExit: this process, or another, received a signal to stop; the state is saved.
         """
-        steps = self._between_steps("world.step()")
+        steps, step, entered = self._between_steps("world.step()"), ActiveStep(), False
         with self._exit_on_stop():
-            batch_slice, earlier = self._position.next_slice(samples)
-            self._begin()
-            self._in_step = self._broken = True
             try:
+                batch_slice, earlier = self._position.next_slice(samples)
+                self._begin()
+                self._in_step = self._broken = True
                 with steps.step(batch_slice):
-                    yield
+                    entered = True
+                    yield step
+            except CommError as error:
+                self._lose(error)
+                if not entered:
+                    with suppress(CommError):  # of the first use of the exchange
+                        yield step
+                return
             finally:
                 self._in_step = False
-            self._broken = False
+            self._broken, step.done = False, True
             for one in earlier:
                 self._run.recorder.event(
                     "step",
@@ -159,7 +189,7 @@ class World:
         Raises:
             ConfigError: there is no model yet.
         """
-        return self._require_replica("world.no_sync()").no_sync()
+        return self._accumulating(self._require_replica("world.no_sync()"))
 
     def reduce(self) -> None:
         """Wait until every `.grad` is the mean over the global batch and may be changed.
@@ -307,7 +337,7 @@ class World:
         """Make steps of a model from now on; `saved_objects` is what checkpoints save, by name."""
         session = self._session
         session.resources.callback(replica.close)
-        session.resources.callback(_refuse_outside(optimizer, replica))
+        session.resources.callback(_refuse_outside(optimizer, replica, lambda: self._lost))
         self._replica, self._saved_objects = replica, saved_objects
         checkpointer = None
         if session.run is not None and self.rank == 0:
@@ -324,6 +354,16 @@ class World:
                 report=print_message,
             )
         output = session.output
+        objects = StateObjects(model=model, optimizer=optimizer, tracked=self._tracked.objects)
+        snapshots = StepSnapshots(
+            self._run,
+            replica,
+            objects,
+            session.device,
+            interval=self._position.position.snapshot_interval,
+            limit_mb=output.snapshot_memory_mb,
+            report=print_message_for_scripts,
+        )
         self._steps = Steps(
             replica,
             self._run,
@@ -336,6 +376,8 @@ class World:
             check_sums=lambda number, sums: None,
             value_count=0,
             device=session.device,
+            snapshots=snapshots if output.snapshots else None,
+            next_generation=self._next_generation,
         )
 
     def _add_loader(self, order: Order, *, train: bool) -> None:
@@ -356,15 +398,22 @@ class World:
         if train:
             self._position.use_order(order)
 
-    def _begin_epoch(self) -> tuple[int, int]:
-        """End the epoch of the loader's last iteration; return the next one and its first step."""
+    def _begin_epoch(self) -> int:
+        """End the epoch of the loader's last iteration; return the first step of the next one.
+
+        A lost peer takes the run back to here, not to the earlier epoch: what the script has done
+        between them isn't repeated.
+        """
         self._require_open("the loader")
         self._position.waiting.clear()  # slices of an iteration that was left early
         if self._position.next_is_another and self._steps is not None:
             with errors_name_arguments():
                 self._steps.end_epoch()
         self._position.begun = self._position.iterating = True
-        return self._position.position.epoch, self._position.position.step
+        if self._steps is not None:
+            with errors_name_arguments():
+                self._steps.take_snapshot()
+        return self._position.position.step
 
     def _queue_slice(self, batch_slice: BatchSlice) -> None:
         """Queue a slice for the next step, which may train later ones too."""
@@ -372,12 +421,47 @@ class World:
         if self._steps is not None:
             self._steps.seed(batch_slice.number)
 
-    def _end_steps(self) -> None:
-        """End an epoch's steps; stop here where a signal requested it."""
+    def _end_steps(self) -> int | None:
+        """End an epoch's steps; stop here where a signal requested it.
+
+        Returns:
+            the step from which the next generation goes on, where a peer is lost.
+        """
         self._position.require_all_trained()
         if self._steps is not None:
             with self._exit_on_stop():
-                self._steps.end_steps()
+                try:
+                    self._steps.end_steps()
+                except CommError as error:
+                    self._lose(error)
+                    return self._go_back(error)
+        return None
+
+    @contextmanager
+    def _accumulating(self, replica: Replica) -> Iterator[None]:
+        try:
+            with replica.no_sync():
+                yield
+        except CommError as error:
+            self._lose(error)
+
+    def _lose(self, error: CommError) -> None:
+        """Leave a generation that has lost a peer; raise its error where the run can't go on."""
+        if self._lost is not None:  # this is what follows from it
+            return
+        if self._steps is None or self._position.order is None:
+            raise error
+        self._steps.leave_generation(error)
+        self._lost, self._broken = error, False
+
+    def _go_back(self, error: CommError) -> int:
+        """Go back to a snapshot, and on in the next generation; return the epoch's next step."""
+        assert self._steps is not None
+        with self._exit_on_stop():
+            self._steps.go_back(error)
+        self._lost = None
+        self._position.waiting.clear()
+        return self._position.position.step
 
     def _begin(self) -> None:
         """Begin this start's first step."""
@@ -429,6 +513,8 @@ class World:
                 f"{call} was called before paceline.parallelize(model, optimizer, world): call "
                 "paceline.parallelize() first."
             )
+        if self._lost is not None:
+            raise self._lost
         return self._replica
 
     def _between_steps(self, call: str) -> Steps:
@@ -497,11 +583,15 @@ class World:
             self._session.exit_handler.at_exit(error)
 
 
-def _refuse_outside(optimizer: Optimizer, replica: Replica) -> Callable[[], None]:
+def _refuse_outside(
+    optimizer: Optimizer, replica: Replica, lost: Callable[[], CommError | None]
+) -> Callable[[], None]:
     """Refuse updates without an exchange before them; return what undoes that."""
     step = optimizer.step
 
     def guarded(_: object, *args: Any, **kwargs: Any) -> Any:
+        if (error := lost()) is not None:
+            raise error
         if replica.ended:
             raise ConfigError(
                 "optimizer.step() was called outside a step, or twice in one step, so there are no "

@@ -16,7 +16,7 @@ process instead, for a data set that can be pickled.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -82,7 +82,9 @@ class MappedLoader:
                 "timeout": timeout,
             }
 
-    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[tuple[BatchSlice, Any]]:
+    def epoch(
+        self, epoch: int, first_step: int = 0
+    ) -> Generator[tuple[BatchSlice, Any], None, None]:
         """Yield this rank's batch of each step of an epoch from a step on, and its place.
 
         If a slice is empty, the batch is a placeholder sample, and its `count` is 0. Closing the

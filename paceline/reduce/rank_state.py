@@ -140,11 +140,16 @@ class RankState(Protocol):
             False where some of it had to be dropped.
         """
 
-    def local(self) -> Mapping[str, Any]:
-        """Return this rank's own part, by parameter, of the state before the step that runs.
+    def local(self, *, in_step: bool = True) -> Mapping[str, Any]:
+        """Return this rank's own part, by parameter, of the state before the next update.
 
-        It is called when the step's buckets are sent, and before `Synchronizer.end` or `abandon`.
-        The tensors are views of the state itself, to be copied before the next step begins.
+        Args:
+            in_step: a step runs: its buckets are sent, and neither `Synchronizer.end` nor `abandon`
+                was called. Otherwise all is settled.
+
+        Returns:
+            the part. The tensors are views of the state itself, to be copied before the next step
+            begins.
         """
 
     def restore_local(self, state: Mapping[str, Any]) -> bool:

@@ -96,13 +96,15 @@ class Residuals:
             bucket.feedback.restore(flat, state["scale"], owned_by=None if same else own)
         return True
 
-    def local(self) -> Mapping[str, Any]:
+    def local(self, *, in_step: bool = True) -> Mapping[str, Any]:
         """Return the residuals of this rank's local shards, whose they are, and of which version.
 
         A parameter's entry is (start, stop, residual): a range of its values, in the order in which
         they lie in memory, and (stop - start,) float32.
         """
-        return self._part(lambda feedback: feedback.step_residual)
+        if in_step:
+            return self._part(lambda feedback: feedback.step_residual)
+        return self._part(lambda feedback: feedback.residual)
 
     def restore_local(self, state: Mapping[str, Any]) -> bool:
         """Take the residuals, if this rank has the same local shards in the same groups."""

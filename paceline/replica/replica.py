@@ -103,6 +103,7 @@ class Replica:
         self._scale: Callable[[], float] | None = None
         self._number: int | None = None  # the current step
         self._reduced, self._settled = False, False  # settled: since the last step's end
+        self._bound = True  # to a generation
         self._copier: StateCopier | None = None  # of the next step
         self._state_hooks = ExitStack()
         self._binding = self._bind(known=set())
@@ -178,8 +179,9 @@ class Replica:
 
     def settle(self) -> None:
         """Make this rank's parameters and running statistics final; local."""
-        self._binding.settle()
-        self._settled = True
+        if self._bound:
+            self._binding.settle()
+            self._settled = True
 
     def take_snapshot(self, copier: StateCopier) -> None:
         """Let the next step copy the state before it, each part when it passes the part's moment.
@@ -188,6 +190,13 @@ class Replica:
         the step ends without it; if the step fails before that, there is none.
         """
         self._copier = copier
+
+    def take_snapshot_between_steps(self, copier: StateCopier) -> None:
+        """Settle, and copy the state before the next step at once; the snapshot is held."""
+        self.settle()
+        self._binding.begin_snapshot(copier, settled=True)
+        copier.end(self._binding.synchronizer.state, in_step=False)
+        self._binding.copier = None
 
     def restore_local(self, state: Mapping[str, Any]) -> bool:
         """Restore this rank's own state, besides model and optimizer, from a snapshot; local.
@@ -243,7 +252,8 @@ class Replica:
         Until `enter_generation` the model is a plain one, whose state may be restored.
         """
         self._unbind()
-        self._number, self._copier = None, None
+        self._bound, self._number, self._copier = False, None, None
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # a schedule may step
         self._share.end()
 
     def enter_generation(self, parts: Sequence[Mapping[str, Any]]) -> bool:
@@ -269,7 +279,7 @@ class Replica:
         self._plan = self._first_plan()
         self._binding = self._bind(set(present.tensors), old.reads if same else None)
         self._settle_before_states()
-        self._settled = True
+        self._bound = self._settled = True
         return self._restore_parts(parts)
 
     def _restore_parts(self, parts: Sequence[Mapping[str, Any]]) -> bool:
@@ -432,13 +442,13 @@ class Replica:
 
     def _zero_optimizer(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
         """Replace `optimizer.zero_grad()`, which may write gradients that are being sent."""
-        if not set_to_none:
+        if not set_to_none and self._bound:
             self._binding.synchronizer.wait_until_gradients_writable()
         self._plain_zero(set_to_none)
 
     def _zero_model(self, model: nn.Module, set_to_none: bool = True) -> None:
         """Replace `model.zero_grad()`, likewise."""
-        if not set_to_none and model is self._model:
+        if not set_to_none and self._bound and model is self._model:
             self._binding.synchronizer.wait_until_gradients_writable()
         type(model).zero_grad(model, set_to_none)
 

@@ -120,11 +120,13 @@ class StateCopier:
                 self._copied.update(fresh)
                 self._copy([p for bucket in fresh for p in bucket.parameters], {})
 
-    def end(self, state: RankState | None) -> None:
+    def end(self, state: RankState | None, *, in_step: bool = True) -> None:
         """Copy the rank's own state, and hold the snapshot; all buckets are copied."""
         if state is not None or self._events:
             with self._span():
-                self._snapshots.add(self._name, {RANK: {} if state is None else state.local()})
+                self._snapshots.add(
+                    self._name, {RANK: {} if state is None else state.local(in_step=in_step)}
+                )
                 for event in self._events.values():
                     event.synchronize()
         self._snapshots.hold(self._name)

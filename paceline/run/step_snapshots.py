@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from paceline.comm.communicator import total
 from paceline.errors import Message
 from paceline.recorder import NullRecorder, Recorder
 from paceline.replica.replica import Replica
@@ -51,6 +53,7 @@ class StepSnapshots:
         run: the run, whose present generation names the snapshots.
         replica: the model's replica, whose steps copy the state.
         objects: the objects whose state is copied.
+        device: device of the communicator's tensors.
         interval: the interval that an earlier start measured, in steps; 0: it is measured.
         limit_mb: the limit of their memory in MiB; 0: no limit.
         report: called on rank 0 with a sentence for the user.
@@ -61,12 +64,14 @@ class StepSnapshots:
         run: Run,
         replica: Replica,
         objects: StateObjects,
+        device: torch.device,
         *,
         interval: int = 0,
         limit_mb: float = 0.0,
         report: Callable[[Message], object] = lambda note: None,
     ) -> None:
         self._run, self._replica, self._objects = run, replica, objects
+        self._device = device
         self._limit_mb, self._report = limit_mb, report
         self._snapshots = Snapshots()
         self._interval, self._off = SnapshotInterval(interval), False
@@ -92,16 +97,30 @@ class StepSnapshots:
             step: the step's number.
             position: of the run; plain values by name.
         """
-        while self._summaries and self._summaries[0].step <= step - 2:
-            self._obey(self._summaries.popleft())
+        self._obey(before=step - 1)
         self._copies.seconds = 0.0
-        alone = self._run.context.summaries.alone
-        due = not (alone or self._off) and self._interval.step_is_due(step)
-        if due and not self._snapshots.full:
-            position = {**position, "sent": dict(self._run.context.summaries.sent)}
-            name = self._name(step)
-            copier = StateCopier(self._snapshots, name, self._objects, position, self._copies)
-            self._replica.take_snapshot(copier)
+        due = self._interval.step_is_due(step) and not self.holds(step)
+        if self._wanted and due:
+            self._replica.take_snapshot(self._copier(step, position))
+
+    def take_between_steps(self, step: int, position: Mapping[str, Any]) -> None:
+        """Copy the state before a step at once, and commit it; collective, by all ranks.
+
+        All summaries of earlier steps are received.
+
+        Args:
+            step: the step's number.
+            position: of the run; plain values by name.
+
+        Raises:
+            CommError: a peer was lost, or silent.
+        """
+        self._obey(before=step)
+        if self._wanted:
+            self._replica.take_snapshot_between_steps(self._copier(step, position))
+            communicator = self._run.context.communicator
+            total(communicator, torch.ones(1, device=self._device), "the snapshot of all ranks")
+            self._snapshots.commit(self._name(step))
 
     def holds(self, step: int) -> bool:
         """Tell whether this rank holds the snapshot of the state before a step."""
@@ -134,7 +153,20 @@ class StepSnapshots:
         own = restore_state(state, self._objects)
         return position, OwnPart(state=own, sent=position.pop("sent"))
 
-    def _obey(self, summary: StepSummary) -> None:
+    @property
+    def _wanted(self) -> bool:
+        return not (self._run.context.summaries.alone or self._off or self._snapshots.full)
+
+    def _copier(self, step: int, position: Mapping[str, Any]) -> StateCopier:
+        position = {**position, "sent": dict(self._run.context.summaries.sent)}
+        name = self._name(step)
+        return StateCopier(self._snapshots, name, self._objects, position, self._copies)
+
+    def _obey(self, *, before: int) -> None:
+        while self._summaries and self._summaries[0].step < before:
+            self._obey_summary(self._summaries.popleft())
+
+    def _obey_summary(self, summary: StepSummary) -> None:
         if summary.held:
             self._snapshots.commit(self._name(summary.step))
         if summary.interval == OFF and not self._off:

@@ -201,18 +201,44 @@ class Steps:
         Raises:
             CommError: a peer was lost, and there is no next generation.
         """
+        self.take_snapshot()
         while True:
             try:
                 return train()
             except CommError as error:
-                self._go_back(error)
+                self.leave_generation(error)
+                self.go_back(error)
 
-    def _go_back(self, error: CommError) -> None:
-        """Go back to a snapshot and enter the next generation; collective among its ranks."""
+    def take_snapshot(self) -> None:
+        """Take a snapshot between two steps; the run goes back no further. All ranks call it.
+
+        Raises:
+            CommError: a peer was lost, or silent.
+        """
+        self._receive_summaries(before=self.position.number)
+        if self._snapshots is not None:
+            self._snapshots.take_between_steps(self.position.number, asdict(self.position))
+
+    def leave_generation(self, error: CommError) -> None:
+        """Close the present generation's connections: the model is a plain one until `go_back`.
+
+        Args:
+            error: reports the lost connection; raised where the run can't go on.
+        """
         if self._next_generation is None or self._snapshots is None:
             raise error
         self._replica.leave_generation()
         self.run.context.abort()
+
+    def go_back(self, error: CommError) -> None:
+        """Go back to a snapshot, and enter the next generation; collective among its ranks.
+
+        Raises:
+            CommError: a rank of the next generation was lost too.
+            RankStateError: members that aren't in it had state that no other has.
+        """
+        assert self._next_generation is not None
+        assert self._snapshots is not None
         successor = self._next_generation(error, self._snapshots.held)
         position, own = self._snapshots.restore(successor.start)
         parts = [own, *successor.parts]
@@ -225,7 +251,8 @@ class Steps:
             self.run.context.summaries.send(step, sums, stop=False)
         self.generation += 1
         self._begin_generation()
-        self.record_start(None, **self._start_fields)
+        if self._start_fields:  # otherwise the run's first step is still to record it
+            self.record_start(None, **self._start_fields)
         if not whole:
             note = "The error-feedback residuals are dropped: no lossy wire is used any more."
             self.run.recorder.event("note", text=note)

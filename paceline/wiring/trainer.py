@@ -25,7 +25,7 @@ from paceline.run.learning_rate import LearningRate
 from paceline.run.precision import Precision
 from paceline.run.run import Run
 from paceline.run.step_snapshots import StepSnapshots
-from paceline.run.steps import NextGeneration, SavePolicy, Steps
+from paceline.run.steps import NextGeneration, Position, SavePolicy, Steps
 from paceline.state.checkpoint_files import FOLDER, Checkpoints
 from paceline.state.checkpointer import Checkpointer, Stateful
 from paceline.state.weights import save_weights
@@ -124,7 +124,7 @@ def build_trainer(
         check_sums=watch_of(config, of_losses, folder, lambda: steps.generation, train.steps).check,
         value_count=BATCH_SUMS + 1,
         device=device,
-        snapshots=_snapshots_of(run, replica, parts, output, start.position.snapshot_interval),
+        snapshots=_snapshots_of(run, replica, parts, device, config.output, start.position),
         next_generation=next_generation,
     )
     return Trainer(
@@ -145,7 +145,12 @@ def build_trainer(
 
 
 def _snapshots_of(
-    run: Run, replica: Replica, parts: Mapping[str, Any], output: OutputConfig, interval: int
+    run: Run,
+    replica: Replica,
+    parts: Mapping[str, Any],
+    device: torch.device,
+    output: OutputConfig,
+    position: Position,
 ) -> StepSnapshots | None:
     if not output.snapshots:
         return None
@@ -155,7 +160,8 @@ def _snapshots_of(
         run,
         replica,
         objects,
-        interval=interval,
+        device,
+        interval=position.snapshot_interval,
         limit_mb=output.snapshot_memory_mb,
         report=lambda note: run.recorder.event("note", text=str(note)),
     )

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from paceline.cli import ledger
+from paceline.run import autotune
+from paceline.state.exchange_choice import CHOICE_NAME
 from tests.harness.equivalence.trainer_rollbacks import (
     EPOCHS,
     SAMPLES,
@@ -30,9 +32,13 @@ CASES = {
 TIMES = ("time_spent", "cumulative_time_spent", "inputs_per_sec")
 
 
-def check(folder: Path, flags: tuple[str, ...], moments: list[list[Moment]]) -> TrainerRollbacks:
-    """Train without and with breaks; compare all bits, the log and the ledger."""
-    machines = (2, 1)
+def check(
+    folder: Path,
+    flags: tuple[str, ...],
+    moments: list[list[Moment]],
+    machines: tuple[int, ...] = (2, 1),
+) -> TrainerRollbacks:
+    """Train without and with breaks; compare all bits and the log."""
     plain = TrainerRollbacks(folder / "plain", flags, machines)
     broken = TrainerRollbacks(folder / "broken", flags, machines, moments)
     for one, other in zip(plain.run(), broken.run(), strict=True):
@@ -92,3 +98,13 @@ def test_a_generation_may_end_around_an_epochs_end(
     moments: list[list[Moment]], starts: str, tmp_path: Path
 ) -> None:
     check(tmp_path, CASES["notified"], moments)
+
+
+def test_a_generation_may_end_in_the_trials_of_autotuning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"SKIPPED": 0, "COUNTED": 1, "MIN_RUN_STEPS_PER_TRIAL_STEP": 0}.items():
+        monkeypatch.setattr(autotune, name, value)
+    moments = drawn(5, [1, 3, 17], 2)
+    broken = check(tmp_path, ("--sync", "auto", "--num_epochs", "5"), moments, machines=(1, 1))
+    assert (broken.folder / CHOICE_NAME).exists()

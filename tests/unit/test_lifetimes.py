@@ -75,6 +75,7 @@ ALLOWED = {
     "observe/ledger/reading.py _Start.world_size": _READ,
     "observe/trace/recorder_buffer.py RecorderBuffer.rank": "a record that one rank sends once",
     "run/steps.py Steps.generation": _START,
+    "run/steps.py Successor.group": "what is decided of the next generation, and then entered",
     "wiring/resume.py Start.generation": _START,
 }
 
