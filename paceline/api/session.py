@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -76,16 +76,20 @@ class Session:
             CommError: a rank is late.
         """
 
-        def connect_ranks(group: Group, purpose: str) -> Communicator:
-            if group.size == 1:
-                return SingleRankCommunicator()
-            store = self.joined.store
-            return connect(group, purpose, store=store, device=self.device, limits=self.timeouts)
+        def contexts(limits: tuple[float, float]) -> Callable[[Group], GenerationContext]:
+            def connect_ranks(group: Group, purpose: str) -> Communicator:
+                if group.size == 1:
+                    return SingleRankCommunicator()
+                store = self.joined.store
+                return connect(group, purpose, store=store, device=self.device, limits=limits)
 
-        make_context = partial(
-            GenerationContext, connect=connect_ranks, device=self.device, limits=self.timeouts
-        )
-        run = Run(context=make_context(self.joined.group), make_context=make_context)
+            return partial(
+                GenerationContext, connect=connect_ranks, device=self.device, limits=limits
+            )
+
+        first, later = self.timeouts
+        context = contexts((first, later))(self.joined.group)
+        run = Run(context=context, make_context=contexts((later, later)))
         return self.resources.enter_context(run)
 
     def post_end(self, steps: int) -> None:

@@ -103,10 +103,9 @@ class Replica:
         self._scale: Callable[[], float] | None = None
         self._number: int | None = None  # the current step
         self._reduced, self._settled = False, False  # settled: since the last step's end
-        self._bound = True  # to a generation
         self._copier: StateCopier | None = None  # of the next step
         self._state_hooks = ExitStack()
-        self._binding = self._bind(known=set())
+        self._hooks: ReplicaHooks | None = self._bind(known=set())  # None between generations
         self._settle_before_states()
         self._plain_step, self._plain_zero = optimizer.step, optimizer.zero_grad
         self._hooked_end = Optimizer.profile_hook_step(self._end)
@@ -179,8 +178,8 @@ class Replica:
 
     def settle(self) -> None:
         """Make this rank's parameters and running statistics final; local."""
-        if self._bound:
-            self._binding.settle()
+        if self._hooks is not None:
+            self._hooks.settle()
             self._settled = True
 
     def take_snapshot(self, copier: StateCopier) -> None:
@@ -251,8 +250,9 @@ class Replica:
 
         Until `enter_generation` the model is a plain one, whose state may be restored.
         """
+        self._trained, self._reads = self._binding.trained, self._binding.reads
         self._unbind()
-        self._bound, self._number, self._copier = False, None, None
+        self._hooks, self._number, self._copier = None, None, None
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # a schedule may step
         self._share.end()
 
@@ -273,13 +273,12 @@ class Replica:
             CommError: a rank was lost, or didn't come in time.
             RankStateError: the parts of all ranks together aren't the whole state.
         """
-        old = self._binding
-        same = fingerprint_of(self._optimizer) == old.trained.fingerprint
+        same = fingerprint_of(self._optimizer) == self._trained.fingerprint
         present = TrainedParameters.of(self._model, self._optimizer)
         self._plan = self._first_plan()
-        self._binding = self._bind(set(present.tensors), old.reads if same else None)
+        self._hooks = self._bind(set(present.tensors), self._reads if same else None)
         self._settle_before_states()
-        self._bound = self._settled = True
+        self._settled = True
         return self._restore_parts(parts)
 
     def _restore_parts(self, parts: Sequence[Mapping[str, Any]]) -> bool:
@@ -320,15 +319,21 @@ class Replica:
         device, stateful, state = old.trained.tensors[0].device, self.stateful, self.state()
         self.drain()
         self._unbind()
-        self._binding = self._bind(set(old.trained.tensors), old.reads if same else None)
+        self._hooks = self._bind(set(old.trained.tensors), old.reads if same else None)
         if stateful:
             what = "the broadcast of per-rank state"
             self.restore(broadcast_state(self._communicator(), state, device, what))
         self._binding.exchanging = old.exchanging
         self._settle_before_states()
 
+    @property
+    def _binding(self) -> ReplicaHooks:
+        assert self._hooks is not None, "the replica is in no generation"
+        return self._hooks
+
     def _unbind(self) -> None:
-        self._binding.close()
+        if self._hooks is not None:
+            self._hooks.close()
         self._state_hooks.close()
 
     def _step_optimizer(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -442,13 +447,13 @@ class Replica:
 
     def _zero_optimizer(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
         """Replace `optimizer.zero_grad()`, which may write gradients that are being sent."""
-        if not set_to_none and self._bound:
+        if not set_to_none and self._hooks is not None:
             self._binding.synchronizer.wait_until_gradients_writable()
         self._plain_zero(set_to_none)
 
     def _zero_model(self, model: nn.Module, set_to_none: bool = True) -> None:
         """Replace `model.zero_grad()`, likewise."""
-        if not set_to_none and self._bound and model is self._model:
+        if not set_to_none and self._hooks is not None and model is self._model:
             self._binding.synchronizer.wait_until_gradients_writable()
         type(model).zero_grad(model, set_to_none)
 

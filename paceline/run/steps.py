@@ -14,6 +14,7 @@ all ranks receive, so that they contribute their own state at the same boundary:
 from __future__ import annotations
 
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -207,7 +208,8 @@ class Steps:
                 return train()
             except CommError as error:
                 self.leave_generation(error)
-                self.go_back(error)
+                lost = error
+            self.go_back(lost)
 
     def take_snapshot(self) -> None:
         """Take a snapshot between two steps; the run goes back no further. All ranks call it.
@@ -229,6 +231,7 @@ class Steps:
             raise error
         self._replica.leave_generation()
         self.run.context.abort()
+        _clear_frames(error)
 
     def go_back(self, error: CommError) -> None:
         """Go back to a snapshot, and enter the next generation; collective among its ranks.
@@ -461,3 +464,10 @@ class Steps:
         torch.default_generator.manual_seed(int(words[-1]))  # torch.manual_seed takes 0.5 ms
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed_all(int(words[-1]))
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Release what the frames of an error and of its causes have of a generation's memory."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

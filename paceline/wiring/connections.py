@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 
@@ -33,11 +34,14 @@ def make_run(config: TrainConfig, group: Group, store: Store, device: torch.devi
     Raises:
         CommError: a rank didn't come in time.
     """
-    limits = (config.world.first_iter_timeout, config.world.timeout)
-    connecting = partial(connect, store=store, device=device, limits=limits)
-    make_context = partial(GenerationContext, connect=connecting, device=device, limits=limits)
+
+    def contexts(limits: tuple[float, float]) -> Callable[[Group], GenerationContext]:
+        connecting = partial(connect, store=store, device=device, limits=limits)
+        return partial(GenerationContext, connect=connecting, device=device, limits=limits)
+
+    first, later = config.world.first_iter_timeout, config.world.timeout
     with ExitStack() as undo:
-        run = Run(context=make_context(group), make_context=make_context)
+        run = Run(context=contexts((first, later))(group), make_context=contexts((later, later)))
         undo.push(run)
         if config.model.sync_bn:
             run.connect(GenerationContext.connect_layers)
