@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import math
 import os
 import re
 import secrets
@@ -17,7 +18,7 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -36,6 +37,7 @@ from paceline.errors import CommError, PeerLost
 _OPENING = threading.Lock()  # guards the process's table of descriptors while one is read
 _PLACE = re.compile(r"\[[^\]]*\.\w+:\d+\] ?|[^\s\[]+\.(?:cc|cpp|hpp|h|cu):\d+,? ?")
 _ADDRESS = re.compile(r"\[([^\]\s]+)\]:\d+")
+_LOOK_S, _GRACE_S = 1.0, 4.0  # in a wait: between looks at the connections; after one is closed
 _CLOSE_S, _POLL_S = 0.1, 0.001  # the wait for a group's threads
 _EVENT_LOOP = "anon_inode:[eventpoll]"
 _WATCHED = re.compile(r"^tfd: +(\d+) .*\bino:([0-9a-f]+)", re.MULTILINE)
@@ -131,6 +133,7 @@ class ProcessGroupCommunicator:
                 f"rank {rank} of {world_size} at {address} could not connect to all ranks "
                 f"({_cause(error)}): check the output of the other ranks, and firewalls."
             ) from error
+        self._connected = len(self._connections())
         close_in_children(self, _close_inherited)
 
     def all_reduce(self, tensor: Tensor) -> Ticket:
@@ -176,6 +179,10 @@ class ProcessGroupCommunicator:
         self.end()
         UNFINISHED.add(group, works)
 
+    def _is_connected(self) -> bool:
+        """Tell whether all connections are open that there were at the start."""
+        return len(self._connections()) >= self._connected
+
     def _connections(self) -> list[int]:
         """Return the descriptors of Gloo's connections."""
         return [number for loop in self._loops for number in _connections_of(loop)]
@@ -193,23 +200,42 @@ class ProcessGroupCommunicator:
         except RuntimeError as error:
             raise _translate(error, self.rank, "starting a collective", self._limit) from error
         self._works.append(work)
-        return _WorkTicket(work, self.rank, self._limit)
+        return _WorkTicket(work, self.rank, self._limit, self._is_connected)
 
 
 class _WorkTicket:
-    """Handle of an asynchronous collective of a process group."""
+    """Handle of an asynchronous collective of a process group.
 
-    def __init__(self, work: dist.Work, rank: int, limit: timedelta) -> None:
+    Gloo doesn't always end a collective whose peer has closed its connection: a send that the peer
+    hadn't asked for waits on. So a wait looks at the connections now and then.
+    """
+
+    def __init__(
+        self, work: dist.Work, rank: int, limit: timedelta, is_connected: Callable[[], bool]
+    ) -> None:
         self._work, self._rank, self._limit = work, rank, limit
+        self._is_connected = is_connected
 
     def done(self) -> bool:
         return self._work.is_completed()
 
     def wait(self, operation: str) -> None:
-        try:
-            self._work.wait(self._limit)
-        except RuntimeError as error:
-            raise _translate(error, self._rank, operation, self._limit) from error
+        now = time.monotonic()
+        end, lost_at = now + self._limit.total_seconds(), math.inf
+        while True:
+            try:
+                self._work.wait(timedelta(seconds=max(min(_LOOK_S, end - now), _POLL_S)))
+            except RuntimeError as error:
+                now = time.monotonic()
+                if self._work.is_completed() or now >= end:
+                    raise _translate(error, self._rank, operation, self._limit) from error
+            else:
+                return
+            if not self._is_connected():
+                lost_at = min(lost_at, now)
+            if now > lost_at + _GRACE_S:  # a peer may close after its part of the collective
+                cause = "a peer closed the connection"
+                raise PeerLost(rank=self._rank, operation=operation, cause=cause)
 
 
 def _gloo(

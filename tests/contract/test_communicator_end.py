@@ -9,13 +9,14 @@ import socket
 import threading
 import time
 from contextlib import nullcontext, suppress
+from datetime import timedelta
 
 import psutil
 import pytest
 import torch
 
 from paceline.comm.communicator import Communicator, broadcast_all, gather_counts, total
-from paceline.comm.process_group import _stop_listening
+from paceline.comm.process_group import ProcessGroupCommunicator, _stop_listening
 from paceline.comm.single_rank import SingleRankCommunicator
 from paceline.errors import CommError, PeerLost
 from tests.harness.equivalence.rank_threads import run_ranks
@@ -193,3 +194,37 @@ def test_a_rank_alone_has_its_own_sums() -> None:
     c.end()
     c.close()
     assert tensor.tolist() == [0, 1, 2]
+
+
+class Unwoken:
+    """A collective that Gloo doesn't end, though its peer is gone."""
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self, limit: timedelta) -> None:
+        threading.Event().wait(limit.total_seconds())
+        raise RuntimeError("Operation timed out!")
+
+
+def wait_unwoken(c: Communicator) -> tuple[str, float]:
+    """Wait for a peer that has closed its connections; return the error, and the seconds."""
+    assert isinstance(c, ProcessGroupCommunicator)
+    total(c, torch.ones(1), "a sum")
+    if c.rank == 1:
+        c.close()
+        return "", 0.0
+    ticket = c.all_reduce(torch.ones(1))
+    ticket._work = Unwoken()  # type: ignore[attr-defined]
+    began = time.monotonic()
+    try:
+        ticket.wait("a sum")
+    except PeerLost as error:
+        return str(error), time.monotonic() - began
+    raise AssertionError
+
+
+def test_a_wait_that_gloo_does_not_end_ends_soon_after_the_peer_has_closed() -> None:
+    (sentence, seconds), _ = spawn(2, wait_unwoken)
+    assert sentence == "rank 0 lost a peer in a sum: a peer closed the connection."
+    assert seconds < LIMIT / 2

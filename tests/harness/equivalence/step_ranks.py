@@ -16,6 +16,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from inspect import signature
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
@@ -210,7 +211,9 @@ def run_rank(
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, watch: Watch) -> None:
     """Train as the guide's loop does; watch `STEPS`, from each step's begin to the next one's."""
     data = TensorDataset(torch.randn(ALL_STEPS * BATCH, 32), torch.arange(ALL_STEPS * BATCH) % 3)
-    with paceline.join(device="cpu", timeout=LIMIT, first_iter_timeout=LIMIT) as world:
+    options = {"snapshots": False} if "snapshots" in signature(paceline.join).parameters else {}
+    limits = {"timeout": LIMIT, "first_iter_timeout": LIMIT}
+    with paceline.join(device="cpu", **limits, **options) as world:
         assert (world.world_size, world.local_world_size) == (2, 1), "not on two machines"
         paceline.parallelize(model, optimizer, world, sync="notified", wire="int8", bucket_mb=0.01)
         loader = paceline.loader(data, batch_size=BATCH, world=world)
