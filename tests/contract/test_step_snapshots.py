@@ -1,0 +1,129 @@
+"""Snapshots at step boundaries: all ranks take, commit and stop taking the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.comm.communicator import Communicator
+from paceline.data.order import Order
+from paceline.errors import Message
+from paceline.replica.state_copier import StateObjects
+from paceline.run.run import Run
+from paceline.run.step_snapshots import StepSnapshots
+from paceline.run.steps import Position, SavePolicy, Steps
+from paceline.state.snapshot_interval import SnapshotInterval
+from tests.harness.equivalence.large_batch import convnet
+from tests.harness.equivalence.one_rank import Bench
+from tests.harness.equivalence.rank_threads import run_ranks
+from tests.harness.processes.worlds import run_of
+
+ORDER = Order(size=400, batch_size=4)
+CPU = torch.device("cpu")
+
+
+class Rank:
+    """One rank's steps, and the snapshots that they take."""
+
+    def __init__(self, c: Communicator, **options: Any) -> None:
+        self.bench, self.c = Bench.of(c, options.pop("model")), c
+        self.run: Run = run_of(c)
+        self.notes: list[Message] = []
+        objects = StateObjects(model=self.bench.model, optimizer=self.bench.optimizer)
+        self.snapshots = StepSnapshots(
+            self.run, self.bench.replica, objects, CPU, report=self.notes.append, **options
+        )
+        self.steps = Steps(
+            self.bench.replica,
+            self.run,
+            None,
+            generation=0,
+            seed=5,
+            position=Position(),
+            policy=SavePolicy(),
+            stopping=lambda: False,
+            check_sums=lambda step, sums: None,
+            value_count=0,
+            device=CPU,
+            snapshots=self.snapshots,
+        )
+
+    def train(self, steps: int) -> list[tuple[int, ...]]:
+        """Train; return the steps of the snapshots that are held, after each step."""
+        held = []
+        for number in range(steps):
+            with self.steps.step(ORDER.place(0, number, self.c.rank, self.c.world_size)):
+                self.bench.backward(number % 4)
+                self.bench.optimizer.step()
+                self.bench.optimizer.zero_grad()
+            held.append(tuple(name.step for name in self.snapshots.held))
+        return held
+
+
+def on_two(work: Callable[[Communicator], Any]) -> list[Any]:
+    return run_ranks(2, work)
+
+
+def with_model(**options: Any) -> dict[str, Any]:
+    torch.manual_seed(1)
+    return {"model": convnet(), **options}
+
+
+def test_a_snapshot_is_committed_two_steps_later_and_older_ones_are_dropped() -> None:
+    options = with_model()
+    held = on_two(lambda c: Rank(c, **options).train(6))
+    assert held[0] == held[1] == [(0,), (0, 1), (0, 1), (1, 3), (1, 3), (3, 5)]
+
+
+def test_one_between_two_steps_is_committed_at_once() -> None:
+    options = with_model()
+
+    def work(c: Communicator) -> list[int | None]:
+        rank, committed = Rank(c, **options), []
+        for steps in (0, 3):
+            rank.train(steps)
+            rank.steps.take_snapshot()
+            name = rank.snapshots._snapshots.newest_committed
+            committed.append(None if name is None else name.step)
+        return committed
+
+    assert on_two(work) == [[0, 3], [0, 3]]
+
+
+def test_all_ranks_use_the_interval_that_rank_0_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = with_model()
+    monkeypatch.setattr(SnapshotInterval, "choice", lambda self: 4)
+
+    def work(c: Communicator) -> tuple[int, int, tuple[int, ...]]:
+        rank = Rank(c, **options)
+        held = rank.train(10)
+        return rank.snapshots.interval, rank.steps.position.snapshot_interval, held[-1]
+
+    assert on_two(work) == [(4, 4, (4, 8))] * 2
+
+
+def test_a_known_interval_is_used_from_the_first_step() -> None:
+    options = with_model(interval=3)
+    held = on_two(lambda c: Rank(c, **options).train(7))
+    assert held[0] == held[1] == [(0,), (0,), (0,), (0, 3), (0, 3), (3,), (3, 6)]
+
+
+def test_a_limit_of_memory_that_is_too_small_ends_the_snapshots_of_all_ranks() -> None:
+    options = with_model(limit_mb=1e-3)
+
+    def work(c: Communicator) -> tuple[tuple[int, ...], list[str]]:
+        rank = Rank(c, **options)
+        return rank.train(6)[-1], [str(note) for note in rank.notes]
+
+    (held, notes), (other_held, other_notes) = on_two(work)
+    assert (held, other_held, other_notes) == ((), (), [])
+    (note,) = notes
+    assert "--snapshot_memory_mb 0.001" in note
+
+
+def test_a_rank_alone_takes_none() -> None:
+    options = with_model()
+    assert run_ranks(1, lambda c: Rank(c, **options).train(3)) == [[(), (), ()]]
