@@ -75,7 +75,7 @@ class StepSnapshots:
         self._limit_mb, self._report = limit_mb, report
         self._snapshots = Snapshots()
         self._interval, self._off = SnapshotInterval(interval), False
-        self._copies = _Copies(run)
+        self._copies, self._between = _Copies(run), 0
         self._summaries: deque[StepSummary] = deque()  # whose news all ranks don't know yet
 
     @property
@@ -99,9 +99,9 @@ class StepSnapshots:
         """
         self._obey(before=step - 1)
         self._copies.seconds = 0.0
-        due = self._interval.step_is_due(step) and not self.holds(step)
+        due = self._interval.step_is_due(step) and step not in [name.step for name in self.held]
         if self._wanted and due:
-            self._replica.take_snapshot(self._copier(step, position))
+            self._replica.take_snapshot(self._copier(self._name(step), position))
 
     def take_between_steps(self, step: int, position: Mapping[str, Any]) -> None:
         """Copy the state before a step at once, and commit it; collective, by all ranks.
@@ -117,10 +117,13 @@ class StepSnapshots:
         """
         self._obey(before=step)
         if self._wanted:
-            self._replica.take_snapshot_between_steps(self._copier(step, position))
+            self._between += 1  # a script may call this again before a step
+            token = f"{self._run.context.group.generation.key_prefix}/{self._between}"
+            name = SnapshotName(token, step)
+            self._replica.take_snapshot_between_steps(self._copier(name, position))
             communicator = self._run.context.communicator
             total(communicator, torch.ones(1, device=self._device), "the snapshot of all ranks")
-            self._snapshots.commit(self._name(step))
+            self._snapshots.commit(name)
 
     def holds(self, step: int) -> bool:
         """Tell whether this rank holds the snapshot of the state before a step."""
@@ -145,6 +148,7 @@ class StepSnapshots:
             the position that `take` was given, and what this rank alone has of it.
         """
         self._summaries.clear()
+        self._between = 0
         self._snapshots.drop_beyond(name)
         self._snapshots.commit(name)
         state = self._snapshots.state(name)
@@ -157,9 +161,8 @@ class StepSnapshots:
     def _wanted(self) -> bool:
         return not (self._run.context.summaries.alone or self._off or self._snapshots.full)
 
-    def _copier(self, step: int, position: Mapping[str, Any]) -> StateCopier:
+    def _copier(self, name: SnapshotName, position: Mapping[str, Any]) -> StateCopier:
         position = {**position, "sent": dict(self._run.context.summaries.sent)}
-        name = self._name(step)
         return StateCopier(self._snapshots, name, self._objects, position, self._copies)
 
     def _obey(self, *, before: int) -> None:

@@ -83,14 +83,16 @@ def test_one_between_two_steps_is_committed_at_once() -> None:
 
     def work(c: Communicator) -> list[int | None]:
         rank, committed = Rank(c, **options), []
-        for steps in (0, 3):
+        for steps in (0, 3, 0):
             rank.train(steps)
+            before = rank.snapshots._snapshots.newest_committed
             rank.steps.take_snapshot()
             name = rank.snapshots._snapshots.newest_committed
+            assert name != before
             committed.append(None if name is None else name.step)
         return committed
 
-    assert on_two(work) == [[0, 3], [0, 3]]
+    assert on_two(work) == [[0, 3, 3], [0, 3, 3]]
 
 
 def test_all_ranks_use_the_interval_that_rank_0_measures(monkeypatch: pytest.MonkeyPatch) -> None:
