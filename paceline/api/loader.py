@@ -84,7 +84,7 @@ class Loader:
             self._world._position.iterating = False
 
     def _batches_from(self, first: int) -> Generator[Any, None, int | None]:
-        """Yield the epoch's batches; return the step from which the next generation goes on."""
+        """Yield the epoch's batches; return the step from which the next generation continues."""
         world = self._world
         with closing(self._mapped.epoch(world.epoch, first)) as batches:
             for batch_slice, batch in batches:

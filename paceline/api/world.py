@@ -425,7 +425,7 @@ class World:
         """End an epoch's steps; stop here where a signal requested it.
 
         Returns:
-            the step from which the next generation goes on, where a peer is lost.
+            the step from which the next generation continues, where a peer is lost.
         """
         self._position.require_all_trained()
         if self._steps is not None:

@@ -48,9 +48,9 @@ _OF_CONNECTIONS = ("connect", "peer", "socket", "pipe", "closed", "abort", "remo
 class UnfinishedGroups:
     """Aborted groups of which a thread still waits, kept until it ends, at the collective's limit.
 
-    Gloo wakes no thread of its own that waits for a send which the peer hasn't asked for. Whoever
-    drops such a group waits for that thread, so none is dropped before; at the process's end none
-    is dropped at all.
+    Gloo wakes no thread of its own that waits for a send which the peer hasn't asked for. The
+    destructor of such a group waits for that thread, so no group is dropped before; at the
+    process's end none is dropped at all.
     """
 
     def __init__(self) -> None:

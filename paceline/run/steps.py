@@ -90,7 +90,7 @@ class Successor:
 
     Attributes:
         group: all its ranks, as this one sees them.
-        start: the snapshot from which it goes on, which all its ranks hold.
+        start: the snapshot from which it continues, which all its ranks hold.
         parts: for members that aren't in it, what the snapshot has of each alone; each of them is
             given to one rank.
     """
@@ -128,7 +128,7 @@ class Steps:
             raise.
         value_count: number of values that are summed per step.
         device: device of the values.
-        snapshots: takes snapshots in memory; None: the run goes on from checkpoints only.
+        snapshots: takes snapshots in memory; None: the run continues from checkpoints only.
         next_generation: called when a peer is lost; without it, the run ends then.
     """
 
@@ -197,7 +197,7 @@ class Steps:
         )
 
     def run_generations(self, train: Callable[[], None]) -> None:
-        """Call `train`, which goes on from the position; once more in each later generation.
+        """Call `train`, which continues from the position; once more in each later generation.
 
         Raises:
             CommError: a peer was lost, and there is no next generation.

@@ -1,4 +1,4 @@
-"""Training goes on with fewer ranks from a snapshot, and later with more, as one process trains.
+"""Training continues with fewer ranks from a snapshot, and later with more, as one process trains.
 
 Members train over Gloo, TCP and shared memory. A generation ends in mid-step. The next one divides
 the newest snapshot that all members hold among its ranks, and repeats the same global batches:
@@ -113,7 +113,7 @@ class Elastic:
     """A training by generations of several members, each of which is a thread.
 
     Attributes:
-        starts: for each generation but the first, the step from which it goes on.
+        starts: for each generation but the first, the step from which it continues.
     """
 
     training: Training

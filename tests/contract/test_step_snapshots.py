@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from paceline.comm.communicator import Communicator
 from paceline.data.order import Order
-from paceline.errors import Message
+from paceline.errors import CommError, Message
 from paceline.replica.state_copier import StateObjects
 from paceline.run.run import Run
 from paceline.run.step_snapshots import StepSnapshots
-from paceline.run.steps import Position, SavePolicy, Steps
+from paceline.run.steps import Position, SavePolicy, Steps, Successor
 from paceline.state.snapshot_interval import SnapshotInterval
+from paceline.state.snapshots import SnapshotName
 from tests.harness.equivalence.large_batch import convnet
 from tests.harness.equivalence.one_rank import Bench
 from tests.harness.equivalence.rank_threads import run_ranks
@@ -129,3 +133,38 @@ def test_a_limit_of_memory_that_is_too_small_ends_the_snapshots_of_all_ranks() -
 def test_a_rank_alone_takes_none() -> None:
     options = with_model()
     assert run_ranks(1, lambda c: Rank(c, **options).train(3)) == [[(), (), ()]]
+
+
+def test_what_a_lost_generation_has_is_released_before_the_next_one_is_made() -> None:
+    options = with_model()
+
+    def work(c: Communicator) -> list[bool]:
+        rank = Rank(c, **options)
+        rank.train(2)
+        rank.steps._next_generation = refuse
+        kept = [weakref.ref(rank.bench.replica._binding.synchronizer)]
+        error = lost(kept)
+        rank.steps.leave_generation(error)
+        gc.collect()
+        return [each() is None for each in kept]
+
+    assert run_ranks(1, work) == [[True, True]]
+
+
+def refuse(error: CommError, held: Sequence[SnapshotName]) -> Successor:
+    raise error
+
+
+def lost(kept: list[Any]) -> CommError:
+    """Return an error one of whose frames has an object, which is added to what is kept."""
+
+    def lose() -> None:
+        of_frame = nn.Linear(1, 1)
+        kept.append(weakref.ref(of_frame))
+        raise CommError("a peer was lost.")
+
+    try:
+        lose()
+    except CommError as error:
+        return error
+    raise AssertionError

@@ -121,7 +121,7 @@ def test_a_run_that_goes_on_at_a_step_nobody_trained_has_lost_those_before(tmp_p
 
 @pytest.mark.parametrize("by_member", [False, True])
 def test_a_missing_line_is_lost_samples_with_their_place(tmp_path: Path, by_member: bool) -> None:
-    """Though the other member's line tells the share: this one trained something else."""
+    """Though the other member's line has the share: this one trained something else."""
     history = two_ranks(ended=True, by_member=by_member)
     edit(history, 1, lambda event: (event["event"], event.get("step")) != ("step", 4))
     proof = proof_of(history, tmp_path)

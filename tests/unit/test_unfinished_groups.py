@@ -12,7 +12,7 @@ from tests.harness.processes.python_program import ROOT
 
 
 class Collective:
-    """Collective that ends when it is told to."""
+    """Collective that ends when a test sets `ended`."""
 
     ended = False
 

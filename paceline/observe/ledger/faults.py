@@ -69,7 +69,7 @@ def contradictions(history: History, period: Period) -> Iterator[str]:
 
 
 def substitutions(history: History, period: Period, told: Mapping[int, int]) -> Iterator[str]:
-    """Yield which members' lines are missing in a generation, where other members' lines tell all.
+    """Yield which members' lines are missing in a generation, where other members' lines have all.
 
     Args:
         history: the run's.

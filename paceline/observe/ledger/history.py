@@ -6,7 +6,7 @@ In step after step of an epoch a rank trains the same part of each batch, here c
     rank 0    0-16    0-16    0-16
     rank 1    16-32   16-32   16-32    >  one stretch: rank 1, steps 40 to 43, columns 16 to 32
 
-Each line also tells the shares of all ranks, as the data order divides the batch: cuts 0, 16, 32.
+Each line also has the shares of all ranks, as the data order divides the batch: cuts 0, 16, 32.
 
 These types hold what the lines say, right or wrong; `proof` checks it.
 """
@@ -99,5 +99,5 @@ class Generation:
 
     @property
     def tells_all(self) -> bool:
-        """Whether lines tell the shares of all ranks; those of earlier versions don't."""
+        """Whether lines have the shares of all ranks; those of earlier versions don't."""
         return any(stretch.cuts for stretch in self.stretches)

@@ -1,7 +1,7 @@
 """Adds up each epoch's samples, segment by segment, and says what isn't exact.
 
 In each step that is owed the shares of the generation that answers for it must tile the batch.
-Every line tells the shares of all ranks, of which its member's own counts; the others are compared,
+Every line has the shares of all ranks, of which its member's own counts; the others are compared,
 and count where their own members' last lines are missing.
 Among the steps under way, which not all ranks have passed, nothing may stand twice, and no rank may
 have left out a step and written a later one.

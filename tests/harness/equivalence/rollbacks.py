@@ -179,8 +179,9 @@ class Rollbacks:
         self._held[c.rank] = snapshots.held
         meet(c)
         if c.rank == 0 and number in self.measured:
-            while UNFINISHED:  # one of Gloo's threads waits for its limit
-                time.sleep(0.1)
+            deadline = time.monotonic() + 3 * LIMIT
+            while UNFINISHED and time.monotonic() < deadline:  # Gloo's threads wait for their limit
+                time.sleep(0.1)  # they signal nothing
             self.usages.append(Usage.now())
         name = self._held_by_all(c.world_size)[-1]
         meet(c)

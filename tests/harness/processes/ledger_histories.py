@@ -26,7 +26,7 @@ class RunHistory:
 
     Attributes:
         broken: positions whose records can't be read, in each epoch.
-        by_member: each member has a file, whose lines tell all shares; otherwise, as in earlier
+        by_member: each member has a file, whose lines have all shares; otherwise, as in earlier
             versions, each rank has one, whose lines tell its own. It may change between two starts.
         files: the lines of each machine's files; a torn one ends without a line's end.
         trained: how often each position of each step that counts was trained.
