@@ -36,8 +36,11 @@ from variants import Setting, Training, bind
 
 from paceline.cluster.supervision.allocator import keep_freed_memory
 from paceline.config.world import SyncConfig
+from paceline.replica.checkpoint_state import checkpoint_entries
+from paceline.replica.state_copier import PARAMETERS, StateCopier, StateObjects
 from paceline.state.checkpoint_files import Checkpoints
-from paceline.state.checkpointer import Checkpointer, Stateful
+from paceline.state.checkpoint_writer import Checkpoint, CheckpointWriter
+from paceline.state.snapshots import SnapshotName, Snapshots
 
 MINUTE = 60  # seconds
 
@@ -98,8 +101,8 @@ def serve(setting: Saving) -> None:
     keep_freed_memory()  # as any worker of Paceline does; the other methods have it too
     training = Training(setting)
     replica = bind(training, setting, meet(setting, "checkpoint"), SyncConfig(sync="allreduce"))
-    parts: dict[str, Stateful] = {"model": training.model, "optimizer": training.optimizer}
-    checkpointer = Checkpointer(parts, Checkpoints(Path(setting.folder), keep=1), constant={})
+    objects = StateObjects(model=training.model, optimizer=training.optimizer)
+    writer = CheckpointWriter(Checkpoints(Path(setting.folder), keep=1), constant={})
     numbers, files = count(), count()
 
     def step() -> None:
@@ -109,14 +112,17 @@ def serve(setting: Saving) -> None:
     def save() -> None:
         replica.settle()
         if setting.rank == 0:
-            checkpointer.capture(next(files), {})
-            checkpointer.publish()
+            snapshots, name = Snapshots(), SnapshotName("benchmark", next(files))
+            replica.take_snapshot_between_steps(StateCopier(snapshots, name, objects, {}))
+            state = snapshots.state(name)
+            entries = {**checkpoint_entries(state, objects), "position": {}}
+            writer.publish(Checkpoint(name=name, state=entries, parameters=state[PARAMETERS]))
 
     step()
     print("ready", flush=True)
     for told in sys.stdin:
         seconds = timed({"step": step, "save": save}[told.strip()])
-        print(seconds, checkpointer.published.qsize(), flush=True)
+        print(seconds, writer.published.qsize(), flush=True)
 
 
 def timed(function: Callable[[], None]) -> float:

@@ -21,8 +21,8 @@ from paceline.comm.communicator import gather_counts
 from paceline.data.batch_slice import BatchSlice
 from paceline.data.order import Order
 from paceline.errors import ConfigError, many
+from paceline.run.position import Position
 from paceline.run.run import Run
-from paceline.run.steps import Position
 
 
 class SamplePosition:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from paceline.errors import ConfigError
-from paceline.state.checkpointer import Restorable
+from paceline.state.stateful import Restorable
 
 _PLAIN = (Tensor, bool, int, float, complex, str, bytes, type(None))
 _TORCH = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import atexit
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -40,11 +40,13 @@ from paceline.errors import CommError, ConfigError, PacelineError
 from paceline.replica.hooks import patch
 from paceline.replica.replica import Replica
 from paceline.replica.state_copier import StateObjects
+from paceline.run.checkpoint_schedule import SavePolicy
 from paceline.run.run import Run
 from paceline.run.step_snapshots import StepSnapshots
-from paceline.run.steps import NextGeneration, SavePolicy, Steps, Stop
+from paceline.run.steps import NextGeneration, Steps, Stop
 from paceline.state.checkpoint_files import Checkpoints
-from paceline.state.checkpointer import Checkpointer, Restorable, Stateful
+from paceline.state.checkpoint_writer import CheckpointWriter
+from paceline.state.stateful import Restorable
 from paceline.wiring import Start
 
 _TERMINATED = 143  # the status where another process received the signal
@@ -288,7 +290,7 @@ class World:
                 "world.checkpoint() needs a run folder: pass run=… to paceline.join()."
             )
         with errors_name_arguments():
-            self._between_steps("world.checkpoint()").save()
+            self._between_steps("world.checkpoint()").save(together=False)
 
     def close(self) -> None:
         """End the world after its last step; save what isn't saved yet.
@@ -339,27 +341,26 @@ class World:
         session.resources.callback(replica.close)
         session.resources.callback(_refuse_outside(optimizer, replica, lambda: self._lost))
         self._replica, self._saved_objects = replica, saved_objects
-        checkpointer = None
+        output, writer = session.output, None
         if session.run is not None and self.rank == 0:
-            saved: Mapping[str, Stateful] = {
-                **saved_objects,
-                "course": self._position,
-                "tracked": self._tracked,
-            }
-            checkpoints = Checkpoints(session.run, session.output.keep_checkpoints)
-            checkpointer = Checkpointer(
-                saved,
-                checkpoints,
+            writer = CheckpointWriter(
+                Checkpoints(session.run, output.keep_checkpoints),
                 constant={"config": session.identity},
                 report=print_message,
             )
-        output = session.output
-        objects = StateObjects(model=model, optimizer=optimizer, tracked=self._tracked.objects)
+        objects = StateObjects(
+            model=model,
+            optimizer=optimizer,
+            tracked=self._tracked.objects,
+            saved={"course": self._position},
+            tracked_entry="tracked",
+        )
         snapshots = StepSnapshots(
             self._run,
             replica,
             objects,
             session.device,
+            enabled=output.snapshots,
             interval=self._position.position.snapshot_interval,
             limit_mb=output.snapshot_memory_mb,
             report=print_message_for_scripts,
@@ -367,7 +368,7 @@ class World:
         self._steps = Steps(
             replica,
             self._run,
-            checkpointer,
+            writer,
             generation=self.generation,
             seed=session.seed,
             position=self._position.position,
@@ -376,7 +377,7 @@ class World:
             check_sums=lambda number, sums: None,
             value_count=0,
             device=session.device,
-            snapshots=snapshots if output.snapshots else None,
+            snapshots=snapshots,
             next_generation=self._next_generation,
         )
 

@@ -26,10 +26,11 @@ from paceline.errors import ConfigError
 from paceline.recorder import NullRecorder, Recorder
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.rank_state import RankState
+from paceline.replica.entry_names import EntryNames
 from paceline.replica.trained_parameters import TrainedParameters
-from paceline.state.checkpointer import Restorable
 from paceline.state.snapshots import SnapshotName, Snapshots
 from paceline.state.state_copy import copy_state
+from paceline.state.stateful import Restorable, Stateful
 from paceline.update.state_entries import restore_entries
 from paceline.update.state_watch import plain_state
 
@@ -38,6 +39,10 @@ POSITION, TRACKED = "position", "tracked"
 PARAMETERS, REQUIRES_GRAD, BUFFERS, EXTRA = "parameters", "requires_grad", "buffers", "extra_state"
 OPTIMIZER, GROUPS, OTHER = "optimizer", "param_groups", "other_optimizer_state"
 RANK = "rank"
+ENTRIES, SAVED = "entries", "saved"  # for checkpoint files only
+OWN_OPTIMIZER = (
+    "the optimizer"  # name among the tracked objects, where it has a state dict of its own
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,18 +53,25 @@ class StateObjects:
         model: the model.
         optimizer: its optimizer.
         tracked: further objects (schedulers, loss scalers, …), by name.
+        saved: objects whose state only checkpoint files need, by name.
+        tracked_entry: the entry of a checkpoint file that has the tracked objects' states; "": each
+            has an entry of its own.
+        entry_names: the names of the model's entries.
     """
 
     model: nn.Module
     optimizer: Optimizer
     tracked: Mapping[str, Restorable] = field(default_factory=dict)
+    saved: Mapping[str, Stateful] = field(default_factory=dict)
+    tracked_entry: str = ""
+    entry_names: EntryNames = field(default_factory=EntryNames)
 
     @property
     def all_tracked(self) -> Mapping[str, Restorable]:
         """The tracked objects, and the optimizer if its class has a state dict of its own."""
         kind = type(self.optimizer)
         plain = kind.state_dict is Optimizer.state_dict
-        return self.tracked if plain else {**self.tracked, "the optimizer": self.optimizer}
+        return self.tracked if plain else {**self.tracked, OWN_OPTIMIZER: self.optimizer}
 
 
 class StateCopier:
@@ -100,15 +112,18 @@ class StateCopier:
             self._names, modules = trained.names, dict(model.named_modules())
             self._snapshots.open(self._name)
             groups, other = enumerate(optimizer.param_groups), plain_state(optimizer).items()
+            buffers = {name: m._buffers[key] for name, m, key in _buffers(modules)}
             parts: dict[str, Mapping[Any, Any]] = {
                 POSITION: self._position,
                 TRACKED: {n: one.state_dict() for n, one in tracked.all_tracked.items()},
-                BUFFERS: {name: m._buffers[key] for name, m, key in _buffers(modules)},
+                BUFFERS: buffers,
                 EXTRA: {name: m.get_extra_state() for name, m in _with_extra_state(modules)},
                 REQUIRES_GRAD: {name: p.requires_grad for p, name in self._names.items()},
                 GROUPS: {index: self._options(group) for index, group in groups},
                 OTHER: {key: value for key, value in other if not isinstance(key, Tensor)},
                 RANK: {},
+                ENTRIES: self._objects.entry_names.of(model, self._names, buffers.keys()),
+                SAVED: {name: one.state_dict() for name, one in self._objects.saved.items()},
             }
             self._copy([p for p in self._names if p not in exchanged], parts)
 

@@ -54,9 +54,13 @@ class StepSnapshots:
         replica: the model's replica, whose steps copy the state.
         objects: the objects whose state is copied.
         device: device of the communicator's tensors.
+        enabled: whether snapshots are taken.
         interval: the interval that an earlier start measured, in steps; 0: it is measured.
         limit_mb: the limit of their memory in MiB; 0: no limit.
         report: called on rank 0 with a sentence for the user.
+
+    Attributes:
+        objects: the objects whose state is copied.
     """
 
     def __init__(
@@ -66,15 +70,17 @@ class StepSnapshots:
         objects: StateObjects,
         device: torch.device,
         *,
+        enabled: bool = True,
         interval: int = 0,
         limit_mb: float = 0.0,
         report: Callable[[Message], object] = lambda note: None,
     ) -> None:
-        self._run, self._replica, self._objects = run, replica, objects
+        self._run, self._replica, self.objects = run, replica, objects
         self._device = device
         self._limit_mb, self._report = limit_mb, report
         self._snapshots = Snapshots()
-        self._interval, self._off = SnapshotInterval(interval), False
+        self._interval, self._off = SnapshotInterval(interval), not enabled
+        self._enabled = enabled
         self._copies, self._between = _Copies(run), 0
         self._summaries: deque[StepSummary] = deque()  # whose news all ranks don't know yet
 
@@ -88,19 +94,55 @@ class StepSnapshots:
         """The interval between snapshots, in steps; 0 as long as it is measured."""
         return self._interval.steps
 
-    def take(self, step: int, position: Mapping[str, Any]) -> None:
+    @property
+    def on(self) -> bool:
+        """Whether snapshots are taken; the same on all ranks."""
+        return not self._off
+
+    @property
+    def alone(self) -> bool:
+        """Whether this rank is the only one, so that what it holds is committed."""
+        return self._run.context.summaries.alone
+
+    @property
+    def full(self) -> bool:
+        """Whether two are held of which the newer isn't committed; the same on all ranks."""
+        return self._snapshots.full
+
+    @property
+    def newest_committed(self) -> SnapshotName | None:
+        """Name of the newest snapshot that all ranks hold, None before there is one."""
+        return self._snapshots.newest_committed
+
+    def lend(self) -> tuple[SnapshotName, Mapping[str, Mapping[Any, Any]]] | None:
+        """Return the newest committed snapshot, whose memory isn't used again; from any thread."""
+        return self._snapshots.lend()
+
+    def obey(self, *, before: int) -> SnapshotName | None:
+        """Obey summaries of steps below `before`, until one commits a snapshot; return its name."""
+        while self._summaries and self._summaries[0].step < before:
+            if (name := self._obey_summary(self._summaries.popleft())) is not None:
+                return name
+        return None
+
+    def take(self, step: int, position: Mapping[str, Any], *, wanted: bool = False) -> None:
         """Let the step that begins copy the state before it, if a snapshot is due.
 
-        There is none while two are held of which the newer isn't committed.
+        There is none while two are held of which the newer isn't committed. A rank alone copies at
+        once.
 
         Args:
-            step: the step's number.
+            step: the step's number; summaries are obeyed before it.
             position: of the run; plain values by name.
+            wanted: it is due, whatever the interval.
         """
-        self._obey(before=step - 1)
         self._copies.seconds = 0.0
-        due = self._interval.step_is_due(step) and step not in [name.step for name in self.held]
-        if self._wanted and due:
+        due = wanted or self._interval.step_is_due(step)
+        if self._off or self.full or not due or step in [name.step for name in self.held]:
+            return
+        if self.alone:
+            self.take_between_steps(step, position)
+        else:
             self._replica.take_snapshot(self._copier(self._name(step), position))
 
     def take_between_steps(self, step: int, position: Mapping[str, Any]) -> None:
@@ -115,14 +157,16 @@ class StepSnapshots:
         Raises:
             CommError: a peer was lost, or silent.
         """
-        self._obey(before=step)
-        if self._wanted:
+        while self.obey(before=step) is not None:
+            pass
+        if not self._off:
             self._between += 1  # a script may call this again before a step
             token = f"{self._run.context.group.generation.key_prefix}/{self._between}"
             name = SnapshotName(token, step)
             self._replica.take_snapshot_between_steps(self._copier(name, position))
-            communicator = self._run.context.communicator
-            total(communicator, torch.ones(1, device=self._device), "the snapshot of all ranks")
+            if not self.alone:
+                communicator, what = self._run.context.communicator, "the snapshot of all ranks"
+                total(communicator, torch.ones(1, device=self._device), what)
             self._snapshots.commit(name)
 
     def holds(self, step: int) -> bool:
@@ -153,25 +197,20 @@ class StepSnapshots:
         self._snapshots.commit(name)
         state = self._snapshots.state(name)
         position = dict(state[POSITION])
-        self._interval.steps, self._off = position["snapshot_interval"], False
-        own = restore_state(state, self._objects)
+        self._interval.steps, self._off = position["snapshot_interval"], not self._enabled
+        own = restore_state(state, self.objects)
         return position, OwnPart(state=own, sent=position.pop("sent"))
-
-    @property
-    def _wanted(self) -> bool:
-        return not (self._run.context.summaries.alone or self._off or self._snapshots.full)
 
     def _copier(self, name: SnapshotName, position: Mapping[str, Any]) -> StateCopier:
         position = {**position, "sent": dict(self._run.context.summaries.sent)}
-        return StateCopier(self._snapshots, name, self._objects, position, self._copies)
+        return StateCopier(self._snapshots, name, self.objects, position, self._copies)
 
-    def _obey(self, *, before: int) -> None:
-        while self._summaries and self._summaries[0].step < before:
-            self._obey_summary(self._summaries.popleft())
-
-    def _obey_summary(self, summary: StepSummary) -> None:
-        if summary.held:
-            self._snapshots.commit(self._name(summary.step))
+    def _obey_summary(self, summary: StepSummary) -> SnapshotName | None:
+        """Return the name of the snapshot that a summary commits here."""
+        name = self._name(summary.step)
+        committed = summary.held and name in self.held
+        if committed:
+            self._snapshots.commit(name)
         if summary.interval == OFF and not self._off:
             note = memory_note(self._snapshots.nbytes_required, self._limit_mb)
             if note is not None and self._run.context.group.rank == 0:
@@ -179,6 +218,7 @@ class StepSnapshots:
             self._off, self._snapshots = True, Snapshots()
         elif summary.interval:
             self._interval.steps = summary.interval
+        return name if committed and not self._off else None
 
     def _name(self, step: int) -> SnapshotName:
         return SnapshotName(self._run.context.group.generation.key_prefix, step)

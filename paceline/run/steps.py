@@ -5,8 +5,8 @@
 
 State is saved at a boundary, the moment before a step: it then contains the last step's result, the
 schedule and the epoch's end. All ranks receive the same summaries, so they stop at the same
-boundary. Rank 0 saves the state and decides when; what it decides by its clock is a request that
-all ranks receive, so that they contribute their own state at the same boundary:
+boundary. What rank 0 decides by its clock is a request that all ranks receive, so that they take
+the same snapshots (`CheckpointSchedule`):
 
     step n  send(n, request=…) ── step n + 1 ── boundary n + 2  receive(before=n + 1), snapshot
 """
@@ -15,11 +15,9 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from enum import IntEnum
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -27,16 +25,15 @@ import torch
 from torch import Tensor
 
 from paceline.cluster.membership.generation import Group
-from paceline.comm.communicator import broadcast_state
 from paceline.data import splitmix
 from paceline.data.batch_slice import BatchSlice
 from paceline.errors import CommError
-from paceline.reduce.rank_state import OPTIMIZER
 from paceline.replica.replica import Replica
+from paceline.run.checkpoint_schedule import CheckpointSchedule, SavePolicy
+from paceline.run.position import Position
 from paceline.run.run import Run
 from paceline.run.step_snapshots import OwnPart, StepSnapshots
-from paceline.state.checkpoint_files import EXCHANGE
-from paceline.state.checkpointer import Checkpointer
+from paceline.state.checkpoint_writer import CheckpointWriter
 from paceline.state.snapshots import SnapshotName
 
 # Purposes of random streams: inside a step, and before it. Those in `paceline.data` are 1 to 6.
@@ -45,43 +42,6 @@ _IN_STEP, _BEFORE_STEP = 3, 4
 
 class Stop(Exception):
     """Exception that stops the run at a step boundary, after the state has been saved."""
-
-
-@dataclass(kw_only=True)
-class Position:
-    """Position of a run: epoch, step and accumulated sums.
-
-    Attributes:
-        epoch: the epoch's number.
-        step: number of completed steps in the epoch.
-        number: number of completed steps in the run.
-        sums: sums over the epoch's completed steps and all ranks.
-        best: the best test accuracy of all completed epochs; None if there is none.
-        snapshot_interval: the interval between in-memory snapshots, in steps; 0: not measured yet.
-    """
-
-    epoch: int = 0
-    step: int = 0
-    number: int = 0
-    sums: list[float] = field(default_factory=list)
-    best: float | None = None
-    snapshot_interval: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class SavePolicy:
-    """Schedule of checkpoints within an epoch, by steps and by minutes; 0 disables an interval."""
-
-    steps: int = 0
-    minutes: float = 0.0
-
-    def due_by_steps(self, number: int) -> bool:
-        """Tell whether one is due before step `number`."""
-        return self.steps > 0 and number % self.steps == 0
-
-    def due_by_time(self, seconds: float) -> bool:
-        """Tell whether one is due so many seconds after the last."""
-        return 0 < self.minutes * 60 <= seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,21 +64,13 @@ NextGeneration = Callable[[CommError, Sequence[SnapshotName]], Successor]
 """Decides, given the lost connection and the names of the snapshots that this rank holds."""
 
 
-class Request(IntEnum):
-    """Request of rank 0 to all ranks for the next step boundary."""
-
-    NOTHING = 0
-    SNAPSHOT = 1
-    SAVE = 2
-
-
 class Steps:
     """Step driver: begins, ends and records steps, and saves or stops at step boundaries.
 
     Args:
         replica: this rank's model replica.
         run: the run, whose recorder receives one event per step, and measures the step.
-        checkpointer: saves the state on rank 0; None on other ranks.
+        writer: writes checkpoints on rank 0; None on other ranks, and where nothing is saved.
         generation: the generation's number, for the ledger.
         seed: seed of the random streams.
         position: the run's position, which each step advances.
@@ -128,7 +80,7 @@ class Steps:
             raise.
         value_count: number of values that are summed per step.
         device: device of the values.
-        snapshots: takes snapshots in memory; None: the run continues from checkpoints only.
+        snapshots: takes snapshots in memory.
         next_generation: called when a peer is lost; without it, the run ends then.
     """
 
@@ -136,7 +88,7 @@ class Steps:
         self,
         replica: Replica,
         run: Run,
-        checkpointer: Checkpointer | None,
+        writer: CheckpointWriter | None,
         *,
         generation: int,
         seed: int,
@@ -146,30 +98,32 @@ class Steps:
         check_sums: Callable[[int, Sequence[float]], None],
         value_count: int,
         device: torch.device,
-        snapshots: StepSnapshots | None = None,
+        snapshots: StepSnapshots,
         next_generation: NextGeneration | None = None,
     ) -> None:
         self._snapshots, self._next_generation = snapshots, next_generation
         self._start_fields: dict[str, object] = {}
         self._replica, self.run = replica, run
-        self._checkpointer, self._seed = checkpointer, seed
+        self._writer, self._seed = writer, seed
         self.generation, self.position = generation, position
         self.position.sums = self.position.sums or [0.0] * value_count
         self._stopping, self._check_sums = stopping, check_sums
         self._value_count, self._device = value_count, device
-        rank_0_settings = [checkpointer is not None, policy.steps]
-        what = "the broadcast of rank 0's decisions"
-        self._saving, steps = broadcast_state(
-            run.context.communicator, rank_0_settings, device, what
+        self._checkpoints = CheckpointSchedule(
+            run,
+            replica,
+            snapshots,
+            writer,
+            policy,
+            device,
+            settle=self._settle,
+            generation=lambda: self.generation,
         )
-        self._policy = replace(policy, steps=steps)
         self._begin_generation()
 
     def _begin_generation(self) -> None:
         self._stop_requested_in: int | None = None  # the step in which a rank asked to stop
-        # Rank 0's requests, by the steps that reported them; carried out two boundaries later.
-        self._requests = deque([(self.position.number - 2, Request.SNAPSHOT)])
-        self._saved_at, self._saved_number = time.monotonic(), self.position.number
+        self._checkpoints.begin_generation(self.position.number)
 
     def record_start(self, origin: str | None, **fields: object) -> None:
         """Record the start of the run; that of a later generation is recorded with the same fields.
@@ -218,7 +172,7 @@ class Steps:
             CommError: a peer was lost, or silent.
         """
         self._receive_summaries(before=self.position.number)
-        if self._snapshots is not None:
+        if not self._snapshots.alone:
             self._snapshots.take_between_steps(self.position.number, asdict(self.position))
 
     def leave_generation(self, error: CommError) -> None:
@@ -227,7 +181,7 @@ class Steps:
         Args:
             error: reports the lost connection; raised where the run can't go on.
         """
-        if self._next_generation is None or self._snapshots is None:
+        if self._next_generation is None or not self._snapshots.on:
             raise error
         self._replica.leave_generation()
         self.run.context.abort()
@@ -241,7 +195,6 @@ class Steps:
             RankStateError: members that aren't in it had state that no other has.
         """
         assert self._next_generation is not None
-        assert self._snapshots is not None
         successor = self._next_generation(error, self._snapshots.held)
         position, own = self._snapshots.restore(successor.start)
         parts = [own, *successor.parts]
@@ -300,12 +253,13 @@ class Steps:
             **fields,
         )
         self.position.step, self.position.number = batch.step + 1, number + 1
-        request = Request.NOTHING if self.run.context.summaries.alone else self._request()
-        held = self._snapshots is not None and self._snapshots.holds(number)
-        seconds = time.perf_counter() - began
-        interval = 0 if self._snapshots is None else self._snapshots.measure(seconds)
         self.run.context.summaries.send(
-            number, sums, stop=self._stopping(), request=request, held=held, interval=interval
+            number,
+            sums,
+            stop=self._stopping(),
+            request=0 if self._snapshots.alone else self._checkpoints.request(number + 1),
+            held=self._snapshots.holds(number),
+            interval=self._snapshots.measure(time.perf_counter() - began),
         )
 
     def seed(self, number: int) -> None:
@@ -323,7 +277,7 @@ class Steps:
             self._stop()
         with self.run.recorder.span("settle"):
             self._replica.synchronize_replicas()
-        self._snapshot()
+        self._checkpoints.end_steps()
         return list(self.position.sums)
 
     def end_epoch(self, accuracy: float | None = None) -> None:
@@ -343,24 +297,24 @@ class Steps:
         )
         self.save(best=best)
 
-    def save(self, *, best: bool = False) -> None:
+    def save(self, *, best: bool = False, together: bool = True) -> None:
         """Save a checkpoint in the background; ranks other than 0 settle and send their state.
 
-        Rank 0 alone may call it where the ranks have no state besides model and optimizer.
+        Args:
+            best: the state is the best so far.
+            together: all ranks call it. Otherwise rank 0 alone may, where the ranks have no state
+                besides model and optimizer.
 
         Raises:
             CommError: a peer was lost, or silent.
             CheckpointError: an earlier checkpoint couldn't be written.
         """
-        self._snapshot(best=best)
-        if self._checkpointer is not None:
-            self._checkpointer.publish()
-        self._saved_at, self._saved_number = time.monotonic(), self.position.number
+        self._checkpoints.save(best=best, together=together)
 
     def rescue(self) -> None:
         """Write the newest state in memory to the disk, from another thread."""
-        if self._checkpointer is not None:
-            self._checkpointer.rescue()
+        if self._writer is not None:
+            self._writer.rescue()
 
     def finish(self) -> None:
         """Return once everything is on the disk, and record the end. All ranks call it.
@@ -369,54 +323,20 @@ class Steps:
             CommError: a peer was lost, or silent.
             CheckpointError: it couldn't be written.
         """
-        if self._checkpointer is not None:
-            self._checkpointer.wait()
-            self._record_published(self._checkpointer.published)
+        if self._writer is not None:
+            self._writer.wait()
+            self._record_published(self._writer.published)
         self.run.recorder.event("finish")
 
     def _boundary(self, number: int) -> None:
         self._receive_summaries(before=number - 1)
-        if self._snapshots is not None:
-            self._snapshots.take(number, asdict(self.position))
-            self.position.snapshot_interval = self._snapshots.interval
         agreed = self._stop_requested_in is not None and self._stop_requested_in < number - 1
-        if agreed or (self.run.context.summaries.alone and self._stopping()):
+        if agreed or (self._snapshots.alone and self._stopping()):
             self._stop()
-        if self._checkpointer is not None:
-            self._record_published(self._checkpointer.published)
-        request = self._request_of_all(number)
-        if self._checkpointer is None and not self._replica.stateful:
-            return
-        if request is Request.SAVE:
-            self.save()
-        elif request is Request.SNAPSHOT:
-            self._snapshot()
-
-    def _request_of_all(self, number: int) -> Request:
-        """Return what all ranks do before step `number`, by rank 0's requests and the policy."""
-        requests = [Request.NOTHING]
-        while self._requests and self._requests[0][0] <= number - 2:
-            step, request = self._requests.popleft()
-            if request is Request.SNAPSHOT or step >= self._saved_number:  # else it was saved since
-                requests.append(request)
-        if not self._saving:
-            return Request.NOTHING
-        if self.run.context.summaries.alone:
-            requests.append(self._request())
-        done = self.position.number
-        if done > self._saved_number and self._policy.due_by_steps(done):
-            requests.append(Request.SAVE)
-        return max(requests)
-
-    def _request(self) -> Request:
-        """Return this rank's request; each is made once."""
-        if self._checkpointer is None:
-            return Request.NOTHING
-        due = self._policy.due_by_time(time.monotonic() - self._saved_at)
-        if due and self.position.number > self._saved_number:
-            self._saved_at = time.monotonic()
-            return Request.SAVE
-        return Request.SNAPSHOT if self._checkpointer.snapshot_due() else Request.NOTHING
+        if self._writer is not None:
+            self._record_published(self._writer.published)
+        self._checkpoints.at_boundary(number, self.position)
+        self.position.snapshot_interval = self._snapshots.interval
 
     def _receive_summaries(self, *, before: int) -> None:
         for summary in self.run.context.summaries.receive(before=before):
@@ -424,26 +344,16 @@ class Steps:
             self.position.sums = [total + added for total, added in sums]
             if summary.stop and self._stop_requested_in is None:
                 self._stop_requested_in = summary.step
-            if summary.request:
-                self._requests.append((summary.step, Request(summary.request)))
-            if self._snapshots is not None:
-                self._snapshots.receive(summary)
+            self._snapshots.receive(summary)
+            self._checkpoints.receive(summary, self.position.sums)
             self._check_sums(summary.step, summary.sums)
 
-    def _snapshot(self, *, best: bool = False) -> None:
+    def _settle(self) -> Position:
+        """Settle, and receive all summaries, so that the position has all sums."""
         with self.run.recorder.span("settle"):
             self._replica.settle()
         self._receive_summaries(before=self.position.number)
-        started = time.monotonic()
-        state = self._replica.state() if self._saving else None
-        if self._checkpointer is not None:
-            spent = time.monotonic() - started
-            position = {**asdict(self.position), "generation": self.generation}
-            gathered = dict(state or {})
-            exchange = {name: gathered.pop(name) for name in list(gathered) if name != OPTIMIZER}
-            gathered |= {EXCHANGE: exchange} if exchange else {}
-            number = self.position.number
-            self._checkpointer.capture(number, position, gathered, spent=spent, best=best)
+        return self.position
 
     def _stop(self) -> None:
         self.save()

@@ -11,6 +11,7 @@ told that it is held here. The memory of a superseded snapshot is used for the n
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -44,17 +45,19 @@ class _Stage(Enum):
 
 @dataclass(kw_only=True)
 class _Snapshot:
-    """Snapshot: its name, its stage, and its state by part."""
+    """Snapshot: its name, its stage, its state by part, and whether a reader retains its memory."""
 
     name: SnapshotName
     stage: _Stage = _Stage.OPEN
     state: dict[str, dict[Any, Any]] = field(default_factory=dict)
+    lent: bool = False
 
 
 class Snapshots:
-    """In-memory snapshots of this rank, oldest first; used by one thread."""
+    """In-memory snapshots of this rank, oldest first; used by one thread, but for `lend`."""
 
     def __init__(self) -> None:
+        self._lending = threading.Lock()
         self._snapshots: list[_Snapshot] = []
         self._spare: dict[str, dict[Any, Any]] = {}  # state of one that is no longer needed
 
@@ -141,10 +144,24 @@ class Snapshots:
             raise KeyError(name)
         return self._get(name, _Stage.HELD, _Stage.COMMITTED).state
 
+    def lend(self) -> tuple[SnapshotName, Mapping[str, Mapping[Any, Any]]] | None:
+        """Return the newest committed snapshot, whose memory isn't used again; from any thread.
+
+        Returns:
+            its name and its parts, which stay as they are; None before there is one.
+        """
+        with self._lending:
+            for one in reversed(self._snapshots):
+                if one.stage is _Stage.COMMITTED:
+                    one.lent = True
+                    return one.name, one.state
+        return None
+
     def _drop(self, snapshot: _Snapshot) -> None:
-        """Drop a snapshot; its memory awaits the next copy."""
-        self._snapshots.remove(snapshot)
-        self._spare = snapshot.state
+        """Drop a snapshot; its memory awaits the next copy, unless it is lent."""
+        with self._lending:
+            self._snapshots.remove(snapshot)
+            self._spare = {} if snapshot.lent else snapshot.state
 
     def _find(self, name: SnapshotName) -> _Snapshot | None:
         return next((one for one in self._snapshots if one.name == name), None)

@@ -21,7 +21,7 @@ from paceline.config.train import difference
 from paceline.data.order import Order
 from paceline.errors import CheckpointError, ConfigError, Message
 from paceline.replica.replica import Replica
-from paceline.run.steps import Position
+from paceline.run.position import Position
 from paceline.state.checkpoint_files import EXCHANGE, Checkpoints, read_checkpoint
 from paceline.state.run_folder import next_generation
 

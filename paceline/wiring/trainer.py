@@ -21,13 +21,15 @@ from paceline.recorder import NullRecorder, Recorder
 from paceline.replica.replica import Replica
 from paceline.replica.state_copier import StateObjects
 from paceline.run.autotune import TrialSetting
+from paceline.run.checkpoint_schedule import SavePolicy
 from paceline.run.learning_rate import LearningRate
+from paceline.run.position import Position
 from paceline.run.precision import Precision
 from paceline.run.run import Run
 from paceline.run.step_snapshots import StepSnapshots
-from paceline.run.steps import NextGeneration, Position, SavePolicy, Steps
+from paceline.run.steps import NextGeneration, Steps
 from paceline.state.checkpoint_files import FOLDER, Checkpoints
-from paceline.state.checkpointer import Checkpointer, Stateful
+from paceline.state.checkpoint_writer import CheckpointWriter
 from paceline.state.weights import save_weights
 from paceline.trainer import Trainer
 from paceline.update.batch_norm import BatchShare
@@ -115,7 +117,7 @@ def build_trainer(
     steps = Steps(
         replica,
         run,
-        make_checkpointer(config, folder, parts, sources.train) if leads else None,
+        make_writer(config, folder, sources.train) if leads else None,
         generation=start.generation,
         seed=optim.seed,
         position=start.position,
@@ -124,7 +126,7 @@ def build_trainer(
         check_sums=watch_of(config, of_losses, folder, lambda: steps.generation, train.steps).check,
         value_count=BATCH_SUMS + 1,
         device=device,
-        snapshots=_snapshots_of(run, replica, parts, device, config.output, start.position),
+        snapshots=_snapshots_of(run, replica, parts, device, output, start.position),
         next_generation=next_generation,
     )
     return Trainer(
@@ -151,9 +153,7 @@ def _snapshots_of(
     device: torch.device,
     output: OutputConfig,
     position: Position,
-) -> StepSnapshots | None:
-    if not output.snapshots:
-        return None
+) -> StepSnapshots:
     tracked = {name: part for name, part in parts.items() if name not in ("model", "optimizer")}
     objects = StateObjects(model=parts["model"], optimizer=parts["optimizer"], tracked=tracked)
     return StepSnapshots(
@@ -161,20 +161,19 @@ def _snapshots_of(
         replica,
         objects,
         device,
+        enabled=output.snapshots,
         interval=position.snapshot_interval,
         limit_mb=output.snapshot_memory_mb,
         report=lambda note: run.recorder.event("note", text=str(note)),
     )
 
 
-def make_checkpointer(
-    config: TrainConfig, folder: Path, parts: Mapping[str, Stateful], source: Source
-) -> Checkpointer:
-    """Make what saves the run's state, with its data's order and fingerprint, into `folder`."""
+def make_writer(config: TrainConfig, folder: Path, source: Source) -> CheckpointWriter:
+    """Make what writes checkpoints, with the data's order and fingerprint, into `folder`."""
     checkpoints = Checkpoints(folder, config.output.keep_checkpoints)
     order = asdict(order_of(config, len(source)))
     constant = {"config": config.identity(), "order": order, "data": source.fingerprint}
-    return Checkpointer(parts, checkpoints, constant=constant)
+    return CheckpointWriter(checkpoints, constant=constant)
 
 
 def watch_of(

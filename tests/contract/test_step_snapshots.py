@@ -15,9 +15,11 @@ from paceline.comm.communicator import Communicator
 from paceline.data.order import Order
 from paceline.errors import CommError, Message
 from paceline.replica.state_copier import StateObjects
+from paceline.run.checkpoint_schedule import SavePolicy
+from paceline.run.position import Position
 from paceline.run.run import Run
 from paceline.run.step_snapshots import StepSnapshots
-from paceline.run.steps import Position, SavePolicy, Steps, Successor
+from paceline.run.steps import Steps, Successor
 from paceline.state.snapshot_interval import SnapshotInterval
 from paceline.state.snapshots import SnapshotName
 from tests.harness.equivalence.large_batch import convnet

@@ -16,9 +16,13 @@ from paceline.comm.communicator import Communicator
 from paceline.data.batch_slice import BatchSlice
 from paceline.data.order import Order
 from paceline.recorder import NullRecorder
-from paceline.run.steps import Position, SavePolicy, Steps, Stop
+from paceline.replica.state_copier import StateObjects
+from paceline.run.checkpoint_schedule import SavePolicy
+from paceline.run.position import Position
+from paceline.run.step_snapshots import StepSnapshots
+from paceline.run.steps import Steps, Stop
 from paceline.state.checkpoint_files import Checkpoints, read_checkpoint
-from paceline.state.checkpointer import Checkpointer
+from paceline.state.checkpoint_writer import CheckpointWriter
 from paceline.state.state_copy import copy_state
 from tests.harness.equivalence.large_batch import convnet
 from tests.harness.equivalence.one_rank import Bench
@@ -51,12 +55,16 @@ class Rank:
         self.heard: list[tuple[int, tuple[float, ...]]] = []
         self.requests: set[int] = options.get("stop_in", set())
         self.number = 0
-        parts = {"model": self.bench.model, "optimizer": self.bench.optimizer}
-        checkpointer = Checkpointer(parts, Checkpoints(folder, 9), constant={})
+        objects = StateObjects(model=self.bench.model, optimizer=self.bench.optimizer)
+        run, cpu = run_of(communicator, recorder=self.recorder), torch.device("cpu")
+        snapshots = StepSnapshots(
+            run, self.bench.replica, objects, cpu, enabled=options.get("snapshots", True)
+        )
+        writer = CheckpointWriter(Checkpoints(folder, 9), constant={})
         self.steps = Steps(
             self.bench.replica,
-            run_of(communicator, recorder=self.recorder),
-            checkpointer if communicator.rank == 0 else None,
+            run,
+            writer if communicator.rank == 0 else None,
             generation=0,
             seed=5,
             position=options.get("position", Position()),
@@ -64,7 +72,8 @@ class Rank:
             stopping=lambda: self.number in self.requests,
             check_sums=lambda step, sums: self.heard.append((step, tuple(sums))),
             value_count=2,
-            device=torch.device("cpu"),
+            device=cpu,
+            snapshots=snapshots,
         )
 
     def place(self, number: int) -> BatchSlice:
@@ -136,7 +145,7 @@ def test_a_rank_that_saves_by_itself_stops_with_the_others(tmp_path: Path) -> No
         for number in range(4):
             rank.train(number)
         if communicator.rank == 0:
-            rank.steps.save()
+            rank.steps.save(together=False)
         return until_stopped(rank, range(4, 8))
 
     assert run_ranks(2, work) == [5, 5]
@@ -178,6 +187,7 @@ def test_a_checkpoint_holds_the_result_of_the_step_before_it(tmp_path: Path) -> 
             rank.train(number)
             rank.bench.replica.settle()
             weights[number + 1] = rank.bench.weights()
+        rank.steps.end_steps()
         rank.steps.finish()
         return weights
 
@@ -244,7 +254,7 @@ def test_the_lines_of_all_steps_are_there_before_their_checkpoint_is(tmp_path: P
     def work(communicator: Communicator) -> None:
         rank = ranks[communicator.rank] = Rank(communicator, tmp_path, policy=SavePolicy(steps=1))
         if communicator.rank == 0:
-            rank.steps._checkpointer._checkpoints = Watched(tmp_path, 3)  # type: ignore[union-attr]
+            rank.steps._writer._checkpoints = Watched(tmp_path, 3)  # type: ignore[union-attr]
         for number in range(8):
             rank.train(number)
         rank.steps.finish()

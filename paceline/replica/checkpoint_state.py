@@ -1,0 +1,104 @@
+"""What a checkpoint file has of a snapshot: the state dicts of model and optimizer, as they are.
+
+    snapshot: parameters, buffers, … by name  ──▶  model.state_dict(), optimizer.state_dict(), …
+
+Nothing is copied. The names of the model's entries (`EntryNames`) are in the snapshot, so that a
+file can be made of it in any thread. Where a model or optimizer makes its state dict in another way
+than torch's base class does, it isn't `is_plain`: then the state dict itself must be copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.reduce.rank_state import OPTIMIZER as WHOLE_OPTIMIZER
+from paceline.replica.state_copier import (
+    BUFFERS,
+    ENTRIES,
+    EXTRA,
+    GROUPS,
+    OPTIMIZER,
+    OTHER,
+    OWN_OPTIMIZER,
+    PARAMETERS,
+    SAVED,
+    TRACKED,
+    StateObjects,
+)
+
+_Parts = Mapping[str, Mapping[Any, Any]]
+
+
+def is_plain(model: nn.Module, optimizer: Optimizer) -> bool:
+    """Tell whether their state dicts are what torch's base classes make of their present state."""
+    modules = [
+        type(module).state_dict is nn.Module.state_dict
+        and type(module)._save_to_state_dict is nn.Module._save_to_state_dict
+        and "state_dict" not in vars(module)
+        and not any(_foreign(module._state_dict_pre_hooks, module._state_dict_hooks))
+        for module in model.modules()
+    ]
+    before = optimizer._optimizer_state_dict_pre_hooks
+    after = optimizer._optimizer_state_dict_post_hooks
+    return all(modules) and "state_dict" not in vars(optimizer) and not any(_foreign(before, after))
+
+
+def model_entries(state: _Parts) -> dict[str, Any]:
+    """Return what `model.state_dict()` was when the snapshot was taken, without its metadata."""
+    values = {**state[EXTRA], **state[BUFFERS], **state[PARAMETERS]}
+    entries = {key: values[name] for key, name in state[ENTRIES].items()}
+    return {key: value for key, value in entries.items() if value is not None}
+
+
+def optimizer_entries(state: _Parts, whole: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return what `optimizer.state_dict()` was when the snapshot was taken.
+
+    Args:
+        state: the snapshot's parts.
+        whole: the whole optimizer's state dict, where ranks hold shards of its state.
+    """
+    if OWN_OPTIMIZER in state[TRACKED]:
+        own: dict[str, Any] = state[TRACKED][OWN_OPTIMIZER]
+        return own
+    if whole is not None:
+        return dict(whole)
+    numbers: dict[str, int] = {}
+    groups = []
+    for group in state[GROUPS].values():
+        names, start = group["params"], len(numbers)
+        numbers |= {name: start + index for index, name in enumerate(names)}
+        options = {key: value for key, value in group.items() if key != "params"}
+        groups.append({**options, "params": [numbers[name] for name in names]})
+    entries = {
+        numbers[name]: state[OPTIMIZER][name] for name in numbers if name in state[OPTIMIZER]
+    }
+    return {"state": {**entries, **state[OTHER]}, "param_groups": groups}
+
+
+def checkpoint_entries(
+    state: _Parts, objects: StateObjects, gathered: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the entries of a checkpoint file, by name.
+
+    Args:
+        state: the snapshot's parts.
+        objects: the objects whose state it is.
+        gathered: all ranks' own state before the same step.
+    """
+    tracked = {name: one for name, one in state[TRACKED].items() if name != OWN_OPTIMIZER}
+    return {
+        "model": model_entries(state),
+        "optimizer": optimizer_entries(state, (gathered or {}).get(WHOLE_OPTIMIZER)),
+        **({objects.tracked_entry: tracked} if objects.tracked_entry else tracked),
+        **state[SAVED],
+    }
+
+
+def _foreign(*hooks: Mapping[int, Any]) -> Iterator[bool]:
+    """Yield for each hook whether it isn't ours; ours settle, and change no state dict."""
+    for each in hooks:
+        yield from (not str(hook.__module__).startswith("paceline.") for hook in each.values())

@@ -1,0 +1,322 @@
+"""When a run's state is written to disk, and from which snapshot: decided alike on all ranks.
+
+    boundary n       a checkpoint is due: all ranks take a snapshot in step n
+    boundary n + 2   all ranks hold it: rank 0 begins to write it
+
+    boundary n       ranks have state of their own: settle, take one at once, gather at rank 0
+
+In the first case training waits only for copies, and a signal in a long step finds the newest
+snapshot that all ranks hold. In the second case, the state is also copied and gathered between two
+checkpoints, as often as it costs under one per cent of the time. Rank 0's clock decides, and its
+request reaches all ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from enum import IntEnum
+from itertools import count
+from typing import Any
+
+import torch
+
+from paceline.comm.communicator import broadcast_state
+from paceline.reduce.rank_state import OPTIMIZER
+from paceline.replica.checkpoint_state import checkpoint_entries, is_plain
+from paceline.replica.entry_names import entry_names
+from paceline.replica.replica import Replica
+from paceline.replica.state_copier import ENTRIES, PARAMETERS, POSITION, StateCopier
+from paceline.replica.trained_parameters import TrainedParameters
+from paceline.run.position import Position
+from paceline.run.run import Run
+from paceline.run.step_snapshots import StepSnapshots
+from paceline.run.step_summary import StepSummary
+from paceline.state.checkpoint_files import EXCHANGE
+from paceline.state.checkpoint_writer import Checkpoint, CheckpointWriter
+from paceline.state.snapshots import SnapshotName, Snapshots
+from paceline.state.state_copy import copy_state
+
+_COST = 0.01  # of the time, for gathering
+
+State = Mapping[str, Mapping[Any, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavePolicy:
+    """Schedule of checkpoints within an epoch, by steps and by minutes; 0 disables an interval."""
+
+    steps: int = 0
+    minutes: float = 0.0
+
+    def due_by_steps(self, number: int) -> bool:
+        """Tell whether one is due before step `number`."""
+        return self.steps > 0 and number % self.steps == 0
+
+    def due_by_time(self, seconds: float) -> bool:
+        """Tell whether one is due so many seconds after the last."""
+        return 0 < self.minutes * 60 <= seconds
+
+
+class Request(IntEnum):
+    """Request of rank 0 to all ranks for the next step boundary."""
+
+    NOTHING = 0
+    COPY = 1
+    SAVE = 2
+
+
+class CheckpointSchedule:
+    """Checkpoint schedule of a run, and on rank 0 what gives snapshots to the writer.
+
+    Args:
+        run: the run, whose present ranks decide alike.
+        replica: this rank's model replica.
+        snapshots: this rank's snapshots.
+        writer: writes checkpoints on rank 0; None on other ranks, and where nothing is saved.
+        policy: when to save within an epoch; rank 0's is used.
+        device: device of the communicator's tensors.
+        settle: settles the replica, receives all summaries, and returns the run's position.
+        generation: returns the present generation's number.
+        clock: returns seconds since an arbitrary origin.
+
+    Raises:
+        CommError: a rank didn't come in time.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        replica: Replica,
+        snapshots: StepSnapshots,
+        writer: CheckpointWriter | None,
+        policy: SavePolicy,
+        device: torch.device,
+        settle: Callable[[], Position],
+        generation: Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._replica, self._snapshots, self._writer = replica, snapshots, writer
+        self._settle, self._generation, self._clock = settle, generation, clock
+        what = "the broadcast of rank 0's decisions"
+        settings = [writer is not None, policy.steps]
+        self._saving, steps = broadcast_state(run.context.communicator, settings, device, what)
+        self._policy = replace(policy, steps=steps)
+        self._objects = snapshots.objects
+        self._plain = is_plain(self._objects.model, self._objects.optimizer)
+        self._numbers = count()  # of rank 0's own snapshots
+        if writer is not None:
+            writer.newest = self._newest
+        self.begin_generation(0)
+
+    def begin_generation(self, number: int) -> None:
+        """Forget what was under way; `number` steps of the run are completed."""
+        # Rank 0's requests, by the steps that reported them; carried out two boundaries later.
+        self._requests = deque([(number - 2, Request.COPY)])
+        self._due: set[int] = set()  # steps whose snapshots will be written
+        self._sums: dict[int, list[float]] = {}  # before a step, over all ranks
+        self._copied: Checkpoint | None = None  # the newest, where files aren't made of snapshots
+        self._saved_at, self._saved_number = self._clock(), number
+        self._copied_at, self._cost = self._clock(), 0.0
+
+    def receive(self, summary: StepSummary, sums: list[float]) -> None:
+        """Take note of rank 0's request in a step's summary, and of the sums up to this step."""
+        if summary.request:
+            self._requests.append((summary.step, Request(summary.request)))
+        self._sums[summary.step + 1] = sums
+
+    def request(self, number: int) -> Request:
+        """Return rank 0's request after `number` steps; each is made once."""
+        if self._writer is None:
+            return Request.NOTHING
+        now = self._clock()
+        if self._policy.due_by_time(now - self._saved_at) and number > self._saved_number:
+            self._saved_at = now
+            return Request.SAVE
+        if self._copies and self._cost <= _COST * (now - self._copied_at):
+            self._copied_at = now
+            return Request.COPY
+        return Request.NOTHING
+
+    def at_boundary(self, number: int, position: Position) -> None:
+        """Begin to write what is committed by now, and copy or save before step `number` if due.
+
+        Raises:
+            CommError: a peer was lost, or silent.
+            CheckpointError: an earlier checkpoint couldn't be written.
+        """
+        self._publish_committed(before=number - 1)
+        request = self._due_request(number)
+        if self._due and not self._snapshots.on:  # since then
+            self._due, request = set(), Request.SAVE
+        if request is Request.SAVE and self._by_snapshots and not self._snapshots.full:
+            self._due.add(number)
+            self._note_saved(number)
+        elif request is Request.SAVE and (self._all_copy or self._writer is not None):
+            self.save()
+        elif request is Request.COPY and self._copies:
+            self._copy_now()
+        next_is_due = self._by_snapshots and self._due_by_steps(number + 1)  # and will want room
+        useful = self._saving or not self._snapshots.alone
+        if number in self._due or (useful and not next_is_due):
+            self._snapshots.take(number, asdict(position), wanted=number in self._due)
+
+    def end_steps(self) -> None:
+        """Begin to write what is due, and copy the state after an epoch's last step; as `save`.
+
+        An evaluation may follow, in which a signal finds this state.
+        """
+        self._publish_committed(before=self._settle().number)
+        if self._snapshots.on or self._copies:
+            self._copy_now()
+
+    def save(self, *, best: bool = False, together: bool = True) -> None:
+        """Settle, copy the state before the next step, and begin to write it.
+
+        Collective, unless ranks have no state of their own and rank 0 saves by itself.
+
+        Args:
+            best: it is the best so far.
+            together: all ranks call it, so that they commit the snapshot.
+
+        Raises:
+            CommError: a peer was lost, or silent.
+            CheckpointError: an earlier checkpoint couldn't be written.
+        """
+        checkpoint, number = self._copy_now(best=best, together=together)
+        if self._writer is not None and checkpoint is not None:
+            self._writer.publish(checkpoint)
+        self._note_saved(number)
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether ranks have state of their own, which rank 0 must gather; the same on all."""
+        return self._replica.stateful
+
+    @property
+    def _all_copy(self) -> bool:
+        """Whether all ranks take part where the state is copied at once; the same on all."""
+        return self._gathers or (self._snapshots.on and not self._snapshots.alone)
+
+    @property
+    def _by_snapshots(self) -> bool:
+        """Whether files are made of the snapshots of steps; the same on all ranks."""
+        return self._all_copy and not self._gathers
+
+    @property
+    def _copies(self) -> bool:
+        """Whether a signal finds what was copied at once, as no file is made of a snapshot."""
+        return self._gathers or (self._writer is not None and not self._plain)
+
+    def _due_request(self, number: int) -> Request:
+        """Return what is due before step `number`, by rank 0's requests and the policy."""
+        requests = [Request.NOTHING]
+        while self._requests and self._requests[0][0] <= number - 2:
+            step, request = self._requests.popleft()
+            if request is Request.COPY or step >= self._saved_number:  # else it was saved since
+                requests.append(request)
+        if not self._saving:
+            return Request.NOTHING
+        if self._snapshots.alone:
+            requests.append(self.request(number))
+        if number > self._saved_number and self._due_by_steps(number):
+            requests.append(Request.SAVE)
+        return max(requests)
+
+    def _due_by_steps(self, number: int) -> bool:
+        return self._saving and self._policy.due_by_steps(number)
+
+    def _note_saved(self, number: int) -> None:
+        self._saved_at, self._saved_number = self._clock(), number
+
+    def _publish_committed(self, *, before: int) -> None:
+        """Commit by the summaries of steps below `before`, and begin to write what was due."""
+        while (name := self._snapshots.obey(before=before)) is not None:
+            self._sums = {step: sums for step, sums in self._sums.items() if step >= name.step}
+            if name.step in self._due:
+                self._due.discard(name.step)
+                self._publish_newest()
+
+    def _publish_newest(self) -> None:
+        """Begin to write the newest committed snapshot, as rank 0."""
+        lent, objects = self._snapshots.lend(), self._objects
+        if self._writer is None or lent is None:
+            return
+        self._plain = is_plain(objects.model, objects.optimizer)
+        names = TrainedParameters.of(objects.model, objects.optimizer).names
+        if self._plain and entry_names(objects.model, names) == lent[1][ENTRIES]:
+            self._writer.publish(self._checkpoint(*lent))
+        else:  # the state dict has something else
+            self.save(together=False)
+
+    def _copy_now(
+        self, *, best: bool = False, together: bool = True
+    ) -> tuple[Checkpoint | None, int]:
+        """Settle and copy; return the checkpoint on rank 0, and the step that it precedes."""
+        began, position = self._clock(), self._settle()
+        lent, number = None, position.number
+        if not self._saving:
+            return None, number
+        if self._snapshots.on and (together or self._gathers or self._snapshots.alone):
+            self._publish_committed(before=number)
+            self._snapshots.take_between_steps(number, asdict(position))
+            lent = None if self._writer is None else self._snapshots.lend()
+        elif self._writer is not None:
+            lent = self._take_own(number, position)
+        gathered = self._replica.state() if self._gathers else None
+        if lent is None:
+            return None, number
+        self._plain = is_plain(self._objects.model, self._objects.optimizer)
+        checkpoint = self._checkpoint(*lent, gathered, best=best)
+        self._copied = checkpoint if self._copies else None
+        self._copied_at = self._clock()
+        self._cost = self._copied_at - began
+        return checkpoint, number
+
+    def _take_own(self, number: int, position: Position) -> tuple[SnapshotName, State] | None:
+        """Take a snapshot that no other rank has."""
+        own, name = Snapshots(), SnapshotName(f"own/{next(self._numbers)}", number)
+        copier = StateCopier(own, name, self._objects, {**asdict(position), "sent": {}})
+        self._replica.take_snapshot_between_steps(copier)
+        own.commit(name)
+        return own.lend()
+
+    def _newest(self) -> Checkpoint | None:
+        """Return the newest state in memory of which a file can be made; from any thread."""
+        if self._copies or not self._snapshots.on:
+            return self._copied
+        lent = self._snapshots.lend()
+        if lent is None:
+            return None
+        name, state = lent
+        known = not state[POSITION]["sent"] or name.step in self._sums
+        return self._checkpoint(name, state) if known else None
+
+    def _checkpoint(
+        self,
+        name: SnapshotName,
+        state: State,
+        gathered: Mapping[str, Any] | None = None,
+        *,
+        best: bool = False,
+    ) -> Checkpoint:
+        """Make a checkpoint of a snapshot's parts, and of what was gathered with it."""
+        position, objects, gathered = dict(state[POSITION]), self._objects, gathered or {}
+        if position.pop("sent"):  # by this rank alone
+            position["sums"] = self._sums[name.step]
+        position["generation"] = self._generation()
+        entries = checkpoint_entries(state, objects, gathered)
+        if not self._plain:
+            entries["model"] = copy_state(objects.model.state_dict())
+            if OPTIMIZER not in gathered:
+                entries["optimizer"] = copy_state(objects.optimizer.state_dict())
+        exchange = {key: value for key, value in gathered.items() if key != OPTIMIZER}
+        entries |= {EXCHANGE: exchange} if exchange else {}
+        return Checkpoint(
+            name=name,
+            state={**entries, "position": position},
+            parameters=state[PARAMETERS],
+            best=best,
+        )

@@ -1,0 +1,26 @@
+"""`Position`: how far a run is, in epochs and steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(kw_only=True)
+class Position:
+    """Position of a run: epoch, step and accumulated sums.
+
+    Attributes:
+        epoch: the epoch's number.
+        step: number of completed steps in the epoch.
+        number: number of completed steps in the run.
+        sums: sums over the epoch's completed steps and all ranks.
+        best: the best test accuracy of all completed epochs; None if there is none.
+        snapshot_interval: the interval between in-memory snapshots, in steps; 0: not measured yet.
+    """
+
+    epoch: int = 0
+    step: int = 0
+    number: int = 0
+    sums: list[float] = field(default_factory=list)
+    best: float | None = None
+    snapshot_interval: int = 0

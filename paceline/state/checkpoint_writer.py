@@ -1,0 +1,125 @@
+"""The checkpoint writer: writes snapshots to disk, in the background or in an emergency.
+
+    snapshot in memory ── publish ──▶ writer thread ── file
+                       └── rescue, on a signal or at a failure ──┘
+
+A snapshot is written from its own memory, which isn't used again until then, so training waits for
+nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from torch import Tensor
+
+from paceline.errors import PacelineError
+from paceline.state.checkpoint_files import Checkpoints
+from paceline.state.snapshots import SnapshotName
+from paceline.state.state_copy import finite
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """Checkpoint in memory: the training state before a step, as a file has it.
+
+    Attributes:
+        name: of the snapshot that it is made from.
+        state: the file's entries, besides those that are the same in each file.
+        parameters: what the model has learned, by name; only finite values are written.
+        best: whether it is the best so far; if so, it is also published as the best checkpoint.
+    """
+
+    name: SnapshotName
+    state: Mapping[str, Any]
+    parameters: Mapping[str, Tensor] = field(repr=False)
+    best: bool = False
+
+
+class CheckpointWriter:
+    """Checkpoint writer of rank 0.
+
+    Args:
+        checkpoints: writes the checkpoint files.
+        constant: further entries, which are the same in every file.
+        report: called once, from any thread, with a sentence for the user, when parameters are not
+            finite, so that they aren't written.
+
+    Attributes:
+        newest: returns the newest state in memory that may be written, from any thread; None if
+            there is none.
+        published: queue of (step, file), one for each file that was written.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        *,
+        constant: Mapping[str, Any],
+        report: Callable[[str], object] = lambda text: None,
+    ) -> None:
+        self.newest: Callable[[], Checkpoint | None] = lambda: None
+        self.published: SimpleQueue[tuple[int, Path]] = SimpleQueue()
+        self._checkpoints, self._constant, self._report = checkpoints, constant, report
+        self._writing = threading.Lock()  # held while a file is written
+        self._written: set[SnapshotName] = set()
+        self._writer: threading.Thread | None = None
+        self._failure: PacelineError | None = None
+
+    def publish(self, checkpoint: Checkpoint) -> None:
+        """Begin to write a checkpoint; an earlier one that is being written comes first.
+
+        Raises:
+            CheckpointError: the earlier one couldn't be written.
+        """
+        self.wait()
+        self._writer = threading.Thread(
+            target=self._write, args=(checkpoint,), name="checkpoint", daemon=True
+        )
+        self._writer.start()
+
+    def rescue(self) -> None:
+        """Write the newest state in memory, unless it is written or broken; from any thread."""
+        with self._writing:  # afterwards a file that is being written now isn't written again
+            checkpoint = self.newest()
+        if checkpoint is not None:
+            self._write(checkpoint)
+
+    def wait(self) -> None:
+        """Return once the file is written.
+
+        Raises:
+            CheckpointError: it couldn't be.
+        """
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def _write(self, checkpoint: Checkpoint) -> None:
+        step = checkpoint.name.step
+        with self._writing:
+            if checkpoint.name in self._written:
+                return
+            if not finite(checkpoint.parameters):
+                report, self._report = self._report, lambda text: None
+                report(
+                    f"parameters are NaN or infinite before step {step}: they are not saved. The "
+                    "checkpoints of earlier steps are valid."
+                )
+                return
+            state = {**self._constant, **checkpoint.state}
+            try:
+                path = self._checkpoints.write(step, state, best=checkpoint.best)
+            except PacelineError as error:
+                self._failure = error
+                return
+            self._written.add(checkpoint.name)
+            self.published.put((step, path))

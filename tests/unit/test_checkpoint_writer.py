@@ -1,0 +1,125 @@
+"""The checkpoint writer: writes in the background, and at a failure what is newest in memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.errors import CheckpointError
+from paceline.state.checkpoint_files import Checkpoints, read_checkpoint
+from paceline.state.checkpoint_writer import Checkpoint, CheckpointWriter
+from paceline.state.snapshots import SnapshotName
+
+
+class SlowDisk(Checkpoints):
+    """A disk that writes when it may."""
+
+    def __init__(self, run: Path) -> None:
+        super().__init__(run, keep=5)
+        self.begun, self.go = threading.Event(), threading.Event()
+
+    def write(self, step: int, state: Mapping[str, Any], *, best: bool = False) -> Path:
+        self.begun.set()
+        assert self.go.wait(10)
+        return super().write(step, state, best=best)
+
+
+def writer_to(checkpoints: Checkpoints, **more: Any) -> CheckpointWriter:
+    return CheckpointWriter(checkpoints, constant={"config": {"a": 1}}, **more)
+
+
+def checkpoint(step: int, weight: Tensor | None = None, **more: Any) -> Checkpoint:
+    weight = torch.full((2,), float(step)) if weight is None else weight
+    state = {"model": {"weight": weight, **more}, "optimizer": {}, "position": {"number": step}}
+    return Checkpoint(name=SnapshotName("g", step), state=state, parameters={"weight": weight})
+
+
+def written(folder: Path, step: int) -> dict[str, Any]:
+    return read_checkpoint(folder / "checkpoints" / f"step-{step:08}.pt")
+
+
+def test_a_checkpoint_is_written_with_what_is_constant(tmp_path: Path) -> None:
+    writer = writer_to(Checkpoints(tmp_path, 5))
+    writer.publish(checkpoint(1))
+    writer.wait()
+    assert torch.equal(written(tmp_path, 1)["model"]["weight"], torch.ones(2))
+    assert written(tmp_path, 1)["position"] == {"number": 1}
+    assert written(tmp_path, 1)["config"] == {"a": 1}
+    assert writer.published.get() == (1, tmp_path / "checkpoints" / "step-00000001.pt")
+
+
+def test_a_second_checkpoint_follows_the_first(tmp_path: Path) -> None:
+    disk = SlowDisk(tmp_path)
+    writer = writer_to(disk)
+    writer.publish(checkpoint(1))
+    assert disk.begun.wait(10)
+    assert not (tmp_path / "checkpoints").exists()
+    disk.go.set()
+    writer.publish(checkpoint(2))
+    writer.wait()
+    assert [writer.published.get()[0] for _ in range(2)] == [1, 2]
+
+
+def test_a_model_is_judged_by_what_it_has_learned(tmp_path: Path) -> None:
+    writer = writer_to(Checkpoints(tmp_path, 5))
+    writer.publish(checkpoint(1, mask=torch.full((2,), -torch.inf)))
+    writer.wait()
+    assert written(tmp_path, 1)["model"]["mask"].isinf().all()
+    writer.publish(checkpoint(2, torch.tensor([1.0, torch.inf])))
+    writer.wait()
+    assert not (tmp_path / "checkpoints" / "step-00000002.pt").exists()
+
+
+def test_a_rescue_writes_the_newest_and_only_once(tmp_path: Path) -> None:
+    writer = writer_to(Checkpoints(tmp_path, 5))
+    writer.rescue()  # nothing yet
+    newest = checkpoint(2)
+    writer.newest = lambda: newest
+    writer.rescue()
+    file = tmp_path / "checkpoints" / "step-00000002.pt"
+    assert torch.equal(written(tmp_path, 2)["model"]["weight"], torch.full((2,), 2.0))
+    file.unlink()
+    writer.rescue()
+    assert not file.exists()
+
+
+def test_a_rescue_while_the_same_checkpoint_is_written_writes_it_once(tmp_path: Path) -> None:
+    disk, newest = SlowDisk(tmp_path), checkpoint(1)
+    writer = writer_to(disk)
+    writer.newest = lambda: newest
+    writer.publish(newest)
+    assert disk.begun.wait(10)
+    rescue = threading.Thread(target=writer.rescue)
+    rescue.start()
+    disk.go.set()
+    rescue.join(10)
+    writer.wait()
+    assert writer.published.qsize() == 1
+
+
+def test_a_broken_model_is_not_published(tmp_path: Path) -> None:
+    reports: list[str] = []
+    writer = writer_to(Checkpoints(tmp_path, 5), report=reports.append)
+    for step in (4, 8):
+        writer.publish(checkpoint(step, torch.tensor([0.0, torch.nan])))
+        writer.wait()
+    assert not (tmp_path / "checkpoints").exists()
+    assert reports == [
+        "parameters are NaN or infinite before step 4: they are not saved. The checkpoints of "
+        "earlier steps are valid."
+    ]
+
+
+def test_a_disk_that_refuses_is_reported_at_the_next_occasion(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file")
+    writer = writer_to(Checkpoints(tmp_path, 5))
+    writer.publish(checkpoint(1))
+    with pytest.raises(CheckpointError, match="can't be written"):
+        writer.wait()
+    writer.wait()  # reported once
