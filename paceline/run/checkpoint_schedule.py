@@ -105,7 +105,8 @@ class CheckpointSchedule:
         self._saving, steps = broadcast_state(run.context.communicator, settings, device, what)
         self._policy = replace(policy, steps=steps)
         self._objects = snapshots.objects
-        self._plain = is_plain(self._objects.model, self._objects.optimizer)
+        self._plain = True
+        self._is_plain()
         self._numbers = count()  # of rank 0's own snapshots
         if writer is not None:
             writer.newest = self._newest
@@ -151,17 +152,21 @@ class CheckpointSchedule:
         request = self._due_request(number)
         if self._due and not self._snapshots.on:  # since then
             self._due, request = set(), Request.SAVE
-        if request is Request.SAVE and self._by_snapshots and not self._snapshots.full:
+        wanted = request is Request.SAVE and self._by_snapshots and not self._snapshots.full
+        if wanted:
             self._due.add(number)
             self._note_saved(number)
         elif request is Request.SAVE and (self._all_copy or self._writer is not None):
             self.save()
         elif request is Request.COPY and self._copies:
-            self._copy_now()
+            self._copy_now(together=False)
         next_is_due = self._by_snapshots and self._due_by_steps(number + 1)  # and will want room
         useful = self._saving or not self._snapshots.alone
-        if number in self._due or (useful and not next_is_due):
-            self._snapshots.take(number, asdict(position), wanted=number in self._due)
+        if wanted or (useful and not next_is_due):
+            self._snapshots.take(number, asdict(position), wanted=wanted)
+        if wanted and self._writer is not None and not self._is_plain():
+            self._due.discard(number)
+            self.save(together=False)
 
     def end_steps(self) -> None:
         """Begin to write what is due, and copy the state after an epoch's last step; as `save`.
@@ -228,6 +233,11 @@ class CheckpointSchedule:
     def _due_by_steps(self, number: int) -> bool:
         return self._saving and self._policy.due_by_steps(number)
 
+    def _is_plain(self) -> bool:
+        """Tell, and note for signals, whether files can be made of snapshots."""
+        self._plain = is_plain(self._objects.model, self._objects.optimizer)
+        return self._plain
+
     def _note_saved(self, number: int) -> None:
         self._saved_at, self._saved_number = self._clock(), number
 
@@ -244,9 +254,8 @@ class CheckpointSchedule:
         lent, objects = self._snapshots.lend(), self._objects
         if self._writer is None or lent is None:
             return
-        self._plain = is_plain(objects.model, objects.optimizer)
         names = TrainedParameters.of(objects.model, objects.optimizer).names
-        if self._plain and entry_names(objects.model, names) == lent[1][ENTRIES]:
+        if self._is_plain() and entry_names(objects.model, names) == lent[1][ENTRIES]:
             self._writer.publish(self._checkpoint(*lent))
         else:  # the state dict has something else
             self.save(together=False)
@@ -268,7 +277,7 @@ class CheckpointSchedule:
         gathered = self._replica.state() if self._gathers else None
         if lent is None:
             return None, number
-        self._plain = is_plain(self._objects.model, self._objects.optimizer)
+        self._is_plain()
         checkpoint = self._checkpoint(*lent, gathered, best=best)
         self._copied = checkpoint if self._copies else None
         self._copied_at = self._clock()

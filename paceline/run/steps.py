@@ -329,7 +329,7 @@ class Steps:
         self.run.recorder.event("finish")
 
     def _boundary(self, number: int) -> None:
-        self._receive_summaries(before=number - 1)
+        self._receive_summaries(before=number if self._snapshots.alone else number - 1)
         agreed = self._stop_requested_in is not None and self._stop_requested_in < number - 1
         if agreed or (self._snapshots.alone and self._stopping()):
             self._stop()

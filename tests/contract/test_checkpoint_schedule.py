@@ -1,0 +1,267 @@
+"""Which snapshots become files: those that all ranks hold, alike on all ranks, without a wait."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline.algorithms.sharded import make_sharded
+from paceline.comm.communicator import Communicator
+from paceline.run.checkpoint_schedule import SavePolicy
+from paceline.state.checkpoint_files import Checkpoints, read_checkpoint
+from tests.contract.test_steps import Rank, files
+from tests.harness.equivalence.large_batch import convnet
+from tests.harness.equivalence.put_synchronizers import notified
+from tests.harness.equivalence.rank_threads import run_ranks
+
+EVERY_OTHER = SavePolicy(steps=2)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """Make models in the main thread, the same each time."""
+    torch.manual_seed(3)
+
+
+def train(rank: Rank, steps: int) -> dict[int, list[Tensor]]:
+    """Train; return the weights after each step, by number of completed steps."""
+    weights = {0: rank.bench.weights()}
+    for number in range(steps):
+        rank.train(number)
+        weights[number + 1] = rank.bench.weights()
+    return weights
+
+
+def undisturbed(steps: int, folder: Path, model: nn.Module) -> list[list[Tensor]]:
+    """Return rank 0's settled weights before each step."""
+
+    def work(c: Communicator) -> list[list[Tensor]]:
+        rank, weights = Rank(c, folder / "other", model=model), []
+        for number in range(steps):
+            rank.bench.replica.settle()
+            weights.append(rank.bench.weights())
+            rank.train(number)
+        return weights
+
+    return run_ranks(2, work)[0]
+
+
+def require_weights(file: Path, weights: list[Tensor]) -> None:
+    saved = read_checkpoint(file)
+    for ours, theirs in zip(saved["model"].values(), weights, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_file_is_made_of_a_snapshot_that_all_ranks_hold_and_no_rank_settles(
+    tmp_path: Path,
+) -> None:
+    ranks: dict[int, Rank] = {}
+    settled: list[int] = []
+    model = convnet()
+    held: dict[int, list[bool]] = {}
+
+    class Watched(Checkpoints):
+        def write(self, step: int, state: Any, *, best: bool = False) -> Path:
+            held[step] = [
+                any(name.step >= step for name in rank.steps._snapshots.held)
+                for rank in ranks.values()
+            ]
+            return super().write(step, state, best=best)
+
+    def work(c: Communicator) -> None:
+        rank = ranks[c.rank] = Rank(c, tmp_path, policy=EVERY_OTHER, model=model)
+        if c.rank == 0:
+            rank.steps._writer._checkpoints = Watched(tmp_path, 9)  # type: ignore[union-attr]
+        settle = rank.bench.replica.settle
+        rank.bench.replica.settle = (  # type: ignore[method-assign]
+            lambda: (settled.append(rank.number), settle())[1]  # type: ignore[func-returns-value]
+        )
+        train(rank, 8)
+        if c.rank == 0:
+            rank.steps._writer.wait()  # type: ignore[union-attr]
+
+    expected = undisturbed(8, tmp_path, model)
+    run_ranks(2, work)
+    assert settled == []
+    assert held == {step: [True, True] for step in (2, 4)}  # 6 isn't committed yet
+    for step, file in files(tmp_path).items():
+        require_weights(file, expected[step])
+
+
+@pytest.mark.parametrize("options", [{"snapshots": False}, {"kind": "sharded"}], ids=str)
+def test_files_that_are_copied_at_once_are_the_same(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    model = convnet().float()
+    kind = notified(False, (1, 1), "fp32", make_sharded) if "kind" in options else None
+    more = {"kind": kind} if kind else options
+
+    def work(c: Communicator, folder: Path, **more: Any) -> None:
+        rank = Rank(c, folder, policy=EVERY_OTHER, model=model, **more)
+        train(rank, 5)
+        rank.steps.end_steps()
+        rank.steps.finish()
+        rank.bench.replica.close()
+
+    run_ranks(2, lambda c: work(c, tmp_path / "copied", **more))
+    run_ranks(2, lambda c: work(c, tmp_path / "snapshots"))
+    found = files(tmp_path / "copied"), files(tmp_path / "snapshots")
+    assert sorted(found[0]) == [2, 4]
+    for step, file in found[0].items():
+        one, other = read_checkpoint(file), read_checkpoint(found[1][step])
+        assert one["position"]["sums"] == other["position"]["sums"]
+        for ours, theirs in zip(one["model"].values(), other["model"].values(), strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_without_snapshots_other_ranks_do_nothing_for_a_file(tmp_path: Path) -> None:
+    settled: list[int] = []
+
+    def work(c: Communicator) -> None:
+        rank = Rank(c, tmp_path, policy=EVERY_OTHER, snapshots=False)
+        settle = rank.bench.replica.settle
+        rank.bench.replica.settle = (  # type: ignore[method-assign]
+            lambda: (settled.append(c.rank), settle())[1]  # type: ignore[func-returns-value]
+        )
+        train(rank, 5)
+        assert rank.steps._snapshots.held == ()
+        rank.steps.finish()
+
+    run_ranks(2, work)
+    assert set(settled) == {0}
+    assert sorted(files(tmp_path)) == [2, 4]
+
+
+class Halved(nn.Module):
+    """A model that saves something else than its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = convnet()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        return y
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        state = super().state_dict(*args, **kwargs)
+        return {name: value / 2 for name, value in state.items()}
+
+
+def test_a_state_dict_of_the_models_own_is_what_a_file_has(tmp_path: Path) -> None:
+    model = Halved()
+
+    def work(c: Communicator) -> dict[int, list[Tensor]]:
+        rank = Rank(c, tmp_path, policy=EVERY_OTHER, model=model)
+        settled = {}
+        for number in range(6):
+            rank.train(number)
+            rank.bench.replica.settle()
+            settled[number + 1] = [weight / 2 for weight in rank.bench.weights()]
+        rank.steps.end_steps()
+        rank.steps.finish()
+        return settled
+
+    settled = run_ranks(2, work)[0]
+    found = files(tmp_path)
+    assert len(found) == 2
+    for step, file in found.items():
+        require_weights(file, settled[step])
+
+
+def test_what_is_added_to_the_model_after_a_snapshot_is_in_the_file(tmp_path: Path) -> None:
+    def work(c: Communicator) -> None:
+        rank = Rank(c, tmp_path, policy=SavePolicy(steps=3))
+        train(rank, 4)
+        rank.bench.model.register_buffer("late", torch.ones(1))
+        rank.train(4)
+        rank.train(5)
+        if c.rank == 0:
+            rank.steps._writer.wait()  # type: ignore[union-attr]
+
+    run_ranks(2, work)
+    ((step, file),) = files(tmp_path).items()
+    assert step == 5  # when the one of step 3 was committed
+    assert "late" in read_checkpoint(file)["model"]
+
+
+def rescued(ranks: int, folder: Path, steps: int, **options: Any) -> None:
+    """Train, and write what is newest in memory in the middle of a step."""
+
+    def work(c: Communicator) -> None:
+        rank = Rank(c, folder, **options)
+        train(rank, steps)
+        rank.number = steps
+        with rank.steps.step(rank.place(steps)):
+            if c.rank == 0:
+                rank.steps.rescue()
+            rank.bench.backward(steps % 4)
+            rank.bench.optimizer.step()
+
+    run_ranks(ranks, work)
+
+
+def test_a_rescue_finds_the_newest_snapshot_that_all_ranks_hold(tmp_path: Path) -> None:
+    model = convnet()
+    expected = undisturbed(6, tmp_path, model)
+    rescued(2, tmp_path, 6, model=model)
+    ((step, file),) = files(tmp_path).items()
+    assert step == 3  # every other step has one
+    require_weights(file, expected[step])
+    assert read_checkpoint(file)["position"]["sums"] == [step * 11.0, 2.0 * sum(range(step))]
+
+
+def test_a_rescue_of_a_rank_alone_finds_the_state_before_the_active_step(tmp_path: Path) -> None:
+    rescued(1, tmp_path, 5)
+    ((step, file),) = files(tmp_path).items()
+    assert step == 5
+    assert read_checkpoint(file)["position"]["sums"] == [5.0, 10.0]
+
+
+def test_a_rescue_of_divided_state_finds_what_was_gathered(tmp_path: Path) -> None:
+    model, kind = convnet().float(), notified(False, (1, 1), "fp32", make_sharded)
+    rescued(2, tmp_path, 5, model=model, kind=kind)
+    ((step, file),) = files(tmp_path).items()
+    assert step <= 5
+    state = read_checkpoint(file)["optimizer"]["state"]
+    assert len(state) == len(list(model.parameters())) or step == 0
+
+
+def test_a_rescue_of_a_model_with_its_own_state_dict_finds_what_was_copied(tmp_path: Path) -> None:
+    rescued(2, tmp_path, 5, model=Halved())
+    ((step, _),) = files(tmp_path).items()
+    assert step <= 5
+
+
+def test_a_file_that_is_due_when_snapshots_end_is_written(tmp_path: Path) -> None:
+    """They need more memory than they may have."""
+
+    def work(c: Communicator) -> None:
+        rank = Rank(c, tmp_path, policy=EVERY_OTHER)
+        rank.steps._snapshots._limit_mb = 1e-3
+        train(rank, 6)
+        rank.steps.end_steps()
+        rank.steps.finish()
+        assert not rank.steps._snapshots.on
+
+    run_ranks(2, work)
+    assert max(files(tmp_path)) == 4
+
+
+def test_an_epochs_end_is_committed_and_found_by_a_rescue(tmp_path: Path) -> None:
+    def work(c: Communicator) -> int:
+        rank = Rank(c, tmp_path)
+        train(rank, 4)
+        rank.steps.end_steps()
+        if c.rank == 0:
+            rank.steps.rescue()
+        name = rank.steps._snapshots.newest_committed
+        assert name is not None
+        return name.step
+
+    assert run_ranks(2, work) == [4, 4]
+    assert sorted(files(tmp_path)) == [4]
