@@ -64,7 +64,9 @@ def join(
         snapshots: copy the training state to the memory of this machine while steps run, as often
             as this costs less than 1% of a step, and retain the two newest copies. With SGD and
             momentum both together take about 4 times the size of the model (parameters and
-            buffers) per process, with Adam 6 times, with SGD without momentum 2 times.
+            buffers) per process, with Adam 6 times, with SGD without momentum 2 times. Without
+            them, a script that is stopped in the middle of a long step has the last checkpoint
+            only.
         snapshot_memory_mb: the limit of their memory, in MiB per process; if the two newest would
             take more, none are taken. 0: no limit.
         trace_steps: trace these steps of the run into its folder, "FIRST:LAST", counted from 0.

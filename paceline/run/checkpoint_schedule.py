@@ -15,33 +15,22 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
-from itertools import count
-from typing import Any
 
 import torch
 
 from paceline.comm.communicator import broadcast_state
-from paceline.reduce.rank_state import OPTIMIZER
-from paceline.replica.checkpoint_state import checkpoint_entries, is_plain
-from paceline.replica.entry_names import entry_names
 from paceline.replica.replica import Replica
-from paceline.replica.state_copier import ENTRIES, PARAMETERS, POSITION, StateCopier
-from paceline.replica.trained_parameters import TrainedParameters
+from paceline.run.checkpoint_source import CheckpointSource
 from paceline.run.position import Position
 from paceline.run.run import Run
 from paceline.run.step_snapshots import StepSnapshots
 from paceline.run.step_summary import StepSummary
-from paceline.state.checkpoint_files import EXCHANGE
 from paceline.state.checkpoint_writer import Checkpoint, CheckpointWriter
-from paceline.state.snapshots import SnapshotName, Snapshots
-from paceline.state.state_copy import copy_state
 
 _COST = 0.01  # of the time, for gathering
-
-State = Mapping[str, Mapping[Any, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,17 +88,14 @@ class CheckpointSchedule:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._replica, self._snapshots, self._writer = replica, snapshots, writer
-        self._settle, self._generation, self._clock = settle, generation, clock
+        self._settle, self._clock = settle, clock
+        self._source = CheckpointSource(replica, snapshots, generation)
         what = "the broadcast of rank 0's decisions"
         settings = [writer is not None, policy.steps]
         self._saving, steps = broadcast_state(run.context.communicator, settings, device, what)
         self._policy = replace(policy, steps=steps)
-        self._objects = snapshots.objects
-        self._plain = True
-        self._is_plain()
-        self._numbers = count()  # of rank 0's own snapshots
         if writer is not None:
-            writer.newest = self._newest
+            writer.newest = self._source.newest
         self.begin_generation(0)
 
     def begin_generation(self, number: int) -> None:
@@ -117,32 +103,38 @@ class CheckpointSchedule:
         # Rank 0's requests, by the steps that reported them; carried out two boundaries later.
         self._requests = deque([(number - 2, Request.COPY)])
         self._due: set[int] = set()  # steps whose snapshots will be written
-        self._sums: dict[int, list[float]] = {}  # before a step, over all ranks
-        self._copied: Checkpoint | None = None  # the newest, where files aren't made of snapshots
+        self._source.sums, self._source.copied = {}, None
         self._saved_at, self._saved_number = self._clock(), number
         self._copied_at, self._cost = self._clock(), 0.0
 
+    @property
+    def active(self) -> bool:
+        """Whether any snapshot or checkpoint is made; the same on all ranks."""
+        return self._saving or self._snapshots.on
+
     def receive(self, summary: StepSummary, sums: list[float]) -> None:
         """Take note of rank 0's request in a step's summary, and of the sums up to this step."""
+        self._snapshots.receive(summary)
         if summary.request:
             self._requests.append((summary.step, Request(summary.request)))
-        self._sums[summary.step + 1] = sums
+        self._source.sums[summary.step + 1] = sums
 
-    def request(self, number: int) -> Request:
-        """Return rank 0's request after `number` steps; each is made once."""
-        if self._writer is None:
-            return Request.NOTHING
-        now = self._clock()
-        if self._policy.due_by_time(now - self._saved_at) and number > self._saved_number:
-            self._saved_at = now
-            return Request.SAVE
-        if self._copies and self._cost <= _COST * (now - self._copied_at):
-            self._copied_at = now
-            return Request.COPY
-        return Request.NOTHING
+    def report(self, number: int, seconds: float) -> tuple[int, bool, int]:
+        """Return what this rank reports after step `number`, which took so many seconds.
+
+        Returns:
+            a request, as rank 0; whether a snapshot of the state before the step is held; and the
+            interval between snapshots to ask for, as rank 0.
+        """
+        request = 0 if self._snapshots.alone else self._request(number + 1)
+        return request, self._snapshots.holds(number), self._snapshots.measure(seconds)
 
     def at_boundary(self, number: int, position: Position) -> None:
         """Begin to write what is committed by now, and copy or save before step `number` if due.
+
+        Args:
+            number: of the step that begins.
+            position: of the run, which gets the interval between snapshots.
 
         Raises:
             CommError: a peer was lost, or silent.
@@ -164,7 +156,8 @@ class CheckpointSchedule:
         useful = self._saving or not self._snapshots.alone
         if wanted or (useful and not next_is_due):
             self._snapshots.take(number, asdict(position), wanted=wanted)
-        if wanted and self._writer is not None and not self._is_plain():
+        position.snapshot_interval = self._snapshots.interval
+        if wanted and self._writer is not None and not self._source.is_plain():
             self._due.discard(number)
             self.save(together=False)
 
@@ -213,7 +206,20 @@ class CheckpointSchedule:
     @property
     def _copies(self) -> bool:
         """Whether a signal finds what was copied at once, as no file is made of a snapshot."""
-        return self._gathers or (self._writer is not None and not self._plain)
+        return self._gathers or (self._writer is not None and not self._source.plain)
+
+    def _request(self, number: int) -> Request:
+        """Return rank 0's request after `number` steps; each is made once."""
+        if self._writer is None:
+            return Request.NOTHING
+        now = self._clock()
+        if self._policy.due_by_time(now - self._saved_at) and number > self._saved_number:
+            self._saved_at = now
+            return Request.SAVE
+        if self._copies and self._cost <= _COST * (now - self._copied_at):
+            self._copied_at = now
+            return Request.COPY
+        return Request.NOTHING
 
     def _due_request(self, number: int) -> Request:
         """Return what is due before step `number`, by rank 0's requests and the policy."""
@@ -225,7 +231,7 @@ class CheckpointSchedule:
         if not self._saving:
             return Request.NOTHING
         if self._snapshots.alone:
-            requests.append(self.request(number))
+            requests.append(self._request(number))
         if number > self._saved_number and self._due_by_steps(number):
             requests.append(Request.SAVE)
         return max(requests)
@@ -233,31 +239,25 @@ class CheckpointSchedule:
     def _due_by_steps(self, number: int) -> bool:
         return self._saving and self._policy.due_by_steps(number)
 
-    def _is_plain(self) -> bool:
-        """Tell, and note for signals, whether files can be made of snapshots."""
-        self._plain = is_plain(self._objects.model, self._objects.optimizer)
-        return self._plain
-
     def _note_saved(self, number: int) -> None:
         self._saved_at, self._saved_number = self._clock(), number
 
     def _publish_committed(self, *, before: int) -> None:
         """Commit by the summaries of steps below `before`, and begin to write what was due."""
         while (name := self._snapshots.obey(before=before)) is not None:
-            self._sums = {step: sums for step, sums in self._sums.items() if step >= name.step}
+            self._source.forget_sums(before=name.step)
             if name.step in self._due:
                 self._due.discard(name.step)
                 self._publish_newest()
 
     def _publish_newest(self) -> None:
         """Begin to write the newest committed snapshot, as rank 0."""
-        lent, objects = self._snapshots.lend(), self._objects
+        lent = self._snapshots.lend()
         if self._writer is None or lent is None:
             return
-        names = TrainedParameters.of(objects.model, objects.optimizer).names
-        if self._is_plain() and entry_names(objects.model, names) == lent[1][ENTRIES]:
-            self._writer.publish(self._checkpoint(*lent))
-        else:  # the state dict has something else
+        if self._source.fits(lent.state):
+            self._writer.publish(self._source.make(lent))
+        else:
             self.save(together=False)
 
     def _copy_now(
@@ -273,59 +273,13 @@ class CheckpointSchedule:
             self._snapshots.take_between_steps(number, asdict(position))
             lent = None if self._writer is None else self._snapshots.lend()
         elif self._writer is not None:
-            lent = self._take_own(number, position)
+            lent = self._source.copy_alone(position)
         gathered = self._replica.state() if self._gathers else None
         if lent is None:
             return None, number
-        self._is_plain()
-        checkpoint = self._checkpoint(*lent, gathered, best=best)
-        self._copied = checkpoint if self._copies else None
+        self._source.is_plain()
+        checkpoint = self._source.make(lent, gathered, best=best)
+        self._source.copied = checkpoint if self._copies else None
         self._copied_at = self._clock()
         self._cost = self._copied_at - began
         return checkpoint, number
-
-    def _take_own(self, number: int, position: Position) -> tuple[SnapshotName, State] | None:
-        """Take a snapshot that no other rank has."""
-        own, name = Snapshots(), SnapshotName(f"own/{next(self._numbers)}", number)
-        copier = StateCopier(own, name, self._objects, {**asdict(position), "sent": {}})
-        self._replica.take_snapshot_between_steps(copier)
-        own.commit(name)
-        return own.lend()
-
-    def _newest(self) -> Checkpoint | None:
-        """Return the newest state in memory of which a file can be made; from any thread."""
-        if self._copies or not self._snapshots.on:
-            return self._copied
-        lent = self._snapshots.lend()
-        if lent is None:
-            return None
-        name, state = lent
-        known = not state[POSITION]["sent"] or name.step in self._sums
-        return self._checkpoint(name, state) if known else None
-
-    def _checkpoint(
-        self,
-        name: SnapshotName,
-        state: State,
-        gathered: Mapping[str, Any] | None = None,
-        *,
-        best: bool = False,
-    ) -> Checkpoint:
-        """Make a checkpoint of a snapshot's parts, and of what was gathered with it."""
-        position, objects, gathered = dict(state[POSITION]), self._objects, gathered or {}
-        if position.pop("sent"):  # by this rank alone
-            position["sums"] = self._sums[name.step]
-        position["generation"] = self._generation()
-        entries = checkpoint_entries(state, objects, gathered)
-        if not self._plain:
-            entries["model"] = copy_state(objects.model.state_dict())
-            if OPTIMIZER not in gathered:
-                entries["optimizer"] = copy_state(objects.optimizer.state_dict())
-        exchange = {key: value for key, value in gathered.items() if key != OPTIMIZER}
-        entries |= {EXCHANGE: exchange} if exchange else {}
-        return Checkpoint(
-            name=name,
-            state={**entries, "position": position},
-            parameters=state[PARAMETERS],
-            best=best,
-        )

@@ -28,7 +28,7 @@ from paceline.replica.state_copier import POSITION, StateCopier, StateObjects, r
 from paceline.run.run import Run
 from paceline.run.step_summary import StepSummary
 from paceline.state.snapshot_interval import SnapshotInterval
-from paceline.state.snapshots import SnapshotName, Snapshots, memory_note
+from paceline.state.snapshots import Lent, SnapshotName, Snapshots, memory_note
 
 OFF = -1  # instead of an interval: no more snapshots
 
@@ -114,8 +114,8 @@ class StepSnapshots:
         """Name of the newest snapshot that all ranks hold, None before there is one."""
         return self._snapshots.newest_committed
 
-    def lend(self) -> tuple[SnapshotName, Mapping[str, Mapping[Any, Any]]] | None:
-        """Return the newest committed snapshot, whose memory isn't used again; from any thread."""
+    def lend(self) -> Lent | None:
+        """Return the newest committed snapshot, None before there is one; from any thread."""
         return self._snapshots.lend()
 
     def obey(self, *, before: int) -> SnapshotName | None:

@@ -124,6 +124,7 @@ class Steps:
     def _begin_generation(self) -> None:
         self._stop_requested_in: int | None = None  # the step in which a rank asked to stop
         self._checkpoints.begin_generation(self.position.number)
+        self._keeping = self._checkpoints.active  # snapshots, or checkpoints
 
     def record_start(self, origin: str | None, **fields: object) -> None:
         """Record the start of the run; that of a later generation is recorded with the same fields.
@@ -253,13 +254,12 @@ class Steps:
             **fields,
         )
         self.position.step, self.position.number = batch.step + 1, number + 1
+        request, held, interval = 0, False, 0
+        if self._keeping:
+            seconds = time.perf_counter() - began
+            request, held, interval = self._checkpoints.report(number, seconds)
         self.run.context.summaries.send(
-            number,
-            sums,
-            stop=self._stopping(),
-            request=0 if self._snapshots.alone else self._checkpoints.request(number + 1),
-            held=self._snapshots.holds(number),
-            interval=self._snapshots.measure(time.perf_counter() - began),
+            number, sums, stop=self._stopping(), request=request, held=held, interval=interval
         )
 
     def seed(self, number: int) -> None:
@@ -329,14 +329,15 @@ class Steps:
         self.run.recorder.event("finish")
 
     def _boundary(self, number: int) -> None:
-        self._receive_summaries(before=number if self._snapshots.alone else number - 1)
+        alone = self.run.context.summaries.alone
+        self._receive_summaries(before=number if alone else number - 1)
         agreed = self._stop_requested_in is not None and self._stop_requested_in < number - 1
-        if agreed or (self._snapshots.alone and self._stopping()):
+        if agreed or (alone and self._stopping()):
             self._stop()
         if self._writer is not None:
             self._record_published(self._writer.published)
-        self._checkpoints.at_boundary(number, self.position)
-        self.position.snapshot_interval = self._snapshots.interval
+        if self._keeping:
+            self._checkpoints.at_boundary(number, self.position)
 
     def _receive_summaries(self, *, before: int) -> None:
         for summary in self.run.context.summaries.receive(before=before):
@@ -344,8 +345,8 @@ class Steps:
             self.position.sums = [total + added for total, added in sums]
             if summary.stop and self._stop_requested_in is None:
                 self._stop_requested_in = summary.step
-            self._snapshots.receive(summary)
-            self._checkpoints.receive(summary, self.position.sums)
+            if self._keeping:
+                self._checkpoints.receive(summary, self.position.sums)
             self._check_sums(summary.step, summary.sums)
 
     def _settle(self) -> Position:

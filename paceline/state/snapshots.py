@@ -37,6 +37,18 @@ class SnapshotName(NamedTuple):
     step: int
 
 
+class Lent(NamedTuple):
+    """Committed snapshot whose memory isn't used again.
+
+    Attributes:
+        name: its name.
+        state: its parts, which stay as they are.
+    """
+
+    name: SnapshotName
+    state: Mapping[str, Mapping[Any, Any]]
+
+
 class _Stage(Enum):
     OPEN = "open"
     HELD = "held"
@@ -144,17 +156,13 @@ class Snapshots:
             raise KeyError(name)
         return self._get(name, _Stage.HELD, _Stage.COMMITTED).state
 
-    def lend(self) -> tuple[SnapshotName, Mapping[str, Mapping[Any, Any]]] | None:
-        """Return the newest committed snapshot, whose memory isn't used again; from any thread.
-
-        Returns:
-            its name and its parts, which stay as they are; None before there is one.
-        """
+    def lend(self) -> Lent | None:
+        """Return the newest committed snapshot, None before there is one; from any thread."""
         with self._lending:
             for one in reversed(self._snapshots):
                 if one.stage is _Stage.COMMITTED:
                     one.lent = True
-                    return one.name, one.state
+                    return Lent(one.name, one.state)
         return None
 
     def _drop(self, snapshot: _Snapshot) -> None:

@@ -1,0 +1,117 @@
+"""Makes checkpoints: of snapshots that all ranks hold, or of a copy that rank 0 takes by itself.
+
+A snapshot's position lacks the sums of steps whose summaries came later; they are added here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from itertools import count
+from typing import Any
+
+from paceline.reduce.rank_state import OPTIMIZER
+from paceline.replica.checkpoint_state import checkpoint_entries, is_plain
+from paceline.replica.entry_names import entry_names
+from paceline.replica.replica import Replica
+from paceline.replica.state_copier import ENTRIES, PARAMETERS, POSITION, StateCopier
+from paceline.replica.trained_parameters import TrainedParameters
+from paceline.run.position import Position
+from paceline.run.step_snapshots import StepSnapshots
+from paceline.state.checkpoint_files import EXCHANGE
+from paceline.state.checkpoint_writer import Checkpoint
+from paceline.state.snapshots import Lent, SnapshotName, Snapshots
+from paceline.state.state_copy import copy_state
+
+
+class CheckpointSource:
+    """Source of checkpoints on rank 0.
+
+    Args:
+        replica: this rank's model replica.
+        snapshots: this rank's snapshots.
+        generation: returns the present generation's number.
+
+    Attributes:
+        sums: sums over all ranks and the epoch's steps before a step, by that step.
+        copied: the newest checkpoint that was copied at once, where no snapshot can be used.
+        plain: whether checkpoints can be made of snapshots, when that was last looked at.
+    """
+
+    def __init__(
+        self, replica: Replica, snapshots: StepSnapshots, generation: Callable[[], int]
+    ) -> None:
+        self._replica, self._snapshots, self._generation = replica, snapshots, generation
+        self._objects = snapshots.objects
+        self.sums: dict[int, list[float]] = {}
+        self.copied: Checkpoint | None = None
+        self.plain = True
+        self.is_plain()
+        self._numbers = count()  # of copies that no other rank has
+
+    def is_plain(self) -> bool:
+        """Tell whether state dicts can be made of snapshots; `plain` is that from now on."""
+        self.plain = is_plain(self._objects.model, self._objects.optimizer)
+        return self.plain
+
+    def fits(self, state: Mapping[str, Mapping[Any, Any]]) -> bool:
+        """Tell whether a snapshot has all entries that the model's state dict has now."""
+        model, optimizer = self._objects.model, self._objects.optimizer
+        names = TrainedParameters.of(model, optimizer).names
+        return self.is_plain() and entry_names(model, names) == state[ENTRIES]
+
+    def forget_sums(self, *, before: int) -> None:
+        """Forget the sums of steps that no snapshot needs any more."""
+        self.sums = {step: sums for step, sums in self.sums.items() if step >= before}
+
+    def copy_alone(self, position: Position) -> Lent:
+        """Copy the settled state before the next step, which no other rank holds.
+
+        Args:
+            position: of the run, with all sums.
+        """
+        own = Snapshots()
+        name = SnapshotName(f"own/{next(self._numbers)}", position.number)
+        copier = StateCopier(own, name, self._objects, {**asdict(position), "sent": {}})
+        self._replica.take_snapshot_between_steps(copier)
+        own.commit(name)
+        lent = own.lend()
+        assert lent is not None
+        return lent
+
+    def newest(self) -> Checkpoint | None:
+        """Return the newest state in memory of which a file can be made; from any thread."""
+        lent = self._snapshots.lend() if self.plain and not self._replica.stateful else None
+        if lent is None:
+            return self.copied
+        known = not lent.state[POSITION]["sent"] or lent.name.step in self.sums
+        return self.make(lent) if known else None
+
+    def make(
+        self, lent: Lent, gathered: Mapping[str, Any] | None = None, *, best: bool = False
+    ) -> Checkpoint:
+        """Make a checkpoint.
+
+        Args:
+            lent: the snapshot.
+            gathered: what the ranks have besides model and optimizer, before the same step.
+            best: it is the best so far.
+        """
+        state, objects, gathered = lent.state, self._objects, gathered or {}
+        position = dict(state[POSITION])
+        if position.pop("sent"):  # by this rank alone
+            position["sums"] = self.sums[lent.name.step]
+        position["generation"] = self._generation()
+        entries = checkpoint_entries(state, objects, gathered)
+        if not self.plain:
+            entries["model"] = copy_state(objects.model.state_dict())
+            if OPTIMIZER not in gathered:
+                entries["optimizer"] = copy_state(objects.optimizer.state_dict())
+        exchange = {key: value for key, value in gathered.items() if key != OPTIMIZER}
+        entries |= {EXCHANGE: exchange} if exchange else {}
+        return Checkpoint(
+            name=lent.name,
+            state={**entries, "position": position},
+            parameters=state[PARAMETERS],
+            best=best,
+        )
