@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from paceline.algorithms.sharded import make_sharded
 from paceline.comm.communicator import Communicator
-from paceline.run.checkpoint_schedule import SavePolicy
+from paceline.run.checkpoint_schedule import Request, SavePolicy
 from paceline.state.checkpoint_files import Checkpoints, read_checkpoint
 from tests.contract.test_steps import Rank, files
 from tests.harness.equivalence.large_batch import convnet
@@ -156,7 +156,7 @@ def test_a_state_dict_of_the_models_own_is_what_a_file_has(tmp_path: Path) -> No
     model = Halved()
 
     def work(c: Communicator) -> dict[int, list[Tensor]]:
-        rank = Rank(c, tmp_path, policy=EVERY_OTHER, model=model)
+        rank = Rank(c, tmp_path, policy=SavePolicy(steps=3), model=model)
         settled = {}
         for number in range(6):
             rank.train(number)
@@ -167,10 +167,9 @@ def test_a_state_dict_of_the_models_own_is_what_a_file_has(tmp_path: Path) -> No
         return settled
 
     settled = run_ranks(2, work)[0]
-    found = files(tmp_path)
-    assert len(found) == 2
-    for step, file in found.items():
-        require_weights(file, settled[step])
+    ((step, file),) = files(tmp_path).items()
+    assert step == 3
+    require_weights(file, settled[step])
 
 
 def test_what_is_added_to_the_model_after_a_snapshot_is_in_the_file(tmp_path: Path) -> None:
@@ -241,15 +240,16 @@ def test_a_file_that_is_due_when_snapshots_end_is_written(tmp_path: Path) -> Non
     """They need more memory than they may have."""
 
     def work(c: Communicator) -> None:
-        rank = Rank(c, tmp_path, policy=EVERY_OTHER)
-        rank.steps._snapshots._limit_mb = 1e-3
-        train(rank, 6)
+        rank = Rank(c, tmp_path, policy=SavePolicy(steps=3))
+        for number in range(6):
+            rank.steps._snapshots._limit_mb = 1e-3 if number == 3 else 0.0
+            rank.train(number)
         rank.steps.end_steps()
         rank.steps.finish()
         assert not rank.steps._snapshots.on
 
     run_ranks(2, work)
-    assert max(files(tmp_path)) == 4
+    assert sorted(files(tmp_path)) == [5]  # when they ended
 
 
 def test_an_epochs_end_is_committed_and_found_by_a_rescue(tmp_path: Path) -> None:
@@ -265,3 +265,48 @@ def test_an_epochs_end_is_committed_and_found_by_a_rescue(tmp_path: Path) -> Non
 
     assert run_ranks(2, work) == [4, 4]
     assert sorted(files(tmp_path)) == [4]
+
+
+def test_no_more_is_retained_than_the_next_file_may_need(tmp_path: Path) -> None:
+    def work(c: Communicator) -> None:
+        rank = Rank(c, tmp_path)
+        source = rank.steps._checkpoints._source
+        for number in range(12):
+            rank.train(number)
+            assert len(source.sums) <= 4
+        rank.steps.end_steps()
+        rank.steps.save()
+        assert source.copied is None
+
+    run_ranks(2, work)
+
+
+def test_a_snapshot_whose_sums_are_not_known_yet_is_not_written(tmp_path: Path) -> None:
+    """That of an earlier generation, before all ranks have reported again."""
+
+    def work(c: Communicator) -> list[bool]:
+        rank = Rank(c, tmp_path)
+        train(rank, 6)
+        source = rank.steps._checkpoints._source
+        found = [source.newest() is not None]
+        source.sums.clear()
+        return [*found, source.newest() is not None]
+
+    assert run_ranks(2, work) == [[True, False]] * 2
+
+
+def test_divided_state_is_gathered_in_under_a_hundredth_of_the_time(tmp_path: Path) -> None:
+    now = iter([10.0, 10.5, 60.4, 60.6, 60.7, 110.7])
+    kind = notified(False, (1,), "fp32", make_sharded)
+
+    def work(c: Communicator) -> list[Request]:
+        rank = Rank(c, tmp_path, model=convnet().float(), kind=kind)
+        schedule = rank.steps._checkpoints
+        schedule._clock = lambda: next(now)
+        schedule._copy_now()  # from 10.0 to 10.5: the next is due 50 s later
+        requests = [schedule._request(0) for _ in range(4)]
+        rank.bench.replica.close()
+        return requests
+
+    nothing, copy = Request.NOTHING, Request.COPY
+    assert run_ranks(1, work) == [[nothing, copy, nothing, copy]]
