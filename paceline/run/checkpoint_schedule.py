@@ -96,15 +96,20 @@ class CheckpointSchedule:
         self._policy = replace(policy, steps=steps)
         if writer is not None:
             writer.newest = self._source.newest
-        self.begin_generation(0)
+        self.begin_generation(0, saved=True)
 
-    def begin_generation(self, number: int) -> None:
-        """Forget what was under way; `number` steps of the run are completed."""
+    def begin_generation(self, number: int, *, saved: bool) -> None:
+        """Forget what was under way.
+
+        Args:
+            number: of the run's completed steps.
+            saved: a checkpoint of this state exists; otherwise it may be due again.
+        """
         # Rank 0's requests, by the steps that reported them; carried out two boundaries later.
         self._requests = deque([(number - 2, Request.COPY)])
         self._due: set[int] = set()  # steps whose snapshots will be written
         self._source.sums, self._source.copied = {}, None
-        self._saved_at, self._saved_number = self._clock(), number
+        self._saved_at, self._saved_number = self._clock(), number if saved else number - 1
         self._copied_at, self._cost = self._clock(), 0.0
 
     @property
@@ -144,7 +149,7 @@ class CheckpointSchedule:
         request = self._due_request(number)
         if self._due and not self._snapshots.on:  # since then
             self._due, request = set(), Request.SAVE
-        wanted = request is Request.SAVE and self._by_snapshots and not self._snapshots.full
+        wanted = request is Request.SAVE and self._by_snapshots and self._snapshots.free(number)
         if wanted:
             self._due.add(number)
             self._note_saved(number)

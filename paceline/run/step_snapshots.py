@@ -104,10 +104,14 @@ class StepSnapshots:
         """Whether this rank is the only one, so that what it holds is committed."""
         return self._run.context.summaries.alone
 
-    @property
-    def full(self) -> bool:
-        """Whether two are held of which the newer isn't committed; the same on all ranks."""
-        return self._snapshots.full
+    def free(self, step: int) -> bool:
+        """Tell whether a snapshot before a step can be taken; the same on all ranks.
+
+        There is none while two are held of which the newer isn't committed, and no second one
+        before a step.
+        """
+        held = [name.step for name in self.held]
+        return not (self._off or self._snapshots.full or step in held)
 
     @property
     def newest_committed(self) -> SnapshotName | None:
@@ -128,8 +132,7 @@ class StepSnapshots:
     def take(self, step: int, position: Mapping[str, Any], *, wanted: bool = False) -> None:
         """Let the step that begins copy the state before it, if a snapshot is due.
 
-        There is none while two are held of which the newer isn't committed. A rank alone copies at
-        once.
+        A rank alone copies at once.
 
         Args:
             step: the step's number; summaries are obeyed before it.
@@ -137,8 +140,7 @@ class StepSnapshots:
             wanted: it is due, whatever the interval.
         """
         self._copies.seconds = 0.0
-        due = wanted or self._interval.step_is_due(step)
-        if self._off or self.full or not due or step in [name.step for name in self.held]:
+        if not (wanted or self._interval.step_is_due(step)) or not self.free(step):
             return
         if self.alone:
             self.take_between_steps(step, position)

@@ -119,11 +119,11 @@ class Steps:
             settle=self._settle,
             generation=lambda: self.generation,
         )
-        self._begin_generation()
+        self._begin_generation(saved=True)
 
-    def _begin_generation(self) -> None:
+    def _begin_generation(self, *, saved: bool) -> None:
         self._stop_requested_in: int | None = None  # the step in which a rank asked to stop
-        self._checkpoints.begin_generation(self.position.number)
+        self._checkpoints.begin_generation(self.position.number, saved=saved)
         self._keeping = self._checkpoints.active  # snapshots, or checkpoints
 
     def record_start(self, origin: str | None, **fields: object) -> None:
@@ -207,7 +207,7 @@ class Steps:
             sums = torch.stack([part.sent[step] for part in parts]).sum(dim=0)
             self.run.context.summaries.send(step, sums, stop=False)
         self.generation += 1
-        self._begin_generation()
+        self._begin_generation(saved=False)
         if self._start_fields:  # otherwise the run's first step is still to record it
             self.record_start(None, **self._start_fields)
         if not whole:

@@ -10,7 +10,9 @@ import torch
 
 from paceline.cli import ledger
 from paceline.run import autotune
+from paceline.state.checkpoint_files import read_checkpoint
 from paceline.state.exchange_choice import CHOICE_NAME
+from tests.harness.equivalence.snapshot_ranks import first_difference
 from tests.harness.equivalence.trainer_rollbacks import (
     EPOCHS,
     SAMPLES,
@@ -62,6 +64,27 @@ def test_a_trainer_whose_generations_end_in_mid_step_trains_the_same_bits(
     assert ledger.main([str(broken.folder), "--json"]) == 0
     proof = json.loads(capsys.readouterr().out)
     assert [one["once"] for one in proof["accounts"]] == [SAMPLES] * EPOCHS
+
+
+@pytest.mark.parametrize("name", ["allreduce", "sharded"])
+def test_checkpoints_are_those_of_an_undisturbed_run(name: str, tmp_path: Path) -> None:
+    flags = (*CASES[name], "--checkpoint_steps", "3", "--keep_checkpoints", "9")
+    moments = [[(3, "end")] * 3, [(4, "load"), (4, "update"), (4, "backward")]]
+    broken = check(tmp_path, flags, moments)
+    found = [{file.name: file for file in files_of(tmp_path / run)} for run in ("plain", "broken")]
+    assert sorted(found[0]) == [f"step-{step:08}.pt" for step in (3, 4, 6, 8)]
+    assert found[0].keys() == found[1].keys()
+    assert 3 in broken.starts
+    for file in found[0]:
+        one, other = (read_checkpoint(files[file]) for files in found)
+        for state in (one, other):
+            del state["position"]["generation"], state["position"]["snapshot_interval"]
+        parts = ("model", "optimizer", "schedule", "position")
+        assert first_difference(*({part: of[part] for part in parts} for of in (one, other))) == ""
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted((folder / "checkpoints").glob("step-*.pt"))
 
 
 @pytest.mark.parametrize("name", ["allreduce", "notified", "sharded", "int8"])
