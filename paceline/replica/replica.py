@@ -79,6 +79,9 @@ class Replica:
             keep the present one. Without `next_plan`, all steps use the first.
         recorder: receives the spans `update` of an optimizer's own steps.
 
+    Attributes:
+        bindings: how often parameters were bound to a synchronizer.
+
     Raises:
         ConfigError: a lazy module has no shapes yet, or the optimizer is not supported.
         CommError: a peer was lost, or didn't answer in time.
@@ -105,6 +108,7 @@ class Replica:
         self._reduced, self._settled = False, False  # settled: since the last step's end
         self._copier: StateCopier | None = None  # of the next step
         self._state_hooks = ExitStack()
+        self.bindings = 0
         self._hooks: ReplicaHooks | None = self._bind(known=set())  # None between generations
         self._settle_before_states()
         self._plain_step, self._plain_zero = optimizer.step, optimizer.zero_grad
@@ -307,6 +311,7 @@ class Replica:
         broadcast_all(self._communicator(), fresh, "the broadcast of rank 0's weights")
         buckets = partition(trained.names, trained.groups, self._plan.bucket_bytes)
         synchronizer = self._plan.make_synchronizer(buckets)
+        self.bindings += 1
         self._bucketwise = is_bucketwise(self._optimizer)
         return ReplicaHooks(self._model, trained, synchronizer, reads)
 

@@ -82,6 +82,7 @@ class StepSnapshots:
         self._interval, self._off = SnapshotInterval(interval), not enabled
         self._enabled = enabled
         self._copies, self._between = _Copies(run), 0
+        self._bindings = replica.bindings  # during which the interval is measured
         self._summaries: deque[StepSummary] = deque()  # whose news all ranks don't know yet
 
     @property
@@ -176,12 +177,22 @@ class StepSnapshots:
         return self._name(step) in self._snapshots.held
 
     def measure(self, seconds: float) -> int:
-        """Take the time of a step; return the interval to ask all ranks for, as rank 0; 0: none."""
-        if self._run.context.group.rank > 0 or self._off or self.interval:
+        """Take the time of a step; return the interval to ask all ranks for, as rank 0; 0: none.
+
+        The interval is measured anew where the replica was bound anew: its steps then take another
+        time, because of another exchange, other trained parameters or other ranks.
+        """
+        if self._run.context.group.rank > 0 or self._off:
             return 0
+        if self._bindings != self._replica.bindings:
+            self._bindings = self._replica.bindings
+            self._interval.restart()
         self._interval.measure(seconds, self._copies.seconds)
+        self._copies.seconds = 0.0
         too_large = memory_note(self._snapshots.nbytes_required, self._limit_mb)
-        return OFF if too_large else self._interval.choice()
+        choice = self._interval.choice()
+        self._interval.measuring = self._interval.measuring and not choice
+        return OFF if too_large else choice
 
     def receive(self, summary: StepSummary) -> None:
         """Take note of a summary, which all ranks obey at the same boundary."""

@@ -23,11 +23,17 @@ class SnapshotInterval:
         steps: the interval, in steps; 0: it is measured.
 
     Attributes:
-        steps: the interval in use, in steps; 0 as long as it is measured.
+        steps: the interval in use, in steps; 0 before one was measured.
+        measuring: whether one is being measured.
     """
 
     def __init__(self, steps: int = 0) -> None:
         self.steps = steps
+        self.restart(measuring=not steps)
+
+    def restart(self, *, measuring: bool = True) -> None:
+        """Measure anew from here on: steps take another time now."""
+        self.measuring = measuring
         self._skipped = 0
         self._copies: list[float] = []  # seconds of each snapshot
         self._plain: list[float] = []  # seconds of each step, without those of a snapshot
@@ -51,7 +57,7 @@ class SnapshotInterval:
 
     def choice(self) -> int:
         """Return the measured interval, in steps; 0 as long as too few snapshots were taken."""
-        if len(self._copies) < _COUNTED:
+        if not self.measuring or len(self._copies) < _COUNTED:
             return 0
         cost, step = median(self._copies), median(self._plain)
         cheap = (steps for steps in range(1, MAX_STEPS) if cost < _COST * step * steps)

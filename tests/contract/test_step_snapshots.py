@@ -119,6 +119,38 @@ def test_a_known_interval_is_used_from_the_first_step() -> None:
     assert held[0] == held[1] == [(0,), (0,), (0,), (0, 3), (0, 3), (3,), (3, 6)]
 
 
+def test_the_interval_is_measured_anew_where_other_parameters_are_trained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = with_model(interval=2)
+    monkeypatch.setattr(SnapshotInterval, "choice", lambda self: 5 if self.measuring else 0)
+
+    def work(c: Communicator) -> list[int]:
+        rank = Rank(c, **options)
+        rank.train(4)
+        before = rank.snapshots.interval
+        next(rank.bench.model.parameters()).requires_grad_(False)
+        rank.train(8)
+        return [before, rank.snapshots.interval]
+
+    assert on_two(work) == [[2, 5]] * 2
+
+
+def test_a_copy_counts_in_the_step_that_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that takes none, because the next one's will be written, has none either."""
+    options, copies = with_model(), list[float]()
+    monkeypatch.setattr(SnapshotInterval, "measure", lambda self, step, own: copies.append(own))
+
+    def work(c: Communicator) -> None:
+        rank = Rank(c, **options)
+        rank.train(1)
+        rank.snapshots.measure(1.0)
+
+    on_two(work)
+    assert copies[0] > 0
+    assert copies[1:] == [0.0]
+
+
 def test_a_limit_of_memory_that_is_too_small_ends_the_snapshots_of_all_ranks() -> None:
     options = with_model(limit_mb=1e-3)
 

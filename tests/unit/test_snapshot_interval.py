@@ -70,3 +70,20 @@ def test_each_step_is_due_until_there_is_an_interval() -> None:
     interval.steps = 3
     assert [number for number in range(7) if interval.step_is_due(number)] == [0, 3, 6]
     assert [number for number in range(5) if SnapshotInterval(4).step_is_due(number)] == [0, 4]
+
+
+def test_an_interval_may_be_measured_anew() -> None:
+    interval = measured(*[(1.0, 0.015)] * 5)
+    assert interval.choice() == 2
+    interval.restart()
+    for number in range(7):
+        assert interval.choice() == 0
+        interval.measure(1.0, 0.9 if number < 2 else 0.025)
+    assert interval.choice() == 3
+
+
+def test_a_known_interval_is_not_measured() -> None:
+    interval = SnapshotInterval(4)
+    for _ in range(9):
+        interval.measure(1.0, 0.5)
+    assert interval.choice() == 0
