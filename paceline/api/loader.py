@@ -76,7 +76,7 @@ class Loader:
         return self._training_batches() if self._train else self._evaluation_batches()
 
     def _training_batches(self) -> Iterator[Any]:
-        first: int | None = self._world._begin_epoch()
+        first: int | None = self._world._loop.begin_epoch()
         try:
             while first is not None:
                 first = yield from self._batches_from(first)
@@ -89,11 +89,11 @@ class Loader:
         with closing(self._mapped.epoch(world.epoch, first)) as batches:
             for batch_slice, batch in batches:
                 self._step, self._count = batch_slice.step, batch_slice.count
-                world._queue_slice(batch_slice)
+                world._loop.queue_slice(batch_slice)
                 yield batch
-                if world._lost is not None:
-                    return world._go_back(world._lost)
-        return world._end_steps()
+                if world._loop.rollback.error is not None:
+                    return world._loop.rollback.go_back()
+        return world._loop.end_steps()
 
     def _evaluation_batches(self) -> Iterator[Any]:
         """Skip empty slices: in an evaluation no rank waits for another."""
@@ -136,7 +136,7 @@ def loader(
         CommError: a peer is silent.
     """
     with errors_name_arguments():
-        world._require_open("paceline.loader()")
+        world._end.require_open("paceline.loader()")
         size = len(dataset) if hasattr(dataset, "__len__") else 1
         if size == 0:
             raise ConfigError(f"the data set ({type(dataset).__name__}) is empty.")
@@ -154,5 +154,20 @@ def loader(
             collate=collate_fn,
             pin_memory=pin_memory,
         )
-        world._add_loader(order, train=train)
+        _require_equal_orders(order, world, train=train)
+        if train:
+            world._position.use_order(order)
     return Loader(mapped, order, world, train=train)
+
+
+def _require_equal_orders(order: Order, world: World, *, train: bool) -> None:
+    """Require the same loader on all ranks; collective."""
+    facts = {
+        "the data set's length": order.size,
+        "batch_size": order.batch_size,
+        "seed of the loader": order.seed,
+        "shuffle": order.shuffle,
+        "train": train,
+    }
+    world._loop.loaders += 1
+    world._session.require_equal(f"loader {world._loop.loaders}", facts)

@@ -76,7 +76,7 @@ def parallelize(
     with errors_name_arguments():
         session = world._session
         run, context = world._run, world._run.context
-        world._require_open("paceline.parallelize()")
+        world._end.require_open("paceline.parallelize()")
         arguments: dict[str, Any] = {
             "sync": sync,
             "wire": wire,
@@ -134,7 +134,7 @@ def _checked_config(arguments: dict[str, Any], world: World) -> SyncConfig:
 
 
 def _check(model: nn.Module, optimizer: Optimizer, world: World) -> None:
-    if world._replica is not None:
+    if world._loop.replica is not None:
         raise ConfigError(
             "paceline.parallelize() was already called for this world, which trains one model: put "
             "several models into one nn.ModuleList, with one optimizer."

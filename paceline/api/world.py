@@ -11,12 +11,10 @@ or an evaluation, belongs to the earlier epoch and is repeated if the run stops 
 
 from __future__ import annotations
 
-import atexit
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,44 +22,25 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.api.argument_names import (
-    as_argument,
-    errors_name_arguments,
-    print_message_for_scripts,
-)
+from paceline.api.argument_names import errors_name_arguments, print_message_for_scripts
 from paceline.api.sample_position import SamplePosition
+from paceline.api.script_loop import ActiveStep, ScriptLoop
 from paceline.api.session import Session
 from paceline.api.tracked import Tracked
-from paceline.cluster.supervision.supervisor import print_message, saved_sentence
-from paceline.comm.communicator import TEXT_BYTES, gather_texts, total
-from paceline.data.batch_slice import BatchSlice
-from paceline.data.order import Order
-from paceline.errors import CommError, ConfigError, PacelineError
-from paceline.replica.hooks import patch
+from paceline.api.world_end import WorldEnd
+from paceline.cluster.supervision.supervisor import print_message
+from paceline.comm.communicator import require_same_form, total
+from paceline.errors import ConfigError
 from paceline.replica.replica import Replica
 from paceline.replica.state_copier import StateObjects
 from paceline.run.checkpoint_schedule import SavePolicy
 from paceline.run.run import Run
 from paceline.run.step_snapshots import StepSnapshots
-from paceline.run.steps import NextGeneration, Steps, Stop
+from paceline.run.steps import NextGeneration, Steps
 from paceline.state.checkpoint_files import Checkpoints
 from paceline.state.checkpoint_writer import CheckpointWriter
 from paceline.state.stateful import Restorable
 from paceline.wiring import Start
-
-_TERMINATED = 143  # the status where another process received the signal
-
-
-@dataclass
-class ActiveStep:
-    """Step of a script's loop.
-
-    Attributes:
-        done: whether the step was made. If a peer is lost, its block ends early, and the loader
-            yields the batch again.
-    """
-
-    done: bool = False
 
 
 class World:
@@ -78,19 +57,13 @@ class World:
         self._position = SamplePosition(start.position, run, session.device)
         start.restore({"course": self._position})
         self._saved_objects: dict[str, Any] = {}  # "model" and "optimizer", once there is a model
-        self._steps: Steps | None = None
-        self._replica: Replica | None = None
-        self._loaders = 0
-        self._begun = False  # this process has begun its first step
-        self._in_step = False  # a step is active
-        self._lost: CommError | None = None  # until the loader goes back to a snapshot
+        self._end = WorldEnd(session, run, self._position)
+        self._loop = ScriptLoop(run, self._position, self._end, self._begin)
         self._next_generation: NextGeneration | None = None
-        self._broken = False  # an error or a stop ended the last step
-        self._closed = False
-        session.exit_handler.rescue = self._rescue
+        session.exit_handler.rescue = self._loop.rescue
         if session.run is not None and threading.current_thread() is threading.main_thread():
-            session.resources.enter_context(session.signals.received(self._rescue))
-        atexit.register(self._close_at_exit)
+            session.resources.enter_context(session.signals.received(self._loop.rescue))
+        self._end.close_at_exit(self.close)
 
     @property
     def rank(self) -> int:
@@ -120,7 +93,8 @@ class World:
     @property
     def generation(self) -> int:
         """The number of this generation of the run's ranks, over all starts of the run, from 0."""
-        return self._start.generation if self._steps is None else self._steps.generation
+        steps = self._loop.steps
+        return self._start.generation if steps is None else steps.generation
 
     @property
     def epoch(self) -> int:
@@ -132,8 +106,7 @@ class World:
         """The number of steps of the run, those of earlier starts included."""
         return self._position.position.number
 
-    @contextmanager
-    def step(self, samples: int | None = None) -> Iterator[ActiveStep]:
+    def step(self, samples: int | None = None) -> AbstractContextManager[ActiveStep]:
         """Make a step on all ranks; forward, backward and `optimizer.step()` go inside the block.
 
         The gradient of the step is the sum of the ranks' gradients, each weighted by its rank's
@@ -154,36 +127,7 @@ class World:
             CheckpointError: a checkpoint can't be written.
             SystemExit: this process, or another, received a signal to stop; the state is saved.
         """
-        steps, step, entered = self._between_steps("world.step()"), ActiveStep(), False
-        with self._exit_on_stop():
-            try:
-                batch_slice, earlier = self._position.next_slice(samples)
-                self._begin()
-                self._in_step = self._broken = True
-                with steps.step(batch_slice):
-                    entered = True
-                    yield step
-            except CommError as error:
-                self._lose(error)
-                if not entered:
-                    with suppress(CommError):  # of the first use of the exchange
-                        yield step
-                return
-            finally:
-                self._in_step = False
-            self._broken, step.done = False, True
-            for one in earlier:
-                self._run.recorder.event(
-                    "step",
-                    generation=self.generation,
-                    step=one.number,
-                    epoch=one.epoch,
-                    first=one.first,
-                    last=one.last,
-                    cuts=one.cuts,
-                    skipped=one.skipped,
-                )
-            self._position.mark_trained()
+        return self._loop.step(samples)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients of backward passes inside; a later pass outside exchanges the sum.
@@ -191,7 +135,8 @@ class World:
         Raises:
             ConfigError: there is no model yet.
         """
-        return self._accumulating(self._require_replica("world.no_sync()"))
+        replica = self._loop.require_replica("world.no_sync()")
+        return self._loop.rollback.accumulating(replica)
 
     def reduce(self) -> None:
         """Wait until every `.grad` is the mean over the global batch and may be changed.
@@ -202,7 +147,7 @@ class World:
             ConfigError: no step is active, or a gradient was changed before.
             CommError: a peer is lost or silent.
         """
-        self._require_replica("world.reduce()").reduce()
+        self._loop.require_replica("world.reduce()").reduce()
 
     def settle(self) -> None:
         """Wait until all parameters are those after the last `optimizer.step()`.
@@ -214,7 +159,7 @@ class World:
             ConfigError: there is no model yet.
             CommError: a peer is lost or silent.
         """
-        self._require_replica("world.settle()").settle()
+        self._loop.require_replica("world.settle()").settle()
 
     def total(self, tensor: Tensor) -> Tensor:
         """Return the sum of a tensor over all ranks; collective.
@@ -227,13 +172,13 @@ class World:
                 tensor has another shape or dtype.
             CommError: a peer is lost, silent, or has ended.
         """
-        self._require_open("world.total()")
+        self._end.require_open("world.total()")
         if not isinstance(tensor, Tensor):
             raise ConfigError(
                 f"world.total() got {type(tensor).__name__} {tensor!r}: pass a tensor, such as "
                 "torch.tensor(3)."
             )
-        if self._in_step and self._replica is not None and not self._replica.ended:
+        if self._loop.exchanging:
             raise ConfigError(
                 "world.total() was called inside a step before optimizer.step(), during the "
                 "gradient exchange: call it after optimizer.step()."
@@ -241,15 +186,9 @@ class World:
         values = tensor.detach().to(self.device)
         values = values.long() if values.dtype is torch.bool else values
         what = "world.total(), which all ranks must call"
-        with self._explained("world.total()"):
-            given = f"{values.dtype} of shape {tuple(values.shape)}"[:TEXT_BYTES]
+        with self._end.explained("world.total()"):
             communicator = self._run.context.communicator
-            for rank, other in enumerate(gather_texts(communicator, given, self.device, what)):
-                if other != given:
-                    raise ConfigError(
-                        f"world.total() got {given} on rank {self.rank} and {other} on rank "
-                        f"{rank}: pass tensors of the same shape and dtype."
-                    )
+            require_same_form(communicator, values, "world.total()", what)
             return total(communicator, values, what).to(tensor.device)
 
     def track(self, *objects: Restorable, **named: Restorable) -> None:
@@ -262,7 +201,7 @@ class World:
         Raises:
             ConfigError: an object has no state, or the checkpoint has the states of other objects.
         """
-        if self._begun:
+        if self._loop.begun:
             raise ConfigError(
                 "world.track() was called after the first step: call it before the first step, so "
                 "that the state can be restored."
@@ -290,7 +229,7 @@ class World:
                 "world.checkpoint() needs a run folder: pass run=… to paceline.join()."
             )
         with errors_name_arguments():
-            self._between_steps("world.checkpoint()").save(together=False)
+            self._loop.require_between_steps("world.checkpoint()").save(together=False)
 
     def close(self) -> None:
         """End the world after its last step; save what isn't saved yet.
@@ -299,18 +238,18 @@ class World:
             CommError: a peer is lost or silent.
             CheckpointError: the last checkpoint can't be written.
         """
-        if self._closed:
+        if self._end.closed:
             return
         try:
-            self._finish()
+            self._loop.finish()
             if not self._session.exit_handler.requested_status:  # else the status explains the end
                 self._session.post_end(self.steps)  # `drain` may wait as long as a peer that asks
-            if self._replica is not None:
-                self._replica.drain()
+            if self._loop.replica is not None:
+                self._loop.replica.drain()
         except BaseException:
-            self._release(*sys.exc_info())
+            self._end.release(*sys.exc_info())
             raise
-        self._release(None, None, None)
+        self._end.release(None, None, None)
         self._session.exit_handler.restore_hooks()
         self._session.joined.process_end.close()
 
@@ -327,7 +266,7 @@ class World:
             self._session.exit_handler.post_exit_status()
             self.close()
         else:
-            self._release(kind, error, traceback)
+            self._end.release(kind, error, traceback)
 
     def _bind(
         self,
@@ -339,8 +278,8 @@ class World:
         """Make steps of a model from now on; `saved_objects` is what checkpoints save, by name."""
         session = self._session
         session.resources.callback(replica.close)
-        session.resources.callback(_refuse_outside(optimizer, replica, lambda: self._lost))
-        self._replica, self._saved_objects = replica, saved_objects
+        session.resources.callback(self._loop.rollback.refuse_outside(optimizer, replica))
+        self._loop.replica, self._saved_objects = replica, saved_objects
         output, writer = session.output, None
         if session.run is not None and self.rank == 0:
             writer = CheckpointWriter(
@@ -365,7 +304,7 @@ class World:
             limit_mb=output.snapshot_memory_mb,
             report=print_message_for_scripts,
         )
-        self._steps = Steps(
+        steps = Steps(
             replica,
             self._run,
             writer,
@@ -380,101 +319,17 @@ class World:
             snapshots=snapshots,
             next_generation=self._next_generation,
         )
-
-    def _add_loader(self, order: Order, *, train: bool) -> None:
-        """Compare a loader with the other ranks', and use a training loader's order; collective.
-
-        Raises:
-            ConfigError: the ranks' loaders differ, or this one doesn't fit the run.
-        """
-        self._loaders += 1
-        facts = {
-            "the data set's length": order.size,
-            "batch_size": order.batch_size,
-            "seed of the loader": order.seed,
-            "shuffle": order.shuffle,
-            "train": train,
-        }
-        self._session.require_equal(f"loader {self._loaders}", facts)
-        if train:
-            self._position.use_order(order)
-
-    def _begin_epoch(self) -> int:
-        """End the epoch of the loader's last iteration; return the first step of the next one.
-
-        A lost peer takes the run back to here, not to the earlier epoch: what the script has done
-        between them isn't repeated.
-        """
-        self._require_open("the loader")
-        self._position.waiting.clear()  # slices of an iteration that was left early
-        if self._position.next_is_another and self._steps is not None:
-            with errors_name_arguments():
-                self._steps.end_epoch()
-        self._position.begun = self._position.iterating = True
-        if self._steps is not None:
-            with errors_name_arguments():
-                self._steps.take_snapshot()
-        return self._position.position.step
-
-    def _queue_slice(self, batch_slice: BatchSlice) -> None:
-        """Queue a slice for the next step, which may train later ones too."""
-        self._position.waiting.append(batch_slice)
-        if self._steps is not None:
-            self._steps.seed(batch_slice.number)
-
-    def _end_steps(self) -> int | None:
-        """End an epoch's steps; stop here where a signal requested it.
-
-        Returns:
-            the step from which the next generation continues, where a peer is lost.
-        """
-        self._position.require_all_trained()
-        if self._steps is not None:
-            with self._exit_on_stop():
-                try:
-                    self._steps.end_steps()
-                except CommError as error:
-                    self._lose(error)
-                    return self._go_back(error)
-        return None
-
-    @contextmanager
-    def _accumulating(self, replica: Replica) -> Iterator[None]:
-        try:
-            with replica.no_sync():
-                yield
-        except CommError as error:
-            self._lose(error)
-
-    def _lose(self, error: CommError) -> None:
-        """Leave a generation that has lost a peer; raise its error where the run can't go on."""
-        if self._lost is not None:  # this is what follows from it
-            return
-        if self._steps is None or self._position.order is None:
-            raise error
-        self._steps.leave_generation(error)
-        self._lost, self._broken = error, False
-
-    def _go_back(self, error: CommError) -> int:
-        """Go back to a snapshot, and on in the next generation; return the epoch's next step."""
-        assert self._steps is not None
-        with self._exit_on_stop():
-            self._steps.go_back(error)
-        self._lost = None
-        self._position.waiting.clear()
-        return self._position.position.step
+        self._loop.use(steps)
 
     def _begin(self) -> None:
         """Begin this start's first step."""
-        if self._begun:
-            return
+        steps, replica, order = self._loop.steps, self._loop.replica, self._position.order
+        assert steps is not None
+        assert replica is not None
         self._tracked.begin()
-        assert self._replica is not None
         for scaler in self._tracked.scalers:
-            self._replica.follow(scaler.get_scale)
-        order = self._position.order
-        assert self._steps is not None
-        self._steps.record_start(
+            replica.follow(scaler.get_scale)
+        steps.record_start(
             self._start.origin,
             samples=order and order.samples,
             steps=order and order.steps,
@@ -483,121 +338,4 @@ class World:
             model=type(self._saved_objects["model"]).__name__,
             device=self.device.type,
         )
-        self._begun, self._start = True, replace(self._start, state=None)
-
-    def _finish(self) -> None:
-        """Save the state after the last step, unless there is none or it is broken."""
-        if self._steps is None or self._broken or not self._position.begun:
-            return
-        with errors_name_arguments():
-            if self._position.at_end:
-                self._steps.end_epoch()
-            else:
-                self._steps.save()
-            self._steps.finish()
-
-    def _rescue(self) -> None:
-        """Write the newest state in memory to the disk, from any thread."""
-        if self._steps is not None:
-            self._steps.rescue()
-
-    def _require_open(self, call: str) -> None:
-        """Raise ConfigError if the world is closed."""
-        if self._closed:
-            raise ConfigError(f"{call} was used after world.close(): call paceline.join() again.")
-
-    def _require_replica(self, call: str) -> Replica:
-        """Return the model's replica; raise ConfigError if there is none or the world is closed."""
-        self._require_open(call)
-        if self._replica is None:
-            raise ConfigError(
-                f"{call} was called before paceline.parallelize(model, optimizer, world): call "
-                "paceline.parallelize() first."
-            )
-        if self._lost is not None:
-            raise self._lost
-        return self._replica
-
-    def _between_steps(self, call: str) -> Steps:
-        self._require_replica(call)
-        assert self._steps is not None
-        if self._in_step:
-            raise ConfigError(f"{call} was called inside a step: call it between steps.")
-        if self._broken:
-            raise ConfigError(
-                f"{call} was called after an error inside a step: close() the world and join "
-                "again; a run with a folder resumes from its last checkpoint."
-            )
-        return self._steps
-
-    @contextmanager
-    def _explained(self, operation: str = "the next step") -> Iterator[None]:
-        """Name the cause of a lost peer, and options as arguments, in errors that leave the block.
-
-        Args:
-            operation: what the peer is missing from.
-        """
-        try:
-            yield
-        except PacelineError as error:
-            error.name_of = as_argument
-            lost = isinstance(error, CommError)
-            cause = self._session.ended_peer(self.steps, operation) if lost else None
-            if cause is None:
-                raise
-            raise cause from error
-
-    @contextmanager
-    def _exit_on_stop(self) -> Iterator[None]:
-        """Exit the script where the block stops the run, as a signal requested."""
-        session = self._session
-        try:
-            with self._explained():
-                yield
-        except Stop:
-            self._broken = True  # the state is saved already
-            if session.joined.launcher == "paceline" and session.run and self.rank == 0:
-                print_message(saved_sentence(session.run))
-            raise SystemExit(session.signals.status or _TERMINATED) from None
-
-    def _release(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Close all resources; the exit handler still reports the error, if there is one."""
-        if not self._closed:
-            self._closed = True
-            atexit.unregister(self._close_at_exit)
-            self._session.exit_handler.active = False
-            self._session.resources.__exit__(kind, error, traceback)
-
-    def _close_at_exit(self) -> None:
-        """Close at the end of the script, and report where that fails."""
-        if self._session.exit_handler.failed:
-            return
-        try:
-            self._session.exit_handler.post_exit_status()
-            self.close()
-        except Exception as error:
-            self._session.exit_handler.at_exit(error)
-
-
-def _refuse_outside(
-    optimizer: Optimizer, replica: Replica, lost: Callable[[], CommError | None]
-) -> Callable[[], None]:
-    """Refuse updates without an exchange before them; return what undoes that."""
-    step = optimizer.step
-
-    def guarded(_: object, *args: Any, **kwargs: Any) -> Any:
-        if (error := lost()) is not None:
-            raise error
-        if replica.ended:
-            raise ConfigError(
-                "optimizer.step() was called outside a step, or twice in one step, so there are no "
-                "exchanged gradients: call it once in each `with world.step():` block."
-            )
-        return step(*args, **kwargs)
-
-    return patch(optimizer, "step", guarded)
+        self._start = replace(self._start, state=None)

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from paceline.errors import ConfigError
+
 TEXT_BYTES = 256  # bytes of what `gather_texts` gathers
 
 
@@ -105,6 +107,30 @@ def gather_texts(
     table = torch.stack(rows)
     communicator.broadcast(table).wait(operation)
     return [bytes(row).decode(errors="replace").rstrip() for row in table.tolist()]
+
+
+def require_same_form(
+    communicator: Communicator, tensor: Tensor, subject: str, operation: str
+) -> None:
+    """Require tensors of the same dtype and shape on all ranks; collective.
+
+    Args:
+        communicator: connects the ranks.
+        tensor: this rank's.
+        subject: the call that got it, for the error.
+        operation: as in `Ticket.wait`.
+
+    Raises:
+        ConfigError: a rank's differs; names both.
+        CommError: a peer was lost, or silent.
+    """
+    given = f"{tensor.dtype} of shape {tuple(tensor.shape)}"[:TEXT_BYTES]
+    for rank, other in enumerate(gather_texts(communicator, given, tensor.device, operation)):
+        if other != given:
+            raise ConfigError(
+                f"{subject} got {given} on rank {communicator.rank} and {other} on rank {rank}: "
+                "pass tensors of the same shape and dtype."
+            )
 
 
 def broadcast_all(communicator: Communicator, tensors: Sequence[Tensor], operation: str) -> None:

@@ -325,6 +325,6 @@ def test_what_a_wire_has_yet_to_send_follows_the_scaler_that_is_tracked() -> Non
         world.track(step_lr(optimizer), scaler)
         with world.step(samples=1):
             optimizer.step()
-        replica = world._require_replica("a test")
+        replica = world._loop.require_replica("a test")
         assert replica._scale is not None
         assert replica._scale() == 2.0**7

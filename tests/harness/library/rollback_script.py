@@ -139,7 +139,7 @@ def train(case: Case, moments: Sequence[Sequence[Moment]], run: Path | None) -> 
                 breaks.pass_by("update")
                 optimizer.zero_grad()
                 breaks.pass_by("end")
-            assert step.done == (world._lost is None)
+            assert step.done == (world._loop.rollback.error is None)
             schedule.step()
     world.settle()
     state = {name: value.clone() for name, value in model.state_dict().items()}

@@ -1,0 +1,201 @@
+"""Loop of a script: its steps and epochs, and what may be called where.
+
+    for epoch in …:
+        for x, y in loader:             an epoch begins; each batch queues its slice
+            with world.step(): …        a step trains the waiting slices
+                                        the epoch's steps end with the loader's iteration
+
+An epoch ends when the next one begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from paceline.api.argument_names import errors_name_arguments
+from paceline.api.rollback import Rollback
+from paceline.api.sample_position import SamplePosition
+from paceline.api.world_end import WorldEnd
+from paceline.data.batch_slice import BatchSlice
+from paceline.errors import CommError, ConfigError
+from paceline.replica.replica import Replica
+from paceline.run.run import Run
+from paceline.run.steps import Steps
+
+
+@dataclass
+class ActiveStep:
+    """Step of a script's loop.
+
+    Attributes:
+        done: whether the step was made. If a peer is lost, its block ends early, and the loader
+            yields the batch again.
+    """
+
+    done: bool = False
+
+
+class ScriptLoop:
+    """Loop of a script, which makes the steps of one model.
+
+    Args:
+        run: the run, whose recorder receives the events of steps.
+        position: the run's position.
+        end: the world's end.
+        begin: called once, when the first step begins.
+
+    Attributes:
+        steps: the steps of the model; None: there is no model yet.
+        replica: the model's replica, likewise.
+        loaders: the number of loaders that were made.
+        begun: whether this process has begun its first step.
+        rollback: what a lost peer means to the loop.
+    """
+
+    def __init__(
+        self, run: Run, position: SamplePosition, end: WorldEnd, begin: Callable[[], None]
+    ) -> None:
+        self._run, self._position, self._end, self._begin = run, position, end, begin
+        self.steps: Steps | None = None
+        self.replica: Replica | None = None
+        self.rollback = Rollback(position, end)
+        self.loaders, self.begun = 0, False
+        self._in_step = False  # a step is active
+        self._failed = False  # an error ended the last step
+
+    def use(self, steps: Steps) -> None:
+        """Make steps of a model from now on."""
+        self.steps = self.rollback.steps = steps
+
+    @property
+    def exchanging(self) -> bool:
+        """Whether a step is active whose gradient exchange isn't complete."""
+        return self._in_step and self.replica is not None and not self.replica.ended
+
+    @contextmanager
+    def step(self, samples: int | None) -> Iterator[ActiveStep]:
+        """Make a step; as `World.step`."""
+        steps, step, entered = self.require_between_steps("world.step()"), ActiveStep(), False
+        with self._end.exit_on_stop():
+            try:
+                batch_slice, earlier = self._position.next_slice(samples)
+                if not self.begun:
+                    self._begin()
+                    self.begun = True
+                self._in_step = self._failed = True
+                with steps.step(batch_slice):
+                    entered = True
+                    yield step
+                    self.rollback.require_no_loss()
+            except CommError as error:
+                self.rollback.lose(error)
+                self._failed = False
+                if not entered:
+                    with suppress(CommError):  # of the first use of the exchange
+                        yield step
+                return
+            finally:
+                self._in_step = False
+            self._failed, step.done = False, True
+            self._record(earlier, steps.generation)
+            self._position.mark_trained()
+
+    def begin_epoch(self) -> int:
+        """End the epoch of the loader's last iteration; return the first step of the next one.
+
+        A lost peer takes the run back to here, not to the earlier epoch: what the script has done
+        between them isn't repeated.
+        """
+        self._end.require_open("the loader")
+        self._position.waiting.clear()  # slices of an iteration that was left early
+        if self._position.next_is_another and self.steps is not None:
+            with errors_name_arguments():
+                self.steps.end_epoch()
+        self._position.begun = self._position.iterating = True
+        if self.steps is not None:
+            with errors_name_arguments():
+                self.steps.take_snapshot()
+        return self._position.position.step
+
+    def queue_slice(self, batch_slice: BatchSlice) -> None:
+        """Queue a slice for the next step, which may train later ones too."""
+        self._position.waiting.append(batch_slice)
+        if self.steps is not None:
+            self.steps.seed(batch_slice.number)
+
+    def end_steps(self) -> int | None:
+        """End an epoch's steps; stop here where a signal requested it.
+
+        Returns:
+            the step from which the next generation continues, where a peer is lost.
+        """
+        self._position.require_all_trained()
+        if self.steps is not None:
+            with self._end.exit_on_stop():
+                try:
+                    self.steps.end_steps()
+                except CommError as error:
+                    self.rollback.lose(error)
+                    return self.rollback.go_back()
+        return None
+
+    def finish(self) -> None:
+        """Save the state after the last step, unless there is none or it is incomplete."""
+        if self.steps is None or self._broken or not self._position.begun:
+            return
+        with errors_name_arguments():
+            if self._position.at_end:
+                self.steps.end_epoch()
+            else:
+                self.steps.save()
+            self.steps.finish()
+
+    def rescue(self) -> None:
+        """Write the newest state in memory to the disk, from any thread."""
+        if self.steps is not None:
+            self.steps.rescue()
+
+    def require_replica(self, call: str) -> Replica:
+        """Return the model's replica; raise ConfigError if there is none or the world is closed."""
+        self._end.require_open(call)
+        if self.replica is None:
+            raise ConfigError(
+                f"{call} was called before paceline.parallelize(model, optimizer, world): call "
+                "paceline.parallelize() first."
+            )
+        self.rollback.require_no_loss()
+        return self.replica
+
+    def require_between_steps(self, call: str) -> Steps:
+        """Return the model's steps; raise ConfigError if one is active, or none can follow."""
+        self.require_replica(call)
+        assert self.steps is not None
+        if self._in_step:
+            raise ConfigError(f"{call} was called inside a step: call it between steps.")
+        if self._broken:
+            raise ConfigError(
+                f"{call} was called after an error inside a step: close() the world and join "
+                "again; a run with a folder resumes from its last checkpoint."
+            )
+        return self.steps
+
+    @property
+    def _broken(self) -> bool:
+        """Whether the loop has ended in the middle of a step, or was stopped."""
+        return self._failed or self._end.stopped
+
+    def _record(self, earlier: Sequence[BatchSlice], generation: int) -> None:
+        """Record the slices that a step trained besides its own."""
+        for one in earlier:
+            self._run.recorder.event(
+                "step",
+                generation=generation,
+                step=one.number,
+                epoch=one.epoch,
+                first=one.first,
+                last=one.last,
+                cuts=one.cuts,
+                skipped=one.skipped,
+            )

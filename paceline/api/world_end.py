@@ -1,0 +1,108 @@
+"""The end of a world: closed by its script or at the exit, stopped by a signal, or after an error.
+
+with paceline.join(…) as world:     at the block's end
+world.close()                       where the script calls it
+(neither)                           when the interpreter exits
+SIGTERM, Ctrl-C, another rank's     `SystemExit` at the next step boundary; the state is saved
+an error                            the script ends; the exit handler reports it
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+from paceline.api.argument_names import as_argument
+from paceline.api.sample_position import SamplePosition
+from paceline.api.session import Session
+from paceline.cluster.supervision.supervisor import print_message, saved_sentence
+from paceline.errors import CommError, ConfigError, PacelineError
+from paceline.run.run import Run
+from paceline.run.steps import Stop
+
+_TERMINATED = 143  # the status where another process received the signal
+
+
+class WorldEnd:
+    """The end of a world, and the reason for it that the script and its peers get.
+
+    Args:
+        session: the session, whose resources end with the world.
+        run: the run.
+        position: the run's position.
+
+    Attributes:
+        closed: whether the world has ended.
+        stopped: whether a request to stop has ended the script's loop; the state is saved.
+    """
+
+    def __init__(self, session: Session, run: Run, position: SamplePosition) -> None:
+        self._session, self._run, self._position = session, run, position
+        self._close: Callable[[], None] = lambda: None
+        self.closed = self.stopped = False
+
+    def close_at_exit(self, close: Callable[[], None]) -> None:
+        """Close the world at the end of the script, unless it is closed before."""
+        self._close = close
+        atexit.register(self._close_or_report)
+
+    def require_open(self, call: str) -> None:
+        """Raise ConfigError if the world is closed."""
+        if self.closed:
+            raise ConfigError(f"{call} was used after world.close(): call paceline.join() again.")
+
+    def release(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close all resources; the exit handler still reports the error, if there is one."""
+        if not self.closed:
+            self.closed = True
+            atexit.unregister(self._close_or_report)
+            self._session.exit_handler.active = False
+            self._session.resources.__exit__(kind, error, traceback)
+
+    @contextmanager
+    def explained(self, operation: str = "the next step") -> Iterator[None]:
+        """Name the cause of a lost peer, and options as arguments, in errors that leave the block.
+
+        Args:
+            operation: what the peer is missing from.
+        """
+        try:
+            yield
+        except PacelineError as error:
+            error.name_of = as_argument
+            lost, made = isinstance(error, CommError), self._position.position.number
+            cause = self._session.ended_peer(made, operation) if lost else None
+            if cause is None:
+                raise
+            raise cause from error
+
+    @contextmanager
+    def exit_on_stop(self) -> Iterator[None]:
+        """Exit the script where the block stops the run, as a signal requested."""
+        session = self._session
+        try:
+            with self.explained():
+                yield
+        except Stop:
+            self.stopped = True
+            rank, _ = self._run.rank_and_size()
+            if session.joined.launcher == "paceline" and session.run and rank == 0:
+                print_message(saved_sentence(session.run))
+            raise SystemExit(session.signals.status or _TERMINATED) from None
+
+    def _close_or_report(self) -> None:
+        """Close at the end of the script, and report where that fails."""
+        if self._session.exit_handler.failed:
+            return
+        try:
+            self._session.exit_handler.post_exit_status()
+            self._close()
+        except Exception as error:
+            self._session.exit_handler.at_exit(error)

@@ -1,0 +1,45 @@
+"""A peer that is lost in a script's loop: what the loop does where no update follows."""
+
+from __future__ import annotations
+
+import paceline
+from tests.harness.equivalence.large_batch import largest_difference
+from tests.harness.library.rollback_script import Breaks, next_generation
+from tests.harness.library.small_training import (
+    BATCH,
+    SEED,
+    loss_of,
+    network,
+    samples,
+    sgd,
+    whole_batches,
+)
+
+
+def test_a_step_that_loses_a_peer_while_it_accumulates_is_made_again() -> None:
+    model, alone = network(), network()
+    with paceline.join(seed=SEED) as world:
+        breaks = Breaks(world, [(1, "accumulating")])
+        world._run.context.summaries.alone = False  # one rank alone takes no snapshots
+        world._next_generation = next_generation(world, breaks)
+        optimizer = paceline.parallelize(model, sgd(model), world)[1]
+        done = []
+        for x, y in paceline.loader(samples(), BATCH, world):
+            with world.step() as step:
+                with world.no_sync():
+                    (loss_of(model, x, y) / 2).backward()
+                    breaks.pass_by("accumulating")
+                if world._loop.rollback.error is None:
+                    (loss_of(model, x, y) / 2).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            done.append(step.done)
+        steps = world.steps
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+    assert done == [True, False, *[True] * steps]  # from the first step on again
+    plain = sgd(alone)
+    for x, y in whole_batches(samples(), 0):
+        loss_of(alone, x, y).backward()
+        plain.step()
+        plain.zero_grad()
+    assert largest_difference(state, alone.state_dict()) < 1e-10
