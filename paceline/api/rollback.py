@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from paceline.api.sample_position import SamplePosition
 from paceline.api.world_end import WorldEnd
 from paceline.errors import CommError, ConfigError
-from paceline.replica.hooks import patch
+from paceline.replica.live_hooks import patch
 from paceline.replica.replica import Replica
 from paceline.run.steps import Steps
 

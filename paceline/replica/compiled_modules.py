@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from paceline.errors import ConfigError, Message
+from paceline.replica.live_hooks import replace
 
 _VARIANTS_PER_BLOCK = 8  # code for training and for evaluation, each for some batch sizes
 
@@ -66,20 +67,6 @@ def around_call(
             return inner(*args, **kwargs)
 
     return replace(module, name, call)
-
-
-def replace(target: object, name: str, value: object) -> Callable[[], None]:
-    """Replace an attribute of one object; return what undoes that."""
-    attributes = vars(target)
-    before = attributes.get(name)
-
-    def undo() -> None:
-        attributes.pop(name, None)
-        if before is not None:
-            attributes[name] = before
-
-    attributes[name] = value
-    return undo
 
 
 @contextmanager

@@ -8,25 +8,20 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from types import MethodType
-from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from paceline.algorithms.synchronizer import Synchronizer
 from paceline.errors import ConfigError
 from paceline.reduce.buckets import Bucket
-from paceline.replica.compiled_modules import around_call, is_compiled, replace
+from paceline.replica.compiled_modules import around_call, is_compiled
+from paceline.replica.live_hooks import LiveHook
 from paceline.replica.read_tracing import Readers, ReadMap, ReadTracer, registering_modules
 from paceline.replica.state_copier import StateCopier
 from paceline.replica.trained_parameters import TrainedParameters
 from paceline.update.write_guard import WriteGuard
-
-_SCALER_FLAG = "_step_supports_amp_scaling"
 
 
 class ReplicaHooks:
@@ -65,7 +60,7 @@ class ReplicaHooks:
             self._wait_in(registering_modules(model))
             self._tracer = ReadTracer(model)
         self._handles = [
-            p.register_post_accumulate_grad_hook(partial(self._gradient_done, index))
+            p.register_post_accumulate_grad_hook(LiveHook(self._gradient_done, index))
             for index, p in enumerate(self.gradients.parameters)
         ]
 
@@ -169,16 +164,14 @@ class ReplicaHooks:
         else:
             self._waits.callback(module.register_forward_pre_hook(wait, prepend=True).remove)
 
-    def _wait_for(self, buckets: tuple[Bucket, ...]) -> Callable[..., None]:
-        """Make a hook; a function, which a copy of the model shares rather than copies."""
-
+    def _wait_for(self, buckets: tuple[Bucket, ...]) -> LiveHook:
         def wait(*_: object) -> None:
             for bucket in buckets:
                 self.synchronizer.before_read(bucket)
             if self.copier is not None:
                 self.copier.copy_buckets(buckets)
 
-        return wait
+        return LiveHook(wait)
 
 
 class StepGradients:
@@ -277,40 +270,3 @@ class StepGradients:
 def _first_values(gradient: Tensor) -> Tensor:
     """View the first few values of a gradient."""
     return gradient.detach().reshape(-1)[:16]
-
-
-def patch(target: object, name: str, function: Callable[..., Any]) -> Callable[[], None]:
-    """Replace a method of one object by `function(target, …)`; return what undoes that.
-
-    The replacement is a bound method, as torch's schedulers expect of `optimizer.step`. It has the
-    flag of a step that a scheduler has wrapped already, so that schedulers don't wrap it again.
-    """
-
-    def method(this: object, *args: object, **kwargs: object) -> object:
-        return function(this, *args, **kwargs)
-
-    method._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    method.__wrapped__ = getattr(target, name)  # type: ignore[attr-defined]
-    return replace(target, name, MethodType(method, target))
-
-
-def watch_scaler(optimizer: Optimizer, on_scaler_step: Callable[[], None]) -> Callable[[], None]:
-    """Call `on_scaler_step` when `GradScaler.step(optimizer)` begins; return what undoes that.
-
-    Autograd doesn't count the writes of the scaler's kernels. But before anything else
-    `GradScaler.step` reads a flag of the optimizer, whether its kernel unscales by itself;
-    `_ScalerFlag` replaces the flag.
-    """
-    before = vars(optimizer).get(_SCALER_FLAG)
-    return replace(optimizer, _SCALER_FLAG, _ScalerFlag(bool(before), on_scaler_step))
-
-
-class _ScalerFlag:
-    """Optimizer flag that calls `on_read` when a `GradScaler` reads it by `__bool__`."""
-
-    def __init__(self, value: bool, on_read: Callable[[], None]) -> None:
-        self._value, self._on_read = value, on_read
-
-    def __bool__(self) -> bool:
-        self._on_read()
-        return self._value

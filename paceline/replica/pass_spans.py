@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.recorder import Recorder
 from paceline.replica.compiled_modules import around_call, is_compiled
+from paceline.replica.live_hooks import LiveHook
 
 
 def watch_passes(model: nn.Module, recorder: Recorder) -> Callable[[], None]:
@@ -23,12 +24,11 @@ def watch_passes(model: nn.Module, recorder: Recorder) -> Callable[[], None]:
         return around_call(model, lambda: recorder.span("forward"))
     passes = _Passes(recorder)
     undo = ExitStack()
-    # Functions, which a copy of the model shares rather than copies.
-    before = model.register_forward_pre_hook(lambda *_: passes.begin("forward"), prepend=True)
+    begin = LiveHook(lambda *_: passes.begin("forward"))
+    before = model.register_forward_pre_hook(begin, prepend=True)
     undo.callback(before.remove)
-    after = model.register_forward_hook(
-        lambda model, inputs, output: passes.end_forward(output), always_call=True
-    )
+    end = LiveHook(lambda model, inputs, output: passes.end_forward(output))
+    after = model.register_forward_hook(end, always_call=True)
     undo.callback(after.remove)
     return undo.close
 

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from paceline.replica.compiled_modules import around_call, is_compiled, visible_modules
+from paceline.replica.live_hooks import LiveHook
 
 Readers = dict[nn.Module, list[nn.Parameter]]
 
@@ -72,13 +73,9 @@ class ReadTracer:
             if is_compiled(module):
                 self._undo.callback(around_call(module, self._pause))
             else:
-                self._undo.callback(module.register_forward_pre_hook(self._enter).remove)
-                left = module.register_forward_hook(self._leave, always_call=True)
+                self._undo.callback(module.register_forward_pre_hook(LiveHook(self._enter)).remove)
+                left = module.register_forward_hook(LiveHook(self._leave), always_call=True)
                 self._undo.callback(left.remove)
-
-    def __deepcopy__(self, memo: object) -> ReadTracer:
-        """Return itself: a copied model has copies of the hooks, which end with the tracing."""
-        return self
 
     def finish(self, parameters: Iterable[nn.Parameter]) -> ReadMap:
         """End the tracing; return which modules read or register which parameters."""

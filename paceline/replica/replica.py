@@ -38,7 +38,8 @@ from paceline.errors import ConfigError
 from paceline.recorder import NullRecorder, Recorder
 from paceline.reduce.buckets import Bucket, partition
 from paceline.reduce.rank_state import gather_parts
-from paceline.replica.hooks import ReplicaHooks, patch, watch_scaler
+from paceline.replica.hooks import ReplicaHooks
+from paceline.replica.live_hooks import LiveHook, patch, watch_scaler
 from paceline.replica.read_tracing import ReadMap
 from paceline.replica.state_copier import StateCopier
 from paceline.replica.trained_parameters import TrainedParameters, fingerprint_of
@@ -434,9 +435,7 @@ class Replica:
                     )
 
     def _settle_before_states(self) -> None:
-        def settle_first(*_: object) -> None:
-            self.settle()
-
+        settle_first = LiveHook(lambda *_: self.settle())
         targets: list[Any] = [*self._model.modules(), self._optimizer]
         for target in targets:
             saved = target.register_state_dict_pre_hook(settle_first)
@@ -446,7 +445,7 @@ class Replica:
 
     def _train(self, model: nn.Module, mode: bool = True) -> nn.Module:
         """Replace `model.train()`, which `eval()` calls too."""
-        if not mode and model is self._model:
+        if not mode:
             self.settle()
         return type(model).train(model, mode)
 
@@ -458,7 +457,7 @@ class Replica:
 
     def _zero_model(self, model: nn.Module, set_to_none: bool = True) -> None:
         """Replace `model.zero_grad()`, likewise."""
-        if not set_to_none and self._hooks is not None and model is self._model:
+        if not set_to_none and self._hooks is not None:
             self._binding.synchronizer.wait_until_gradients_writable()
         type(model).zero_grad(model, set_to_none)
 

@@ -27,7 +27,7 @@ from paceline.comm.communicator import Communicator
 from paceline.config.train import TrainConfig
 from paceline.errors import CommError
 from paceline.models.zoo import build_model
-from paceline.replica.hooks import patch
+from paceline.replica.live_hooks import patch
 from paceline.run.step_snapshots import OwnPart
 from paceline.run.steps import Successor
 from paceline.state.snapshots import SnapshotName

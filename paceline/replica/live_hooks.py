@@ -1,0 +1,121 @@
+"""What a live model or optimizer has and its copy hasn't: hooks, and methods that are replaced.
+
+`copy.deepcopy` and `pickle` copy an object's hooks and attributes with it. A copy, such as an
+average of weights, is a plain model: it waits for nothing, and nothing of it is exchanged.
+
+    the original has                     its copy has
+    a hook, `LiveHook`                   a function that does nothing
+    a replaced method, `PatchedMethod`   its own method, as its class or a script defined it
+    a watched flag, `_ScalerFlag`        the flag's value
+
+So a copy keeps nothing of the original alive, and a copied model can be pickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+from torch.optim import Optimizer
+
+_SCALER_FLAG = "_step_supports_amp_scaling"
+
+T = TypeVar("T")
+
+
+class LiveHook(partial[Any]):
+    """Hook of a live object, whose copy is inert.
+
+    It is as fast as the function that it calls: `partial` is called without a Python frame.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _inert_hook, ()
+
+
+class PatchedMethod:
+    """Method of one object that a function replaces; a copy of the object has its own method.
+
+    It looks like a bound method, as torch's schedulers expect of `optimizer.step`. It has the flag
+    of a step that a scheduler has wrapped already, so that schedulers don't wrap it again.
+
+    Args:
+        target: the object.
+        name: the method's name.
+        function: called with the object and the method's arguments.
+    """
+
+    _wrapped_by_lr_sched = True
+
+    def __init__(self, target: object, name: str, function: Callable[..., Any]) -> None:
+        def method(this: object, *args: object, **kwargs: object) -> object:
+            return function(this, *args, **kwargs)
+
+        self.__self__, self.__name__, self.__func__ = target, name, method
+        self.__wrapped__ = method.__wrapped__ = getattr(target, name)  # type: ignore[attr-defined]
+        self._before = vars(target).get(name)
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        return self.__func__(self.__self__, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._before is not None:
+            return _itself, (self._before,)
+        return getattr, (self.__self__, self.__name__)  # the copy has only its class's by then
+
+
+def patch(target: object, name: str, function: Callable[..., Any]) -> Callable[[], None]:
+    """Replace a method of one object by `function(target, …)`; return what undoes that."""
+    return replace(target, name, PatchedMethod(target, name, function))
+
+
+def replace(target: object, name: str, value: object) -> Callable[[], None]:
+    """Replace an attribute of one object; return what undoes that."""
+    attributes = vars(target)
+    before = attributes.get(name)
+
+    def undo() -> None:
+        attributes.pop(name, None)
+        if before is not None:
+            attributes[name] = before
+
+    attributes[name] = value
+    return undo
+
+
+def watch_scaler(optimizer: Optimizer, on_scaler_step: Callable[[], None]) -> Callable[[], None]:
+    """Call `on_scaler_step` when `GradScaler.step(optimizer)` begins; return what undoes that.
+
+    Autograd doesn't count the writes of the scaler's kernels. But before anything else
+    `GradScaler.step` reads a flag of the optimizer, whether its kernel unscales by itself;
+    `_ScalerFlag` replaces the flag.
+    """
+    before = vars(optimizer).get(_SCALER_FLAG)
+    return replace(optimizer, _SCALER_FLAG, _ScalerFlag(bool(before), on_scaler_step))
+
+
+class _ScalerFlag:
+    """Optimizer flag that calls `on_read` when a `GradScaler` reads it by `__bool__`."""
+
+    def __init__(self, value: bool, on_read: Callable[[], None]) -> None:
+        self._value, self._on_read = value, on_read
+
+    def __bool__(self) -> bool:
+        self._on_read()
+        return self._value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return bool, (self._value,)
+
+
+def _inert_hook() -> Callable[..., None]:
+    return _do_nothing
+
+
+def _do_nothing(*_: object, **__: object) -> None:
+    """Leave everything as it is."""
+
+
+def _itself(value: T) -> T:
+    return value
