@@ -2,7 +2,7 @@
 
     for x, y in loader:
         with world.step() as step:      a peer is lost: the block ends, or what remains of it runs
-            …                           on a plain model; an update there is refused
+            …                           on a plain model, which is not updated
         schedule.step()                 undone with the rest
                                         the next batch is the snapshot's: the run went back
 
@@ -12,16 +12,12 @@ is sent, and what the script changes is restored with the snapshot.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
-
-from torch.optim import Optimizer
 
 from paceline.api.sample_position import SamplePosition
 from paceline.api.world_end import WorldEnd
-from paceline.errors import CommError, ConfigError
-from paceline.replica.live_hooks import patch
+from paceline.errors import CommError
 from paceline.replica.replica import Replica
 from paceline.run.steps import Steps
 
@@ -62,11 +58,6 @@ class Rollback:
         self._position.waiting.clear()
         return self._position.position.step
 
-    def require_no_loss(self) -> None:
-        """Raise the error of a lost peer, if the loader hasn't gone back since."""
-        if self.error is not None:
-            raise self.error
-
     @contextmanager
     def accumulating(self, replica: Replica) -> Iterator[None]:
         """Accumulate gradients inside; where a peer is lost, the block ends early."""
@@ -75,18 +66,3 @@ class Rollback:
                 yield
         except CommError as error:
             self.lose(error)
-
-    def refuse_outside(self, optimizer: Optimizer, replica: Replica) -> Callable[[], None]:
-        """Refuse updates without an exchange before them; return what undoes that."""
-        step = optimizer.step
-
-        def guarded(_: object, *args: Any, **kwargs: Any) -> Any:
-            self.require_no_loss()
-            if replica.ended:
-                raise ConfigError(
-                    "optimizer.step() was called outside a step, or twice in one step, so there "
-                    "are no exchanged gradients: call it once in each `with world.step():` block."
-                )
-            return step(*args, **kwargs)
-
-        return patch(optimizer, "step", guarded)

@@ -13,6 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
+
+from torch.optim import Optimizer
 
 from paceline.api.argument_names import errors_name_arguments
 from paceline.api.rollback import Rollback
@@ -20,6 +23,7 @@ from paceline.api.sample_position import SamplePosition
 from paceline.api.world_end import WorldEnd
 from paceline.data.batch_slice import BatchSlice
 from paceline.errors import CommError, ConfigError
+from paceline.replica.live_hooks import patch
 from paceline.replica.replica import Replica
 from paceline.run.run import Run
 from paceline.run.steps import Steps
@@ -69,6 +73,21 @@ class ScriptLoop:
         """Make steps of a model from now on."""
         self.steps = self.rollback.steps = steps
 
+    def refuse_outside(self, optimizer: Optimizer, replica: Replica) -> Callable[[], None]:
+        """Refuse updates without an exchange before them; return what undoes that."""
+        step = optimizer.step
+
+        def guarded(_: object, *args: Any, **kwargs: Any) -> Any:
+            self._require_no_loss()
+            if replica.ended:
+                raise ConfigError(
+                    "optimizer.step() was called outside a step, or twice in one step, so there "
+                    "are no exchanged gradients: call it once in each `with world.step():` block."
+                )
+            return step(*args, **kwargs)
+
+        return patch(optimizer, "step", guarded)
+
     @property
     def exchanging(self) -> bool:
         """Whether a step is active whose gradient exchange isn't complete."""
@@ -88,7 +107,7 @@ class ScriptLoop:
                 with steps.step(batch_slice):
                     entered = True
                     yield step
-                    self.rollback.require_no_loss()
+                    self._require_no_loss()
             except CommError as error:
                 self.rollback.lose(error)
                 self._failed = False
@@ -165,7 +184,7 @@ class ScriptLoop:
                 f"{call} was called before paceline.parallelize(model, optimizer, world): call "
                 "paceline.parallelize() first."
             )
-        self.rollback.require_no_loss()
+        self._require_no_loss()
         return self.replica
 
     def require_between_steps(self, call: str) -> Steps:
@@ -180,6 +199,11 @@ class ScriptLoop:
                 "again; a run with a folder resumes from its last checkpoint."
             )
         return self.steps
+
+    def _require_no_loss(self) -> None:
+        """Raise the error of a lost peer, if the loader hasn't gone back since."""
+        if self.rollback.error is not None:
+            raise self.rollback.error
 
     @property
     def _broken(self) -> bool:

@@ -278,7 +278,7 @@ class World:
         """Make steps of a model from now on; `saved_objects` is what checkpoints save, by name."""
         session = self._session
         session.resources.callback(replica.close)
-        session.resources.callback(self._loop.rollback.refuse_outside(optimizer, replica))
+        session.resources.callback(self._loop.refuse_outside(optimizer, replica))
         self._loop.replica, self._saved_objects = replica, saved_objects
         output, writer = session.output, None
         if session.run is not None and self.rank == 0:

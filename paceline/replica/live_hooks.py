@@ -27,37 +27,42 @@ T = TypeVar("T")
 class LiveHook(partial[Any]):
     """Hook of a live object, whose copy is inert.
 
-    It is as fast as the function that it calls: `partial` is called without a Python frame.
+    It adds some 30 ns to a call, because `partial` is called without a Python frame.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _inert_hook, ()
 
 
-class PatchedMethod:
+class PatchedMethod(partial[Any]):
     """Method of one object that a function replaces; a copy of the object has its own method.
 
     It looks like a bound method, as torch's schedulers expect of `optimizer.step`. It has the flag
     of a step that a scheduler has wrapped already, so that schedulers don't wrap it again.
 
     Args:
+        function: called with the object and the method's arguments.
         target: the object.
         name: the method's name.
-        function: called with the object and the method's arguments.
     """
 
+    __self__: object
+    __name__: str
+    __func__: Callable[..., Any]
+    _before: Any  # what the object itself had, besides its class
     _wrapped_by_lr_sched = True
 
-    def __init__(self, target: object, name: str, function: Callable[..., Any]) -> None:
+    def __new__(cls, function: Callable[..., Any], target: object, name: str) -> PatchedMethod:
+        """Make one of the target's present method."""
+
         def method(this: object, *args: object, **kwargs: object) -> object:
             return function(this, *args, **kwargs)
 
-        self.__self__, self.__name__, self.__func__ = target, name, method
-        self.__wrapped__ = method.__wrapped__ = getattr(target, name)  # type: ignore[attr-defined]
-        self._before = vars(target).get(name)
-
-    def __call__(self, *args: object, **kwargs: object) -> object:
-        return self.__func__(self.__self__, *args, **kwargs)
+        made = super().__new__(cls, function, target)
+        made.__self__, made.__name__, made.__func__ = target, name, method
+        made.__wrapped__ = method.__wrapped__ = getattr(target, name)  # type: ignore[attr-defined]
+        made._before = vars(target).get(name)
+        return made
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._before is not None:
@@ -67,7 +72,7 @@ class PatchedMethod:
 
 def patch(target: object, name: str, function: Callable[..., Any]) -> Callable[[], None]:
     """Replace a method of one object by `function(target, …)`; return what undoes that."""
-    return replace(target, name, PatchedMethod(target, name, function))
+    return replace(target, name, PatchedMethod(function, target, name))
 
 
 def replace(target: object, name: str, value: object) -> Callable[[], None]:
