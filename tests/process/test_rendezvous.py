@@ -76,8 +76,10 @@ def test_machines_with_different_numbers_of_workers_form_one_world(
     (generation,) = {group.generation for group in groups}
     assert generation.workers_per_machine == counts
     again, _ = read_world(actors[3].environment)  # what it joins next has keys of its own
-    assert (again.rank, again.generation.number) == (3, generation.number + 1)
-    assert again.generation.key_prefix != generation.key_prefix
+    assert (again.rank, again.generation.members) == (3, generation.members)
+    assert again.generation.token != generation.token
+    others, _ = read_world(actors[0].environment)
+    assert others.generation == again.generation
     worlds[0][1].set("from rank 0", "hello")
     assert worlds[5][1].get("from rank 0") == b"hello"
     del worlds

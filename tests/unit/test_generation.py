@@ -70,11 +70,22 @@ def test_a_generation_survives_the_store() -> None:
     assert Generation.from_text(generation.to_text()) == generation
 
 
-def test_keys_differ_by_token_and_number_and_dont_show_the_token() -> None:
+def test_keys_differ_by_token_and_dont_show_it() -> None:
     generation = replace(member(0).generation, token="secret")
-    others = [generation, replace(generation, number=1), replace(generation, token="another")]
-    assert len({other.key_prefix for other in others}) == 3
+    assert generation.key_prefix != replace(generation, token="another").key_prefix
     assert "secret" not in generation.key_prefix + repr(generation)
+
+
+def test_the_number_of_a_generation_may_come_after_its_first_keys() -> None:
+    generation = member(0).generation
+    assert replace(generation, number=7).key_prefix == generation.key_prefix
+
+
+def test_all_members_derive_the_same_token_for_a_join_and_another_one_for_the_next() -> None:
+    members = [replace(member(rank).generation, token="secret") for rank in range(3)]
+    joins = [{each.with_token_of_join(join).token for each in members} for join in range(3)]
+    assert [len(tokens) for tokens in joins] == [1, 1, 1]
+    assert len(set.union(*joins, {"secret"})) == 4
 
 
 def test_what_a_supervisor_gives_a_worker_survives_its_environment() -> None:

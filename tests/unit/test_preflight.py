@@ -110,6 +110,34 @@ def test_a_rank_that_says_nothing_is_named(subject: str, advice: str) -> None:
     assert str(caught.value) == f"{late} 0.05 s: {advice}"
 
 
+def test_an_earlier_generations_facts_arent_compared_with_this_ones() -> None:
+    store = HashStore()
+    for token, facts in (("first", {"--seed": "1"}), ("second", {"--seed": "2"})):
+        groups = [world_of((1, 1), rank, token=token) for rank in range(2)]
+
+        def agree(group: Group, facts: dict[str, str] = facts) -> None:
+            compare(store, group, "configuration", facts, timeout=20)
+
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(agree, groups))
+
+
+def test_ranks_with_different_tokens_find_it_out_without_a_timeout() -> None:
+    store = HashStore()
+
+    def of(rank: int) -> str:
+        group = world_of((1, 1), rank, token=f"token {rank}")
+        facts = token_facts(group.generation.token)
+        with pytest.raises(ConfigError) as caught:
+            compare(store, group, "job token", facts, timeout=5)
+        return str(caught.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        told = list(pool.map(of, range(2)))
+    assert told[0] == told[1]
+    assert told[0].endswith("start all processes as one run.")
+
+
 def test_a_rank_that_failed_isnt_waited_for() -> None:
     store = HashStore()
     store.set(FAILURE, FailureReport(text="rank 2: no disk", status=1).to_text())

@@ -5,14 +5,19 @@ Ranks are counted machine by machine. Machines may have different numbers of wor
     machine          0       1           2             workers_per_machine = (2, 1, 3)
     local rank     0   1     0       0   1   2
     rank           0   1     2       3   4   5         the index in `members`
+
+A generation has a number and a token. The number counts the run's generations over all its starts,
+and stands in events, checkpoints and the ledger. The token is a fresh secret in each generation:
+keys, connections and snapshots depend on it, so messages of an earlier generation match nothing.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Self
 
 from paceline.cluster.json_record import JsonRecord
@@ -46,8 +51,10 @@ class Generation(JsonRecord):
     """Generation: one membership of the world, the same value on all ranks.
 
     Attributes:
-        number: how many worlds these processes closed before in one start of the run.
-        token: the job token, with which the members authenticate each other.
+        number: how many generations of the run came before, in all its starts; 0 until the ranks of
+            a start's first generation know it.
+        token: a secret, another one in each generation, with which its members authenticate each
+            other.
         members: the members, in rank order.
     """
 
@@ -75,7 +82,7 @@ class Generation(JsonRecord):
         Args:
             workers_per_machine: for each machine, its number of workers.
             start_id: distinguishes the start from all others of the run.
-            token: the job token.
+            token: the job token, from which each join derives its own; or the generation's.
             addresses: for each machine, the address at which the others reach it.
             hosts: for each machine, its host name.
         """
@@ -92,6 +99,14 @@ class Generation(JsonRecord):
             for rank, machine in enumerate(machines)
         )
         return cls(number=0, token=token, members=members)
+
+    def with_token_of_join(self, join: int) -> Self:
+        """Return this generation with the token of its members' `join`-th join, counted from 0.
+
+        All members derive the same token from the job token, without communication.
+        """
+        digest = hmac.digest(self.token.encode(), f"paceline join {join}".encode(), "sha256")
+        return replace(self, token=digest.hex())
 
     @property
     def world_size(self) -> int:
@@ -121,7 +136,7 @@ class Generation(JsonRecord):
     @property
     def key_prefix(self) -> str:
         """Prefix of this generation's keys in the store; it doesn't reveal the token."""
-        text = f"paceline generation {self.number} {self.token}"
+        text = f"paceline generation {self.token}"
         return f"generation/{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
     def rank_of(self, machine: int, local_rank: int) -> int:

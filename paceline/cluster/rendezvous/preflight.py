@@ -24,12 +24,14 @@ from paceline.cluster.stores.waiting import await_keys
 from paceline.config.train import TrainConfig
 from paceline.errors import ConfigError
 
+_JOB_TOKEN = "job token"
+
 _REMEDIES = {
     "configuration": "give all machines the same value",
     "versions": "install the same version on all machines",
     "data": "give all machines the same data set",
     "model": "build the same model on all ranks",
-    "job token": "start all processes as one run",
+    _JOB_TOKEN: "start all processes as one run",
 }
 
 
@@ -51,8 +53,9 @@ def compare(
         PeerLost: another process gave a reason for the run's end.
     """
     text = json.dumps(dict(facts))  # in their order: the first name that differs is the first here
-    # Without the token, which is a subject of its own.
-    prefix = f"preflight/{subject}/{group.generation.number}"
+    # Ranks with different tokens have different prefixes, and would wait for each other in vain.
+    within = "" if subject == _JOB_TOKEN else f"{group.generation.key_prefix}/"
+    prefix = f"{within}preflight/{subject}"
     store.set(f"{prefix}/facts/{group.rank}", text)
     store.set(f"{prefix}/digest/{group.rank}", hashlib.sha256(text.encode()).hexdigest())
     keys = [f"{prefix}/digest/{rank}" for rank in range(group.size)]

@@ -33,11 +33,11 @@ In the start's own space, besides `world`, `failure`, `reach/<i>` and `judged/<i
     reported/<i>/<digest>  which rank of machine i prints the failure with this digest
     left/<i>            rank i has deregistered: it has ended
 
-Ranks write these into the space of a start, whatever started them; <n> is `Generation.number`, and
-<g> is `Generation.key_prefix`:
+Ranks write these into the space of a start, whatever started them; <g> is `Generation.key_prefix`:
 
     joins/<machine>/<i>                                  how often a supervised worker has joined
-    preflight/<subject>/<n>/facts/<i>, .../digest/<i>    what rank i compares with rank 0
+    preflight/job token/facts/<i>, .../digest/<i>        what rank i compares with rank 0
+    <g>/preflight/<subject>/facts/<i>, .../digest/<i>    of every other subject
     from rank 0/<name>                                   a value that rank 0 shares
     <g>/<purpose>/...                                    torch's rendezvous of a process group
     <g>/ended/<i>                                        rank i closed its world after so many steps

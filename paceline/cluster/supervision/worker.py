@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -51,7 +50,7 @@ def run_worker(environment: WorkerEnvironment, work: Callable[[Group, Store], No
 def read_world(environment: WorkerEnvironment) -> tuple[Group, Store]:
     """Open the run's store; return the group of all ranks and the store.
 
-    A script may join, close its world and join again: each time is a generation of its own.
+    A script may join, close its world and join again: each join has a token of its own.
 
     Keep the store for as long as a process group uses it: C++ doesn't keep a store written in
     Python alive.
@@ -62,8 +61,8 @@ def read_world(environment: WorkerEnvironment) -> tuple[Group, Store]:
     store = open_store(environment.store, timedelta(seconds=environment.first_iter_timeout))
     machine, local_rank = environment.machine, environment.local_rank
     formed = Generation.from_text(store.get(f"formed/{machine}"))
-    number = store.add(f"joins/{machine}/{local_rank}", 1) - 1
-    generation = replace(formed, number=number)
+    join = store.add(f"joins/{machine}/{local_rank}", 1) - 1
+    generation = formed.with_token_of_join(join)
     return Group.world(generation, generation.rank_of(machine, local_rank)), store
 
 

@@ -1,7 +1,7 @@
 """Bootstrap of connections between ranks, by sockets of any family, with authentication.
 
     rank r    listens, publishes its address, connects to ranks below r, accepts those above
-    greeting  | "paceline" | digest of the job token and the purpose | rank |   both ways, at once
+    greeting  | "paceline" | digest of the token and the purpose | rank |   both ways, at once
 
 An unauthenticated peer's connection is closed; it delays the others by one wait slice at most.
 """
@@ -35,7 +35,7 @@ class Bootstrap:
         share: all-gather of one string per rank, used instead of `store`.
         rank: this rank.
         world_size: the number of ranks.
-        token: the job token; a peer without it is unauthenticated.
+        token: the generation's token; a peer without it is unauthenticated.
         purpose: what the connections are for, and the generation; each purpose is used for one
             bootstrap only.
         limit: seconds to wait until all ranks have connected.
