@@ -153,8 +153,7 @@ def _open_world(session: Session) -> World:
         torch.set_num_threads(min(torch.get_num_threads(), cores))
     start, run = Start(), session.make_run()
     if path is not None:
-        communicator = run.context.communicator
-        start = find_start(output, path, session.identity, communicator, session.device)
+        start = find_start(output, path, session.identity, run, session.device)
         for note in start.notes if group.rank == 0 else ():
             print_message(note)
         path.mkdir(parents=True, exist_ok=True)  # on machines without rank 0

@@ -93,8 +93,7 @@ class World:
     @property
     def generation(self) -> int:
         """The number of this generation of the run's ranks, over all starts of the run, from 0."""
-        steps = self._loop.steps
-        return self._start.generation if steps is None else steps.generation
+        return self._run.context.group.generation.number
 
     @property
     def epoch(self) -> int:
@@ -308,7 +307,6 @@ class World:
             replica,
             self._run,
             writer,
-            generation=self.generation,
             seed=session.seed,
             position=self._position.position,
             policy=SavePolicy(steps=output.checkpoint_steps, minutes=output.checkpoint_minutes),

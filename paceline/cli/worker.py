@@ -41,8 +41,7 @@ def train(config: TrainConfig, group: Group, store: Store) -> None:
         stack.callback(sources.close)
         agree_on_inputs(config, group, store, sources)
         run = stack.enter_context(wiring.make_run(config, group, store, device))
-        communicator = run.context.communicator
-        start = wiring.find_start(config.output, folder, config.identity(), communicator, device)
+        start = wiring.find_start(config.output, folder, config.identity(), run, device)
         run.trace = wiring.build_trace(config.output, run, folder, device)
         run.recorder, log = wiring.build_recorder(config, group, folder, start, run.trace)
         stack.callback(run.recorder.close)
@@ -65,7 +64,7 @@ def train(config: TrainConfig, group: Group, store: Store) -> None:
             if group.rank == 0:
                 print_message(saved_sentence(folder))
             sys.exit(signals.status or _TERMINATED)
-        run.recorder.event("end", generation=start.generation)
+        run.recorder.event("end", generation=trainer.steps.generation)
 
 
 def _run(trainer: Trainer, signals: StopSignals) -> bool:

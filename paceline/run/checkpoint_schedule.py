@@ -68,7 +68,6 @@ class CheckpointSchedule:
         policy: when to save within an epoch; rank 0's is used.
         device: device of the communicator's tensors.
         settle: settles the replica, receives all summaries, and returns the run's position.
-        generation: returns the present generation's number.
         clock: returns seconds since an arbitrary origin.
 
     Raises:
@@ -84,12 +83,11 @@ class CheckpointSchedule:
         policy: SavePolicy,
         device: torch.device,
         settle: Callable[[], Position],
-        generation: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._replica, self._snapshots, self._writer = replica, snapshots, writer
         self._settle, self._clock = settle, clock
-        self._source = CheckpointSource(replica, snapshots, generation)
+        self._source = CheckpointSource(run, replica, snapshots)
         what = "the broadcast of rank 0's decisions"
         settings = [writer is not None, policy.steps]
         self._saving, steps = broadcast_state(run.context.communicator, settings, device, what)

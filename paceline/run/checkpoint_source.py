@@ -5,7 +5,7 @@ A snapshot's position lacks the sums of steps whose summaries came later; they a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import count
 from typing import Any
@@ -17,6 +17,7 @@ from paceline.replica.replica import Replica
 from paceline.replica.state_copier import ENTRIES, PARAMETERS, POSITION, StateCopier
 from paceline.replica.trained_parameters import TrainedParameters
 from paceline.run.position import Position
+from paceline.run.run import Run
 from paceline.run.step_snapshots import StepSnapshots
 from paceline.state.checkpoint_files import EXCHANGE
 from paceline.state.checkpoint_writer import Checkpoint
@@ -28,9 +29,9 @@ class CheckpointSource:
     """Source of checkpoints on rank 0.
 
     Args:
+        run: the run, whose present generation's number checkpoints have.
         replica: this rank's model replica.
         snapshots: this rank's snapshots.
-        generation: returns the present generation's number.
 
     Attributes:
         sums: sums over all ranks and the epoch's steps before a step, by that step.
@@ -38,10 +39,8 @@ class CheckpointSource:
         plain: whether checkpoints can be made of snapshots, when that was last looked at.
     """
 
-    def __init__(
-        self, replica: Replica, snapshots: StepSnapshots, generation: Callable[[], int]
-    ) -> None:
-        self._replica, self._snapshots, self._generation = replica, snapshots, generation
+    def __init__(self, run: Run, replica: Replica, snapshots: StepSnapshots) -> None:
+        self._run, self._replica, self._snapshots = run, replica, snapshots
         self._objects = snapshots.objects
         self.sums: dict[int, list[float]] = {}
         self.copied: Checkpoint | None = None
@@ -101,7 +100,7 @@ class CheckpointSource:
         position = dict(state[POSITION])
         if position.pop("sent"):  # by this rank alone
             position["sums"] = self.sums[lent.name.step]
-        position["generation"] = self._generation()
+        position["generation"] = self._run.context.group.generation.number
         entries = checkpoint_entries(state, objects, gathered)
         if not self.plain:
             entries["model"] = copy_state(objects.model.state_dict())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from paceline.cluster.membership.generation import Group
@@ -25,12 +25,14 @@ class Run:
     Attributes:
         context: the present generation's context.
         make_context: makes the context of a further generation; collective among its ranks.
+        record_number: called with the group of a further generation, before its ranks connect.
         recorder: receives spans, counts and events.
         trace: recorder of the trace; None if the run is not traced.
     """
 
     context: GenerationContext
     make_context: Callable[[Group], GenerationContext] | None = None
+    record_number: Callable[[Group], None] = lambda group: None
     recorder: Recorder = field(default_factory=NullRecorder)
     trace: Trace | None = None
     _connects: list[Callable[[GenerationContext], None]] = field(default_factory=list)
@@ -50,6 +52,11 @@ class Run:
         connect(self.context)
         self._connects.append(connect)
 
+    def start_at(self, number: int) -> None:
+        """Number the first generation of a start, whose ranks learn its number when connected."""
+        group = self.context.group
+        self.context.group = replace(group, generation=replace(group.generation, number=number))
+
     def enter(self, group: Group) -> None:
         """Abort the present context and make the next generation's; collective among its ranks.
 
@@ -60,7 +67,11 @@ class Run:
             CommError: a rank didn't come in time.
         """
         assert self.make_context is not None
+        present, following = self.context.group.generation, group.generation
+        assert following.number > present.number
+        assert following.token != present.token
         self.context.abort()
+        self.record_number(group)
         self.context = self.make_context(group)
         for connect in self._connects:
             connect(self.context)

@@ -71,7 +71,6 @@ class Steps:
         replica: this rank's model replica.
         run: the run, whose recorder receives one event per step, and measures the step.
         writer: writes checkpoints on rank 0; None on other ranks, and where nothing is saved.
-        generation: the generation's number, for the ledger.
         seed: seed of the random streams.
         position: the run's position, which each step advances.
         policy: when to save checkpoints within an epoch.
@@ -90,7 +89,6 @@ class Steps:
         run: Run,
         writer: CheckpointWriter | None,
         *,
-        generation: int,
         seed: int,
         position: Position,
         policy: SavePolicy,
@@ -105,7 +103,7 @@ class Steps:
         self._start_fields: dict[str, object] = {}
         self._replica, self.run = replica, run
         self._writer, self._seed = writer, seed
-        self.generation, self.position = generation, position
+        self.position = position
         self.position.sums = self.position.sums or [0.0] * value_count
         self._stopping, self._check_sums = stopping, check_sums
         self._value_count, self._device = value_count, device
@@ -117,9 +115,13 @@ class Steps:
             policy,
             device,
             settle=self._settle,
-            generation=lambda: self.generation,
         )
         self._begin_generation(saved=True)
+
+    @property
+    def generation(self) -> int:
+        """The number of the run's present generation, for the ledger."""
+        return self.run.context.group.generation.number
 
     def _begin_generation(self, *, saved: bool) -> None:
         self._stop_requested_in: int | None = None  # the step in which a rank asked to stop
@@ -206,7 +208,6 @@ class Steps:
         for step in own.sent:
             sums = torch.stack([part.sent[step] for part in parts]).sum(dim=0)
             self.run.context.summaries.send(step, sums, stop=False)
-        self.generation += 1
         self._begin_generation(saved=False)
         if self._start_fields:  # otherwise the run's first step is still to record it
             self.record_start(None, **self._start_fields)

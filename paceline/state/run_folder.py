@@ -6,7 +6,7 @@
     events.<member>.jsonl  a line a step
     <name>.pt              weights
     checkpoints/           what the run resumes from
-    generation             how often it was started again
+    generation             the number of its newest generation
     finished               there once the run came to its end
 
 A lock, which the system takes back from a dead process, shows whether the run is alive on this
@@ -175,7 +175,7 @@ def is_finished(run: Path) -> bool:
 
 
 def next_generation(run: Path, at_least: int = 0) -> int:
-    """Count a start of the run: 0 for the first one, one more for each other.
+    """Number a start's first generation: 0 for the first start, else one more than the last.
 
     Args:
         run: the run's folder, which exists.
@@ -191,15 +191,25 @@ def next_generation(run: Path, at_least: int = 0) -> int:
         if not text.isdigit() or len(text) > _LONGEST_NUMBER:
             raise PacelineError(
                 Message(
-                    "{} is damaged; it must contain the number of the run's last start: "
+                    "{} is damaged; it must contain the number of the run's last generation: "
                     "write that number into it, or give another {--run_id}.",
                     path,
                 )
             )
         generation = max(generation, int(text) + 1)
+    record_generation(run, generation)
+    return generation
+
+
+def record_generation(run: Path, generation: int) -> None:
+    """Record the number of the run's newest generation, before it writes anything.
+
+    Raises:
+        PacelineError: the folder can't be written.
+    """
+    path = run / GENERATION_NAME
     with explained_writes(path):
         write_atomically(path, f"{generation}\n")
-    return generation
 
 
 def choose_run_id(output_dir: Path, digest: str, *older: str, anew: bool) -> str:

@@ -10,20 +10,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from paceline.comm.communicator import Communicator, broadcast_state
+from paceline.cluster.membership.generation import Group
+from paceline.comm.communicator import broadcast_state
 from paceline.config.run import OutputConfig
 from paceline.config.train import difference
 from paceline.data.order import Order
 from paceline.errors import CheckpointError, ConfigError, Message
 from paceline.replica.replica import Replica
 from paceline.run.position import Position
+from paceline.run.run import Run
 from paceline.state.checkpoint_files import EXCHANGE, Checkpoints, read_checkpoint
-from paceline.state.run_folder import next_generation
+from paceline.state.run_folder import next_generation, record_generation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +34,7 @@ class Start:
     """Starting point of a run: the beginning, or a checkpoint.
 
     Attributes:
-        generation: the generation's number, which grows by one at each start.
+        generation: the number of the start's first generation, greater than all before.
         state: the contents of the checkpoint; None at the beginning of a run.
         origin: the checkpoint's path, if another run wrote it; else None.
         notes: sentences for the user.
@@ -82,30 +85,36 @@ class Start:
 
 def find_start(
     output: OutputConfig,
-    run: Path,
+    folder: Path,
     identity: Mapping[str, object],
-    communicator: Communicator,
+    run: Run,
     device: torch.device,
 ) -> Start:
-    """Find the starting point of a run; collective.
+    """Find the starting point of a run, and number its first generation; collective.
+
+    Rank 0 records the numbers of later generations in the folder, so that the next start has
+    another one.
 
     Args:
         output: says what to resume from.
-        run: the run's folder, rank 0's.
+        folder: the run's, rank 0's.
         identity: flags that make it this run; another run's checkpoints are skipped.
-        communicator: the ranks.
-        device: where its tensors live.
+        run: connects the ranks.
+        device: where tensors of collectives live.
 
     Raises:
         ConfigError: `--resume` names a file that isn't there.
         CheckpointError: there are checkpoints, and none can be read.
     """
     found: dict[str, Any] = {}
-    if communicator.rank == 0:
-        start = _look(output, run, identity)
+    if run.context.group.rank == 0:
+        start = _look(output, folder, identity)
         found = {f.name: getattr(start, f.name) for f in fields(Start)}
     what = "the broadcast of the start position"
-    return Start(**broadcast_state(communicator, found, device, what))
+    start = Start(**broadcast_state(run.context.communicator, found, device, what))
+    run.start_at(start.generation)
+    run.record_number = partial(_record_number, folder)
+    return start
 
 
 def check_origin(output: OutputConfig, run: Path) -> None:
@@ -156,6 +165,11 @@ def check_order(output: OutputConfig, run: Path, order: Order, fingerprint: str)
             f"{path} was written with the same number of images, but the images or labels differ. "
             "Use the same data, or start a new run from its weights with --load_model_path."
         )
+
+
+def _record_number(folder: Path, group: Group) -> None:
+    if group.rank == 0:
+        record_generation(folder, group.generation.number)
 
 
 def _look(output: OutputConfig, run: Path, identity: Mapping[str, object]) -> Start:

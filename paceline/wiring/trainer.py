@@ -118,7 +118,6 @@ def build_trainer(
         replica,
         run,
         make_writer(config, folder, sources.train) if leads else None,
-        generation=start.generation,
         seed=optim.seed,
         position=start.position,
         policy=SavePolicy(steps=output.checkpoint_steps, minutes=output.checkpoint_minutes),

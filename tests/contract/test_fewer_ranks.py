@@ -146,7 +146,7 @@ class Elastic:
     ) -> None:
         """Train a rank of a generation until it breaks off, or loses a peer that does."""
         generation, member = GENERATIONS[number], members[c.rank]
-        group = world_of(generation.machines, c.rank, token=f"token {number}")
+        group = world_of(generation.machines, c.rank, token=f"token {number}", number=number)
         connecting = partial(connect, store=self._store, device=CPU, limits=LIMITS)
         try:
             with GenerationContext(group, connecting, device=CPU, limits=LIMITS) as context:

@@ -46,7 +46,6 @@ class Rank:
             self.bench.replica,
             self.run,
             None,
-            generation=0,
             seed=5,
             position=Position(),
             policy=SavePolicy(),

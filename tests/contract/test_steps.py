@@ -65,7 +65,6 @@ class Rank:
             self.bench.replica,
             run,
             writer if communicator.rank == 0 else None,
-            generation=0,
             seed=5,
             position=options.get("position", Position()),
             policy=options.get("policy", SavePolicy()),

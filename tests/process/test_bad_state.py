@@ -196,13 +196,13 @@ def test_a_damaged_configuration_is_named(here: Path, capfd: pytest.CaptureFixtu
         require_answer(Bad(command=WORDS, message=message, status=1), here, capfd)
 
 
-def test_a_damaged_number_of_the_last_start_is_named(
+def test_a_damaged_number_of_the_last_generation_is_named(
     here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (here / RUN / "generation").write_text("")
     message = (
         RANK_PREFIX
-        + "runs/r/generation is damaged; it must contain the number of the run's last start: "
+        + "runs/r/generation is damaged; it must contain the number of the run's last generation: "
         "write that number into it, or give another --run_id."
     )
     require_answer(Bad(command=WORDS, message=message, status=1), here, capfd)

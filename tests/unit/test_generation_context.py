@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -65,7 +66,7 @@ def test_an_object_that_keeps_the_run_finds_the_next_context_there() -> None:
     run = Run(context=context_of(notes), make_context=partial(context_of, notes))
     layers, asked = run.layers(), run.rank_and_size
     run.connect(GenerationContext.connect_machine)
-    run.enter(world_of((1, 2), 0))
+    run.enter(world_of((1, 2), 0, token="another", number=1))
     assert asked() == (0, 3)
     assert run.layers() is not layers
     assert run.context.intra_machine is not None
@@ -73,3 +74,41 @@ def test_an_object_that_keeps_the_run_finds_the_next_context_there() -> None:
     with run:
         pass
     assert notes[2:] == ["end layers", "end steps"]
+
+
+def test_the_first_generation_is_numbered_without_another_connection() -> None:
+    notes: list[str] = []
+    run = Run(context=context_of(notes))
+    communicator, unnumbered = run.context.communicator, run.context.group
+    run.start_at(7)
+    assert run.context.group.generation.number == 7
+    assert run.context.group == replace(
+        unnumbered, generation=replace(unnumbered.generation, number=7)
+    )
+    assert run.context.communicator is communicator
+    assert notes == []
+
+
+def test_the_number_of_a_later_generation_is_recorded_before_its_ranks_connect() -> None:
+    order: list[object] = []
+
+    def make_context(group: Group) -> GenerationContext:
+        order.append("connect")
+        return context_of([], group)
+
+    run = Run(
+        context=context_of([]),
+        make_context=make_context,
+        record_number=lambda group: order.append(group.generation.number),
+    )
+    run.enter(world_of(token="another", number=3))
+    assert order == [3, "connect"]
+
+
+@pytest.mark.parametrize(("token", "number"), [("token", 3), ("another", 2), ("another", 1)])
+def test_a_later_generation_without_a_number_and_a_token_of_its_own_is_a_bug(
+    token: str, number: int
+) -> None:
+    run = Run(context=context_of([], world_of(number=2)), make_context=partial(context_of, []))
+    with pytest.raises(AssertionError):
+        run.enter(world_of(token=token, number=number))

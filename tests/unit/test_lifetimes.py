@@ -35,7 +35,6 @@ PER_GENERATION = (
 
 _LAUNCHER = "what a launcher or supervisor says of a process, before there is a world"
 _READ = "a record that was read from a file"
-_START = "the number of a start of the run, as events and checkpoints name it"
 _WORLD = "the world that a rendezvous forms, from which the first context is made"
 
 ALLOWED = {
@@ -74,9 +73,8 @@ ALLOWED = {
     "observe/ledger/reading.py _Start.rank": _READ,
     "observe/ledger/reading.py _Start.world_size": _READ,
     "observe/trace/recorder_buffer.py RecorderBuffer.rank": "a record that one rank sends once",
-    "run/steps.py Steps.generation": _START,
     "run/steps.py Successor.group": "what is decided of the next generation, and then entered",
-    "wiring/resume.py Start.generation": _START,
+    "wiring/resume.py Start.generation": "the number that a start's first generation is given",
 }
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import PacelineError
-from paceline.state.run_folder import RunFolder, is_finished, next_generation
+from paceline.state.run_folder import RunFolder, is_finished, next_generation, record_generation
 
 END = '{"event": "end", "generation": 0}\n'
 
@@ -37,13 +37,15 @@ def test_other_content_finishes_nothing(tmp_path: Path) -> None:
     assert not is_finished(tmp_path)
 
 
-def test_starts_are_counted(tmp_path: Path) -> None:
+def test_generations_are_counted_over_all_starts(tmp_path: Path) -> None:
     assert [next_generation(tmp_path), next_generation(tmp_path)] == [0, 1]
     assert next_generation(tmp_path, at_least=7) == 7
+    record_generation(tmp_path, 9)  # within that start
+    assert next_generation(tmp_path, at_least=8) == 10
 
 
 @pytest.mark.parametrize("content", ["", "one", "9" * 6000])
-def test_a_damaged_number_of_starts_is_named(tmp_path: Path, content: str) -> None:
+def test_a_damaged_number_of_the_last_generation_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "generation").write_text(content)
     with pytest.raises(PacelineError, match=r"generation is damaged; .*--run_id"):
         next_generation(tmp_path)

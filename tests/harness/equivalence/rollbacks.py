@@ -99,7 +99,8 @@ class Rollbacks:
         limits = (LIMIT, LIMIT)
         connecting = partial(connect, store=self._store, device=CPU, limits=limits)
         make_context = partial(GenerationContext, connect=connecting, device=CPU, limits=limits)
-        step, groups = 0, [world_of(self.machines, c.rank, token=f"token {n}") for n in range(99)]
+        step, machines = 0, self.machines
+        groups = [world_of(machines, c.rank, token=f"token {n}", number=n) for n in range(99)]
         with Run(context=make_context(groups[0]), make_context=make_context) as run:
             replica = replicate(model, optimizer, run, self.config)
             for number in range(len(self.moments) + 1):

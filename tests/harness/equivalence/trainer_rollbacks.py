@@ -168,7 +168,7 @@ class TrainerRollbacks:
 
     def _group(self, c: Communicator, number: int, parked: Collection[int] = ()) -> Group:
         """Return the group of a generation, whose ranks are those that aren't parked."""
-        group = world_of(self.machines, c.rank, token=f"token {number}")
+        group = world_of(self.machines, c.rank, token=f"token {number}", number=number)
         members = enumerate(group.generation.members)
         left = [(rank, member) for rank, member in members if rank not in parked]
         places = Counter[int]()

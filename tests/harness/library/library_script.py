@@ -33,9 +33,16 @@ def main() -> None:
     parser.add_argument("--wait_at", type=int, default=-1)
     parser.add_argument("--evaluate_until_stopped", action="store_true")
     options = parser.parse_args()
-    for i in range(options.joins - 1):
-        train(options, options.epochs * (i + 1)).close()
-    train(options, options.epochs * options.joins)
+    tokens, numbers = set(), []
+    for i in range(options.joins):
+        world = train(options, options.epochs * (i + 1))
+        numbers.append(world.generation)
+        tokens.add(world._run.context.group.generation.token)
+        if i + 1 < options.joins:
+            world.close()
+    assert len(tokens) == options.joins, "two worlds had one token"
+    if options.run:
+        assert numbers == [*range(numbers[0], numbers[0] + options.joins)]
 
 
 def train(options: argparse.Namespace, epochs: int) -> paceline.World:

@@ -148,6 +148,7 @@ def train(case: Case, moments: Sequence[Sequence[Moment]], run: Path | None) -> 
     if case.arguments.get("update") != "sharded":
         state |= momenta(model, optimizer)
     assert breaks.generation == len(moments), "a generation didn't end where it should have"
+    assert world.generation == len(moments), "a generation has another number in the run"
     world.close()
     return state
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -21,6 +22,7 @@ def world_of(
     addresses: Sequence[str] = (),
     hosts: Sequence[str] = (),
     token: str = "token",
+    number: int = 0,
 ) -> Group:
     """Return the group of all ranks of a world, as `rank` sees it.
 
@@ -29,7 +31,8 @@ def world_of(
         rank: the rank that sees it.
         addresses: for each machine, its address; by default 127.0.0.1.
         hosts: for each machine, its host name; by default a, b, c, ….
-        token: the job token.
+        token: the generation's token.
+        number: the generation's number.
     """
     machines = len(workers_per_machine)
     generation = Generation.of_workers(
@@ -39,7 +42,7 @@ def world_of(
         addresses=addresses or ("127.0.0.1",) * machines,
         hosts=hosts or [chr(ord("a") + machine) for machine in range(machines)],
     )
-    return Group.world(generation, rank)
+    return Group.world(replace(generation, number=number), rank)
 
 
 def run_of(
