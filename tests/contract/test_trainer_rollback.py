@@ -21,6 +21,7 @@ from tests.harness.equivalence.trainer_rollbacks import (
     TrainerRollbacks,
     drawn,
 )
+from tests.harness.processes.run_folders import events
 
 CASES = {
     "allreduce": ("--sync", "allreduce"),
@@ -64,6 +65,11 @@ def test_a_trainer_whose_generations_end_in_mid_step_trains_the_same_bits(
     assert ledger.main([str(broken.folder), "--json"]) == 0
     proof = json.loads(capsys.readouterr().out)
     assert [one["once"] for one in proof["accounts"]] == [SAMPLES] * EPOCHS
+    lines, started = events(broken.folder), -1
+    for line in lines:
+        started += line["event"] == "run"
+        assert line.get("generation", started) == started
+    assert {line["generation"] for line in lines if line["event"] == "loss"} >= {1, 3}
 
 
 @pytest.mark.parametrize("name", ["allreduce", "sharded"])

@@ -11,7 +11,13 @@ import torch
 
 from paceline.cli.ledger import main as ledger
 from tests.harness.processes.command import Command, all_end, kill, run
-from tests.harness.processes.run_folders import event_files, events, wait_until_step, write_net
+from tests.harness.processes.run_folders import (
+    complete_lines,
+    event_files,
+    events,
+    wait_until_step,
+    write_net,
+)
 
 WORDS = (
     *("train", "--train_data", "null", "--epoch_size", "70", "--image_size", "32"),
@@ -49,6 +55,7 @@ def test_a_run_that_was_killed_and_went_on_with_another_number_of_workers_is_exa
     assert f"no event file of member {path.name[7:-6]}: other members' lines prove" in printed
 
     _, path = event_files(tmp_path / "runs" / "r")
+    assert {line.get("generation", 1) for line in complete_lines(path)} == {1}
     lines = path.read_text().splitlines(keepends=True)
     last = max(n for n, line in enumerate(lines) if '"event": "step"' in line)
     path.write_text("".join(lines[:last] + lines[last + 1 :]))

@@ -85,7 +85,8 @@ def test_all_members_derive_the_same_token_for_a_join_and_another_one_for_the_ne
     members = [replace(member(rank).generation, token="secret") for rank in range(3)]
     joins = [{each.with_token_of_join(join).token for each in members} for join in range(3)]
     assert [len(tokens) for tokens in joins] == [1, 1, 1]
-    assert len(set.union(*joins, {"secret"})) == 4
+    of_another_job = replace(member(0).generation, token="another").with_token_of_join(0).token
+    assert len(set.union(*joins, {"secret", of_another_job})) == 5
 
 
 def test_what_a_supervisor_gives_a_worker_survives_its_environment() -> None:
