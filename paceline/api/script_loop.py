@@ -22,11 +22,11 @@ from paceline.api.rollback import Rollback
 from paceline.api.sample_position import SamplePosition
 from paceline.api.world_end import WorldEnd
 from paceline.data.batch_slice import BatchSlice
-from paceline.errors import CommError, ConfigError
+from paceline.errors import CommError, ConfigError, PacelineError
 from paceline.replica.live_hooks import patch
 from paceline.replica.replica import Replica
 from paceline.run.run import Run
-from paceline.run.steps import Steps
+from paceline.run.steps import Steps, Stop
 
 
 @dataclass
@@ -96,8 +96,8 @@ class ScriptLoop:
     @contextmanager
     def step(self, samples: int | None) -> Iterator[ActiveStep]:
         """Make a step; as `World.step`."""
-        steps, step, entered = self.require_between_steps("world.step()"), ActiveStep(), False
-        with self._end.exit_on_stop():
+        try:
+            steps, step, entered = self.require_between_steps("world.step()"), ActiveStep(), False
             try:
                 batch_slice, earlier = self._position.next_slice(samples)
                 if not self.begun:
@@ -120,6 +120,8 @@ class ScriptLoop:
             self._failed, step.done = False, True
             self._record(earlier, steps.generation)
             self._position.mark_trained()
+        except (PacelineError, Stop) as error:
+            self._end.leave(error)
 
     def begin_epoch(self) -> int:
         """End the epoch of the loader's last iteration; return the first step of the next one.
@@ -178,7 +180,8 @@ class ScriptLoop:
 
     def require_replica(self, call: str) -> Replica:
         """Return the model's replica; raise ConfigError if there is none or the world is closed."""
-        self._end.require_open(call)
+        if self._end.closed:
+            self._end.require_open(call)
         if self.replica is None:
             raise ConfigError(
                 f"{call} was called before paceline.parallelize(model, optimizer, world): call "

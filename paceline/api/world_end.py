@@ -13,6 +13,7 @@ import atexit
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
+from typing import NoReturn
 
 from paceline.api.argument_names import as_argument
 from paceline.api.sample_position import SamplePosition
@@ -68,34 +69,46 @@ class WorldEnd:
 
     @contextmanager
     def explained(self, operation: str = "the next step") -> Iterator[None]:
-        """Name the cause of a lost peer, and options as arguments, in errors that leave the block.
-
-        Args:
-            operation: what the peer is missing from.
-        """
+        """Leave the block's errors as `leave` does."""
         try:
             yield
         except PacelineError as error:
-            error.name_of = as_argument
-            lost, made = isinstance(error, CommError), self._position.position.number
-            cause = self._session.ended_peer(made, operation) if lost else None
-            if cause is None:
-                raise
-            raise cause from error
+            self.leave(error, operation)
 
     @contextmanager
     def exit_on_stop(self) -> Iterator[None]:
-        """Exit the script where the block stops the run, as a signal requested."""
-        session = self._session
+        """Leave the block's errors and its stop as `leave` does."""
         try:
-            with self.explained():
-                yield
-        except Stop:
+            yield
+        except (PacelineError, Stop) as error:
+            self.leave(error)
+
+    def leave(self, error: PacelineError | Stop, operation: str = "the next step") -> NoReturn:
+        """Raise what an error, or a requested stop, is to the script.
+
+        An error names options as arguments. The cause of a lost peer comes instead of its loss.
+
+        Args:
+            error: what ended a block.
+            operation: what the peer is missing from.
+
+        Raises:
+            PacelineError: the error, or its cause.
+            SystemExit: the run stops, as a signal requested.
+        """
+        session = self._session
+        if isinstance(error, Stop):
             self.stopped = True
             rank, _ = self._run.rank_and_size()
             if session.joined.launcher == "paceline" and session.run and rank == 0:
                 print_message(saved_sentence(session.run))
             raise SystemExit(session.signals.status or _TERMINATED) from None
+        error.name_of = as_argument
+        if isinstance(error, CommError):
+            cause = session.ended_peer(self._position.position.number, operation)
+            if cause is not None:
+                raise cause from error
+        raise error
 
     def _close_or_report(self) -> None:
         """Close at the end of the script, and report where that fails."""
