@@ -269,7 +269,7 @@ class Replica:
         Args:
             parts: this rank's own part of the state that is divided among ranks, which
                 `restore_state` returned, and further ones that it has of members that aren't in the
-                generation.
+                generation. The part of a member that wasn't in the last generation is empty.
 
         Returns:
             False where some of it was dropped: residuals, where no lossy wire is used any more.
@@ -296,7 +296,8 @@ class Replica:
         if total(communicator, same, what).item() == communicator.world_size:
             return True
         of_all = gather_parts(communicator, list(parts), device, what)
-        merged = own.merge([part for some in of_all for part in some]) if of_all else None
+        full = [part for some in of_all for part in some if part]  # a new member has none
+        merged = own.merge(full) if of_all else None
         return own.restore(broadcast_state(communicator, merged, device, what))
 
     def close(self) -> None:

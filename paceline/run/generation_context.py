@@ -144,7 +144,8 @@ class GenerationContext:
         if transport == "nixl":  # which doesn't report when puts leave and arrive
             window: Window = nixl_window(bootstrap, *where)
         else:
-            group_peers = (group.rank,) if alone else exchanging.groups[group.machine]
+            together = (ranks for ranks in exchanging.groups if group.rank in ranks)
+            group_peers = next(together, (group.rank,))
             marks = 0 if trace is None else MARKS
             window = linked = connect_window(bootstrap, group_peers, *where, marks, connections)
             if trace is not None:

@@ -1,23 +1,26 @@
 """The trainer with contexts that end in mid-step: all ranks, threads of this process, go back.
 
 Ranks train real records over Gloo, TCP and shared memory, with the recorders of `paceline train`.
-In each generation but the last every rank breaks off at a moment of its own, or loses a peer.
+In each generation but the last every rank breaks off at a moment of its own, or loses a peer. A
+member that isn't in the next generation hands over what it alone has, and waits:
+
+    generation 0    members 0, 1 | 2
+    generation 1    members 0 | 2       member 1 has handed over its part of the start snapshot
+    generation 2    members 0, 1 | 2    member 1 gets a copy of the start snapshot, without a part
 """
 
 from __future__ import annotations
 
 import csv
-import random
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
 from paceline import wiring
@@ -27,36 +30,49 @@ from paceline.comm.communicator import Communicator
 from paceline.config.train import TrainConfig
 from paceline.errors import CommError
 from paceline.models.zoo import build_model
-from paceline.replica.live_hooks import patch
-from paceline.run.step_snapshots import OwnPart
+from paceline.replica.state_copier import POSITION, RANK
+from paceline.run.step_snapshots import OwnPart, StepSnapshots
 from paceline.run.steps import Successor
 from paceline.state.snapshots import SnapshotName
 from paceline.state.weights import save_weights
-from paceline.trainer import Trainer
 from tests.harness.data.databases import write_minidb
 from tests.harness.data.record_bytes import bgr_planes, raw_datum
 from tests.harness.equivalence.rank_threads import run_ranks
 from tests.harness.equivalence.rollbacks import meet
+from tests.harness.equivalence.trainer_breaks import Breaks, Moment
 from tests.harness.processes.worlds import world_of
 
 STEPS, EPOCHS, BATCH, SAMPLES = 4, 2, 12, 40  # the last batch is short
-MOMENTS = ("load", "forward", "backward", "update", "end", "evaluation")
 FLAGS = (
-    *(
-        "--db_type",
-        "minidb",
-        "--use_cpu",
-        "--model",
-        "resnet20",
-        "--image_size",
-        "16",
-        "--augment",
-        "none",
-    ),
+    *("--db_type", "minidb", "--use_cpu", "--model", "resnet20", "--image_size", "16"),
     *("--augment", "none", "--num_labels", "10", "--num_epochs", str(EPOCHS), "--timeout", "10"),
     *("--base_learning_rate", "0.05", "--decode_threads", "1", "--warmup_epochs", "0"),
 )
-Moment = tuple[int, str]  # a step's number, and when in it
+FLOAT32, FLOAT64 = ("--model", f"{__name__}:single"), ("--model", f"{__name__}:double")
+
+
+def single(num_labels: int) -> nn.Module:
+    """Make a net without batch statistics, for `--model`."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, stride=2),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(8 * 7 * 7, 16),
+        nn.Tanh(),
+        nn.Linear(16, num_labels),
+    )
+
+
+def double(num_labels: int) -> nn.Module:
+    """Make the same in float64."""
+    return nn.Sequential(ToFloat64(), single(num_labels).double())
+
+
+class ToFloat64(nn.Module):
+    """Layer that converts images to float64."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return images.double()
 
 
 @dataclass
@@ -66,19 +82,22 @@ class TrainerRollbacks:
     Attributes:
         folder: the run's.
         flags: flags of `paceline train`, besides `FLAGS`.
-        machines: the number of ranks on each machine.
-        moments: for each generation but the last, for each rank: when it breaks off.
-        parked: the ranks of the first generation that aren't in the second one.
+        machines: the number of members on each machine.
+        moments: for each generation but the last, for each member: when it breaks off.
+        parked: for each generation but the first, the members that aren't in it; by default none.
         starts: the steps from which generations went on.
+        handed_over: for each of them, the members that got a copy of the start snapshot.
     """
 
     folder: Path
     flags: Sequence[str]
     machines: tuple[int, ...]
     moments: Sequence[Sequence[Moment]] = ()
-    parked: tuple[int, ...] = ()
+    parked: Sequence[Collection[int]] = ()
     starts: list[int] = field(default_factory=list)
-    _parts: list[OwnPart] = field(default_factory=list)
+    handed_over: list[list[int]] = field(default_factory=list)
+    _parts: defaultdict[int, list[OwnPart]] = field(default_factory=lambda: defaultdict(list))
+    _snapshots: dict[int, StepSnapshots] = field(default_factory=dict)
     _held: dict[int, tuple[SnapshotName, ...]] = field(default_factory=dict)
     _store: HashStore = field(default_factory=HashStore)
 
@@ -88,9 +107,9 @@ class TrainerRollbacks:
         self.folder.mkdir()
         _write_images(data)
         torch.manual_seed(1)  # here: the ranks' threads have one generator
-        start = build_model("resnet20", num_labels=10, num_channels=3)
-        save_weights(self.folder / "start.pt", start)
         config = self._config(str(data))
+        start = build_model(config.model.name, num_labels=10, num_channels=3)
+        save_weights(self.folder / "start.pt", start)
         return run_ranks(sum(self.machines), lambda c: self._train(c, config))
 
     @property
@@ -110,25 +129,21 @@ class TrainerRollbacks:
 
     def _train(self, c: Communicator, config: TrainConfig) -> Mapping[str, Tensor]:
         device, group = torch.device("cpu"), self._group(c, 0)
-        numbers = iter(range(1, 99))
+        numbers = iter(range(1, 99))  # of the next generations
 
         def next_generation(error: CommError, held: Sequence[SnapshotName]) -> Successor:
+            number = next(numbers)
             self._held[c.rank] = tuple(held)
-            meet(c)
-            of_all = set.intersection(*(set(self._held[rank]) for rank in range(c.world_size)))
-            meet(c)
-            name = max(of_all, key=lambda name: name.step)
-            if c.rank == 0:
-                self.starts.append(name.step)
-            number, parked = next(numbers), self.parked
-            if c.rank in parked:
-                assert trainer.steps._snapshots is not None
-                self._parts.append(trainer.steps._snapshots.restore(name)[1])
-            meet(c)
-            if c.rank in parked:
-                raise Parked
-            parts = self._parts if c.rank == 0 else []
-            return Successor(group=self._group(c, number, parked), start=name, parts=parts)
+            start = self._agree(c, number)
+            while c.rank in self._parked(number):
+                if number == len(self.moments):
+                    raise Parked
+                number = next(numbers)
+                self._held.pop(c.rank, None)
+                start = self._agree(c, number)
+            trainer.steps.generation = number - 1  # `Steps` counts those that it was in
+            parts = self._parts[number] if c.rank == 0 else []
+            return Successor(group=self._group(c, number), start=start, parts=parts)
 
         with ExitStack() as stack:
             sources = wiring.open_sources(config)
@@ -159,6 +174,8 @@ class TrainerRollbacks:
                 batch=config.global_batch,
                 log=log,
             )
+            assert trainer.steps._snapshots is not None
+            self._snapshots[c.rank] = trainer.steps._snapshots
             Breaks(trainer, [moments[c.rank] for moments in self.moments])
             with suppress(Parked):
                 trainer.run()
@@ -166,74 +183,61 @@ class TrainerRollbacks:
             run.recorder.event("end", generation=trainer.steps.generation)
         return trainer.model.state_dict()
 
-    def _group(self, c: Communicator, number: int, parked: Collection[int] = ()) -> Group:
+    def _agree(self, c: Communicator, number: int) -> SnapshotName:
+        """Return the snapshot from which a generation continues; all members call it.
+
+        Members that leave hand over their parts, and members that come back get copies.
+        """
+        was_in, is_in = (c.rank not in self._parked(each) for each in (number - 1, number))
+        own = self._snapshots[c.rank]
+        meet(c)
+        start = max(
+            set.intersection(*(set(held) for held in self._held.values())),
+            key=lambda name: name.step,
+        )
+        meet(c)
+        if c.rank == 0:
+            self.starts.append(start.step)
+            self.handed_over.append([])
+        if was_in and not is_in:
+            self._parts[number].append(own.restore(start)[1])
+        meet(c)
+        if is_in and not was_in and start not in own.held:
+            self.handed_over[-1].append(c.rank)
+            hand_over(self._snapshots[0], start, own)
+        meet(c)
+        return start
+
+    def _parked(self, number: int) -> Collection[int]:
+        """Return the members that aren't in a generation."""
+        return self.parked[number - 1] if 0 < number <= len(self.parked) else ()
+
+    def _group(self, c: Communicator, number: int) -> Group:
         """Return the group of a generation, whose ranks are those that aren't parked."""
         group = world_of(self.machines, c.rank, token=f"token {number}", number=number)
-        members = enumerate(group.generation.members)
-        left = [(rank, member) for rank, member in members if rank not in parked]
-        places = Counter[int]()
-        for rank, member in left:
-            left[left.index((rank, member))] = (
-                rank,
-                replace(member, local_rank=places[member.machine]),
-            )
-            places[member.machine] += 1
-        generation = replace(group.generation, members=tuple(member for _, member in left))
-        return Group.world(generation, [rank for rank, _ in left].index(c.rank))
+        numbers, places = [], Counter[int]()
+        members = []
+        for rank, member in enumerate(group.generation.members):
+            if rank not in self._parked(number):
+                numbers.append(rank)
+                members.append(replace(member, local_rank=places[member.machine]))
+                places[member.machine] += 1
+        generation = replace(group.generation, members=tuple(members))
+        return Group.world(generation, numbers.index(c.rank))
+
+
+def hand_over(source: StepSnapshots, name: SnapshotName, target: StepSnapshots) -> None:
+    """Copy a held snapshot to a member that lacks it, but for what the source alone has of it."""
+    state = source._snapshots.state(name)
+    sent = {step: torch.zeros_like(sums) for step, sums in state[POSITION]["sent"].items()}
+    position = {**state[POSITION], "sent": sent}
+    target._snapshots.open(name)
+    target._snapshots.add(name, {**state, POSITION: position, RANK: {}})
+    target._snapshots.hold(name)
 
 
 class Parked(Exception):
     """Exception that ends the training of a member that isn't in the next generation."""
-
-
-class Breaks:
-    """Breaks in a trainer's loop: one moment for each generation but the last."""
-
-    def __init__(self, trainer: Trainer, moments: Sequence[Moment]) -> None:
-        self._trainer, self._moments = trainer, moments
-        self._before(trainer.train, "batch", "load")
-        self._before(trainer.precision, "backward_and_update", "backward")
-        self._after(trainer.precision, "backward_and_update", "end")
-        self._before(trainer.optimizer, "zero_grad", "update")
-        trainer.model.register_forward_pre_hook(self._forward)
-
-    def pass_by(self, name: str) -> None:
-        """Break off here, if this is the present generation's moment."""
-        steps = self._trainer.steps
-        moment = dict(enumerate(self._moments)).get(steps.generation)
-        if moment == (steps.position.number, name):
-            raise CommError(f"broken off in step {steps.position.number}: {name}")
-
-    def _forward(self, *_: object) -> None:
-        self.pass_by("forward" if self._trainer.model.training else "evaluation")
-
-    def _before(self, target: object, method: str, name: str) -> None:
-        plain: Callable[..., Any] = getattr(target, method)
-
-        def broken(_: object, *args: Any, **kwargs: Any) -> Any:
-            self.pass_by(name)
-            return plain(*args, **kwargs)
-
-        patch(target, method, broken)
-
-    def _after(self, target: object, method: str, name: str) -> None:
-        plain: Callable[..., Any] = getattr(target, method)
-
-        def broken(_: object, *args: Any, **kwargs: Any) -> Any:
-            result = plain(*args, **kwargs)
-            self.pass_by(name)
-            return result
-
-        patch(target, method, broken)
-
-
-def drawn(seed: int, firsts: Sequence[int], ranks: int) -> list[list[Moment]]:
-    """Draw for each generation, of each rank, a moment in one of two steps."""
-    draw = random.Random(seed)
-    return [
-        [(first + draw.randrange(2), draw.choice(MOMENTS[:-1])) for _ in range(ranks)]
-        for first in firsts
-    ]
 
 
 def _write_images(folder: Path) -> None:

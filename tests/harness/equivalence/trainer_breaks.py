@@ -1,0 +1,64 @@
+"""Breaks in the trainer's loop: a rank's generations end in mid-step, at moments of its own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from paceline.errors import CommError
+from paceline.replica.hooks import patch
+from paceline.trainer import Trainer
+
+MOMENTS = ("load", "forward", "backward", "update", "end", "evaluation")
+Moment = tuple[int, str]  # a step's number, and when in it
+
+
+class Breaks:
+    """Breaks in a trainer's loop: one moment for each generation but the last."""
+
+    def __init__(self, trainer: Trainer, moments: Sequence[Moment]) -> None:
+        self._trainer, self._moments = trainer, moments
+        self._before(trainer.train, "batch", "load")
+        self._before(trainer.precision, "backward_and_update", "backward")
+        self._after(trainer.precision, "backward_and_update", "end")
+        self._before(trainer.optimizer, "zero_grad", "update")
+        trainer.model.register_forward_pre_hook(self._forward)
+
+    def pass_by(self, name: str) -> None:
+        """Break off here, if this is the present generation's moment."""
+        steps = self._trainer.steps
+        moment = dict(enumerate(self._moments)).get(steps.generation)
+        if moment == (steps.position.number, name):
+            raise CommError(f"broken off in step {steps.position.number}: {name}")
+
+    def _forward(self, *_: object) -> None:
+        self.pass_by("forward" if self._trainer.model.training else "evaluation")
+
+    def _before(self, target: object, method: str, name: str) -> None:
+        plain: Callable[..., Any] = getattr(target, method)
+
+        def broken(_: object, *args: Any, **kwargs: Any) -> Any:
+            self.pass_by(name)
+            return plain(*args, **kwargs)
+
+        patch(target, method, broken)
+
+    def _after(self, target: object, method: str, name: str) -> None:
+        plain: Callable[..., Any] = getattr(target, method)
+
+        def broken(_: object, *args: Any, **kwargs: Any) -> Any:
+            result = plain(*args, **kwargs)
+            self.pass_by(name)
+            return result
+
+        patch(target, method, broken)
+
+
+def drawn(seed: int, firsts: Sequence[int], ranks: int) -> list[list[Moment]]:
+    """Draw for each generation, of each rank, a moment in one of two steps."""
+    draw = random.Random(seed)
+    return [
+        [(first + draw.randrange(2), draw.choice(MOMENTS[:-1])) for _ in range(ranks)]
+        for first in firsts
+    ]
