@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from paceline.cli import ledger
 from paceline.state.run_folder import next_generation
-from tests.harness.library.rollback_script import CASES, EPOCHS, RANKS
+from tests.harness.library.rollback_script import CASES, EPOCHS, TRIALS
 from tests.harness.processes.launcher_commands import run
 from tests.harness.processes.run_folders import events
 
@@ -19,19 +20,44 @@ SCRIPT = ("-m", "tests.harness.library.rollback_script")
 def test_a_loop_whose_generations_end_in_mid_step_trains_the_same_bits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ended = run("paceline", *SCRIPT, "runs", *CASES, folder=tmp_path)
+    ended = run("paceline", *SCRIPT, "2", "runs", *CASES, folder=tmp_path)
     assert ended.status == 0, ended.text
     for name in CASES:
-        assert ended.text.count(f"{name}: equal") == RANKS
-    for name in CASES:
-        capsys.readouterr()
-        assert ledger.main([str(tmp_path / "runs" / name), "--json"]) == 0
-        proof = json.loads(capsys.readouterr().out)
-        assert [one["once"] for one in proof["accounts"]] == [50] * EPOCHS
+        assert ended.text.count(f"{name}: equal") == 2
         folder = tmp_path / "runs" / name
-        for rank in range(RANKS):
+        assert samples_trained(folder, capsys) == [50] * EPOCHS
+        for rank in range(2):
             lines = events(folder, rank)
             started = [line["generation"] for line in lines if line["event"] == "run"]
             assert started[-5:] == [1, 2, 3, 4, 5]  # 0 may end before its first step is recorded
             assert {line["generation"] for line in lines if line["event"] == "step"} <= {*range(6)}
         assert next_generation(folder) == 6
+
+
+def test_a_loop_continues_with_two_of_three_members_and_with_all_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended = run("paceline", *SCRIPT, "3", "runs", *CASES, folder=tmp_path, ranks=3)
+    assert ended.status == 0, ended.text
+    for name in CASES:
+        digests = re.findall(f"{name}: close (\\w+)", ended.text)
+        assert len(digests) == 3, ended.text
+        assert len(set(digests)) == 1
+        assert samples_trained(tmp_path / "runs" / name, capsys) == [50] * EPOCHS
+
+
+def test_a_loop_whose_generations_end_around_the_trials_of_autotuning_trains_the_same_bits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended = run("paceline", *SCRIPT, "2", "runs", "trials", folder=tmp_path)
+    assert ended.status == 0, ended.text
+    assert ended.text.count("trials: equal") == 2
+    assert ended.text.count("Pin this choice") == 2  # once a training: no trials follow a choice
+    assert samples_trained(tmp_path / "runs" / "trials", capsys) == [50] * TRIALS.epochs
+
+
+def samples_trained(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[int]:
+    """Return how many samples were trained once, by epoch, as the ledger counts them."""
+    capsys.readouterr()
+    assert ledger.main([str(folder), "--json"]) == 0
+    return [one["once"] for one in json.loads(capsys.readouterr().out)["accounts"]]

@@ -30,13 +30,13 @@ from paceline.comm.communicator import Communicator
 from paceline.config.train import TrainConfig
 from paceline.errors import CommError
 from paceline.models.zoo import build_model
-from paceline.replica.state_copier import POSITION, RANK
 from paceline.run.step_snapshots import OwnPart, StepSnapshots
 from paceline.run.steps import Successor
 from paceline.state.snapshots import SnapshotName
 from paceline.state.weights import save_weights
 from tests.harness.data.databases import write_minidb
 from tests.harness.data.record_bytes import bgr_planes, raw_datum
+from tests.harness.equivalence.handed_snapshots import hold, state_of_all
 from tests.harness.equivalence.rank_threads import run_ranks
 from tests.harness.equivalence.rollbacks import meet
 from tests.harness.equivalence.trainer_breaks import Breaks, Moment
@@ -204,7 +204,7 @@ class TrainerRollbacks:
         meet(c)
         if is_in and not was_in and start not in own.held:
             self.handed_over[-1].append(c.rank)
-            hand_over(self._snapshots[0], start, own)
+            hold(own, start, state_of_all(self._snapshots[0], start))
         meet(c)
         return start
 
@@ -224,16 +224,6 @@ class TrainerRollbacks:
                 places[member.machine] += 1
         generation = replace(group.generation, members=tuple(members))
         return Group.world(generation, numbers.index(c.rank))
-
-
-def hand_over(source: StepSnapshots, name: SnapshotName, target: StepSnapshots) -> None:
-    """Copy a held snapshot to a member that lacks it, but for what the source alone has of it."""
-    state = source._snapshots.state(name)
-    sent = {step: torch.zeros_like(sums) for step, sums in state[POSITION]["sent"].items()}
-    position = {**state[POSITION], "sent": sent}
-    target._snapshots.open(name)
-    target._snapshots.add(name, {**state, POSITION: position, RANK: {}})
-    target._snapshots.hold(name)
 
 
 class Parked(Exception):

@@ -1,20 +1,20 @@
 """A script whose generations end in mid-step, in all ranks at moments of their own.
 
-    python -m tests.harness.library.rollback_script CASE …
+    python -m tests.harness.library.rollback_script RANKS FOLDER CASE …
 
-It trains each case without and with such ends, and prints the case with "equal" where all bits of
-weights, optimizer and loss scale are. Its processes agree on the next generation by the store.
+It trains each case without and with such ends. With two ranks all are in each generation, and it
+prints the case with "equal" where all bits of weights, optimizer and loss scale are. With three the
+second one isn't in generations of odd number, and it prints the case with "close" and a digest
+where all values are, to 1e-10.
 """
 
 from __future__ import annotations
 
-import copy
 import hashlib
-import json
 import random
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,13 @@ from torch import Tensor, nn
 
 import paceline
 from paceline.api.world import World
-from paceline.cluster.membership.generation import Group
+from paceline.config.world import SyncConfig
 from paceline.errors import CommError
-from paceline.run.steps import Successor
-from paceline.state.snapshots import SnapshotName
+from paceline.state.exchange_choice import read_choice
 from tests.harness.library.small_training import BATCH, loss_of, network, samples
+from tests.harness.library.successors import Successors
 
-RANKS, EPOCHS, STEPS = 2, 3, 5
+EPOCHS, STEPS = 3, 5
 Moment = tuple[int, str]
 
 
@@ -43,6 +43,8 @@ class Case:
         scaled: whether a loss scaler is used.
         freeze: the step before which the first layer is frozen; -1: none.
         at: the moments at which a generation may end.
+        epochs: how many.
+        ends: the steps in which generations end; by default around the ends of epochs.
     """
 
     arguments: dict[str, Any]
@@ -50,6 +52,8 @@ class Case:
     scaled: bool = False
     freeze: int = -1
     at: tuple[str, ...] = ("begin", "forward", "backward", "update", "end")
+    epochs: int = EPOCHS
+    ends: tuple[int, ...] = ()
 
 
 NOTIFIED = {"sync": "notified", "bucket_mb": 1e-4}
@@ -63,48 +67,35 @@ CASES = {
     "frozen layers": Case(NOTIFIED, freeze=6),
     "auto": Case({"sync": "auto"}),
 }
+# Trials begin in step 100, and take 24 steps. They begin anew in each further generation until the
+# choice is made; another 24 steps fit behind the last end.
+TRIALS = Case({"sync": "auto"}, epochs=36, ends=(50, 104, 118, 148))
+
+
+def parked(generation: int) -> tuple[int, ...]:
+    """Return the members of three that aren't in a generation."""
+    return (1,) if generation % 2 else ()
 
 
 class Breaks:
-    """The moments at which this rank's generations end, one each."""
+    """The moments at which this member's generations end, one each."""
 
-    def __init__(self, world: World, moments: Sequence[Moment]) -> None:
-        self._world, self._moments, self.generation = world, moments, 0
+    def __init__(self, world: World, generations: Successors, moments: Sequence[Moment]) -> None:
+        self._world, self._generations, self._moments = world, generations, moments
 
     def pass_by(self, name: str) -> None:
         """End the generation, if this is its moment."""
-        moment = dict(enumerate(self._moments)).get(self.generation)
+        moment = dict(enumerate(self._moments)).get(self._generations.generation)
         if moment == (self._world.steps, name):
             raise CommError(f"broken off: {name}")
-
-
-def next_generation(
-    world: World, breaks: Breaks
-) -> Callable[[CommError, Sequence[SnapshotName]], Successor]:
-    """Return what decides on the next generation, with the same members."""
-    store = world._session.joined.store
-
-    def decide(error: CommError, held: Sequence[SnapshotName]) -> Successor:
-        group, run = world._run.context.group, world._run
-        breaks.generation += 1
-        prefix = f"{group.generation.key_prefix}/next"
-        store.set(f"{prefix}/{group.rank}", json.dumps(held))
-        texts = [store.get(f"{prefix}/{rank}") for rank in range(group.size)]
-        of_all = set.intersection(*({SnapshotName(*n) for n in json.loads(t)} for t in texts))
-        token = hashlib.sha256(group.generation.token.encode()).hexdigest()
-        number = group.generation.number + 1
-        generation = replace(group.generation, token=token, number=number)
-        start = max(of_all, key=lambda name: name.step)
-        return Successor(group=Group.world(generation, run.context.group.rank), start=start)
-
-    return decide
 
 
 def train(case: Case, moments: Sequence[Sequence[Moment]], run: Path | None) -> dict[str, Tensor]:
     """Train; return the final state."""
     world = paceline.join(run, timeout=20)
-    breaks = Breaks(world, [each[world.rank] for each in moments])
-    world._next_generation = next_generation(world, breaks)
+    generations = Successors(world, *([parked] if world.world_size > 2 else []))
+    breaks = Breaks(world, generations, [each[world.rank] for each in moments])
+    world._next_generation = generations.decide
     model = network(norm=bool(case.arguments.get("sync_bn")))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     paceline.parallelize(model, optimizer, world, **case.arguments)
@@ -112,7 +103,7 @@ def train(case: Case, moments: Sequence[Sequence[Moment]], run: Path | None) -> 
     scaler = torch.amp.GradScaler("cpu", enabled=case.scaled, growth_interval=3)
     world.track(schedule, scaler)
     loader = paceline.loader(samples(), BATCH, world)
-    for _ in range(EPOCHS):
+    while loader.epoch < case.epochs:  # a member that comes back may have missed some
         for x, y in loader:
             if case.freeze == world.steps:
                 for p in model[0].parameters():
@@ -147,41 +138,66 @@ def train(case: Case, moments: Sequence[Sequence[Moment]], run: Path | None) -> 
     state["scale"] = torch.tensor(scaler.get_scale())
     if case.arguments.get("update") != "sharded":
         state |= momenta(model, optimizer)
-    assert breaks.generation == len(moments), "a generation didn't end where it should have"
+    if run is not None and case.ends:
+        check_choice(world, run)
+    assert generations.generation == len(moments), "a generation didn't end where it should have"
     assert world.generation == len(moments), "a generation has another number in the run"
     world.close()
     return state
 
 
+def check_choice(world: World, run: Path) -> None:
+    """Require that the run uses the exchange that its trials have chosen."""
+    choice = read_choice(run)
+    assert choice is not None, "no exchange was chosen"
+    assert world._loop.replica is not None
+    chosen = SyncConfig(sync=choice.sync, bucket_mb=choice.bucket_mb)
+    assert world._loop.replica._plan.bucket_bytes == chosen.bucket_bytes
+
+
 def momenta(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return copies of the momenta, by parameter."""
-    states = copy.deepcopy(dict(optimizer.state))
+    states = optimizer.state
     return {
-        f"momentum of {name}": own["momentum_buffer"]
-        for (name, _), own in zip(model.named_parameters(), states.values(), strict=True)
+        f"momentum of {name}": states[p]["momentum_buffer"].clone()
+        for name, p in model.named_parameters()
     }
 
 
-def drawn(case: Case, seed: int) -> list[list[Moment]]:
+def drawn(case: Case, seed: int, ranks: int) -> list[list[Moment]]:
     """Draw moments around the run's and the epochs' first and last steps, and between them."""
     draw, each = random.Random(seed), case.accumulate
     last = (STEPS - 1) // each * each  # an epoch's last step begins there
+    ends = case.ends or (0, last, STEPS, STEPS + last, 2 * STEPS + each)
     moments = []
-    for epoch, first in ((0, 0), (0, last), (1, 0), (1, last), (2, each)):
-        at = [name for name in case.at if first != last or name != "accumulated"]
-        moments.append([(epoch * STEPS + first, draw.choice(at)) for _ in range(RANKS)])
-    return moments
+    for step in ends:
+        at = [name for name in case.at if step % STEPS != last or name != "accumulated"]
+        moments.append([(step, draw.choice(at)) for _ in range(ranks)])
+    return moments[: len(moments) // 2 * 2] if ranks > 2 else moments  # all are in the last one
 
 
 def main() -> None:
     """Train each case twice, and compare."""
-    folder, *cases = sys.argv[1:]
-    for number, name in enumerate(cases):
-        case = CASES[name]
+    ranks, folder, *names = sys.argv[1:]
+    for number, name in enumerate(names):
+        case = TRIALS if name == "trials" else CASES[name]
         plain = train(case, [], None)
-        broken = train(case, drawn(case, number), Path(folder, name))
-        unlike = [key for key in plain if not torch.equal(plain[key], broken[key])]
-        print(f"{name}: {unlike or 'equal'}", flush=True)
+        broken = train(case, drawn(case, number, int(ranks)), Path(folder, name))
+        alike = torch.equal if ranks == "2" else close
+        unlike = [key for key in plain if not alike(plain[key], broken[key])]
+        answer = "equal" if ranks == "2" else f"close {digest(broken)}"
+        print(f"{name}: {unlike or answer}", flush=True)
+
+
+def close(one: Tensor, other: Tensor) -> bool:
+    """Tell whether values are equal but for the order of sums."""
+    return bool((one.double() - other.double()).abs().max() < 1e-10)
+
+
+def digest(state: dict[str, Tensor]) -> str:
+    """Return a digest of all bits of a state."""
+    data = b"".join(value.numpy().tobytes() for value in state.values())
+    return hashlib.sha256(data).hexdigest()
 
 
 if __name__ == "__main__":

@@ -23,8 +23,11 @@ PREFIXES: Mapping[str, Sequence[str]] = {
 class Script(Running):
     """A script that runs under a launcher."""
 
-    def __init__(self, launcher: str, *words: str, folder: Path, real: bool = False) -> None:
-        command = [*PREFIXES[launcher], sys.executable, *words]
+    def __init__(
+        self, launcher: str, *words: str, folder: Path, real: bool = False, ranks: int = 2
+    ) -> None:
+        prefix = [str(ranks) if word == "2" else word for word in PREFIXES[launcher]]
+        command = [*prefix, sys.executable, *words]
         if launcher == "torchrun":  # its default port may be somebody's
             command[1:1] = ["--master-port", str(free_port())]
         super().__init__(command, folder=folder, variables=PATH, real=real)
@@ -61,10 +64,10 @@ def slurm_tasks(*words: str, folder: Path, real: bool = False) -> Iterator[list[
             task.end()
 
 
-def run(launcher: str, *words: str, folder: Path, real: bool = False) -> Result:
-    """Run a script to its end."""
+def run(launcher: str, *words: str, folder: Path, real: bool = False, ranks: int = 2) -> Result:
+    """Run a script to its end; under Slurm with two ranks."""
     if launcher != "slurm":
-        return Script(launcher, *words, folder=folder, real=real).wait()
+        return Script(launcher, *words, folder=folder, real=real, ranks=ranks).wait()
     with slurm_tasks(*words, folder=folder, real=real) as tasks:
         ended = [task.wait() for task in tasks]
         return Result(max(task.status for task in ended), "".join(task.text for task in ended))

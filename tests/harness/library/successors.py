@@ -1,0 +1,122 @@
+"""Decides on the next generation of a script's run by the store, instead of votes.
+
+Each generation's token follows from the one before, so a member that isn't in a generation can wait
+for the next one. Under a generation's keys:
+
+    held/M        names of the snapshots that member M holds
+    part/M        what member M, which leaves, alone has of the start snapshot
+    snapshot      the start snapshot, if members come back
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from paceline.api.world import World
+from paceline.cluster.membership.generation import Generation, Group
+from paceline.errors import CommError
+from paceline.run.step_snapshots import StepSnapshots
+from paceline.run.steps import Successor
+from paceline.state.snapshots import SnapshotName
+from tests.harness.equivalence.handed_snapshots import hold, state_of_all
+
+
+class Successors:
+    """The generations of a run on one machine, as one of its members sees them.
+
+    Args:
+        world: the member's world, in its first generation.
+        parked: returns the members that aren't in a generation, by its number; never member 0.
+
+    Attributes:
+        generation: number of the present generation, from 0.
+    """
+
+    def __init__(
+        self, world: World, parked: Callable[[int], Collection[int]] = lambda number: ()
+    ) -> None:
+        self._world, self._parked = world, parked
+        self._first = self._present = world._run.context.group.generation
+        self._member, self.generation = world.rank, 0
+
+    def decide(self, error: CommError, held: Sequence[SnapshotName]) -> Successor:
+        """Return the next generation that this member is in."""
+        before, successor = self._members, self._next(before=self._members, held=held)
+        while successor is None:
+            before = self._members
+            successor = self._next(before=before, held=())
+        assert self._world._steps is not None
+        self._world._steps.generation = self.generation - 1  # it counts those that it was in
+        return successor
+
+    @property
+    def _members(self) -> list[int]:
+        """The members of the present generation, in rank order."""
+        absent = self._parked(self.generation)
+        return [number for number in range(self._first.world_size) if number not in absent]
+
+    def _next(self, *, before: list[int], held: Sequence[SnapshotName]) -> Successor | None:
+        """Agree with all members on a generation; return it if this member is in it."""
+        prefix, member = f"{self._present.key_prefix}/next", self._member
+        if member in before:
+            self._put(f"{prefix}/held/{member}", json.dumps(held))
+        texts = [self._get(f"{prefix}/held/{each}") for each in before]
+        of_all = set.intersection(*({SnapshotName(*n) for n in json.loads(t)} for t in texts))
+        start = max(of_all, key=lambda name: name.step)
+        self.generation += 1
+        self._present = self._following()
+        after, parts = self._members, []
+        if set(after) - set(before) and member == 0:
+            self._put(f"{prefix}/snapshot", packed(state_of_all(self._snapshots, start)))
+        if member not in after:
+            if member in before:
+                self._put(f"{prefix}/part/{member}", packed(self._snapshots.restore(start)[1]))
+            return None
+        if member not in before and start not in self._snapshots.held:
+            hold(self._snapshots, start, unpacked(self._get(f"{prefix}/snapshot")))
+        if member == 0:
+            left = sorted(set(before) - set(after))
+            parts = [unpacked(self._get(f"{prefix}/part/{each}")) for each in left]
+        group = Group.world(self._present, after.index(member))
+        return Successor(group=group, start=start, parts=parts)
+
+    def _following(self) -> Generation:
+        members = [self._first.members[number] for number in self._members]
+        return replace(
+            self._present,
+            token=hashlib.sha256(self._present.token.encode()).hexdigest(),
+            number=self._present.number + 1,
+            members=tuple(replace(m, local_rank=rank) for rank, m in enumerate(members)),
+        )
+
+    @property
+    def _snapshots(self) -> StepSnapshots:
+        assert self._world._steps is not None
+        assert self._world._steps._snapshots is not None
+        return self._world._steps._snapshots
+
+    def _put(self, key: str, text: str) -> None:
+        self._world._session.joined.store.set(key, text)
+
+    def _get(self, key: str) -> str:
+        return self._world._session.joined.store.get(key).decode()
+
+
+def packed(value: object) -> str:
+    """Return a tree of tensors as a text."""
+    data = io.BytesIO()
+    torch.save(value, data)
+    return base64.b64encode(data.getvalue()).decode()
+
+
+def unpacked(text: str) -> Any:
+    """Return the tree of such a text."""
+    return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=False)
