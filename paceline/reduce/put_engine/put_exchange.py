@@ -28,7 +28,7 @@ from torch import Tensor
 
 from paceline.codecs.codec import cut
 from paceline.codecs.codecs import add_up
-from paceline.comm.window import Window, timed_out
+from paceline.comm.window import THIS_PROCESS_CLOSED, Window, timed_out
 from paceline.errors import CommError, CommTimeout, PeerLost
 from paceline.reduce.exchange import Timeout
 from paceline.reduce.put_engine.bucket_state import BucketState, RankLayout
@@ -245,6 +245,9 @@ class PutExchange:
 
     def _raise_reducer_error(self, operation: str) -> None:
         """Raise what ended the reducer's thread, if anything did: it noticed first who was lost."""
+        rank = self._ranks.rank
+        if self._reducer.closed:
+            raise PeerLost(rank=rank, operation=operation, cause=THIS_PROCESS_CLOSED)
         error = self._reducer.error
         if isinstance(error, PeerLost):
             raise error.during(operation) from error

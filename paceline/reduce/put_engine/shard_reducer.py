@@ -47,6 +47,7 @@ class ShardReducer:
         done: (buckets,), for each bucket the last version for which all sums of this rank's local
             shard are in place; written by the reducer's thread.
         error: the exception that ended the reducer's thread; None while it runs.
+        closed: whether `close` was called.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class ShardReducer:
         self._relays_flags = leads and bool(rank_layout.group_peers)
         self.error: BaseException | None = None
         self._changed = threading.Condition()
-        self._closed = False
+        self.closed = False
         if self._all_direct:
             window.subscribe(self._count)  # no stage waits for sums or flags
         self._thread = threading.Thread(target=self._work, name="shard reducer", daemon=True)
@@ -89,17 +90,21 @@ class ShardReducer:
         self._window.wake()
 
     def wait(self, index: int, version: int, limit: float) -> bool:
-        """Wait until a version is done; return whether it is."""
+        """Wait until a version is done, or never will be; return whether it is."""
+
+        def ended() -> bool:
+            return bool(self.done[index] >= version) or self.error is not None or self.closed
+
         if self.done[index] < version:
             with self._changed:
-                self._changed.wait_for(
-                    lambda: bool(self.done[index] >= version) or self.error is not None, limit
-                )
+                self._changed.wait_for(ended, limit)
         return bool(self.done[index] >= version)
 
     def close(self) -> None:
-        """Let the thread end; the window is closed next."""
-        self._closed = True
+        """Let the thread end, and the waits for it; the window is closed next."""
+        with self._changed:
+            self.closed = True
+            self._changed.notify_all()
         self._window.wake()
 
     def join(self) -> None:
@@ -149,7 +154,7 @@ class ShardReducer:
     def _work(self) -> None:
         events = 0
         try:
-            while not self._closed:
+            while not self.closed:
                 self._advance()  # as far as events so far allow; later ones end the wait at once
                 events = self._window.wait_for_event(events, _WAIT_SLICE_S)
         except BaseException as error:
