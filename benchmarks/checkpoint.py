@@ -116,7 +116,10 @@ def serve(setting: Saving) -> None:
             replica.take_snapshot_between_steps(StateCopier(snapshots, name, objects, {}))
             state = snapshots.state(name)
             entries = {**checkpoint_entries(state, objects), "position": {}}
-            writer.publish(Checkpoint(name=name, state=entries, parameters=state[PARAMETERS]))
+            parameters = state[PARAMETERS]
+            writer.publish(
+                Checkpoint(name=name, step=name.step, state=entries, parameters=parameters)
+            )
 
     step()
     print("ready", flush=True)

@@ -120,7 +120,7 @@ class CheckpointSchedule:
         self._snapshots.receive(summary)
         if summary.request:
             self._requests.append((summary.step, Request(summary.request)))
-        self._source.sums[summary.step + 1] = sums
+        self._source.sums[summary.step] = sums
 
     def report(self, number: int, seconds: float) -> tuple[int, bool, int]:
         """Return what this rank reports after step `number`, which took so many seconds.
@@ -144,13 +144,15 @@ class CheckpointSchedule:
             CheckpointError: an earlier checkpoint couldn't be written.
         """
         self._publish_committed(before=number - 1)
-        request = self._due_request(number)
+        newest, done = self._snapshots.newest_committed, position.number
+        self._source.forget_sums(before=number if newest is None else newest.step)
+        request = self._due_request(number, done)
         if self._due and not self._snapshots.on:  # since then
             self._due, request = set(), Request.SAVE
         wanted = request is Request.SAVE and self._by_snapshots and self._snapshots.free(number)
         if wanted:
             self._due.add(number)
-            self._note_saved(number)
+            self._note_saved(done)
         elif request is Request.SAVE and (self._all_copy or self._writer is not None):
             self.save()
         elif request is Request.COPY and self._copies:
@@ -224,8 +226,14 @@ class CheckpointSchedule:
             return Request.COPY
         return Request.NOTHING
 
-    def _due_request(self, number: int) -> Request:
-        """Return what is due before step `number`, by rank 0's requests and the policy."""
+    def _due_request(self, number: int, done: int) -> Request:
+        """Return what is due before step `number`, by rank 0's requests and the policy.
+
+        Args:
+            number: of the step.
+            done: number of completed steps; smaller than `number` where a step trains several
+                batches.
+        """
         requests = [Request.NOTHING]
         while self._requests and self._requests[0][0] <= number - 2:
             step, request = self._requests.popleft()
@@ -234,8 +242,8 @@ class CheckpointSchedule:
         if not self._saving:
             return Request.NOTHING
         if self._snapshots.alone:
-            requests.append(self._request(number))
-        if number > self._saved_number and self._due_by_steps(number):
+            requests.append(self._request(done))
+        if done > self._saved_number and self._due_by_steps(done):
             requests.append(Request.SAVE)
         return max(requests)
 
@@ -248,7 +256,6 @@ class CheckpointSchedule:
     def _publish_committed(self, *, before: int) -> None:
         """Commit by the summaries of steps below `before`, and begin to write what was due."""
         while (name := self._snapshots.obey(before=before)) is not None:
-            self._source.forget_sums(before=name.step)
             if name.step in self._due:
                 self._due.discard(name.step)
                 self._publish_newest()

@@ -34,7 +34,7 @@ class CheckpointSource:
         snapshots: this rank's snapshots.
 
     Attributes:
-        sums: sums over all ranks and the epoch's steps before a step, by that step.
+        sums: sums over all ranks and the epoch's steps up to a step, by that step.
         copied: the newest checkpoint that was copied at once, where no snapshot can be used.
         plain: whether checkpoints can be made of snapshots, when that was last looked at.
     """
@@ -60,8 +60,9 @@ class CheckpointSource:
         return self.is_plain() and entry_names(model, names) == state[ENTRIES]
 
     def forget_sums(self, *, before: int) -> None:
-        """Forget the sums of steps that no snapshot needs any more."""
-        self.sums = {step: sums for step, sums in self.sums.items() if step >= before}
+        """Forget the sums that no snapshot from that before a step on needs."""
+        last = max((step for step in self.sums if step < before), default=before)
+        self.sums = {step: sums for step, sums in self.sums.items() if step >= last}
 
     def copy_alone(self, position: Position) -> Lent:
         """Copy the settled state before the next step, which no other rank holds.
@@ -83,8 +84,8 @@ class CheckpointSource:
         lent = self._snapshots.lend() if self.plain and not self._replica.stateful else None
         if lent is None:
             return self.copied
-        known = not lent.state[POSITION]["sent"] or lent.name.step in self.sums
-        return self.make(lent) if known else None
+        sent = lent.state[POSITION]["sent"]
+        return self.make(lent) if not sent or max(sent) in self.sums else None
 
     def make(
         self, lent: Lent, gathered: Mapping[str, Any] | None = None, *, best: bool = False
@@ -98,8 +99,8 @@ class CheckpointSource:
         """
         state, objects, gathered = lent.state, self._objects, gathered or {}
         position = dict(state[POSITION])
-        if position.pop("sent"):  # by this rank alone
-            position["sums"] = self.sums[lent.name.step]
+        if sent := position.pop("sent"):  # by this rank alone
+            position["sums"] = self.sums[max(sent)]
         position["generation"] = self._run.context.group.generation.number
         entries = checkpoint_entries(state, objects, gathered)
         if not self.plain:
@@ -110,6 +111,7 @@ class CheckpointSource:
         entries |= {EXCHANGE: exchange} if exchange else {}
         return Checkpoint(
             name=lent.name,
+            step=position["number"],
             state={**entries, "position": position},
             parameters=state[PARAMETERS],
             best=best,

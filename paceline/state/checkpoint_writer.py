@@ -30,12 +30,14 @@ class Checkpoint:
 
     Attributes:
         name: of the snapshot that it is made from.
+        step: number of the run's completed steps.
         state: the file's entries, besides those that are the same in each file.
         parameters: what the model has learned, by name; only finite values are written.
         best: whether it is the best so far; if so, it is also published as the best checkpoint.
     """
 
     name: SnapshotName
+    step: int
     state: Mapping[str, Any]
     parameters: Mapping[str, Tensor] = field(repr=False)
     best: bool = False
@@ -104,7 +106,7 @@ class CheckpointWriter:
             raise failure
 
     def _write(self, checkpoint: Checkpoint) -> None:
-        step = checkpoint.name.step
+        step = checkpoint.step
         with self._writing:
             if checkpoint.name in self._written:
                 return

@@ -310,3 +310,32 @@ def test_divided_state_is_gathered_in_under_a_hundredth_of_the_time(tmp_path: Pa
 
     nothing, copy = Request.NOTHING, Request.COPY
     assert run_ranks(1, work) == [[nothing, copy, nothing, copy]]
+
+
+@pytest.mark.parametrize("options", [{}, {"snapshots": False}], ids=str)
+def test_steps_that_train_several_batches_have_files_of_the_completed_ones(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Batches 0 and 1, then 2 and 3, and so on: a step has its last batch's number."""
+    model, numbers = convnet(), (1, 3, 5, 7, 9, 11)
+
+    def work(c: Communicator, folder: Path, *, settling: bool = False) -> dict[int, list[Tensor]]:
+        rank = Rank(c, folder, policy=SavePolicy(steps=4), model=model, **options)
+        weights = {}
+        for number in numbers:
+            if settling:
+                rank.bench.replica.settle()
+                weights[number - 1] = rank.bench.weights()
+            rank.train(number)
+        rank.steps.end_steps()
+        rank.steps.finish()
+        return weights
+
+    expected = run_ranks(2, lambda c: work(c, tmp_path / "other", settling=True))[0]
+    run_ranks(2, lambda c: work(c, tmp_path))
+    assert sorted(files(tmp_path)) == [4, 8]
+    for step, file in files(tmp_path).items():
+        require_weights(file, expected[step])
+        done = [number for number in numbers if number < step]
+        sums = [11.0 * len(done), 2.0 * sum(done)]
+        assert read_checkpoint(file)["position"]["sums"] == sums

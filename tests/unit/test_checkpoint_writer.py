@@ -37,7 +37,9 @@ def writer_to(checkpoints: Checkpoints, **more: Any) -> CheckpointWriter:
 def checkpoint(step: int, weight: Tensor | None = None, **more: Any) -> Checkpoint:
     weight = torch.full((2,), float(step)) if weight is None else weight
     state = {"model": {"weight": weight, **more}, "optimizer": {}, "position": {"number": step}}
-    return Checkpoint(name=SnapshotName("g", step), state=state, parameters={"weight": weight})
+    return Checkpoint(
+        name=SnapshotName("g", step), step=step, state=state, parameters={"weight": weight}
+    )
 
 
 def written(folder: Path, step: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from paceline.errors import CommError
-from paceline.replica.hooks import patch
+from paceline.replica.live_hooks import patch
 from paceline.trainer import Trainer
 
 MOMENTS = ("load", "forward", "backward", "update", "end", "evaluation")

@@ -174,7 +174,6 @@ class TrainerRollbacks:
                 batch=config.global_batch,
                 log=log,
             )
-            assert trainer.steps._snapshots is not None
             self._snapshots[c.rank] = trainer.steps._snapshots
             Breaks(trainer, [moments[c.rank] for moments in self.moments])
             with suppress(Parked):

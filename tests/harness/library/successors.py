@@ -53,8 +53,6 @@ class Successors:
         while successor is None:
             before = self._members
             successor = self._next(before=before, held=())
-        assert self._world._steps is not None
-        self._world._steps.generation = self.generation - 1  # it counts those that it was in
         return successor
 
     @property
@@ -99,9 +97,8 @@ class Successors:
 
     @property
     def _snapshots(self) -> StepSnapshots:
-        assert self._world._steps is not None
-        assert self._world._steps._snapshots is not None
-        return self._world._steps._snapshots
+        assert self._world._loop.steps is not None
+        return self._world._loop.steps._snapshots
 
     def _put(self, key: str, text: str) -> None:
         self._world._session.joined.store.set(key, text)
