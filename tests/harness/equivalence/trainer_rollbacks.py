@@ -141,7 +141,6 @@ class TrainerRollbacks:
                 number = next(numbers)
                 self._held.pop(c.rank, None)
                 start = self._agree(c, number)
-            trainer.steps.generation = number - 1  # `Steps` counts those that it was in
             parts = self._parts[number] if c.rank == 0 else []
             return Successor(group=self._group(c, number), start=start, parts=parts)
 
