@@ -5,19 +5,26 @@
 Each break is one operator applied at one place of `PACKAGES`, drawn at random with a fixed seed. It
 is written into a copy of the repository, whose tests run until the first failure. A break that no
 test notices is a survivor: a missing test, or equivalent to the original.
+
+With `--map`, the tests that call the broken function run first, the fastest first, and all tests
+only if these pass. The map is made once in the copy:
+
+    CALL_MAP=../map .venv/bin/pytest -p tests.harness.call_map tests/unit tests/contract
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import os
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.harness.broken_copy import adopt_orphans, noticed_by
+from tests.harness.call_map import CallMap
 
 PACKAGES = ("run", "reduce", "algorithms", "update", "state")
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -73,7 +80,8 @@ class Break:
 def places(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
     """Yield each place of a file that can be broken, with its operator.
 
-    Assertions, annotations, texts of errors and constants of modules are left out.
+    Assertions, annotations, texts of errors, and attributes and constants with an annotation are
+    left out.
     """
     waiting: list[ast.AST] = [tree]
     while waiting:
@@ -168,34 +176,36 @@ def main() -> None:
     parser.add_argument("--copy", type=Path, required=True, help="a copy of the repository")
     parser.add_argument("--seed", type=int, default=12)
     parser.add_argument("--count", type=int, default=80)
-    parser.add_argument("--first", type=int, default=0, help="the first of them to try")
+    parser.add_argument("--only", type=int, nargs="+", help="the numbers of those to try")
     parser.add_argument("--tests", nargs="+", default=["tests/unit", "tests/contract"])
+    parser.add_argument("--map", type=Path, help="files of tests.harness.call_map for this copy")
+    parser.add_argument("--budget", type=float, default=60, help="seconds of the tests run first")
+    parser.add_argument("--callers_only", action="store_true", help="run no more than those")
+    parser.add_argument("--limit", type=float, default=1800, help="seconds; a hang is noticed")
     options = parser.parse_args()
-    survivors, tried = [], draw(options.copy, options.seed, options.count)[options.first :]
-    for number, one in enumerate(tried, start=options.first):
-        path = options.copy / one.path
-        source, started = path.read_text(), time.monotonic()
+    root, survivors = options.copy.resolve(), []
+    call_map = CallMap(options.map) if options.map else None
+    drawn = draw(root, options.seed, options.count)
+    tried = options.only or range(len(drawn))
+    adopt_orphans()
+    for number in tried:
+        one = drawn[number]
+        rounds = [] if options.callers_only else [options.tests]
+        if call_map and (callers := call_map.callers(root, one.path, one.line, options.budget)):
+            rounds.insert(0, callers)
+        path, started = root / one.path, time.monotonic()
+        source, status = path.read_text(), path.stat()
         try:
             path.write_text(break_at(source, one.number))
-            command = [
-                *(".venv/bin/python", "-m", "pytest", "--exitfirst", "--quiet", "--no-header"),
-                *("--numprocesses", "logical", "--dist", "worksteal", "-m", "not alone"),
-                *options.tests,
-            ]
-            ended = subprocess.run(command, cwd=options.copy, capture_output=True, text=True)
+            results = (noticed_by(root, tests, options.limit) for tests in rounds)
+            what = next(filter(None, results), "SURVIVES")
         finally:
             path.write_text(source)
-        noticed = ended.returncode != 0
-        failed = [
-            line for line in ended.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))
-        ]
-        what = failed[0].split(" - ")[0] if failed else "noticed" if noticed else "SURVIVES"
+            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # as its compiled file says
         where = f"{one.path}:{one.line}"
-        print(
-            f"{number:3} {time.monotonic() - started:4.0f} s  {one.operator:10} {where:55} {what}"
-        )
-        sys.stdout.flush()
-        if not noticed:
+        seconds = time.monotonic() - started
+        print(f"{number:3} {seconds:5.0f} s  {one.operator:10} {where:55} {what}", flush=True)
+        if what == "SURVIVES":
             survivors.append(where)
     print(f"{len(tried) - len(survivors)} of {len(tried)} noticed")
 

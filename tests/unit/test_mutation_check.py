@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import json
 from pathlib import Path
 
 import pytest
 
+from tests.harness.call_map import CallMap
 from tests.harness.mutation_check import OPERATORS, break_at, draw, places
 
 SOURCE = '''
@@ -60,3 +62,46 @@ def test_a_break_of_the_product_is_still_a_program(operator: str) -> None:
     assert breaks
     for one in breaks:
         compile(break_at((root / one.path).read_text(), one.number), str(one.path), "exec")
+
+
+CALLS = """
+X = 1
+
+
+@decorated
+def outer(a):
+    def inner():
+        return 1
+    return inner
+
+
+def other(a=2): return a
+"""
+
+
+def test_the_tests_that_call_a_broken_function_come_first_the_fastest_first(tmp_path: Path) -> None:
+    root, path = tmp_path / "copy", Path("paceline/run/x.py")
+    (root / path).parent.mkdir(parents=True)
+    (root / path).write_text(CALLS)
+    outer, inner, other = [str(path), 5], [str(path), 7], [str(path), 12]
+    calls = {
+        "slow": (9.0, [outer, inner]),
+        "fast": (1.0, [outer]),
+        "middle": (2.0, [other]),
+        "elsewhere": (1.0, [["paceline/run/y.py", 5]]),
+    }
+    folder = tmp_path / "map"
+    folder.mkdir()
+    for name, one in calls.items():  # as processes write them
+        (folder / f"{name}.json").write_text(json.dumps({name: one}))
+    call_map = CallMap(folder)
+
+    def callers(line: int, budget: float = 50) -> list[str]:
+        return call_map.callers(root, path, line, budget)
+
+    assert callers(9) == ["fast", "slow"]
+    assert callers(8) == ["slow"]
+    assert callers(12) == ["middle"]
+    assert callers(2) == ["fast", "middle", "slow"], "a module's constant matters to all"
+    assert callers(9, budget=40) == ["fast"], "one test takes no more than a fifth"
+    assert callers(2, budget=10.5) == ["fast", "middle"]
