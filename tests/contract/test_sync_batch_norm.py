@@ -43,7 +43,7 @@ def alone_and_together(
     output = reference(inputs)
     (output * upstream.double()).sum(list(range(1, x.dim()))).mean().backward()
     expected = {"output": output.detach(), "input": _gradient(inputs)}
-    expected |= {name: _gradient(p) for name, p in reference.named_parameters()}
+    expected |= {name: _gradient(p) for name, p in trained(reference)}
     expected |= dict(reference.named_buffers())
 
     def run(communicator: Communicator) -> dict[str, Tensor]:
@@ -54,14 +54,18 @@ def alone_and_together(
         output = own(inputs)
         (output * upstream[first:last]).sum(list(range(1, x.dim()))).mean().backward()
         result = {"output": output.detach(), "input": _gradient(inputs) * share.weight}
-        result |= {name: _gradient(p) * share.weight for name, p in own.named_parameters()}
+        result |= {name: _gradient(p) * share.weight for name, p in trained(own)}
         return result | dict(own.named_buffers())
 
     one, other = run_ranks(2, run)
     together = {name: torch.cat([one[name], other[name]]) for name in ("output", "input")}
-    together |= {name: one[name] + other[name] for name, _ in layer.named_parameters()}
+    together |= {name: one[name] + other[name] for name, _ in trained(layer)}
     together |= {name: one[name] for name, _ in layer.named_buffers()}
     return expected, together
+
+
+def trained(layer: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, p) for name, p in layer.named_parameters() if p.requires_grad]
 
 
 def _gradient(tensor: Tensor) -> Tensor:
@@ -89,6 +93,16 @@ def test_every_dtype_has_its_own_accuracy(
         torch.testing.assert_close(
             together[name].double(), value.double(), rtol=0, atol=tolerance * max(scale, 1)
         )
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias"])
+def test_a_frozen_parameter_gets_no_gradient_and_the_other_its_own(frozen: str) -> None:
+    torch.manual_seed(0)
+    layer = nn.BatchNorm2d(4)
+    layer.get_parameter(frozen).requires_grad_(False)
+    expected, together = alone_and_together(layer, torch.randn(SHAPE), torch.randn(SHAPE))
+    (other,) = {"weight", "bias"} - {frozen}
+    torch.testing.assert_close(together[other].double(), expected[other], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e3])

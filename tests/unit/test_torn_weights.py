@@ -32,7 +32,10 @@ def safetensors_file(path: Path) -> Path:
 def test_whole_files_are_told_by_their_content_whatever_their_name(tmp_path: Path) -> None:
     old = tmp_path / "old.pt"
     torch.save(STATE, old, _use_new_zipfile_serialization=False)
+    nothing = tmp_path / "nothing.pt"
+    save_file({"empty": torch.zeros(0)}, nothing)  # its header ends where the file ends
     kinds = {
+        nothing: "safetensors",
         torch_file(tmp_path / "weights.safetensors"): "torch",
         safetensors_file(tmp_path / "weights.pt"): "safetensors",
         old: "old torch",
