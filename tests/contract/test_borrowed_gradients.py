@@ -48,6 +48,12 @@ def zero_unseen(weight: Tensor) -> None:
     weight.grad.data.zero_()
 
 
+def zero_a_row_unseen(weight: Tensor) -> None:
+    """Write a few values, of which one is in the sample that is compared."""
+    assert weight.grad is not None
+    weight.grad.data[0].zero_()
+
+
 def replace(weight: Tensor) -> None:
     weight.grad = torch.zeros_like(weight)
 
@@ -56,7 +62,11 @@ def keep(weight: Tensor) -> None:
     """Let the next backward add to it."""
 
 
-WRITES = {"zeroed": zero, "zeroed through .data": zero_unseen}
+WRITES = {
+    "zeroed": zero,
+    "zeroed through .data": zero_unseen,
+    "a row zeroed through .data": zero_a_row_unseen,
+}
 
 
 def train(

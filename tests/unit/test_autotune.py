@@ -114,6 +114,7 @@ class Run:
     steps: int | None = 10 * NEEDED
     machines: tuple[int, ...] = (2,)
     notes: list[str] = field(default_factory=list)
+    candidates: Sequence[SyncConfig] = tuple(TWO)
 
     def start(self, steps: int) -> list[list[SyncConfig]]:
         """Make so many steps; return with which exchange, by rank."""
@@ -121,7 +122,7 @@ class Run:
 
         def on_rank(communicator: Communicator) -> list[SyncConfig]:
             group = world_of(self.machines, communicator.rank)
-            chooser = Autotuner(TWO, run_of(communicator, group), CPU, setting)
+            chooser = Autotuner(self.candidates, run_of(communicator, group), CPU, setting)
             now, bound = chooser.begin_generation(), []
             for _ in range(steps):
                 now = chooser.next() or now
@@ -159,6 +160,20 @@ def test_a_choice_is_told_with_its_figures_and_kept_for_the_next_start(tmp_path:
     again = run.start(1)
     assert again == [[chosen], [chosen]]
     assert re.search(r"reused from this run's earlier trials \(exchange\.toml\)\.$", run.notes[1])
+
+
+@pytest.mark.parametrize(
+    ("connections", "pinned"), [(0, ""), (1, ""), (2, " --connections 2"), (4, " --connections 4")]
+)
+def test_several_connections_are_pinned_with_the_choice(connections: int, pinned: str) -> None:
+    run = Run(
+        candidates=[
+            SyncConfig(sync="notified", bucket_mb=size, connections=connections) for size in (4, 8)
+        ]
+    )
+    run.start(NEEDED + 1)
+    (note,) = run.notes
+    assert re.search(rf"--sync notified --bucket_mb [48]{pinned}\.$", note)
 
 
 @pytest.mark.parametrize("change", ["other machines", "damaged", "not there"])
