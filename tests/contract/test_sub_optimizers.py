@@ -119,6 +119,20 @@ def test_momenta_that_lie_otherwise_are_taken_by_value() -> None:
         torch.testing.assert_close(a, b)
 
 
+def test_a_parameter_with_gaps_in_its_memory_is_updated_by_its_own_values() -> None:
+    """Torch's fused kernel would read and write values between its own."""
+    torch.manual_seed(5)
+    memory, given = torch.randn(6, 8), torch.randn(6, 8)[:, ::2]
+    before = memory.clone()
+    p = nn.Parameter(memory[:, ::2])
+    optimizer = SGD([p], lr=0.1)
+    sub_optimizer = SubOptimizer(optimizer, {p: 0})
+    sub_optimizer.freeze(StepHyperparameters.of(optimizer))
+    sub_optimizer.step([given])
+    torch.testing.assert_close(memory[:, ::2], before[:, ::2] - 0.1 * given)
+    assert torch.equal(memory[:, 1::2], before[:, 1::2])
+
+
 def updater_of(
     optimizer: Optimizer, ps: list[nn.Parameter], bucket_bytes: int
 ) -> tuple[Updater, tuple[Bucket, ...]]:
