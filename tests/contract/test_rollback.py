@@ -26,7 +26,7 @@ def test_contexts_that_end_in_mid_step_change_no_bit(name: str, machines: tuple[
 
 
 @pytest.mark.parametrize("sync", ["allreduce", "notified"])
-def test_thirty_contexts_leave_no_descriptor_thread_or_object_behind(sync: str) -> None:
+def test_thirty_contexts_leave_nothing_behind(sync: str) -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "tests.harness.equivalence.rollbacks", "--sync", sync],
         cwd=ROOT,

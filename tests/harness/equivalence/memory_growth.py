@@ -9,6 +9,7 @@ tenth of the way is compared with what it has in the end.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import os
 import sys
@@ -27,20 +28,23 @@ _MEGABYTE = 2**20
 
 @dataclass(frozen=True)
 class Usage:
-    """What a process has: bytes of memory, open files, threads, Python's objects."""
+    """What a process has: bytes of memory, mappings, open files, threads, Python's objects."""
 
     memory: int
+    mappings: int
     files: int
     threads: int
     objects: int
 
     @staticmethod
     def now() -> Usage:
-        """Look at this process."""
+        """Look at this process, once what it has freed is the system's again."""
         gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return Usage(
             memory=pages * os.sysconf("SC_PAGE_SIZE"),
+            mappings=len(Path("/proc/self/maps").read_text().splitlines()),
             files=len(os.listdir("/proc/self/fd")),
             threads=len(os.listdir("/proc/self/task")),
             objects=len(gc.get_objects()),
