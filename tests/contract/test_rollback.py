@@ -25,6 +25,7 @@ def test_contexts_that_end_in_mid_step_change_no_bit(name: str, machines: tuple[
             assert all(torch.equal(one[key], other[key]) for key in one), moments
 
 
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("sync", ["allreduce", "notified"])
 def test_thirty_contexts_leave_nothing_behind(sync: str) -> None:
     ended = subprocess.run(
