@@ -66,7 +66,7 @@ def join(
             momentum both together take about 4 times the size of the model (parameters and
             buffers) per process, with Adam 6 times, with SGD without momentum 2 times. Without
             them, a script that is stopped in the middle of a long step has the last checkpoint
-            only.
+            only. Rank 0's argument is used.
         snapshot_memory_mb: the limit of their memory, in MiB per process; if the two newest would
             take more, none are taken. 0: no limit.
         trace_steps: trace these steps of the run into its folder, "FIRST:LAST", counted from 0.

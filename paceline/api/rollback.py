@@ -1,4 +1,4 @@
-"""What a lost peer means to a script's loop: the run goes back to a snapshot, and the loop continues.
+"""What a lost peer means to a script's loop: it continues from the snapshot that the run restores.
 
     for x, y in loader:
         with world.step() as step:      a peer is lost: the block ends, or what remains of it runs

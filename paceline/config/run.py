@@ -39,7 +39,7 @@ class OutputConfig:
     two newest copies. Both together take about 4 times the size of the model (parameters and
     buffers) per worker: 2 times with --momentum 0, 3 times with two workers and --update
     sharded. Without them, a run that is stopped in the middle of a long step has the last
-    checkpoint only."""
+    checkpoint only. Machine 0's setting is used."""
 
     snapshot_memory_mb: float = 0.0
     """Limit of the memory for in-memory snapshots in MiB per worker; if the two newest would take

@@ -63,7 +63,7 @@ class CheckpointSchedule:
     Args:
         run: the run, whose present ranks decide alike.
         replica: this rank's model replica.
-        snapshots: this rank's snapshots.
+        snapshots: this rank's snapshots; rank 0 decides whether they are taken.
         writer: writes checkpoints on rank 0; None on other ranks, and where nothing is saved.
         policy: when to save within an epoch; rank 0's is used.
         device: device of the communicator's tensors.
@@ -89,8 +89,9 @@ class CheckpointSchedule:
         self._settle, self._clock = settle, clock
         self._source = CheckpointSource(run, replica, snapshots)
         what = "the broadcast of rank 0's decisions"
-        settings = [writer is not None, policy.steps]
-        self._saving, steps = broadcast_state(run.context.communicator, settings, device, what)
+        settings = [writer is not None, policy.steps, snapshots.on]
+        received = broadcast_state(run.context.communicator, settings, device, what)
+        self._saving, steps, snapshots.enabled = received
         self._policy = replace(policy, steps=steps)
         if writer is not None:
             writer.newest = self._source.newest

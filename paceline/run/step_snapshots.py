@@ -61,6 +61,7 @@ class StepSnapshots:
 
     Attributes:
         objects: the objects whose state is copied.
+        enabled: whether snapshots are taken, as long as there is memory.
     """
 
     def __init__(
@@ -79,8 +80,8 @@ class StepSnapshots:
         self._device = device
         self._limit_mb, self._report = limit_mb, report
         self._snapshots = Snapshots()
-        self._interval, self._off = SnapshotInterval(interval), not enabled
-        self._enabled = enabled
+        self._interval = SnapshotInterval(interval)
+        self.enabled, self._off = enabled, False
         self._copies, self._between = _Copies(run), 0
         self._bindings = replica.bindings  # during which the interval is measured
         self._summaries: deque[StepSummary] = deque()  # whose news all ranks don't know yet
@@ -98,7 +99,7 @@ class StepSnapshots:
     @property
     def on(self) -> bool:
         """Whether snapshots are taken; the same on all ranks."""
-        return not self._off
+        return self.enabled and not self._off
 
     @property
     def alone(self) -> bool:
@@ -112,7 +113,7 @@ class StepSnapshots:
         before a step.
         """
         held = [name.step for name in self.held]
-        return not (self._off or self._snapshots.full or step in held)
+        return self.on and not self._snapshots.full and step not in held
 
     @property
     def newest_committed(self) -> SnapshotName | None:
@@ -162,7 +163,7 @@ class StepSnapshots:
         """
         while self.obey(before=step) is not None:
             pass
-        if not self._off:
+        if self.on:
             self._between += 1  # a script may call this again before a step
             token = f"{self._run.context.group.generation.key_prefix}/{self._between}"
             name = SnapshotName(token, step)
@@ -182,7 +183,7 @@ class StepSnapshots:
         The interval is measured anew where the replica was bound anew: its steps then take another
         time, because of another exchange, other trained parameters or other ranks.
         """
-        if self._run.context.group.rank > 0 or self._off:
+        if self._run.context.group.rank > 0 or not self.on:
             return 0
         if self._bindings != self._replica.bindings:
             self._bindings = self._replica.bindings
@@ -210,7 +211,7 @@ class StepSnapshots:
         self._snapshots.commit(name)
         state = self._snapshots.state(name)
         position = dict(state[POSITION])
-        self._interval.steps, self._off = position["snapshot_interval"], not self._enabled
+        self._interval.steps, self._off = position["snapshot_interval"], False
         own = restore_state(state, self.objects)
         return position, OwnPart(state=own, sent=position.pop("sent"))
 

@@ -339,3 +339,18 @@ def test_steps_that_train_several_batches_have_files_of_the_completed_ones(
         done = [number for number in numbers if number < step]
         sums = [11.0 * len(done), 2.0 * sum(done)]
         assert read_checkpoint(file)["position"]["sums"] == sums
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_rank_0_decides_whether_snapshots_are_taken(tmp_path: Path, enabled: bool) -> None:
+    def work(c: Communicator) -> bool:
+        own = enabled if c.rank == 0 else not enabled
+        rank = Rank(c, tmp_path, policy=EVERY_OTHER, snapshots=own)
+        train(rank, 5)
+        rank.steps.end_steps()
+        rank.steps.save()
+        rank.steps.finish()
+        return bool(rank.steps._snapshots.held)
+
+    assert run_ranks(2, work) == [enabled] * 2
+    assert sorted(files(tmp_path)) == [2, 4, 5]
