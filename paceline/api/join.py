@@ -62,11 +62,11 @@ def join(
         checkpoint_minutes: save every so many minutes, besides at each epoch's end; 0: never.
         keep_checkpoints: the number of checkpoints to retain, the newest ones.
         snapshots: copy the training state to the memory of this machine while steps run, as often
-            as this costs less than 1% of a step, and retain the two newest copies. With SGD and
-            momentum both together take about 4 times the size of the model (parameters and
-            buffers) per process, with Adam 6 times, with SGD without momentum 2 times. Without
-            them, a script that is stopped in the middle of a long step has the last checkpoint
-            only. Rank 0's argument is used.
+            as this takes less than 1% of the training time, and retain the two newest copies. With
+            SGD and momentum both together take about 4 times the size of the model (parameters and
+            buffers) per process, with Adam 6 times, with SGD without momentum 2 times; on rank 0
+            half as much again while a checkpoint is written. Without them, a script that is stopped
+            in the middle of a long step has the last checkpoint only. Rank 0's argument is used.
         snapshot_memory_mb: the limit of their memory, in MiB per process; if the two newest would
             take more, none are taken. 0: no limit.
         trace_steps: trace these steps of the run into its folder, "FIRST:LAST", counted from 0.

@@ -27,7 +27,7 @@ class Rollback:
 
     Args:
         position: the run's position.
-        end: the world's end, where the run can't go on.
+        end: the world's end, where the run can't continue.
 
     Attributes:
         steps: the steps of the model; None: there is no model yet.
@@ -40,7 +40,7 @@ class Rollback:
         self.error: CommError | None = None
 
     def lose(self, error: CommError) -> None:
-        """Leave a generation that has lost a peer; raise its error where the run can't go on."""
+        """Leave a generation that has lost a peer; raise its error where the run can't continue."""
         if self.error is not None:  # this is what follows from it
             return
         if self.steps is None or self._position.order is None:
@@ -49,7 +49,7 @@ class Rollback:
         self.error = error
 
     def go_back(self) -> int:
-        """Go back to a snapshot, and on in the next generation; return the epoch's next step."""
+        """Go back to a snapshot, and enter the next generation; return the epoch's next step."""
         assert self.steps is not None
         assert self.error is not None
         with self._end.exit_on_stop():

@@ -35,11 +35,12 @@ class OutputConfig:
 
     snapshots: bool = True
     """Take no in-memory snapshots. By default, each worker copies the training state to its
-    machine's memory while steps run, as often as this costs less than 1% of a step, and retains the
-    two newest copies. Both together take about 4 times the size of the model (parameters and
-    buffers) per worker: 2 times with --momentum 0, 3 times with two workers and --update
-    sharded. Without them, a run that is stopped in the middle of a long step has the last
-    checkpoint only. Machine 0's setting is used."""
+    machine's memory while steps run, as often as this takes less than 1% of the training time, and
+    retains the two newest copies. Both together take about 4 times the size of the model
+    (parameters and buffers) per worker: 2 times with --momentum 0, 3 times with two workers and
+    --update sharded; on rank 0 half as much again while a checkpoint is written. Without them, a
+    run that is stopped in the middle of a long step has the last checkpoint only. Machine 0's
+    setting is used."""
 
     snapshot_memory_mb: float = 0.0
     """Limit of the memory for in-memory snapshots in MiB per worker; if the two newest would take

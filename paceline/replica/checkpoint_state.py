@@ -1,4 +1,4 @@
-"""What a checkpoint file has of a snapshot: the state dicts of model and optimizer, as they are.
+"""State dicts of model and optimizer, made of a snapshot for a checkpoint file.
 
     snapshot: parameters, buffers, … by name  ──▶  model.state_dict(), optimizer.state_dict(), …
 

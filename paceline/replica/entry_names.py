@@ -1,4 +1,4 @@
-"""Names of the entries of a model's state dict: for each entry, that of the value which it has.
+"""Entry names: for each entry of a state dict, the parameter, buffer or module that it is of.
 
 entry                 name
 encoder.weight        encoder.weight       a parameter
@@ -15,7 +15,7 @@ from torch import nn
 
 
 class EntryNames:
-    """Names of entries, found anew only where a model has other parameters or buffers."""
+    """Cache of a model's entry names, found anew where it has other parameters or buffers."""
 
     def __init__(self) -> None:
         self._names: Mapping[nn.Parameter, str] = {}

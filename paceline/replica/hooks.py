@@ -91,7 +91,7 @@ class ReplicaHooks:
             self.copier = None
 
     def settle(self) -> None:
-        """Settle; then a script may write what a snapshot has yet to copy."""
+        """Settle, and copy what a snapshot lacks, because a script may write it from now on."""
         self.synchronizer.settle()
         if self.copier is not None:
             self.copier.copy_buckets(self.synchronizer.buckets)

@@ -1,4 +1,4 @@
-"""What a live model or optimizer has and its copy hasn't: hooks, and methods that are replaced.
+"""Live hooks and replaced methods, which `copy.deepcopy` and `pickle` leave out of a copy.
 
 `copy.deepcopy` and `pickle` copy an object's hooks and attributes with it. A copy, such as an
 average of weights, is a plain model: it waits for nothing, and nothing of it is exchanged.

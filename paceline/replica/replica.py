@@ -262,7 +262,7 @@ class Replica:
         self._share.end()
 
     def enter_generation(self, parts: Sequence[Mapping[str, Any]]) -> bool:
-        """Go on in the next generation from a snapshot that all its ranks have restored.
+        """Enter the next generation, and resume from a snapshot that all its ranks have restored.
 
         Where ranks have other parts of the divided state than before, it is divided anew.
 

@@ -183,7 +183,7 @@ def restore_state(
         objects: the objects whose state it is.
 
     Returns:
-        the rank's own state, for `Replica.restore_local` of the next replica.
+        this rank's part of the divided state, for `Replica.enter_generation`.
 
     Raises:
         ConfigError: model and optimizer have other parameters than in the snapshot.

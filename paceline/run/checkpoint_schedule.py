@@ -23,7 +23,7 @@ import torch
 
 from paceline.comm.communicator import broadcast_state
 from paceline.replica.replica import Replica
-from paceline.run.checkpoint_source import CheckpointSource
+from paceline.run.checkpoint_builder import CheckpointBuilder
 from paceline.run.position import Position
 from paceline.run.run import Run
 from paceline.run.step_snapshots import StepSnapshots
@@ -50,7 +50,13 @@ class SavePolicy:
 
 
 class Request(IntEnum):
-    """Request of rank 0 to all ranks for the next step boundary."""
+    """Request of rank 0 to all ranks for the next step boundary.
+
+    Attributes:
+        NOTHING: none.
+        COPY: settle and copy the state, for a stop signal.
+        SAVE: write a checkpoint.
+    """
 
     NOTHING = 0
     COPY = 1
@@ -58,7 +64,7 @@ class Request(IntEnum):
 
 
 class CheckpointSchedule:
-    """Checkpoint schedule of a run, and on rank 0 what gives snapshots to the writer.
+    """Checkpoint schedule: decides alike on all ranks when to copy and when to save.
 
     Args:
         run: the run, whose present ranks decide alike.
@@ -87,18 +93,18 @@ class CheckpointSchedule:
     ) -> None:
         self._replica, self._snapshots, self._writer = replica, snapshots, writer
         self._settle, self._clock = settle, clock
-        self._source = CheckpointSource(run, replica, snapshots)
+        self._builder = CheckpointBuilder(run, replica, snapshots)
         what = "the broadcast of rank 0's decisions"
         settings = [writer is not None, policy.steps, snapshots.on]
         received = broadcast_state(run.context.communicator, settings, device, what)
         self._saving, steps, snapshots.enabled = received
         self._policy = replace(policy, steps=steps)
         if writer is not None:
-            writer.newest = self._source.newest
+            writer.newest = self._builder.newest
         self.begin_generation(0, saved=True)
 
     def begin_generation(self, number: int, *, saved: bool) -> None:
-        """Forget what was under way.
+        """Discard the requests and the due checkpoints of the last generation.
 
         Args:
             number: of the run's completed steps.
@@ -107,7 +113,7 @@ class CheckpointSchedule:
         # Rank 0's requests, by the steps that reported them; carried out two boundaries later.
         self._requests = deque([(number - 2, Request.COPY)])
         self._due: set[int] = set()  # steps whose snapshots will be written
-        self._source.sums, self._source.copied = {}, None
+        self._builder.sums, self._builder.copied = {}, None
         self._saved_at, self._saved_number = self._clock(), number if saved else number - 1
         self._copied_at, self._cost = self._clock(), 0.0
 
@@ -121,7 +127,7 @@ class CheckpointSchedule:
         self._snapshots.receive(summary)
         if summary.request:
             self._requests.append((summary.step, Request(summary.request)))
-        self._source.sums[summary.step] = sums
+        self._builder.sums[summary.step] = sums
 
     def report(self, number: int, seconds: float) -> tuple[int, bool, int]:
         """Return what this rank reports after step `number`, which took so many seconds.
@@ -146,9 +152,9 @@ class CheckpointSchedule:
         """
         self._publish_committed(before=number - 1)
         newest, done = self._snapshots.newest_committed, position.number
-        self._source.forget_sums(before=number if newest is None else newest.step)
+        self._builder.forget_sums(before=number if newest is None else newest.step)
         request = self._due_request(number, done)
-        if self._due and not self._snapshots.on:  # since then
+        if self._due and not self._snapshots.on:  # were switched off since
             self._due, request = set(), Request.SAVE
         wanted = request is Request.SAVE and self._by_snapshots and self._snapshots.free(number)
         if wanted:
@@ -163,7 +169,7 @@ class CheckpointSchedule:
         if wanted or (useful and not next_is_due):
             self._snapshots.take(number, asdict(position), wanted=wanted)
         position.snapshot_interval = self._snapshots.interval
-        if wanted and self._writer is not None and not self._source.is_plain():
+        if wanted and self._writer is not None and not self._builder.is_plain():
             self._due.discard(number)
             self.save(together=False)
 
@@ -211,8 +217,8 @@ class CheckpointSchedule:
 
     @property
     def _copies(self) -> bool:
-        """Whether a signal finds what was copied at once, as no file is made of a snapshot."""
-        return self._gathers or (self._writer is not None and not self._source.plain)
+        """Whether state is also copied between checkpoints, for a stop signal."""
+        return self._gathers or (self._writer is not None and not self._builder.plain)
 
     def _request(self, number: int) -> Request:
         """Return rank 0's request after `number` steps; each is made once."""
@@ -266,8 +272,8 @@ class CheckpointSchedule:
         lent = self._snapshots.lend()
         if self._writer is None or lent is None:
             return
-        if self._source.fits(lent.state):
-            self._writer.publish(self._source.make(lent))
+        if self._builder.fits(lent.state):
+            self._writer.publish(self._builder.make(lent))
         else:
             self.save(together=False)
 
@@ -284,13 +290,13 @@ class CheckpointSchedule:
             self._snapshots.take_between_steps(number, asdict(position))
             lent = None if self._writer is None else self._snapshots.lend()
         elif self._writer is not None:
-            lent = self._source.copy_alone(position)
+            lent = self._builder.copy_alone(position)
         gathered = self._replica.state() if self._gathers else None
         if lent is None:
             return None, number
-        self._source.is_plain()
-        checkpoint = self._source.make(lent, gathered, best=best)
-        self._source.copied = checkpoint if self._copies else None
+        self._builder.is_plain()
+        checkpoint = self._builder.make(lent, gathered, best=best)
+        self._builder.copied = checkpoint if self._copies else None
         self._copied_at = self._clock()
         self._cost = self._copied_at - began
         return checkpoint, number

@@ -1,10 +1,10 @@
 """Generation context: the connections among the ranks of one generation, closed together.
 
-Run                  for the whole run: model, optimizers, position, loaders, recorders
-└ context           for one generation, or less
-├ synchronizer   the present one; it has buckets, windows and staging memory
-├ communicators  of all ranks, of SyncBatchNorm layers, of this machine's workers
-└ summaries      of steps
+Run                 for the whole run: the present context, the recorders
+└─ context          for one generation
+├─ communicators of all ranks, of SyncBatchNorm layers, of this machine's workers
+├─ summaries     of steps
+└─ synchronizer  the present one; it has buckets, windows and staging memory
 """
 
 from __future__ import annotations

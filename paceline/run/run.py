@@ -1,4 +1,4 @@
-"""`Run`: the handle through which what outlives a generation finds the present one."""
+"""Run: has the present generation's context for objects that outlive a generation."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Run:
         self.context.__exit__(kind)
 
     def connect(self, connect: Callable[[GenerationContext], None]) -> None:
-        """Connect some ranks further, now and in each later generation; collective.
+        """Make further connections, in the present context and in each later one; collective.
 
         Raises:
             CommError: a rank didn't come in time.

@@ -84,7 +84,8 @@ class StepSnapshots:
         self.enabled, self._off = enabled, False
         self._copies, self._between = _Copies(run), 0
         self._bindings = replica.bindings  # during which the interval is measured
-        self._summaries: deque[StepSummary] = deque()  # whose news all ranks don't know yet
+        # Received, and obeyed by all ranks at a later boundary.
+        self._summaries: deque[StepSummary] = deque()
 
     @property
     def held(self) -> tuple[SnapshotName, ...]:
@@ -93,7 +94,7 @@ class StepSnapshots:
 
     @property
     def interval(self) -> int:
-        """The interval between snapshots, in steps; 0 as long as it is measured."""
+        """The interval between snapshots, in steps; 0 until the first one is measured."""
         return self._interval.steps
 
     @property

@@ -1,4 +1,4 @@
-"""Step summaries: sums over ranks, requests to stop, rank 0's request, and who holds a snapshot.
+"""Step summaries: sums over ranks, requests to stop, rank 0's request, snapshots that all hold.
 
 Each rank reports a few numbers after its slice of a step. An all-reduce sums them while the next
 step computes, and is received one step later, so that no rank waits for it:

@@ -36,7 +36,7 @@ from paceline.run.step_snapshots import OwnPart, StepSnapshots
 from paceline.state.checkpoint_writer import CheckpointWriter
 from paceline.state.snapshots import SnapshotName
 
-# Purposes of random streams: inside a step, and before it. Those in `paceline.data` are 1 to 6.
+# Purposes of random streams: inside a step, and before it. Runs on disk fix them.
 _IN_STEP, _BEFORE_STEP = 3, 4
 
 
@@ -46,7 +46,7 @@ class Stop(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Successor:
-    """What is decided of the next generation.
+    """Decision about the next generation: its ranks, and the snapshot to resume from.
 
     Attributes:
         group: all its ranks, as this one sees them.
@@ -182,7 +182,7 @@ class Steps:
         """Close the present generation's connections: the model is a plain one until `go_back`.
 
         Args:
-            error: reports the lost connection; raised where the run can't go on.
+            error: reports the lost connection; raised where the run can't continue.
         """
         if self._next_generation is None or not self._snapshots.on:
             raise error
@@ -299,7 +299,10 @@ class Steps:
         self.save(best=best)
 
     def save(self, *, best: bool = False, together: bool = True) -> None:
-        """Save a checkpoint in the background; ranks other than 0 settle and send their state.
+        """Settle, and save a checkpoint in the background.
+
+        With `together`, and snapshots on, all ranks take and commit one. Rank 0 gathers state
+        that is divided among ranks.
 
         Args:
             best: the state is the best so far.

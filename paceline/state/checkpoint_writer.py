@@ -3,8 +3,8 @@
     snapshot in memory ── publish ──▶ writer thread ── file
                        └── rescue, on a signal or at a failure ──┘
 
-A snapshot is written from its own memory, which isn't used again until then, so training waits for
-nothing.
+A snapshot is written from its own memory, which no later snapshot overwrites. Training waits only
+where the earlier file isn't written yet.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Checkpoint:
         name: of the snapshot that it is made from.
         step: number of the run's completed steps.
         state: the file's entries, besides those that are the same in each file.
-        parameters: what the model has learned, by name; only finite values are written.
+        parameters: the parameters, by name; only finite values are written.
         best: whether it is the best so far; if so, it is also published as the best checkpoint.
     """
 
@@ -53,8 +53,8 @@ class CheckpointWriter:
             finite, so that they aren't written.
 
     Attributes:
-        newest: returns the newest state in memory that may be written, from any thread; None if
-            there is none.
+        newest: set by the owner; returns the newest state in memory that may be written, from any
+            thread; None if there is none.
         published: queue of (step, file), one for each file that was written.
     """
 

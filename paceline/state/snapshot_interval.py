@@ -3,8 +3,8 @@
     S = the smallest integer with  cost / (S · step) < 1%,  at most `MAX_STEPS`
 
 `cost` is the median time of a snapshot's copies, and `step` the median time of a step without them.
-While they are measured, each step is due. The first snapshots don't count: two are retained, and
-each of them allocates memory once, as the first step does.
+Until a first interval is known, each step is due; a later measurement uses the snapshots of the
+present interval. The first two snapshots don't count, because they allocate memory.
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ class SnapshotName(NamedTuple):
     """Name of a snapshot, the same on all ranks.
 
     Attributes:
-        token: the generation's token.
+        token: what distinguishes it from other snapshots before the same step: the generation's key
+            prefix, and a count where it was taken between two steps.
         step: number of the step before which the state was copied.
     """
 
@@ -102,7 +103,7 @@ class Snapshots:
         return _RETAINED * sum(tensor.nbytes for tensor in _tensors(states[-1:]))
 
     def open(self, name: SnapshotName) -> None:
-        """Begin a snapshot; one that is still open is given up. None may be `full`."""
+        """Begin a snapshot; one that is still open is given up. `full` must be False."""
         for one in [one for one in self._snapshots if one.stage is _Stage.OPEN]:
             self.give_up(one.name)
         assert not self.full, f"two snapshots are held, {self.held}, and none is superseded"

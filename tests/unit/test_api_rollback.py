@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import paceline
 from tests.harness.equivalence.large_batch import largest_difference
-from tests.harness.library.rollback_script import Breaks, next_generation
+from tests.harness.library.rollback_script import Breaks
 from tests.harness.library.small_training import (
     BATCH,
     SEED,
@@ -14,14 +14,16 @@ from tests.harness.library.small_training import (
     sgd,
     whole_batches,
 )
+from tests.harness.library.successors import Successors
 
 
 def test_a_step_that_loses_a_peer_while_it_accumulates_is_made_again() -> None:
     model, alone = network(), network()
     with paceline.join(seed=SEED) as world:
-        breaks = Breaks(world, [(1, "accumulating")])
+        generations = Successors(world)
+        breaks = Breaks(world, generations, [(1, "accumulating")])
         world._run.context.summaries.alone = False  # one rank alone takes no snapshots
-        world._next_generation = next_generation(world, breaks)
+        world._next_generation = generations.decide
         optimizer = paceline.parallelize(model, sgd(model), world)[1]
         done = []
         for x, y in paceline.loader(samples(), BATCH, world):

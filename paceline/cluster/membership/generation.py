@@ -7,7 +7,7 @@ Ranks are counted machine by machine. Machines may have different numbers of wor
     rank           0   1     2       3   4   5         the index in `members`
 
 A generation has a number and a token. The number counts the run's generations over all its starts,
-and is in events, checkpoints and the ledger. The token is a fresh secret in each generation:
+and is recorded in events and checkpoints. The token is a fresh secret in each generation:
 keys, connections and snapshots depend on it, so messages of an earlier generation match nothing.
 """
 

@@ -55,7 +55,7 @@ class Proof:
 
     Attributes:
         extent: the run's expected size.
-        starts: number of the run's starts.
+        starts: number of generations with records: starts of the run, and returns to a snapshot.
         base: number of steps in the checkpoint of another run from which this run started; 0 if
             there is none. These steps are not checked here.
         committed: number of steps that can't be undone, because a checkpoint contains them, a later

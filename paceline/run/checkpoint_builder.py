@@ -25,8 +25,8 @@ from paceline.state.snapshots import Lent, SnapshotName, Snapshots
 from paceline.state.state_copy import copy_state
 
 
-class CheckpointSource:
-    """Source of checkpoints on rank 0.
+class CheckpointBuilder:
+    """Checkpoint builder; only rank 0 uses what it makes.
 
     Args:
         run: the run, whose present generation's number checkpoints have.
