@@ -49,9 +49,9 @@ def is_plain(model: nn.Module, optimizer: Optimizer) -> bool:
 
 def model_entries(state: _Parts) -> dict[str, Any]:
     """Return what `model.state_dict()` was when the snapshot was taken, without its metadata."""
-    values = {**state[EXTRA], **state[BUFFERS], **state[PARAMETERS]}
-    entries = {key: values[name] for key, name in state[ENTRIES].items()}
-    return {key: value for key, value in entries.items() if value is not None}
+    buffers = {name: value for name, value in state[BUFFERS].items() if value is not None}
+    values = {**state[EXTRA], **buffers, **state[PARAMETERS]}
+    return {key: values[name] for key, name in state[ENTRIES].items() if name in values}
 
 
 def optimizer_entries(state: _Parts, whole: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 from torch import Tensor, nn
@@ -70,15 +70,22 @@ class ReplicaHooks:
         self.gradients.begin(number)
         self.synchronizer.begin(number, weight, scale)
 
-    def begin_snapshot(self, copier: StateCopier, *, settled: bool) -> None:
+    def begin_snapshot(
+        self,
+        copier: StateCopier,
+        *,
+        settled: bool,
+        names: Mapping[nn.Parameter, str] | None = None,
+    ) -> None:
         """Copy the state before the step that has begun, its parameters as soon as they are read.
 
         Args:
             copier: copies it.
             settled: no update is pending, so that all can be copied at once.
+            names: the names of all parameters, by default of those that are bound.
         """
         self.copier = copier
-        copier.begin(self.trained, self.gradients.parameters)
+        copier.begin(self.trained.names if names is None else names, self.gradients.parameters)
         if settled or self._tracer is not None:  # which would take the copies for reads
             copier.copy_buckets(self.synchronizer.buckets)
 

@@ -82,6 +82,8 @@ class Replica:
 
     Attributes:
         bindings: how often parameters were bound to a synchronizer.
+        stateful: whether state is divided among ranks in the present binding, or was in the last;
+            the same on all.
 
     Raises:
         ConfigError: a lazy module has no shapes yet, or the optimizer is not supported.
@@ -109,7 +111,7 @@ class Replica:
         self._reduced, self._settled = False, False  # settled: since the last step's end
         self._copier: StateCopier | None = None  # of the next step
         self._state_hooks = ExitStack()
-        self.bindings = 0
+        self.bindings, self.stateful = 0, False
         self._hooks: ReplicaHooks | None = self._bind(known=set())  # None between generations
         self._settle_before_states()
         self._plain_step, self._plain_zero = optimizer.step, optimizer.zero_grad
@@ -198,7 +200,9 @@ class Replica:
     def take_snapshot_between_steps(self, copier: StateCopier) -> None:
         """Settle, and copy the state before the next step at once; the snapshot is held."""
         self.settle()
-        self._binding.begin_snapshot(copier, settled=True)
+        trained = TrainedParameters.of(self._model, self._optimizer)  # may be others than bound
+        names = {**self._binding.trained.names, **trained.names}
+        self._binding.begin_snapshot(copier, settled=True, names=names)
         copier.end(self._binding.synchronizer.state, in_step=False)
         self._binding.copier = None
 
@@ -221,11 +225,6 @@ class Replica:
     def drain(self) -> None:
         """Return once the peers have everything that they need from this rank, or after a limit."""
         self._binding.synchronizer.drain()
-
-    @property
-    def stateful(self) -> bool:
-        """Whether ranks have state of their own, besides model and optimizer; the same on all."""
-        return self._binding.synchronizer.state is not None
 
     def state(self) -> Mapping[str, Any] | None:
         """Settle, and return the ranks' own state, besides model and optimizer; collective.
@@ -314,6 +313,7 @@ class Replica:
         buckets = partition(trained.names, trained.groups, self._plan.bucket_bytes)
         synchronizer = self._plan.make_synchronizer(buckets)
         self.bindings += 1
+        self.stateful = synchronizer.state is not None
         self._bucketwise = is_bucketwise(self._optimizer)
         return ReplicaHooks(self._model, trained, synchronizer, reads)
 

@@ -96,20 +96,20 @@ class StateCopier:
         self._snapshots, self._name = snapshots, name
         self._objects, self._position = objects, position
         self._recorder = recorder or NullRecorder()
-        self._names: dict[nn.Parameter, str] = {}
+        self._names: Mapping[nn.Parameter, str] = {}
         self._copied: set[Bucket] = set()
         self._events: dict[torch.device, Any] = {}  # of each GPU's last copy
 
-    def begin(self, trained: TrainedParameters, exchanged: Collection[nn.Parameter]) -> None:
+    def begin(self, names: Mapping[nn.Parameter, str], exchanged: Collection[nn.Parameter]) -> None:
         """Copy what isn't exchanged; the running statistics of the last step are installed.
 
         Args:
-            trained: the parameters and their names.
+            names: all parameters' names.
             exchanged: the parameters that `copy_buckets` will get.
         """
         model, optimizer, tracked = self._objects.model, self._objects.optimizer, self._objects
         with self._span():
-            self._names, modules = trained.names, dict(model.named_modules())
+            self._names, modules = names, dict(model.named_modules())
             self._snapshots.open(self._name)
             groups, other = enumerate(optimizer.param_groups), plain_state(optimizer).items()
             buffers = {name: m._buffers[key] for name, m, key in _buffers(modules)}

@@ -24,6 +24,8 @@ from paceline.state.checkpoint_writer import Checkpoint
 from paceline.state.snapshots import Lent, SnapshotName, Snapshots
 from paceline.state.state_copy import copy_state
 
+_TRIES = 10  # each after a newer snapshot was committed
+
 
 class CheckpointBuilder:
     """Checkpoint builder; only rank 0 uses what it makes.
@@ -59,6 +61,11 @@ class CheckpointBuilder:
         names = TrainedParameters.of(model, optimizer).names
         return self.is_plain() and entry_names(model, names) == state[ENTRIES]
 
+    def begin_generation(self, number: int) -> None:
+        """Discard what was built, and the sums of steps from `number` on, which are repeated."""
+        self.sums = {step: sums for step, sums in self.sums.items() if step < number}
+        self.copied = None
+
     def forget_sums(self, *, before: int) -> None:
         """Forget the sums that no snapshot from that before a step on needs."""
         last = max((step for step in self.sums if step < before), default=before)
@@ -81,11 +88,16 @@ class CheckpointBuilder:
 
     def newest(self) -> Checkpoint | None:
         """Return the newest state in memory of which a file can be made; from any thread."""
-        lent = self._snapshots.lend() if self.plain and not self._replica.stateful else None
-        if lent is None:
+        if not self.plain or self._replica.stateful:
             return self.copied
-        sent = lent.state[POSITION]["sent"]
-        return self.make(lent) if not sent or max(sent) in self.sums else None
+        for _ in range(_TRIES):  # another thread may commit a newer one, and forget sums
+            lent = self._snapshots.lend()
+            if lent is None:
+                return self.copied
+            sent, sums = lent.state[POSITION]["sent"], self.sums
+            if not sent or max(sent) in sums:
+                return self._make(lent, sums)
+        return None
 
     def make(
         self, lent: Lent, gathered: Mapping[str, Any] | None = None, *, best: bool = False
@@ -97,10 +109,20 @@ class CheckpointBuilder:
             gathered: what the ranks have besides model and optimizer, before the same step.
             best: it is the best so far.
         """
+        return self._make(lent, self.sums, gathered, best=best)
+
+    def _make(
+        self,
+        lent: Lent,
+        sums: Mapping[int, list[float]],
+        gathered: Mapping[str, Any] | None = None,
+        *,
+        best: bool = False,
+    ) -> Checkpoint:
         state, objects, gathered = lent.state, self._objects, gathered or {}
         position = dict(state[POSITION])
         if sent := position.pop("sent"):  # by this rank alone
-            position["sums"] = self.sums[max(sent)]
+            position["sums"] = sums[max(sent)]
         position["generation"] = self._run.context.group.generation.number
         entries = checkpoint_entries(state, objects, gathered)
         if not self.plain:

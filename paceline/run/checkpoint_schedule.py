@@ -113,7 +113,7 @@ class CheckpointSchedule:
         # Rank 0's requests, by the steps that reported them; carried out two boundaries later.
         self._requests = deque([(number - 2, Request.COPY)])
         self._due: set[int] = set()  # steps whose snapshots will be written
-        self._builder.sums, self._builder.copied = {}, None
+        self._builder.begin_generation(number)
         self._saved_at, self._saved_number = self._clock(), number if saved else number - 1
         self._copied_at, self._cost = self._clock(), 0.0
 
@@ -198,7 +198,10 @@ class CheckpointSchedule:
         checkpoint, number = self._copy_now(best=best, together=together)
         if self._writer is not None and checkpoint is not None:
             self._writer.publish(checkpoint)
-        self._note_saved(number)
+        if together:
+            self._note_saved(number)
+        else:  # other ranks don't know, and decide by `_saved_number`
+            self._saved_at = self._clock()
 
     @property
     def _gathers(self) -> bool:
@@ -285,8 +288,10 @@ class CheckpointSchedule:
         lent, number = None, position.number
         if not self._saving:
             return None, number
-        if self._snapshots.on and (together or self._gathers or self._snapshots.alone):
-            self._publish_committed(before=number)
+        collective = together or self._gathers or self._snapshots.alone
+        if collective:
+            self._publish_committed(before=number)  # which may switch snapshots off
+        if self._snapshots.on and collective:
             self._snapshots.take_between_steps(number, asdict(position))
             lent = None if self._writer is None else self._snapshots.lend()
         elif self._writer is not None:

@@ -31,9 +31,12 @@ def copy_state(state: Any, into: Any = None, *, pinned: bool = False) -> Any:
 
     def copied(state: Any, into: Any) -> Any:
         """Return the tree's copy, whose tensors are listed and have their values later."""
+        if isinstance(state, Tensor) and state.layout is not torch.strided:  # sparse, say
+            return state.detach().to("cpu", copy=True)
         if isinstance(state, Tensor):
             fits = (
                 isinstance(into, Tensor)
+                and into.layout is torch.strided
                 and into.shape == state.shape
                 and into.dtype == state.dtype
                 and into.stride() == state.stride()

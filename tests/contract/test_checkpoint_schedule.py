@@ -13,7 +13,7 @@ from paceline.algorithms.sharded import make_sharded
 from paceline.comm.communicator import Communicator
 from paceline.run.checkpoint_schedule import Request, SavePolicy
 from paceline.state.checkpoint_files import Checkpoints, read_checkpoint
-from tests.contract.test_steps import Rank, files
+from tests.contract.test_steps import Rank, files, until_stopped
 from tests.harness.equivalence.large_batch import convnet
 from tests.harness.equivalence.put_synchronizers import notified
 from tests.harness.equivalence.rank_threads import run_ranks
@@ -354,3 +354,64 @@ def test_rank_0_decides_whether_snapshots_are_taken(tmp_path: Path, enabled: boo
 
     assert run_ranks(2, work) == [enabled] * 2
     assert sorted(files(tmp_path)) == [2, 4, 5]
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_rank_0_may_save_by_itself_between_files_that_are_due(tmp_path: Path, steps: int) -> None:
+    """Other ranks don't know of it, and decide alike all the same."""
+
+    def work(c: Communicator) -> None:
+        rank = Rank(c, tmp_path, policy=SavePolicy(steps=steps))
+        for number in range(9):
+            if c.rank == 0 and number in (4, 5):
+                rank.steps.save(together=False)
+            rank.train(number)
+        rank.steps.end_steps()
+        rank.steps.finish()
+
+    run_ranks(2, work)
+    due = {step for step in range(1, 9) if step % steps == 0}
+    assert set(files(tmp_path)) == due | {4, 5}
+
+
+def test_a_stop_in_the_step_that_switches_snapshots_off_is_saved(tmp_path: Path) -> None:
+    def work(c: Communicator) -> int:
+        rank = Rank(c, tmp_path, stop_in={1})
+        rank.steps._snapshots._limit_mb = 1e-6
+        return until_stopped(rank)
+
+    for ranks, stopped in ((1, 1), (2, 3)):
+        assert run_ranks(ranks, work) == [stopped] * ranks
+        assert stopped in files(tmp_path)
+
+
+def test_what_is_added_to_model_and_optimizer_is_in_a_copy_before_the_next_step(
+    tmp_path: Path,
+) -> None:
+    def work(c: Communicator) -> None:
+        rank = Rank(c, tmp_path)
+        train(rank, 3)
+        late = nn.Linear(2, 2).double()
+        rank.bench.model.add_module("late", late)
+        rank.bench.optimizer.add_param_group({"params": [late.weight], "lr": 0.5})
+        rank.steps.save()
+        rank.steps.finish()
+
+    run_ranks(2, work)
+    saved = read_checkpoint(files(tmp_path)[3])
+    assert {"late.weight", "late.bias"} <= saved["model"].keys()
+    assert saved["optimizer"]["param_groups"][1]["lr"] == 0.5
+
+
+def test_a_rescue_between_two_generations_finds_the_newest_snapshot(tmp_path: Path) -> None:
+    def work(c: Communicator) -> None:
+        rank = Rank(c, tmp_path)
+        train(rank, 6)
+        c.all_reduce(torch.zeros(1)).wait("all ranks")
+        rank.bench.replica.leave_generation()
+        rank.steps._checkpoints.begin_generation(6, saved=False)
+        if c.rank == 0:
+            rank.steps.rescue()
+
+    run_ranks(2, work)
+    assert sorted(files(tmp_path)) == [3]
