@@ -34,8 +34,11 @@ def test_whole_files_are_told_by_their_content_whatever_their_name(tmp_path: Pat
     torch.save(STATE, old, _use_new_zipfile_serialization=False)
     nothing = tmp_path / "nothing.pt"
     save_file({"empty": torch.zeros(0)}, nothing)  # its header ends where the file ends
+    no_tensors = tmp_path / "no tensors.pt"
+    save_file({}, no_tensors)
     kinds = {
         nothing: "safetensors",
+        no_tensors: "safetensors",
         torch_file(tmp_path / "weights.safetensors"): "torch",
         safetensors_file(tmp_path / "weights.pt"): "safetensors",
         old: "old torch",
