@@ -68,6 +68,17 @@ def test_a_second_checkpoint_follows_the_first(tmp_path: Path) -> None:
     assert [writer.published.get()[0] for _ in range(2)] == [1, 2]
 
 
+def test_a_write_that_hangs_does_not_prevent_the_end_of_the_process(tmp_path: Path) -> None:
+    disk = SlowDisk(tmp_path)
+    writer = writer_to(disk)
+    writer.publish(checkpoint(1))
+    assert disk.begun.wait(10)
+    (writing,) = [one for one in threading.enumerate() if one.name == "checkpoint"]
+    disk.go.set()
+    writer.wait()
+    assert writing.daemon, "Python's end waits for all other threads"
+
+
 def test_a_model_is_judged_by_what_it_has_learned(tmp_path: Path) -> None:
     writer = writer_to(Checkpoints(tmp_path, 5))
     writer.publish(checkpoint(1, mask=torch.full((2,), -torch.inf)))
