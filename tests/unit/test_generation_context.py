@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -9,9 +10,12 @@ import pytest
 import torch
 
 from paceline.cluster.membership.generation import Group
+from paceline.comm.communicator import Communicator, gather_bytes
 from paceline.comm.single_rank import SingleRankCommunicator
+from paceline.errors import CommTimeout
 from paceline.run.generation_context import GenerationContext
 from paceline.run.run import Run
+from tests.harness.equivalence.rank_threads import run_ranks
 from tests.harness.processes.worlds import world_of
 
 
@@ -59,6 +63,29 @@ def test_a_machine_of_one_worker_needs_no_connection() -> None:
         context.connect_machine()
         assert context.intra_machine is not None
     assert notes == ["end layers", "end steps"]
+
+
+def test_the_first_window_waits_as_long_as_a_start_may_take_and_later_ones_less() -> None:
+    def on_rank(communicator: Communicator) -> list[str]:
+        cpu, errors = torch.device("cpu"), []
+        group = world_of((1, 1), communicator.rank)
+        context = GenerationContext(group, lambda *_: communicator, device=cpu, limits=(0.2, 0.1))
+        for _ in range(3):
+            if communicator.rank == 1:  # publishes its addresses, and never connects
+                for _ in ("inside the machine", "between machines"):
+                    gather_bytes(communicator, b"", cpu, "the addresses of windows")
+                continue
+            with pytest.raises(CommTimeout) as error:
+                context.open_window(8, 1)
+            errors.append(str(error.value))
+        return errors
+
+    errors, _ = run_ranks(2, on_rank)
+    assert [re.findall(r"[\d.]+ s\b", error) for error in errors] == [
+        ["0.2 s"],
+        ["0.1 s"],
+        ["0.1 s"],
+    ]
 
 
 def test_an_object_that_keeps_the_run_finds_the_next_context_there() -> None:
