@@ -39,6 +39,7 @@ CASES = {
     "clipping": ("--sync", "notified", "--clip_norm", "1"),
 }
 SCORES = ("accuracy", "loss", "test_accuracy")
+DROPPED = "The error-feedback residuals are dropped: no lossy wire is used any more."
 TIMES = ("time_spent", "cumulative_time_spent", "inputs_per_sec")
 
 
@@ -129,6 +130,17 @@ def test_a_trainer_continues_with_fewer_members_and_with_all_again(
     assert ledger.main([str(other.folder), "--json"]) == 0
     proof = json.loads(capsys.readouterr().out)
     assert [one["once"] for one in proof["accounts"]] == [SAMPLES] * EPOCHS
+
+
+@pytest.mark.parametrize(("left", "notes"), [(2, []), (1, [DROPPED])], ids=["two ranks", "one"])
+def test_residuals_are_dropped_where_no_lossy_wire_is_used_any_more(
+    left: int, notes: list[str], tmp_path: Path
+) -> None:
+    parked = [tuple(range(left, 3))]
+    flags, moments = (*CASES["int8"], *FLOAT32), [[(3, "end")] * 3]
+    TrainerRollbacks(tmp_path / "run", flags, (1, 1, 1), moments, parked).run()
+    texts = [line["text"] for line in events(tmp_path / "run") if line["event"] == "note"]
+    assert [text for text in texts if "residuals" in text] == notes
 
 
 @pytest.mark.parametrize(
