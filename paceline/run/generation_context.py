@@ -110,7 +110,7 @@ class GenerationContext:
         notifications: int,
         *,
         transport: str = "tcp",
-        connections: int,
+        connections: int = 1,
         trace: Trace | None = None,
     ) -> Window:
         """Open a window, over memory shared inside a machine unless by NIXL; collective.

@@ -76,7 +76,7 @@ def test_the_first_window_waits_as_long_as_a_start_may_take_and_later_ones_less(
                     gather_bytes(communicator, b"", cpu, "the addresses of windows")
                 continue
             with pytest.raises(CommTimeout) as error:
-                context.open_window(8, 1, connections=1)
+                context.open_window(8, 1)
             errors.append(str(error.value))
         return errors
 
