@@ -126,6 +126,11 @@ class Replica:
         ]
 
     @property
+    def names(self) -> Mapping[nn.Parameter, str]:
+        """The names of the parameters that the model and the optimizer had when they were bound."""
+        return self._binding.trained.names
+
+    @property
     def ended(self) -> bool:
         """Whether no step is under way: `optimizer.step()` has ended it, or none has begun."""
         return self._number is None

@@ -59,7 +59,8 @@ class CheckpointBuilder:
         """Tell whether a snapshot has all entries that the model's state dict has now."""
         model, optimizer = self._objects.model, self._objects.optimizer
         names = TrainedParameters.of(model, optimizer).names
-        return self.is_plain() and entry_names(model, names) == state[ENTRIES]
+        bound = names == self._replica.names  # no module was added or replaced since
+        return self.is_plain() and bound and entry_names(model, names) == state[ENTRIES]
 
     def begin_generation(self, number: int) -> None:
         """Discard what was built, and the sums of steps from `number` on, which are repeated."""

@@ -415,3 +415,38 @@ def test_a_rescue_between_two_generations_finds_the_newest_snapshot(tmp_path: Pa
 
     run_ranks(2, work)
     assert sorted(files(tmp_path)) == [3]
+
+
+class Taught(nn.Module):
+    """A model with a frozen part that the optimizer doesn't have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = convnet()
+        self.teacher = nn.Linear(2, 2).double().requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        return y
+
+
+def test_a_frozen_module_that_is_replaced_is_in_later_files(tmp_path: Path) -> None:
+    model = Taught()
+
+    def work(c: Communicator) -> None:
+        rank = Rank(c, tmp_path, policy=EVERY_OTHER, model=model)
+        trained = list(rank.bench.model.inner.parameters())  # type: ignore[union-attr]
+        rank.bench.optimizer.param_groups[0]["params"][:] = trained
+        for number in range(7):
+            if number == 3:
+                teacher = nn.Linear(2, 2).double().requires_grad_(False)
+                nn.init.constant_(teacher.weight, 7.0)
+                rank.bench.model.teacher = teacher
+            rank.train(number)
+        rank.steps.end_steps()
+        rank.steps.finish()
+
+    run_ranks(2, work)
+    for step, file in files(tmp_path).items():
+        weight = read_checkpoint(file)["model"]["teacher.weight"]
+        assert bool((weight == 7.0).all()) is (step > 2), step
