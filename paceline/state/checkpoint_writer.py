@@ -69,7 +69,7 @@ class CheckpointWriter:
         self.published: SimpleQueue[tuple[int, Path]] = SimpleQueue()
         self._checkpoints, self._constant, self._report = checkpoints, constant, report
         self._writing = threading.Lock()  # held while a file is written
-        self._written: set[SnapshotName] = set()
+        self._written: SnapshotName | None = None  # the last one
         self._writer: threading.Thread | None = None
         self._failure: PacelineError | None = None
 
@@ -108,7 +108,7 @@ class CheckpointWriter:
     def _write(self, checkpoint: Checkpoint) -> None:
         step = checkpoint.step
         with self._writing:
-            if checkpoint.name in self._written:
+            if checkpoint.name == self._written:
                 return
             if not finite(checkpoint.parameters):
                 report, self._report = self._report, lambda text: None
@@ -123,5 +123,5 @@ class CheckpointWriter:
             except PacelineError as error:
                 self._failure = error
                 return
-            self._written.add(checkpoint.name)
+            self._written = checkpoint.name
             self.published.put((step, path))

@@ -53,7 +53,7 @@ def compare(
         PeerLost: another process gave a reason for the run's end.
     """
     text = json.dumps(dict(facts))  # in their order: the first name that differs is the first here
-    # Ranks with different tokens have different prefixes, and would wait for each other in vain.
+    # Ranks with different tokens have different prefixes, and would not find each other's keys.
     within = "" if subject == _JOB_TOKEN else f"{group.generation.key_prefix}/"
     prefix = f"{within}preflight/{subject}"
     store.set(f"{prefix}/facts/{group.rank}", text)
