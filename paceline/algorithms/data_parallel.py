@@ -115,7 +115,7 @@ class DataParallel:
 
     def begin(self, step: int, weight: float, scale: float) -> None:
         """Start a step; sums of the last one may still be under way, but not its statistics."""
-        self._wait_for_statistics()
+        self.install_statistics()
         self._step, self._weight, self._scale = step, weight, scale
         self._reduced = False
 
@@ -181,7 +181,15 @@ class DataParallel:
         if not self._ended:
             return
         self._wait_for_last_step()
-        self._wait_for_statistics()
+        self.install_statistics()
+
+    def install_statistics(self) -> None:
+        """Install the mean of the running statistics, on all ranks between the same steps."""
+        index = len(self.buckets)
+        if self._ended and index in self._awaited:
+            (mean,) = self._wait(index)
+            assert mean is not None
+            self._statistics.install(mean)
 
     def synchronize_replicas(self) -> None:
         """Settle: replicas are equal between two steps."""
@@ -231,11 +239,3 @@ class DataParallel:
         """Wait for the sums of the last ended step, and install them."""
         for bucket in self.buckets:
             self.before_read(bucket)
-
-    def _wait_for_statistics(self) -> None:
-        """Install the mean of the running statistics, on all ranks between the same steps."""
-        index = len(self.buckets)
-        if self._ended and index in self._awaited:
-            (mean,) = self._wait(index)
-            assert mean is not None
-            self._statistics.install(mean)

@@ -74,6 +74,9 @@ class Synchronizer(Protocol):
         It waits for what is under way, and starts nothing that other ranks must start too.
         """
 
+    def install_statistics(self) -> None:
+        """Install BatchNorm's running statistics of the last ended step; local, as `settle`."""
+
     def synchronize_replicas(self) -> None:
         """Settle, and make the replicas of all ranks equal; collective."""
 

@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 from paceline.cluster.environment import Environment
 from paceline.cluster.join import Joined
 from paceline.cluster.supervision.process_end import ProcessEnd, SupervisedEnd
+from paceline.cluster.supervision.supervisor import print_message
 from paceline.cluster.supervision.worker import end_process
 from paceline.errors import PacelineError
 
@@ -44,7 +45,8 @@ class ExitHandler:
     Attributes:
         failed: whether the script has failed.
         active: whether a world is open, from `activate` on.
-        rescue: writes the newest in-memory snapshot to disk.
+        rescue: writes the newest in-memory snapshot to disk; returns a sentence for the user, or
+            "".
         requested_status: the exit status that the script passed to `sys.exit`; 0 until then.
     """
 
@@ -52,7 +54,7 @@ class ExitHandler:
         self.failed = self.active = False
         worker = environment.worker
         self._process_end: ProcessEnd = ProcessEnd() if worker is None else SupervisedEnd(worker)
-        self.rescue: Callable[[], object] = lambda: None
+        self.rescue: Callable[[], str] = lambda: ""
         self._alone = worker is None
         current = sys.excepthook
         self._previous_hook: _Hook = (
@@ -120,5 +122,6 @@ class ExitHandler:
             status = 1
         else:
             status = self._process_end.fail(error)
-        self.rescue()
+        if saved := self.rescue():
+            print_message(saved)
         return status

@@ -22,7 +22,7 @@ from paceline.cluster.join import Joined, join_world
 from paceline.cluster.membership.generation import Group
 from paceline.cluster.rendezvous.preflight import version_facts
 from paceline.cluster.supervision.stop_signals import StopSignals
-from paceline.cluster.supervision.supervisor import print_message, saved_sentence
+from paceline.cluster.supervision.supervisor import print_message
 from paceline.config.rules import positive
 from paceline.config.run import OutputConfig
 from paceline.errors import ConfigError
@@ -166,7 +166,7 @@ def _open_world(session: Session) -> World:
 def _print_stopped(joined: Joined, run: Path | None, number: signal.Signals) -> None:
     """Print once that the run stops, where no supervisor of Paceline prints it."""
     if run is not None and joined.group.rank == 0 and joined.launcher != "paceline":
-        print_message(f"stopped by {number.name}: {saved_sentence(run)}")
+        print_message(f"stopped by {number.name}: the state is being saved.")
 
 
 def _device(given: str | torch.device | None, group: Group) -> torch.device:

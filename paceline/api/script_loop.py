@@ -143,8 +143,9 @@ class ScriptLoop:
     def queue_slice(self, batch_slice: BatchSlice) -> None:
         """Queue a slice for the next step, which may train later ones too."""
         self._position.waiting.append(batch_slice)
-        if self.steps is not None:
+        if self.steps is not None and self.replica is not None:
             self.steps.seed(batch_slice.number)
+            self.replica.begin_batch()
 
     def end_steps(self) -> int | None:
         """End an epoch's steps; stop here where a signal requested it.
@@ -173,10 +174,9 @@ class ScriptLoop:
                 self.steps.save()
             self.steps.finish()
 
-    def rescue(self) -> None:
-        """Write the newest state in memory to the disk, from any thread."""
-        if self.steps is not None:
-            self.steps.rescue()
+    def rescue(self) -> int | None:
+        """Write the newest state in memory to the disk, from any thread; as `Steps.rescue`."""
+        return None if self.steps is None else self.steps.rescue()
 
     def require_replica(self, call: str) -> Replica:
         """Return the model's replica; raise ConfigError if there is none or the world is closed."""

@@ -28,8 +28,8 @@ from paceline.api.script_loop import ActiveStep, ScriptLoop
 from paceline.api.session import Session
 from paceline.api.tracked import Tracked
 from paceline.api.world_end import WorldEnd
-from paceline.cluster.supervision.supervisor import print_message
-from paceline.comm.communicator import require_same_form, total
+from paceline.cluster.supervision.supervisor import print_message, saved_sentence
+from paceline.comm.communicator import require_same_call, total
 from paceline.errors import ConfigError
 from paceline.replica.replica import Replica
 from paceline.replica.state_copier import StateObjects
@@ -60,9 +60,9 @@ class World:
         self._end = WorldEnd(session, run, self._position)
         self._loop = ScriptLoop(run, self._position, self._end, self._begin)
         self._next_generation: NextGeneration | None = None
-        session.exit_handler.rescue = self._loop.rescue
+        session.exit_handler.rescue = self._rescue
         if session.run is not None and threading.current_thread() is threading.main_thread():
-            session.resources.enter_context(session.signals.received(self._loop.rescue))
+            session.resources.enter_context(session.signals.received(self._rescue))
         self._end.close_at_exit(self.close)
 
     @property
@@ -102,7 +102,10 @@ class World:
 
     @property
     def steps(self) -> int:
-        """The number of steps of the run, those of earlier starts included."""
+        """The number of steps of the run, those of earlier starts included.
+
+        A step that trains several batches of the loader counts as many.
+        """
         return self._position.position.number
 
     def step(self, samples: int | None = None) -> AbstractContextManager[ActiveStep]:
@@ -187,7 +190,8 @@ class World:
         what = "world.total(), which all ranks must call"
         with self._end.explained("world.total()"):
             communicator = self._run.context.communicator
-            require_same_form(communicator, values, "world.total()", what)
+            form = f"{values.dtype} of shape {tuple(values.shape)}"
+            require_same_call(communicator, "world.total()", form, self.device, what)
             return total(communicator, values, what).to(tensor.device)
 
     def track(self, *objects: Restorable, **named: Restorable) -> None:
@@ -219,16 +223,21 @@ class World:
         Call it where the next step could begin: a resumed run repeats what comes before that step.
 
         Raises:
-            ConfigError: there is no run folder, or a step is active.
-            CommError: a peer is lost or silent.
+            ConfigError: there is no run folder, a step is active, or another rank makes another
+                call.
+            CommError: a peer is lost or silent, or doesn't call it although it must.
             CheckpointError: an earlier checkpoint couldn't be written.
         """
+        call = "world.checkpoint()"
         if self._session.run is None:
-            raise ConfigError(
-                "world.checkpoint() needs a run folder: pass run=… to paceline.join()."
-            )
-        with errors_name_arguments():
-            self._loop.require_between_steps("world.checkpoint()").save(together=False)
+            raise ConfigError(f"{call} needs a run folder: pass run=… to paceline.join().")
+        steps, replica = self._loop.require_between_steps(call), self._loop.replica
+        with self._end.explained(call):
+            if replica is not None and replica.stateful:
+                what = f"{call}, which all ranks must call where ranks have state of their own"
+                communicator = self._run.context.communicator
+                require_same_call(communicator, call, "", self.device, what)
+            steps.save(together=False)
 
     def close(self) -> None:
         """End the world after its last step; save what isn't saved yet.
@@ -246,7 +255,7 @@ class World:
             if self._loop.replica is not None:
                 self._loop.replica.drain()
         except BaseException:
-            self._end.release(*sys.exc_info())
+            self._fail(*sys.exc_info())
             raise
         self._end.release(None, None, None)
         self._session.exit_handler.restore_hooks()
@@ -265,7 +274,22 @@ class World:
             self._session.exit_handler.post_exit_status()
             self.close()
         else:
-            self._end.release(kind, error, traceback)
+            self._fail(kind, error, traceback)
+
+    def _fail(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Save the newest state in memory, while it can be recorded, and close all resources."""
+        self._rescue()
+        self._end.release(kind, error, traceback)
+
+    def _rescue(self) -> str:
+        """Save the newest state in memory, from any thread; return a sentence for the user."""
+        steps, run = self._loop.rescue(), self._session.run
+        return "" if steps is None or run is None else saved_sentence(run, steps)
 
     def _bind(
         self,

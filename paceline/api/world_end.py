@@ -100,8 +100,8 @@ class WorldEnd:
         if isinstance(error, Stop):
             self.stopped = True
             rank, _ = self._run.rank_and_size()
-            if session.joined.launcher == "paceline" and session.run and rank == 0:
-                print_message(saved_sentence(session.run))
+            if session.run and rank == 0:
+                print_message(saved_sentence(session.run, self._position.position.number))
             raise SystemExit(session.signals.status or _TERMINATED) from None
         error.name_of = as_argument
         if isinstance(error, CommError):

@@ -26,6 +26,8 @@ _TERMINATED = 143  # the status where another worker received the signal
 def train(config: TrainConfig, group: Group, store: Store) -> None:
     """Train as one worker of the world, to the end or until a signal.
 
+    Where it doesn't end well, rank 0 saves the newest state in memory.
+
     Raises:
         PacelineError: the run failed.
         SystemExit: a worker of the run received a signal to stop; the run's state is saved.
@@ -60,21 +62,30 @@ def train(config: TrainConfig, group: Group, store: Store) -> None:
             if loader is not None:
                 stack.callback(loader.close)
         _announce(config, trainer, start, log)
-        if not _run(trainer, signals):
-            if group.rank == 0:
-                print_message(saved_sentence(folder))
+        if not _run(trainer, signals, folder):
             sys.exit(signals.status or _TERMINATED)
         run.recorder.event("end", generation=trainer.steps.generation)
 
 
-def _run(trainer: Trainer, signals: StopSignals) -> bool:
+def _run(trainer: Trainer, signals: StopSignals, folder: Path) -> bool:
     """Train, and leave when the peers need nothing more; return False if a signal stopped it."""
-    with signals.received(trainer.steps.rescue):
+
+    def rescue() -> str:
+        steps = trainer.steps.rescue()
+        return "" if steps is None else saved_sentence(folder, steps)
+
+    with signals.received(rescue):
         try:
             trainer.run()
             ended = True
         except Stop:
             ended = False
+            if trainer.steps.run.context.group.rank == 0:
+                print_message(saved_sentence(folder, trainer.steps.position.number))
+        except BaseException:
+            if saved := rescue():
+                print_message(saved)
+            raise
         trainer.replica.drain()
         return ended
 

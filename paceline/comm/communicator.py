@@ -109,26 +109,34 @@ def gather_texts(
     return [bytes(row).decode(errors="replace").rstrip() for row in table.tolist()]
 
 
-def require_same_form(
-    communicator: Communicator, tensor: Tensor, subject: str, operation: str
+def require_same_call(
+    communicator: Communicator, call: str, given: str, device: torch.device, operation: str
 ) -> None:
-    """Require tensors of the same dtype and shape on all ranks; collective.
+    """Require that all ranks make the same call, with arguments of the same form; collective.
 
     Args:
         communicator: connects the ranks.
-        tensor: this rank's.
-        subject: the call that got it, for the error.
+        call: the call, for the errors.
+        given: this rank's form of the arguments; "" where there are none.
+        device: where the communicator's tensors live.
         operation: as in `Ticket.wait`.
 
     Raises:
-        ConfigError: a rank's differs; names both.
+        ConfigError: a rank makes another call, or with other arguments; names both.
         CommError: a peer was lost, or silent.
     """
-    given = f"{tensor.dtype} of shape {tuple(tensor.shape)}"[:TEXT_BYTES]
-    for rank, other in enumerate(gather_texts(communicator, given, tensor.device, operation)):
-        if other != given:
+    texts = gather_texts(communicator, f"{call}\n{given}", device, operation)
+    own = texts[communicator.rank]
+    for rank, text in enumerate(texts):
+        other_call, _, other = text.partition("\n")
+        if other_call != call:
             raise ConfigError(
-                f"{subject} got {given} on rank {communicator.rank} and {other} on rank {rank}: "
+                f"{call} was called on rank {communicator.rank} and {other_call} on rank {rank}: "
+                "all ranks must make the same calls in the same order."
+            )
+        if text != own:
+            raise ConfigError(
+                f"{call} got {given} on rank {communicator.rank} and {other} on rank {rank}: "
                 "pass tensors of the same shape and dtype."
             )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 from paceline.atomic_write import explained_writes
@@ -9,7 +10,7 @@ from paceline.recorder import NullRecorder
 
 
 class LineFile(NullRecorder):
-    """Recorder that appends lines to a file, each with one write.
+    """Recorder that appends lines to a file, each with one write; from any thread.
 
     Raises:
         PacelineError: the file can't be opened or written (disk, permissions); raised by the
@@ -20,10 +21,11 @@ class LineFile(NullRecorder):
         self.path = path
         with explained_writes(self.path):
             self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._lock = threading.Lock()  # held while a line is written
 
     def write(self, line: str) -> None:
         """Append a line."""
-        with explained_writes(self.path):
+        with explained_writes(self.path), self._lock:
             self._file.write(line + "\n")
 
     def close(self) -> None:

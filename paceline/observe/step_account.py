@@ -18,7 +18,7 @@ from typing import Any
 
 from paceline.recorder import Recorder
 
-_EXCHANGE = ("wait", "send", "update")
+_APART = ("wait", "send", "update", "snapshot")  # spans that aren't counted as computation
 _SHORTEST = 0.2  # ms of a wait that is reported; measuring costs time, too
 
 
@@ -28,11 +28,13 @@ class StepAccount:
     It adds the sums to the step's event before it passes that event on.
 
     Fields that it adds to an event `step`, if the step was in a span `train`:
-        compute_ms: the step's time without exposed_ms, send_ms and update_ms.
+        compute_ms: the step's time without exposed_ms, send_ms, update_ms and snapshot_ms.
         exposed_ms: time spent waiting for the exchange in this step and in calls of `settle` since
             the previous step.
         send_ms: time spent handing gradients over to the exchange.
         update_ms: time spent updating parameters.
+        snapshot_ms: time spent copying the state for a snapshot in memory, in this step and since
+            the previous one.
         waits_ms: time spent waiting for each bucket, by bucket number; waits below 0.2 ms are left
             out.
         sent, received: number of bytes that the exchange sent and received.
@@ -54,7 +56,7 @@ class StepAccount:
         self._spent: dict[str, int] = defaultdict(int)  # ns, by a span's name
         self._waits: dict[object, int] = defaultdict(int)  # ns, by bucket
         self._counts: dict[str, float] = defaultdict(float)
-        self._before = 0  # of the exchange's, ns, when the step began
+        self._before = 0  # of those apart, ns, when the step began
         self._compute: int | None = None
 
     def span(self, name: str, **fields: object) -> AbstractContextManager[None]:
@@ -81,17 +83,18 @@ class StepAccount:
                 closing.callback(recorder.close)
 
     @property
-    def _exchanged(self) -> int:
-        return sum(self._spent[name] for name in _EXCHANGE)
+    def _spent_apart(self) -> int:
+        return sum(self._spent[name] for name in _APART)
 
     def _take(self) -> dict[str, object]:
         assert self._compute is not None
-        wait, send, update = (_ms(self._spent[name]) for name in _EXCHANGE)
+        wait, send, update, snapshot = (_ms(self._spent[name]) for name in _APART)
         sums = {
             "compute_ms": _ms(self._compute),
             "exposed_ms": wait,
             "send_ms": send,
             "update_ms": update,
+            "snapshot_ms": snapshot,
             "waits_ms": {
                 str(bucket): ms
                 for bucket, spent in self._waits.items()
@@ -123,7 +126,7 @@ class _Span:
     def __enter__(self) -> None:
         account = self._account
         if self._name == "train":
-            account._before = account._exchanged
+            account._before = account._spent_apart
         self._began = account._clock()
         if self._traced:
             self._traced.__enter__()
@@ -134,7 +137,7 @@ class _Span:
         account, name = self._account, self._name
         spent = account._clock() - self._began
         if name == "train":
-            account._compute = spent - (account._exchanged - account._before)
+            account._compute = spent - (account._spent_apart - account._before)
             return
         account._spent[name] += spent
         if name == "wait":

@@ -9,6 +9,7 @@ than torch's base class does, it isn't `is_plain`: then the state dict itself mu
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -45,6 +46,14 @@ def is_plain(model: nn.Module, optimizer: Optimizer) -> bool:
     before = optimizer._optimizer_state_dict_pre_hooks
     after = optimizer._optimizer_state_dict_post_hooks
     return all(modules) and "state_dict" not in vars(optimizer) and not any(_foreign(before, after))
+
+
+def with_metadata(entries: Mapping[str, Any], model: nn.Module) -> OrderedDict[str, Any]:
+    """Return a model's state dict with the versions of its modules, as `state_dict()` has them."""
+    dated = OrderedDict(entries)
+    versions = model.named_modules(remove_duplicate=False)
+    dated._metadata = {name: {"version": module._version} for name, module in versions}  # type: ignore[attr-defined]
+    return dated
 
 
 def model_entries(state: _Parts) -> dict[str, Any]:
@@ -91,7 +100,7 @@ def checkpoint_entries(
     """
     tracked = {name: one for name, one in state[TRACKED].items() if name != OWN_OPTIMIZER}
     return {
-        "model": model_entries(state),
+        "model": with_metadata(model_entries(state), objects.model),
         "optimizer": optimizer_entries(state, (gathered or {}).get(WHOLE_OPTIMIZER)),
         **({objects.tracked_entry: tracked} if objects.tracked_entry else tracked),
         **state[SAVED],

@@ -17,6 +17,7 @@ from paceline.algorithms.synchronizer import Synchronizer
 from paceline.errors import ConfigError
 from paceline.reduce.buckets import Bucket
 from paceline.replica.compiled_modules import around_call, is_compiled
+from paceline.replica.earlier_buffers import EarlierBuffers
 from paceline.replica.live_hooks import LiveHook
 from paceline.replica.read_tracing import Readers, ReadMap, ReadTracer, registering_modules
 from paceline.replica.state_copier import StateCopier
@@ -26,6 +27,13 @@ from paceline.update.write_guard import WriteGuard
 
 class ReplicaHooks:
     """Hooks on a model that call `before_read` and `gradient_ready` of a synchronizer.
+
+    Args:
+        model: the model.
+        trained: its trained parameters.
+        synchronizer: of their gradients.
+        reads: which modules read which parameters, if that was traced before.
+        earlier: the buffers before the next step's batches.
 
     Attributes:
         trained: the trained parameters.
@@ -43,8 +51,10 @@ class ReplicaHooks:
         trained: TrainedParameters,
         synchronizer: Synchronizer,
         reads: ReadMap | None = None,
+        earlier: EarlierBuffers | None = None,
     ) -> None:
         self.trained, self.synchronizer = trained, synchronizer
+        self._earlier = EarlierBuffers(model) if earlier is None else earlier
         self.gradients = StepGradients(synchronizer.buckets)
         self.exchanging = True
         self.copier: StateCopier | None = None
@@ -85,7 +95,8 @@ class ReplicaHooks:
             names: the names of all parameters, by default of those that are bound.
         """
         self.copier = copier
-        copier.begin(self.trained.names if names is None else names, self.gradients.parameters)
+        names = self.trained.names if names is None else names
+        copier.begin(names, self.gradients.parameters, self._earlier.values)
         if settled or self._tracer is not None:  # which would take the copies for reads
             copier.copy_buckets(self.synchronizer.buckets)
 
@@ -173,6 +184,9 @@ class ReplicaHooks:
 
     def _wait_for(self, buckets: tuple[Bucket, ...]) -> LiveHook:
         def wait(*_: object) -> None:
+            if not self._running:  # the forward of a batch whose gradients accumulate, say
+                self.synchronizer.install_statistics()
+                self._earlier.before_forward()
             for bucket in buckets:
                 self.synchronizer.before_read(bucket)
             if self.copier is not None:

@@ -38,6 +38,7 @@ from paceline.errors import ConfigError
 from paceline.recorder import NullRecorder, Recorder
 from paceline.reduce.buckets import Bucket, partition
 from paceline.reduce.rank_state import gather_parts
+from paceline.replica.earlier_buffers import EarlierBuffers
 from paceline.replica.hooks import ReplicaHooks
 from paceline.replica.live_hooks import LiveHook, patch, watch_scaler
 from paceline.replica.read_tracing import ReadMap
@@ -111,6 +112,7 @@ class Replica:
         self._reduced, self._settled = False, False  # settled: since the last step's end
         self._copier: StateCopier | None = None  # of the next step
         self._state_hooks = ExitStack()
+        self._earlier = EarlierBuffers(model)
         self.bindings, self.stateful = 0, False
         self._hooks: ReplicaHooks | None = self._bind(known=set())  # None between generations
         self._settle_before_states()
@@ -134,6 +136,10 @@ class Replica:
     def ended(self) -> bool:
         """Whether no step is under way: `optimizer.step()` has ended it, or none has begun."""
         return self._number is None
+
+    def begin_batch(self) -> None:
+        """Let snapshots have the buffers from before the next forward, until a step trains it."""
+        self._earlier.begin_batch()
 
     @contextmanager
     def step(self, number: int, weight: float) -> Iterator[None]:
@@ -160,6 +166,7 @@ class Replica:
             self._binding.synchronizer.abandon()
             self._done()
         self._share.end()
+        self._earlier.end_step()
         self._binding.finish_tracing()
 
     @contextmanager
@@ -262,6 +269,7 @@ class Replica:
         self._trained, self._reads = self._binding.trained, self._binding.reads
         self._unbind()
         self._hooks, self._number, self._copier = None, None, None
+        self._earlier.end_step()
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # a schedule may step
         self._share.end()
 
@@ -320,7 +328,7 @@ class Replica:
         self.bindings += 1
         self.stateful = synchronizer.state is not None
         self._bucketwise = is_bucketwise(self._optimizer)
-        return ReplicaHooks(self._model, trained, synchronizer, reads)
+        return ReplicaHooks(self._model, trained, synchronizer, reads, self._earlier)
 
     def _bind_anew_if_changed(self) -> None:
         old, plan = self._binding, self._next_plan() if self._next_plan else None

@@ -26,6 +26,7 @@ from paceline.errors import ConfigError
 from paceline.recorder import NullRecorder, Recorder
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.rank_state import RankState
+from paceline.replica.earlier_buffers import named_buffers
 from paceline.replica.entry_names import EntryNames
 from paceline.replica.trained_parameters import TrainedParameters
 from paceline.state.snapshots import SnapshotName, Snapshots
@@ -100,19 +101,26 @@ class StateCopier:
         self._copied: set[Bucket] = set()
         self._events: dict[torch.device, Any] = {}  # of each GPU's last copy
 
-    def begin(self, names: Mapping[nn.Parameter, str], exchanged: Collection[nn.Parameter]) -> None:
+    def begin(
+        self,
+        names: Mapping[nn.Parameter, str],
+        exchanged: Collection[nn.Parameter],
+        buffers: Mapping[str, Tensor | None] | None = None,
+    ) -> None:
         """Copy what isn't exchanged; the running statistics of the last step are installed.
 
         Args:
             names: all parameters' names.
             exchanged: the parameters that `copy_buckets` will get.
+            buffers: the buffers, by name; None: the model's present ones.
         """
         model, optimizer, tracked = self._objects.model, self._objects.optimizer, self._objects
         with self._span():
             self._names, modules = names, dict(model.named_modules())
             self._snapshots.open(self._name)
             groups, other = enumerate(optimizer.param_groups), plain_state(optimizer).items()
-            buffers = {name: m._buffers[key] for name, m, key in _buffers(modules)}
+            if buffers is None:
+                buffers = {name: m._buffers[key] for name, m, key in named_buffers(modules)}
             parts: dict[str, Mapping[Any, Any]] = {
                 POSITION: self._position,
                 TRACKED: {n: one.state_dict() for n, one in tracked.all_tracked.items()},
@@ -220,13 +228,6 @@ def _refuse_others(parameters: Mapping[str, nn.Parameter], saved: Mapping[str, T
             )
 
 
-def _buffers(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield each buffer's name, those that aren't persistent included, its module and its key."""
-    for prefix, module in modules.items():
-        for key in module._buffers:
-            yield f"{prefix}.{key}" if prefix else key, module, key
-
-
 def _with_extra_state(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that have state besides parameters and buffers."""
     plain = nn.Module.get_extra_state
@@ -236,7 +237,7 @@ def _with_extra_state(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, n
 
 
 def _restore_buffers(modules: Mapping[str, nn.Module], saved: Mapping[str, Tensor | None]) -> None:
-    for name, module, key in list(_buffers(modules)):
+    for name, module, key in list(named_buffers(modules)):
         if name not in saved:
             delattr(module, key)
     for name, value in saved.items():

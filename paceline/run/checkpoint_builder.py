@@ -11,7 +11,7 @@ from itertools import count
 from typing import Any
 
 from paceline.reduce.rank_state import OPTIMIZER
-from paceline.replica.checkpoint_state import checkpoint_entries, is_plain
+from paceline.replica.checkpoint_state import checkpoint_entries, is_plain, with_metadata
 from paceline.replica.entry_names import entry_names
 from paceline.replica.replica import Replica
 from paceline.replica.state_copier import ENTRIES, PARAMETERS, POSITION, StateCopier
@@ -127,7 +127,8 @@ class CheckpointBuilder:
         position["generation"] = self._run.context.group.generation.number
         entries = checkpoint_entries(state, objects, gathered)
         if not self.plain:
-            entries["model"] = copy_state(objects.model.state_dict())
+            copied = copy_state(objects.model.state_dict())
+            entries["model"] = with_metadata(copied, objects.model)
             if OPTIMIZER not in gathered:
                 entries["optimizer"] = copy_state(objects.optimizer.state_dict())
         exchange = {key: value for key, value in gathered.items() if key != OPTIMIZER}

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 import torch
 from torch import Tensor
@@ -315,10 +315,18 @@ class Steps:
         """
         self._checkpoints.save(best=best, together=together)
 
-    def rescue(self) -> None:
-        """Write the newest state in memory to the disk, from another thread."""
-        if self._writer is not None:
-            self._writer.rescue()
+    def rescue(self) -> int | None:
+        """Write the newest state in memory to the disk, and record it; from any thread.
+
+        Returns:
+            the number of completed steps in the newest checkpoint file, from which the run resumes;
+            None where there is none, and on ranks that write none.
+        """
+        if self._writer is None:
+            return None
+        steps = self._writer.rescue()
+        self._record_published(self._writer.published)
+        return steps
 
     def finish(self) -> None:
         """Return once everything is on the disk, and record the end. All ranks call it.
@@ -339,6 +347,7 @@ class Steps:
         if agreed or (alone and self._stopping()):
             self._stop()
         if self._writer is not None:
+            self._writer.check()
             self._record_published(self._writer.published)
         if self._keeping:
             self._checkpoints.at_boundary(number, self.position)
@@ -366,8 +375,11 @@ class Steps:
         raise Stop
 
     def _record_published(self, files: SimpleQueue[tuple[int, Path]]) -> None:
-        while not files.empty():
-            step, path = files.get()
+        while True:
+            try:
+                step, path = files.get_nowait()
+            except Empty:  # another thread may have taken the last one
+                return
             self.run.recorder.event(
                 "checkpoint", generation=self.generation, step=step, path=path.name
             )

@@ -43,9 +43,16 @@ class Checkpoints:
 
     def newest_first(self) -> list[Path]:
         """List the files, the one with the most steps first."""
-        named = ((path, _NAME.fullmatch(path.name)) for path in self.folder.glob("step-*.pt"))
-        by_step = {int(match[1]): path for path, match in named if match}
+        by_step = self._by_step()
         return [by_step[step] for step in sorted(by_step, reverse=True)]
+
+    def newest_step(self) -> int | None:
+        """Return the number of completed steps in the newest file, None if there is none."""
+        return max(self._by_step(), default=None)
+
+    def _by_step(self) -> dict[int, Path]:
+        named = ((path, _NAME.fullmatch(path.name)) for path in self.folder.glob("step-*.pt"))
+        return {int(match[1]): path for path, match in named if match}
 
     def write(self, step: int, state: Mapping[str, Any], *, best: bool = False) -> Path:
         """Publish the state before step `step`, and remove files that are too old.

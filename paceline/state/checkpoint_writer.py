@@ -18,10 +18,12 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.errors import PacelineError
+from paceline.errors import CheckpointError, PacelineError
 from paceline.state.checkpoint_files import Checkpoints
 from paceline.state.snapshots import SnapshotName
 from paceline.state.state_copy import finite
+
+_LIMIT_S = 600.0  # of the wait for a file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,22 +87,36 @@ class CheckpointWriter:
         )
         self._writer.start()
 
-    def rescue(self) -> None:
-        """Write the newest state in memory, unless it is written or broken; from any thread."""
+    def rescue(self) -> int | None:
+        """Write the newest state in memory, unless it is written or broken; from any thread.
+
+        Returns:
+            the number of completed steps in the newest file; None if there is none.
+        """
         with self._writing:  # afterwards a file that is being written now isn't written again
             checkpoint = self.newest()
         if checkpoint is not None:
             self._write(checkpoint)
+        return self._checkpoints.newest_step()
 
     def wait(self) -> None:
         """Return once the file is written.
 
         Raises:
-            CheckpointError: it couldn't be.
+            CheckpointError: it couldn't be, or isn't after `_LIMIT_S`.
         """
         if self._writer is not None:
-            self._writer.join()
+            self._writer.join(_LIMIT_S)
+            if self._writer.is_alive():
+                raise CheckpointError(
+                    f"a checkpoint isn't written after {_LIMIT_S:g} s: check the disk of "
+                    f"{self._checkpoints.folder}. Earlier checkpoints are unchanged."
+                )
             self._writer = None
+        self.check()
+
+    def check(self) -> None:
+        """Raise CheckpointError if a file couldn't be written; each failure is raised once."""
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure

@@ -191,10 +191,11 @@ def memory_note(required: int, limit_mb: float) -> Message | None:
     """
     if not limit_mb or required <= limit_mb * 2**20:
         return None
+    mebibytes = required / 2**20
     return Message(
-        "In-memory snapshots were switched off: two of them would take {:,.1f} MiB per worker, "
+        "In-memory snapshots were switched off: two of them would take {} MiB per worker, "
         "more than {--snapshot_memory_mb} {:.10g}; raise the limit, or set it to 0.",
-        required / 2**20,
+        f"{mebibytes:,.1f}" if mebibytes >= 1 else f"{mebibytes:.3g}",
         limit_mb,
     )
 

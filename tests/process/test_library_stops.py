@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from paceline.cli.main import main
+from paceline.observe.event_file import find_event_files, read_events
+from paceline.observe.ledger import prove
 from tests.harness.processes.command import Result, all_end
 from tests.harness.processes.launcher_commands import Script, run
 from tests.harness.processes.run_folders import events
@@ -109,9 +111,10 @@ def test_a_stopped_run_saves_and_goes_on(
     assert "Traceback" not in ended.text
     assert all_end(family)
     assert ended.text.count(f"paceline: stopped by {number.name}") == 1
-    assert ended.text.count(": the state is saved in run, and the same command resumes it.\n") == 1
     newest = max((tmp_path / "run/checkpoints").glob("step-*.pt"))
     saved = torch.load(newest, weights_only=True)["position"]["number"]
+    sentence = f": the state after {saved} steps is saved in run, and the same command resumes it."
+    assert ended.text.count(sentence) == 1
     stopped_after = max([7, *losses(ended.text)])
     assert saved == stopped_after + 1  # nothing is lost
     if number == signal.SIGTERM:  # once is enough
@@ -161,11 +164,22 @@ def test_a_run_that_is_alive_is_not_joined_again(tmp_path: Path) -> None:
     ids=["paceline", "slurm"],
 )
 def test_a_rank_that_leaves_early_ends_the_others(tmp_path: Path, launcher: str, told: str) -> None:
-    ended = run(launcher, *SCRIPT, "", "--fail", "1:3:exit", folder=tmp_path)
+    ended = run(launcher, *SCRIPT, "run", "--fail", "1:7:exit", "--steps", "0", folder=tmp_path)
     assert ended.status == 7, ended.text
     assert "Traceback" not in ended.text
     assert len(re.findall(told, ended.text)) == 1, ended.text
     assert "lost a peer" not in ended.text
+    assert_rescued(tmp_path / "run", ended.text, at_least=5)
+
+
+def assert_rescued(folder: Path, text: str, at_least: int) -> None:
+    """Require that the newest state was saved, is named, and is committed in the ledger."""
+    saved = [int(steps) for steps in re.findall(r"the state after (\d+) steps is saved in", text)]
+    newest = max((folder / "checkpoints").glob("step-*.pt"))
+    assert saved == [torch.load(newest, weights_only=True)["position"]["number"]]
+    assert saved[0] >= at_least
+    files = find_event_files(folder)
+    assert prove((member, read_events(path)) for member, path in files).committed == saved[0]
 
 
 def test_a_rank_that_ends_well_in_mid_epoch_is_lost_to_the_others_at_once(
@@ -215,3 +229,45 @@ def test_a_last_checkpoint_that_cannot_be_written_is_a_sentence_and_status_1(
     assert "the checkpoint can't be written" in ended.text
     assert "give another run." in ended.text
     assert "Traceback" not in ended.text
+
+
+CHECKPOINT_ALONE = """
+import sys
+import torch
+import paceline
+
+world = paceline.join("run", timeout=3, first_iter_timeout=10)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+paceline.parallelize(model, optimizer, world, sync="notified", update=sys.argv[1])
+for number in range(6):
+    with world.step():
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    if number == 3 and world.rank == 0:
+        world.checkpoint()
+    if number == 3 and world.rank == 1 and sys.argv[2] == "total":
+        world.total(torch.ones(3))
+"""
+MUST_CALL = "in world.checkpoint(), which all ranks must call where ranks have state of their own: "
+
+
+@pytest.mark.parametrize(
+    ("update", "other", "status", "expected"),
+    [
+        ("replicated", "step", 0, ""),
+        ("sharded", "step", 1, MUST_CALL),
+        ("sharded", "total", 2, "must make the same calls in the same order."),
+    ],
+    ids=str,
+)
+def test_rank_0_alone_saves_only_what_it_has(
+    tmp_path: Path, update: str, other: str, status: int, expected: str
+) -> None:
+    (tmp_path / "script.py").write_text(CHECKPOINT_ALONE)
+    ended = run("paceline", str(tmp_path / "script.py"), update, other, folder=tmp_path)
+    assert ended.status == status, ended.text
+    assert expected in ended.text
+    assert "Traceback" not in ended.text
+    if not status:
+        assert (tmp_path / "run/checkpoints/step-00000004.pt").exists()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -227,19 +229,37 @@ def test_a_signal_ends_all_in_5_seconds_and_leaves_the_last_step_behind(
     command.send(number)
     ended = command.wait(5)
     assert ended.status == status, ended.text
-    assert ended.text.count("the state is saved in runs/r, and the same command resumes it.\n") == 1
     assert all_end(family, limit=0)
     assert "Traceback" not in ended.text
     done = max(line["step"] for line in events(here / "runs" / "r") if line["event"] == "step")
+    saved = re.findall(r"state after (\d+) steps is saved in runs/r, and the same", ended.text)
+    assert saved == [str(done + 1)]
     newest = max((here / "runs" / "r" / "checkpoints").glob("step-*.pt"))
     assert read_checkpoint(newest)["position"]["number"] == done + 1
+
+
+def test_the_loss_of_a_worker_saves_the_newest_state_of_the_others(here: Path) -> None:
+    command = Command(*train("plain", "--checkpoint_minutes", "0"), folder=here)
+    wait_until_step(here / "runs" / "r", 7, 0)
+    (killed,) = (one for one in command.family() if rank_of(one) == 1)
+    killed.kill()
+    ended = command.wait()
+    assert ended.status == 1, ended.text
+    saved = re.findall(r"state after (\d+) steps is saved in runs/r, and the same", ended.text)
+    newest = max((here / "runs" / "r" / "checkpoints").glob("step-*.pt"))
+    assert saved == [str(read_checkpoint(newest)["position"]["number"])]
+    assert int(saved[0]) >= 5  # snapshots are taken in each step until their cost is measured
+
+
+def rank_of(worker: psutil.Process) -> int:
+    return int(json.loads(environment_of(worker)[WORKER_VARIABLE])["local_rank"])
 
 
 def test_one_workers_signal_stops_all_at_the_same_step(here: Path) -> None:
     command = Command(*train("plain", "--sync", "notified", epochs=100_000), folder=here)
     wait_until_step(here / "runs" / "r", 5, 0)
     worker = command.family()[1]
-    rank = json.loads(environment_of(worker)[WORKER_VARIABLE])["local_rank"]
+    rank = rank_of(worker)
     worker.send_signal(signal.SIGTERM)
     ended = command.wait()
     assert ended.status == 143, ended.text

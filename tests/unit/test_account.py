@@ -51,8 +51,9 @@ def spend(account: StepAccount, clock: Clock, ms: float, name: str, **fields: ob
 
 
 def a_step(account: StepAccount, clock: Clock) -> None:
-    """Wait 7 ms since the step before, compute 100, wait 2 + 3 + 1."""
+    """Wait 7 ms and copy 0.3 since the step before, compute 100, wait 2 + 3 + 1, copy 0.2."""
     spend(account, clock, 7, "wait", bucket=2)
+    spend(account, clock, 0.3, "snapshot")
     with account.span("step", step=3):
         spend(account, clock, 4, "boundary")
         with account.span("train"):
@@ -63,6 +64,7 @@ def a_step(account: StepAccount, clock: Clock) -> None:
             spend(account, clock, 1, "wait", bucket=1)
             clock.passes(40)
             spend(account, clock, 0.5, "send", bucket=0)
+            spend(account, clock, 0.2, "snapshot")
             account.count("sent", 1000)
             account.count("received", 900)
             account.count("sent", 24)
@@ -77,6 +79,7 @@ def test_a_step_is_told_with_its_account() -> None:
         "exposed_ms": 13.0,
         "send_ms": 0.5,
         "update_ms": 5.0,
+        "snapshot_ms": 0.5,
         "waits_ms": {"2": 7.0, "1": 3.0, "0": 3.0},
         "sent": 1024,
         "received": 900,

@@ -136,3 +136,50 @@ def test_a_disk_that_refuses_is_reported_at_the_next_occasion(tmp_path: Path) ->
     with pytest.raises(CheckpointError, match="can't be written"):
         writer.wait()
     writer.wait()  # reported once
+
+
+def test_a_rescue_names_the_newest_file_whoever_wrote_it(tmp_path: Path) -> None:
+    writer = writer_to(Checkpoints(tmp_path, 5))
+    assert writer.rescue() is None
+    writer_to(Checkpoints(tmp_path, 5)).publish(checkpoint(3))
+    wait_for_thread()
+    assert writer.rescue() == 3
+    writer.newest = lambda: checkpoint(7)
+    assert writer.rescue() == 7
+
+
+def wait_for_thread() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint":
+            thread.join(10)
+
+
+class FullDisk(Checkpoints):
+    """A disk without room."""
+
+    def write(self, step: int, state: Mapping[str, Any], *, best: bool = False) -> Path:
+        raise CheckpointError(f"no room for step {step}")
+
+
+def test_a_failed_write_is_found_before_the_next_file(tmp_path: Path) -> None:
+    writer = writer_to(FullDisk(tmp_path, 5))
+    writer.check()
+    writer.publish(checkpoint(1))
+    wait_for_thread()
+    with pytest.raises(CheckpointError, match="no room for step 1"):
+        writer.check()
+    writer.check()  # once is enough
+    assert writer.published.empty()
+
+
+def test_a_disk_that_hangs_is_an_error_after_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.state.checkpoint_writer._LIMIT_S", 0.01)
+    disk = SlowDisk(tmp_path)
+    writer = writer_to(disk)
+    writer.publish(checkpoint(1))
+    assert disk.begun.wait(10)
+    with pytest.raises(CheckpointError, match="isn't written after 0"):
+        writer.publish(checkpoint(2))
+    disk.go.set()

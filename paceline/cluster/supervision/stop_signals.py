@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
 
+from paceline.cluster.supervision.supervisor import print_message
 from paceline.cluster.supervision.worker import report_stop
 
 _RESCUE_S = 1.5
@@ -41,12 +42,12 @@ class StopSignals:
         return 128 + self._number if self._number else 0
 
     @contextmanager
-    def received(self, rescue: Callable[[], object]) -> Iterator[None]:
+    def received(self, rescue: Callable[[], str]) -> Iterator[None]:
         """Listen inside the block.
 
         Args:
             rescue: saves what can be saved, from another thread, where the block doesn't end soon
-                after a signal.
+                after a signal; returns a sentence that is printed if the process ends then, or "".
         """
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
@@ -79,7 +80,7 @@ class StopSignals:
             thread.join()
             os.close(reader)
 
-    def _listen(self, reader: int, rescue: Callable[[], object]) -> None:
+    def _listen(self, reader: int, rescue: Callable[[], str]) -> None:
         while received := os.read(reader, 1):
             if received[0] in (signal.SIGTERM, signal.SIGINT):
                 self._number = received[0]
@@ -87,7 +88,9 @@ class StopSignals:
                 self._report(signal.Signals(received[0]))
                 deadline = monotonic() + _END_S
                 if not self._ended.wait(_RESCUE_S):
-                    rescue()
+                    saved = rescue()
                     if not self._ended.wait(max(0.0, deadline - monotonic())):
+                        if saved:
+                            print_message(saved)
                         os._exit(self.status)
                 return

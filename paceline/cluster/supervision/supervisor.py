@@ -35,7 +35,7 @@ from paceline.cluster.supervision.event_queue import (
 from paceline.cluster.supervision.failure_report import FailureReport, cause, post
 from paceline.cluster.supervision.formed_run import FormedRun
 from paceline.cluster.supervision.worker_process import WorkerProcess
-from paceline.errors import ConfigError, Message, PacelineError
+from paceline.errors import ConfigError, Message, PacelineError, many
 
 _CAUSE_S = 2.0
 _TERM_S = 4.0
@@ -58,9 +58,15 @@ def finished_sentence(run_id: str) -> str:
     return f"run {run_id} is finished; give another --run_id to train again."
 
 
-def saved_sentence(run: Path) -> str:
-    """Return the line that names the folder from which a stopped run resumes."""
-    return f"the state is saved in {run}, and the same command resumes it."
+def saved_sentence(run: Path, steps: int | None = None) -> str:
+    """Return the line that names the folder from which a run resumes.
+
+    Args:
+        run: the run's folder.
+        steps: the number of completed steps in its newest checkpoint; None: of all steps.
+    """
+    after = "" if steps is None else f" after {many(steps, 'step')}"
+    return f"the state{after} is saved in {run}, and the same command resumes it."
 
 
 def supervise(

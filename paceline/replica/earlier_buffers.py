@@ -1,0 +1,54 @@
+"""A model's buffers before the next step's batches, where a forward before that step changes them.
+
+    for x, y in loader:                 a batch begins
+        with world.no_sync(): …         its forward changes BatchNorm's running statistics
+    …
+        with world.step(): …            a snapshot here is of the state before the first batch
+
+A loop that accumulates gradients over several batches repeats all of them when it resumes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor, nn
+
+
+def named_buffers(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield each buffer's name, those that aren't persistent included, its module and its key."""
+    for prefix, module in modules.items():
+        for key in module._buffers:
+            yield f"{prefix}.{key}" if prefix else key, module, key
+
+
+class EarlierBuffers:
+    """Buffers as they were when the next step's first batch began.
+
+    Args:
+        model: the model.
+
+    Attributes:
+        values: copies of the buffers, by name; None where the model's own are still the same.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._watching = False
+        self.values: Mapping[str, Tensor | None] | None = None
+
+    def begin_batch(self) -> None:
+        """Copy the buffers before the next forward, unless an earlier batch of the step did."""
+        self._watching = self.values is None
+
+    def before_forward(self) -> None:
+        """Copy the buffers, if this is the first forward that trains since a batch began."""
+        if self._watching and self._model.training:
+            self._watching = False
+            buffers = named_buffers(dict(self._model.named_modules()))
+            values = ((name, module._buffers[key]) for name, module, key in buffers)
+            self.values = {n: None if value is None else value.clone() for n, value in values}
+
+    def end_step(self) -> None:
+        """Forget the copies: the batches are trained."""
+        self._watching, self.values = False, None
