@@ -9,6 +9,11 @@ same step without these spans. A last column says what two retained snapshots ta
 the model (parameters and buffers). Of a ResNet-50, images of 64 pixels run in reasonable time:
 
     python benchmarks/snapshots.py --model resnet50 --image-size 64 --batch 16 --steps 20
+
+With --runs, nothing is run: the spans are those that each worker of `paceline train` has recorded
+in its event file, those of checkpoints included, without the first steps, which measure S:
+
+    paceline train … --run_id first; python benchmarks/snapshots.py --runs runs/first
 """
 
 from __future__ import annotations
@@ -35,6 +40,7 @@ from variants import Setting, Training, bind
 
 from paceline.cluster.supervision.allocator import keep_freed_memory
 from paceline.config.world import SyncConfig
+from paceline.observe.event_file import find_event_files, read_events
 from paceline.recorder import NullRecorder
 from paceline.replica.state_copier import StateCopier, StateObjects
 from paceline.state.snapshot_interval import SnapshotInterval
@@ -47,6 +53,9 @@ METHODS = {
 }
 TITLES = ["sync", "snapshot, ms", "step, ms", "share at S = 1, %", "S < 1 %", "MB", "x model"]
 WIDTHS = [10, 24, 32, 24, 10, 10, 10]
+RUN_TITLES = ["run", "rank", "steps", "step, ms", "with a snapshot", "share, %"]
+RUN_WIDTHS = [32, 6, 8, 10, 16, 10]
+FIRST = 16  # steps
 
 
 class SpanSum(NullRecorder):
@@ -64,10 +73,27 @@ class SpanSum(NullRecorder):
 
 def main() -> None:
     options = _parser().parse_args()
+    if options.runs:
+        lines = [RUN_TITLES, *(line for run in options.runs for line in _of_run(run))]
+        print_table(lines, RUN_WIDTHS, markdown=options.markdown)
+        return
     steps = 10 if options.quick else options.steps
     print(f"{options.model}, {options.ranks} ranks, {steps} steps, a snapshot each: median (95 %)")
     lines = [TITLES, *(_measure(options, sync, steps) for sync in options.sync)]
     print_table(lines, WIDTHS, markdown=options.markdown)
+
+
+def _of_run(run: Path) -> Iterator[list[str]]:
+    """Yield for each worker of a run its line of the table."""
+    for rank, (_, path) in enumerate(find_event_files(run)):
+        events = (event for event in read_events(path) if event["event"] == "step")
+        measured = [event for event in events if "snapshot_ms" in event][FIRST:]
+        copies = np.array([event["snapshot_ms"] for event in measured])
+        parts = ("compute_ms", "exposed_ms", "send_ms", "update_ms", "snapshot_ms")
+        times = np.array([sum(event[part] for part in parts) for event in measured])
+        numbers = [f"{times.mean():.1f}", np.count_nonzero(copies)]
+        share = f"{100 * copies.sum() / times.sum():.2f}"
+        yield list(map(str, [run.name, rank, len(measured), *numbers, share]))
 
 
 def _measure(options: argparse.Namespace, sync: str, steps: int) -> list[str]:
@@ -118,6 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = partial(parser.add_argument, help="default: %(default)s")
     parser.add_argument("--quick", action="store_true", help="10 steps")
+    parser.add_argument("--runs", type=Path, nargs="+", help="folders of runs, to read instead")
     add("--steps", type=int, default=60)
     add("--ranks", type=int, default=2)
     add("--sync", choices=list(METHODS), default=list(METHODS), nargs="+")

@@ -19,24 +19,24 @@ def measured(*snapshots: tuple[float, float]) -> SnapshotInterval:
     ("step", "copies", "steps"),
     [
         (1.0, 0.001, 1),
-        (1.0, 0.0099, 1),
-        (1.0, 0.0101, 2),
-        (1.0, 0.0199, 2),
-        (1.0, 0.0201, 3),
-        (0.5, 0.0099, 2),
-        (0.25, 0.5, 201),
+        (1.0, 0.0089, 1),
+        (1.0, 0.0091, 2),
+        (1.0, 0.0179, 2),
+        (1.0, 0.0181, 3),
+        (0.5, 0.0089, 2),
+        (0.25, 0.5, 223),
         (0.001, 8.0, MAX_STEPS),
         (0.0, 1.0, MAX_STEPS),
     ],
 )
-def test_the_interval_is_the_smallest_that_costs_under_one_per_cent(
+def test_the_interval_is_the_smallest_that_costs_under_nine_thousandths(
     step: float, copies: float, steps: int
 ) -> None:
     assert measured(*[(step + copies, copies)] * 5).choice() == steps
 
 
-def test_exactly_one_per_cent_is_too_much() -> None:
-    assert measured(*[(50 + 0.5, 0.5)] * 5).choice() == 2  # binary fractions but for 0.01
+def test_exactly_that_is_too_much() -> None:
+    assert measured(*[(500 + 4.5, 4.5)] * 5).choice() == 2  # binary fractions but for 0.009
 
 
 def test_medians_of_five_decide_and_nothing_earlier() -> None:
