@@ -119,7 +119,7 @@ class ShardedState:
     def local(self, *, in_step: bool = True) -> Mapping[str, Any]:
         """Return both, of this rank's shards."""
         residual = None if self._residuals is None else self._residuals.local(in_step=in_step)
-        version = {"updates": self._shards.version}
+        version = {"updates": self._shards.update_count}
         return {**(residual or {}), **version, OPTIMIZER: self._shards.local()}
 
     def restore_local(self, state: Mapping[str, Any]) -> bool:

@@ -67,7 +67,7 @@ class ExitHandler:
 
     @staticmethod
     def any_active() -> bool:
-        """Tell whether this process has an open world."""
+        """Return whether this process has an open world."""
         return isinstance(sys.excepthook, ExitHandler) and sys.excepthook.active
 
     def activate(self, joined: Joined) -> None:

@@ -88,7 +88,7 @@ def switches(config: type) -> dict[str, bool]:
 
 
 def takes(config: type, flag: str, word: str) -> bool:
-    """Tell whether the word after a flag is its value; a switch takes only yes and no."""
+    """Return whether the word after a flag is its value; a switch takes only yes and no."""
     if "=" in flag or flag in ("-h", "--help"):
         return False
     name, _ = _switch(flag, switches(config))

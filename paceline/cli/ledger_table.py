@@ -44,9 +44,9 @@ def verdict(proof: Proof) -> str:
     skipped = sum(account.skipped for account in proof.accounts)
     if skipped:
         parts.append(f"{skipped:,} unreadable samples skipped")
-    told = sum(account.told for account in proof.accounts)
-    if told:
-        parts.append(f"{told:,} samples proved by other members' lines alone")
+    substituted = sum(account.substituted for account in proof.accounts)
+    if substituted:
+        parts.append(f"{substituted:,} samples proved by other members' lines alone")
     return ", ".join(parts) + "."
 
 

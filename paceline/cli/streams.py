@@ -26,7 +26,7 @@ def prepare_streams() -> None:
 
 
 def reader_is_gone() -> bool:
-    """Tell whether the reader has closed its end of the output, as in `paceline … | head`."""
+    """Return whether the reader has closed its end of the output, as in `paceline … | head`."""
     poll = select.poll()
     try:
         poll.register(sys.stdout, 0)

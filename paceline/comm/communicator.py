@@ -70,10 +70,10 @@ class Communicator(Protocol):
     def end_startup(self) -> None:
         """Use the shorter timeout of later steps from now on."""
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Close after the last collective has completed; leave no thread."""
 
-    def close(self) -> None:
+    def abort(self) -> None:
         """Abort all connections without waiting."""
 
 

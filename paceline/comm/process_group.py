@@ -157,7 +157,7 @@ class ProcessGroupCommunicator:
         """Use the shorter timeout from now on."""
         self._limit = self._timeout
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Close, and wait for the group's threads.
 
         A thread that releases a tensor while the interpreter ends would abort the process.
@@ -165,7 +165,7 @@ class ProcessGroupCommunicator:
         self._works.clear()
         self._group, self._loops = None, []
 
-    def close(self) -> None:
+    def abort(self) -> None:
         """Abort the collectives in flight, also where a peer is frozen; a thread's wait ends.
 
         A group of which a thread waits on is kept until that ends (`UnfinishedGroups`).
@@ -176,11 +176,11 @@ class ProcessGroupCommunicator:
             _shut_down(number)  # `abort` ends no wait for a peer that is frozen
         self._group.abort()
         group, works = self._group, list(self._works)
-        self.end()
+        self.close()
         UNFINISHED.add(group, works)
 
     def _is_connected(self) -> bool:
-        """Tell whether all connections are open that there were at the start."""
+        """Return whether all connections are open that there were at the start."""
         return len(self._connections()) >= self._connected
 
     def _connections(self) -> list[int]:

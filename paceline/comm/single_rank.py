@@ -29,10 +29,10 @@ class SingleRankCommunicator:
     def end_startup(self) -> None:
         """Change nothing: there is no wait."""
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Close nothing."""
 
-    def close(self) -> None:
+    def abort(self) -> None:
         """Close nothing."""
 
 

@@ -31,13 +31,13 @@ def described(error: BaseException) -> str:
 
 
 def is_ours(error: BaseException) -> bool:
-    """Tell whether an error was raised by Paceline's own code, its models excepted: a bug."""
+    """Return whether an error was raised by Paceline's own code, its models excepted: a bug."""
     raised = Path(_frames(error)[-1].filename)
     return _OURS in raised.parents and _ZOO not in raised.parents
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Tell whether an error is for lack of memory, a GPU's or the machine's."""
+    """Return whether an error is for lack of memory, a GPU's or the machine's."""
     text = str(error).lower()
     words = ("out of memory", "can't allocate memory", "not enough memory")
     return isinstance(error, MemoryError) or any(word in text for word in words)

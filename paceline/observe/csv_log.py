@@ -137,7 +137,7 @@ def _begin(path: Path, start: str, epoch: int) -> Totals:
 
 
 def _whole(row: list[str]) -> bool:
-    """Tell whether a row is complete and its counts are numbers."""
+    """Return whether a row is complete and its counts are numbers."""
     values = dict(zip(_NAMES, row, strict=False))
     try:
         float(values["cumulative_time_spent"])

@@ -179,7 +179,7 @@ class MachineSums:
             self._closed = True
             self._changed.notify_all()
         if not self._drained:
-            self._intra_machine.close()
+            self._intra_machine.abort()
         if self._inter_machine is not None:
             self._inter_machine.close()
         self._thread.join(_CLOSE_S)

@@ -31,7 +31,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 def same_ranges(one: Ranges, other: Ranges) -> bool:
-    """Tell whether both have the same ranges of the same parameters."""
+    """Return whether both have the same ranges of the same parameters."""
     ranges = [{name: entry[:2] for name, entry in own.items()} for own in (one, other)]
     return ranges[0] == ranges[1]
 
@@ -180,5 +180,5 @@ class RankState(Protocol):
 
 
 def _divided(value: Any) -> bool:
-    """Tell whether an entry of a parameter's state is a range of values."""
+    """Return whether an entry of a parameter's state is a range of values."""
     return isinstance(value, Tensor) and value.dim() == 1

@@ -35,7 +35,7 @@ _Parts = Mapping[str, Mapping[Any, Any]]
 
 
 def is_plain(model: nn.Module, optimizer: Optimizer) -> bool:
-    """Tell whether their state dicts are what torch's base classes make of their present state."""
+    """Return whether their state dicts are what torch's base classes make of their state."""
     modules = [
         type(module).state_dict is nn.Module.state_dict
         and type(module)._save_to_state_dict is nn.Module._save_to_state_dict

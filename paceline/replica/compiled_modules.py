@@ -35,7 +35,7 @@ def compile_blocks(blocks: list[nn.Module], backend: str = "inductor") -> None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Tell whether calls are compiled: by `module.compile()` or `torch.compile(module)`."""
+    """Return whether calls are compiled: by `module.compile()` or `torch.compile(module)`."""
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 

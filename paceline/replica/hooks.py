@@ -284,7 +284,7 @@ class StepGradients:
         self._expected = [False] * len(self._buckets)
 
     def reduced_as_sent(self) -> bool:
-        """Tell whether gradients were the same when they were sent and when they were reduced."""
+        """Return whether gradients were the same when they were sent and when they were reduced."""
         return self._sample_unchanged is None or bool(self._sample_unchanged)
 
 

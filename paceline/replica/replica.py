@@ -477,6 +477,6 @@ class Replica:
 
 
 def _has_hooks(optimizer: Optimizer, when: str) -> bool:
-    """Tell whether hooks run before ("pre") or after ("post") an optimizer's step."""
+    """Return whether hooks run before ("pre") or after ("post") an optimizer's step."""
     own = getattr(optimizer, f"_optimizer_step_{when}_hooks")
     return bool(own or getattr(optimizers, f"_global_optimizer_{when}_hooks"))

@@ -21,7 +21,7 @@ from paceline.run.run import Run
 from paceline.run.step_snapshots import StepSnapshots
 from paceline.state.checkpoint_files import EXCHANGE
 from paceline.state.checkpoint_writer import Checkpoint
-from paceline.state.snapshots import Lent, SnapshotName, Snapshots
+from paceline.state.snapshots import Borrowed, SnapshotName, Snapshots
 from paceline.state.state_copy import copy_state
 
 _TRIES = 10  # each after a newer snapshot was committed
@@ -51,12 +51,12 @@ class CheckpointBuilder:
         self._numbers = count()  # of copies that no other rank has
 
     def is_plain(self) -> bool:
-        """Tell whether state dicts can be made of snapshots; `plain` is that from now on."""
+        """Return whether state dicts can be made of snapshots; `plain` is that from now on."""
         self.plain = is_plain(self._objects.model, self._objects.optimizer)
         return self.plain
 
     def fits(self, state: Mapping[str, Mapping[Any, Any]]) -> bool:
-        """Tell whether a snapshot has all entries that the model's state dict has now."""
+        """Return whether a snapshot has all entries that the model's state dict has now."""
         model, optimizer = self._objects.model, self._objects.optimizer
         names = TrainedParameters.of(model, optimizer).names
         bound = names == self._replica.names  # no module was added or replaced since
@@ -72,7 +72,7 @@ class CheckpointBuilder:
         last = max((step for step in self.sums if step < before), default=before)
         self.sums = {step: sums for step, sums in self.sums.items() if step >= last}
 
-    def copy_alone(self, position: Position) -> Lent:
+    def copy_alone(self, position: Position) -> Borrowed:
         """Copy the settled state before the next step, which no other rank holds.
 
         Args:
@@ -83,44 +83,44 @@ class CheckpointBuilder:
         copier = StateCopier(own, name, self._objects, {**asdict(position), "sent": {}})
         self._replica.take_snapshot_between_steps(copier)
         own.commit(name)
-        lent = own.lend()
-        assert lent is not None
-        return lent
+        borrowed = own.borrow()
+        assert borrowed is not None
+        return borrowed
 
     def newest(self) -> Checkpoint | None:
         """Return the newest state in memory of which a file can be made; from any thread."""
         if not self.plain or self._replica.stateful:
             return self.copied
         for _ in range(_TRIES):  # another thread may commit a newer one, and forget sums
-            lent = self._snapshots.lend()
-            if lent is None:
+            borrowed = self._snapshots.borrow()
+            if borrowed is None:
                 return self.copied
-            sent, sums = lent.state[POSITION]["sent"], self.sums
+            sent, sums = borrowed.state[POSITION]["sent"], self.sums
             if not sent or max(sent) in sums:
-                return self._make(lent, sums)
+                return self._make(borrowed, sums)
         return None
 
     def make(
-        self, lent: Lent, gathered: Mapping[str, Any] | None = None, *, best: bool = False
+        self, borrowed: Borrowed, gathered: Mapping[str, Any] | None = None, *, best: bool = False
     ) -> Checkpoint:
         """Make a checkpoint.
 
         Args:
-            lent: the snapshot.
+            borrowed: the snapshot.
             gathered: what the ranks have besides model and optimizer, before the same step.
             best: it is the best so far.
         """
-        return self._make(lent, self.sums, gathered, best=best)
+        return self._make(borrowed, self.sums, gathered, best=best)
 
     def _make(
         self,
-        lent: Lent,
+        borrowed: Borrowed,
         sums: Mapping[int, list[float]],
         gathered: Mapping[str, Any] | None = None,
         *,
         best: bool = False,
     ) -> Checkpoint:
-        state, objects, gathered = lent.state, self._objects, gathered or {}
+        state, objects, gathered = borrowed.state, self._objects, gathered or {}
         position = dict(state[POSITION])
         if sent := position.pop("sent"):  # by this rank alone
             position["sums"] = sums[max(sent)]
@@ -134,7 +134,7 @@ class CheckpointBuilder:
         exchange = {key: value for key, value in gathered.items() if key != OPTIMIZER}
         entries |= {EXCHANGE: exchange} if exchange else {}
         return Checkpoint(
-            name=lent.name,
+            name=borrowed.name,
             step=position["number"],
             state={**entries, "position": position},
             parameters=state[PARAMETERS],

@@ -41,11 +41,11 @@ class SavePolicy:
     minutes: float = 0.0
 
     def due_by_steps(self, number: int) -> bool:
-        """Tell whether one is due before step `number`."""
+        """Return whether one is due before step `number`."""
         return self.steps > 0 and number % self.steps == 0
 
     def due_by_time(self, seconds: float) -> bool:
-        """Tell whether one is due so many seconds after the last."""
+        """Return whether one is due so many seconds after the last."""
         return 0 < self.minutes * 60 <= seconds
 
 
@@ -272,11 +272,11 @@ class CheckpointSchedule:
 
     def _publish_newest(self) -> None:
         """Begin to write the newest committed snapshot, as rank 0."""
-        lent = self._snapshots.lend()
-        if self._writer is None or lent is None:
+        borrowed = self._snapshots.borrow()
+        if self._writer is None or borrowed is None:
             return
-        if self._builder.fits(lent.state):
-            self._writer.publish(self._builder.make(lent))
+        if self._builder.fits(borrowed.state):
+            self._writer.publish(self._builder.make(borrowed))
         else:
             self.save(together=False)
 
@@ -285,7 +285,7 @@ class CheckpointSchedule:
     ) -> tuple[Checkpoint | None, int]:
         """Settle and copy; return the checkpoint on rank 0, and the step that it precedes."""
         began, position = self._clock(), self._settle()
-        lent, number = None, position.number
+        borrowed, number = None, position.number
         if not self._saving:
             return None, number
         collective = together or self._gathers or self._snapshots.alone
@@ -293,14 +293,14 @@ class CheckpointSchedule:
             self._publish_committed(before=number)  # which may switch snapshots off
         if self._snapshots.on and collective:
             self._snapshots.take_between_steps(number, asdict(position))
-            lent = None if self._writer is None else self._snapshots.lend()
+            borrowed = None if self._writer is None else self._snapshots.borrow()
         elif self._writer is not None:
-            lent = self._builder.copy_alone(position)
+            borrowed = self._builder.copy_alone(position)
         gathered = self._replica.state() if self._gathers else None
-        if lent is None:
+        if borrowed is None:
             return None, number
         self._builder.is_plain()
-        checkpoint = self._builder.make(lent, gathered, best=best)
+        checkpoint = self._builder.make(borrowed, gathered, best=best)
         self._builder.copied = checkpoint if self._copies else None
         self._copied_at = self._clock()
         self._cost = self._copied_at - began

@@ -154,11 +154,11 @@ class GenerationContext:
 
     def close(self) -> None:
         """End the connections after the last collectives have completed."""
-        self._end(lambda communicator: communicator.end)
+        self._end(lambda communicator: communicator.close)
 
     def abort(self) -> None:
         """End the connections at once, without waiting for a peer: all waits for them end."""
-        self._end(lambda communicator: communicator.close)
+        self._end(lambda communicator: communicator.abort)
 
     def __enter__(self) -> Self:
         return self

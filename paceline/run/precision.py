@@ -101,7 +101,7 @@ class Precision:
 
 
 def computes_bfloat16(capabilities: Mapping[str, object]) -> bool:
-    """Tell whether a device of these capabilities has instructions for bfloat16.
+    """Return whether a device of these capabilities has instructions for bfloat16.
 
     Args:
         capabilities: of a processor, as `torch.cpu.get_capabilities()` names them; of a GPU, its

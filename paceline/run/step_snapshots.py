@@ -28,7 +28,7 @@ from paceline.replica.state_copier import POSITION, StateCopier, StateObjects, r
 from paceline.run.run import Run
 from paceline.run.step_summary import StepSummary
 from paceline.state.snapshot_interval import SnapshotInterval
-from paceline.state.snapshots import Lent, SnapshotName, Snapshots, memory_note
+from paceline.state.snapshots import Borrowed, SnapshotName, Snapshots, memory_note
 
 OFF = -1  # instead of an interval: no more snapshots
 
@@ -108,7 +108,7 @@ class StepSnapshots:
         return self._run.context.summaries.alone
 
     def free(self, step: int) -> bool:
-        """Tell whether a snapshot before a step can be taken; the same on all ranks.
+        """Return whether a snapshot before a step can be taken; the same on all ranks.
 
         There is none while two are held of which the newer isn't committed, and no second one
         before a step.
@@ -121,9 +121,9 @@ class StepSnapshots:
         """Name of the newest snapshot that all ranks hold, None before there is one."""
         return self._snapshots.newest_committed
 
-    def lend(self) -> Lent | None:
+    def borrow(self) -> Borrowed | None:
         """Return the newest committed snapshot, None before there is one; from any thread."""
-        return self._snapshots.lend()
+        return self._snapshots.borrow()
 
     def obey(self, *, before: int) -> SnapshotName | None:
         """Obey summaries of steps below `before`, until one commits a snapshot; return its name."""
@@ -175,7 +175,7 @@ class StepSnapshots:
             self._snapshots.commit(name)
 
     def holds(self, step: int) -> bool:
-        """Tell whether this rank holds the snapshot of the state before a step."""
+        """Return whether this rank holds the snapshot of the state before a step."""
         return self._name(step) in self._snapshots.held
 
     def measure(self, seconds: float) -> int:

@@ -99,7 +99,7 @@ class RunFolder:
                 ) from error
 
     def finished_as(self, config: Mapping[str, object]) -> bool:
-        """Tell whether the run came to its end, with as many epochs as this configuration has.
+        """Return whether the run came to its end, with as many epochs as this configuration has.
 
         Args:
             config: every flag that makes it this run, by name.
@@ -109,7 +109,7 @@ class RunFolder:
 
     @property
     def begun(self) -> bool:
-        """Tell whether the run was started before, on this machine."""
+        """Return whether the run was started before, on this machine."""
         return (self.path / CONFIG_NAME).exists()
 
     def finish(self) -> None:

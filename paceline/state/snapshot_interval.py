@@ -39,7 +39,7 @@ class SnapshotInterval:
         self._plain: list[float] = []  # seconds of each step, without those of a snapshot
 
     def step_is_due(self, number: int) -> bool:
-        """Tell whether a snapshot of the state before step `number` is due."""
+        """Return whether a snapshot of the state before step `number` is due."""
         return not self.steps or number % self.steps == 0
 
     def measure(self, step: float, copies: float = 0.0) -> None:

@@ -38,7 +38,7 @@ class SnapshotName(NamedTuple):
     step: int
 
 
-class Lent(NamedTuple):
+class Borrowed(NamedTuple):
     """Committed snapshot whose memory isn't used again.
 
     Attributes:
@@ -63,7 +63,7 @@ class _Snapshot:
     name: SnapshotName
     stage: _Stage = _Stage.OPEN
     state: dict[str, dict[Any, Any]] = field(default_factory=dict)
-    lent: bool = False
+    borrowed: bool = False
 
 
 class Snapshots:
@@ -157,20 +157,20 @@ class Snapshots:
             raise KeyError(name)
         return self._get(name, _Stage.HELD, _Stage.COMMITTED).state
 
-    def lend(self) -> Lent | None:
+    def borrow(self) -> Borrowed | None:
         """Return the newest committed snapshot, None before there is one; from any thread."""
         with self._lending:
             for one in reversed(self._snapshots):
                 if one.stage is _Stage.COMMITTED:
-                    one.lent = True
-                    return Lent(one.name, one.state)
+                    one.borrowed = True
+                    return Borrowed(one.name, one.state)
         return None
 
     def _drop(self, snapshot: _Snapshot) -> None:
-        """Drop a snapshot; its memory awaits the next copy, unless it is lent."""
+        """Drop a snapshot; its memory awaits the next copy, unless it is borrowed."""
         with self._lending:
             self._snapshots.remove(snapshot)
-            self._spare = {} if snapshot.lent else snapshot.state
+            self._spare = {} if snapshot.borrowed else snapshot.state
 
     def _find(self, name: SnapshotName) -> _Snapshot | None:
         return next((one for one in self._snapshots if one.name == name), None)

@@ -69,7 +69,7 @@ def copy_state(state: Any, into: Any = None, *, pinned: bool = False) -> Any:
 
 
 def finite(state: Any) -> bool:
-    """Tell whether all floating-point values of a tree are finite."""
+    """Return whether all floating-point values of a tree are finite."""
     if isinstance(state, Tensor):
         return not state.is_floating_point() or bool(torch.isfinite(state.sum(dtype=torch.float64)))
     if isinstance(state, Mapping):

@@ -93,7 +93,7 @@ class ShardOptimizer:
         self._sub_optimizers: dict[int, SubOptimizer] = {}
         self._strides = [[p.stride() for p in bucket.parameters] for bucket in buckets]
         self._guard = WriteGuard(buckets, late_write)
-        self._gathering, self.version = False, 0
+        self._gathering, self.update_count = False, 0
         self._undo: list[Callable[[], None]] = [
             optimizer.register_state_dict_pre_hook(self._refuse_state).remove,
             optimizer.register_load_state_dict_post_hook(lambda _: self.shard_state()).remove,
@@ -166,7 +166,7 @@ class ShardOptimizer:
 
     def freeze(self) -> None:
         """Take the optimizer's present hyperparameters for the updates to come."""
-        self.version += 1
+        self.update_count += 1
         self._guard.note_parameters()
         watch_state(self._optimizer, self._refuse_use)  # a script may have replaced it
         hyperparameters = StepHyperparameters.of(self._optimizer)
@@ -332,7 +332,7 @@ def _shard_of(name: str, value: Any, fragment: _Fragment) -> Any:
 
 
 def _lies_with(name: str, value: Any, parameter: Tensor) -> bool:
-    """Tell whether a state has a value for each of its parameter's."""
+    """Return whether a state has a value for each of its parameter's."""
     return isinstance(value, Tensor) and name not in SCALARS and value.shape == parameter.shape
 
 

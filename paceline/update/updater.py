@@ -171,7 +171,7 @@ def make_updater(optimizer: Optimizer, buckets: Sequence[Bucket]) -> Updater | O
 
 
 def is_bucketwise(optimizer: Optimizer) -> bool:
-    """Tell whether an optimizer may update bucket by bucket: torch's, with an unpatched step.
+    """Return whether an optimizer may update bucket by bucket: torch's, with an unpatched step.
 
     Torch's and Paceline's own wrappers of `step` (schedulers', profilers') don't count as patches.
     """
@@ -270,7 +270,7 @@ class SubOptimizer:
 
 
 def _may_fuse(group: Mapping[str, Any]) -> bool:
-    """Tell whether the group leaves the choice of the kernel open."""
+    """Return whether the group leaves the choice of the kernel open."""
     chosen = group["foreach"] is not None or group["fused"] not in (None, True)
     return not chosen and not group["differentiable"]
 
@@ -280,7 +280,7 @@ def _lie_as(
     gradients: Sequence[Tensor | None],
     momenta: Sequence[Tensor | None],
 ) -> bool:
-    """Tell whether gradients, and momenta, if any, lie as their parameters, without gaps."""
+    """Return whether gradients, and momenta, if any, lie as their parameters, without gaps."""
     strided, dtype = torch.strided, parameters[0].dtype
     for p, gradient, momentum in zip(parameters, gradients, momenta or parameters, strict=True):
         if gradient is None or momentum is None:
@@ -314,7 +314,7 @@ def _dense_strides(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int
 
 
 def _is_plain(device: str) -> bool:
-    """Tell whether no block is around that changes what operations do."""
+    """Return whether no block is around that changes what operations do."""
     return (
         torch.is_grad_enabled()
         and not torch.is_inference_mode_enabled()

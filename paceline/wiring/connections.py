@@ -92,7 +92,7 @@ def connect_machine(context: GenerationContext, device: torch.device, sync: str)
 
 
 def adds_up_on_gpus(group: Group, device: torch.device, sync: str) -> bool:
-    """Tell whether a machine's GPUs sum before one of its workers exchanges; equal on all ranks.
+    """Return whether a machine's GPUs sum before one of its workers exchanges; equal on all ranks.
 
     On one machine alone, `--sync allreduce` is such a sum, and windows share memory.
     """

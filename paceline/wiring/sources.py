@@ -164,7 +164,7 @@ def labels_beyond(source: Source, num_labels: int) -> int:
 
 
 def _may_be_there(path: Path) -> bool:
-    """Tell whether a path exists, or may exist in an unreadable folder: the source reports that."""
+    """Return whether a path exists, or may in an unreadable folder: the source reports that."""
     try:
         return path.exists()
     except PermissionError:

@@ -17,7 +17,7 @@ from tests.harness.equivalence.rank_threads import run_ranks
 
 
 def wide(dtype: torch.dtype = torch.float64) -> nn.Module:
-    """Make a net whose first layer's gradient is large enough to be lent."""
+    """Make a net whose first layer's gradient is large enough to be borrowed."""
     torch.manual_seed(2)
     return nn.Sequential(nn.Flatten(), nn.Linear(192, 40), nn.Tanh(), nn.Linear(40, 10)).to(dtype)
 

@@ -31,7 +31,7 @@ def sum_and_end(c: Communicator) -> tuple[float, int]:
     result = float(total(c, torch.ones(1000), "a sum")[-1])
     process = psutil.Process()
     threads = process.num_threads()
-    c.end()
+    c.close()
     deadline = time.monotonic() + LIMIT / 2
     while process.num_threads() >= threads and time.monotonic() < deadline:
         threading.Event().wait(0.01)
@@ -57,7 +57,7 @@ def connect_to_own_ports(c: Communicator) -> tuple[int, int, float]:
             accepted += 1
     result = float(total(c, torch.ones(1000), "a sum")[-1])
     kept = process.num_fds() - before
-    c.end()
+    c.close()
     return accepted, kept, result
 
 
@@ -115,10 +115,10 @@ def close_beside_a_stopped_peer(c: Communicator) -> str:
 
         waiting = threading.Thread(target=wait, daemon=True)
         waiting.start()
-        c.close()
+        c.abort()
         waiting.join(LIMIT / 4)  # half of the collective's own limit
         assert not waiting.is_alive()
-        c.end()
+        c.close()
     finally:
         peer.resume()
     return type(errors[0]).__name__
@@ -145,7 +145,7 @@ def fork_and_look(c: Communicator) -> tuple[int, int, float]:
     for number in (answer, sender):
         os.close(number)
     result = float(total(c, torch.ones(1000), "a sum")[-1])
-    c.end()
+    c.close()
     return ours, theirs, result
 
 
@@ -155,7 +155,7 @@ def test_a_forked_child_has_none_of_the_connections() -> None:
 
 def lose_a_peer(c: Communicator) -> str:
     if c.rank == 1:
-        c.end()
+        c.close()
         return ""
     try:
         total(c, torch.ones(3), "world.total()")
@@ -177,7 +177,7 @@ def test_a_rank_that_ends_leaves_the_others_at_work() -> None:
         ticket = c.all_reduce(tensor := torch.ones(1))
         if c.rank == 0:
             ticket.wait("a sum")
-            c.end()
+            c.close()
         else:
             ticket.wait("a sum")
         return float(tensor)
@@ -191,8 +191,8 @@ def test_a_rank_alone_has_its_own_sums() -> None:
     assert total(c, tensor, "a sum").tolist() == [0, 1, 2]
     broadcast_all(c, [tensor], "a broadcast")
     c.end_startup()
-    c.end()
     c.close()
+    c.abort()
     assert tensor.tolist() == [0, 1, 2]
 
 
@@ -212,7 +212,7 @@ def wait_unwoken(c: Communicator) -> tuple[str, float]:
     assert isinstance(c, ProcessGroupCommunicator)
     total(c, torch.ones(1), "a sum")
     if c.rank == 1:
-        c.close()
+        c.abort()
         return "", 0.0
     ticket = c.all_reduce(torch.ones(1))
     ticket._work = Unwoken()  # type: ignore[attr-defined]

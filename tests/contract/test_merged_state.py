@@ -98,7 +98,7 @@ class State:
         )
 
     def lossy(self, machines: tuple[int, ...]) -> bool:
-        """Tell whether ranks have residuals."""
+        """Return whether ranks have residuals."""
         return self.wire != "fp32" and len(machines) > 1
 
 
@@ -170,7 +170,7 @@ def total(state: Any) -> dict[str, Tensor]:
 
 
 def owned(name: str, machines: tuple[int, ...]) -> bool:
-    """Tell whether ranks own some of their state alone."""
+    """Return whether ranks own some of their state alone."""
     return STATES[name].kind is make_sharded or STATES[name].lossy(machines)
 
 

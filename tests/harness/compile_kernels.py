@@ -42,7 +42,7 @@ def compile_all() -> None:
 
 
 def is_compiled(source: Path) -> bool:
-    """Tell whether a file's machine code is no older than the file."""
+    """Return whether a file's machine code is no older than the file."""
     made = source.parent.glob(f"__pycache__/{source.stem}.*.nbi")
     return any(index.stat().st_mtime > source.stat().st_mtime for index in made)
 

@@ -181,12 +181,12 @@ def on_two_machines(here: Path, name: str) -> list[Command]:
 
 
 def started(command: Command) -> bool:
-    """Tell whether its two workers are there."""
+    """Return whether its two workers are there."""
     return len(command.family()) == 2
 
 
 def trained(run_folder: Path, before: int, steps: int) -> bool:
-    """Tell whether so many steps were told after the first `before` lines."""
+    """Return whether so many steps were told after the first `before` lines."""
     return sum(line["event"] == "step" for line in events(run_folder)[before:]) >= steps
 
 

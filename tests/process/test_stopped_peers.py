@@ -116,7 +116,7 @@ def close_beside_stopped_peers(
 
 
 def main_thread_waits() -> bool:
-    """Tell whether the main thread waits for a peer."""
+    """Return whether the main thread waits for a peer."""
     frame = sys._current_frames()[threading.main_thread().ident or 0]
     return frame.f_code.co_name in ("wait", "sleep")
 

@@ -51,7 +51,7 @@ def slices(trace: list[Event], category: str) -> Iterator[Event]:
 
 
 def within(inner: Event, outer: Event) -> bool:
-    """Tell whether a slice lies in another of its thread."""
+    """Return whether a slice lies in another of its thread."""
     same = (inner["pid"], inner["tid"]) == (outer["pid"], outer["tid"])
     ends = [slice["ts"] + slice["dur"] for slice in (inner, outer)]
     return bool(same and outer["ts"] <= inner["ts"] and ends[0] <= ends[1] + 1e-3)

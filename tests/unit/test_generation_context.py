@@ -25,10 +25,10 @@ class Recorded(SingleRankCommunicator):
     def __init__(self, purpose: str, notes: list[str]) -> None:
         self._purpose, self._notes = purpose, notes
 
-    def end(self) -> None:
-        self._notes.append(f"end {self._purpose}")
-
     def close(self) -> None:
+        self._notes.append(f"close {self._purpose}")
+
+    def abort(self) -> None:
         self._notes.append(f"abort {self._purpose}")
 
 
@@ -47,7 +47,7 @@ def test_connections_end_in_reverse_order_and_once() -> None:
     context = context_of(notes)
     context.close()
     context.close()
-    assert notes == ["end layers", "end steps"]
+    assert notes == ["close layers", "close steps"]
 
 
 def test_connections_are_aborted_where_their_use_fails() -> None:
@@ -62,7 +62,7 @@ def test_a_machine_of_one_worker_needs_no_connection() -> None:
     with context_of(notes) as context:
         context.connect_machine()
         assert context.intra_machine is not None
-    assert notes == ["end layers", "end steps"]
+    assert notes == ["close layers", "close steps"]
 
 
 def test_the_first_window_waits_as_long_as_a_start_may_take_and_later_ones_less() -> None:
@@ -100,7 +100,7 @@ def test_an_object_that_keeps_the_run_finds_the_next_context_there() -> None:
     assert notes == ["abort layers", "abort steps"]
     with run:
         pass
-    assert notes[2:] == ["end layers", "end steps"]
+    assert notes[2:] == ["close layers", "close steps"]
 
 
 def test_the_first_generation_is_numbered_without_another_connection() -> None:

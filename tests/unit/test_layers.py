@@ -59,7 +59,7 @@ def imported_parts(path: Path) -> Iterator[str]:
 
 
 def reads_environment(path: Path) -> bool:
-    """Tell whether a file names `os.environ` or `os.getenv`, or imports either."""
+    """Return whether a file names `os.environ` or `os.getenv`, or imports either."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Attribute) and node.attr in ENVIRONMENT:
             return True

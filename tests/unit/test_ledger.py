@@ -193,7 +193,7 @@ def test_one_members_file_proves_a_run_that_ended(tmp_path: Path, lost: int) -> 
     proof = proof_of(history, tmp_path)
     assert proof.exact
     assert (proof.done, proof.committed) == (6, 6)
-    assert [(a.owed, a.once, a.told) for a in proof.accounts] == [(10, 10, 5), (10, 10, 5)]
+    assert [(a.owed, a.once, a.substituted) for a in proof.accounts] == [(10, 10, 5), (10, 10, 5)]
     assert proof.notes == (
         f"Generation 0 has no event file of {(FIRST, SECOND)[lost]}: other members' lines prove 10 "
         "samples, skipped ones included; give the run's folder of each machine.",
@@ -206,7 +206,7 @@ def test_lines_that_a_machine_lost_are_proved_by_the_others(tmp_path: Path) -> N
     proof = proof_of(history, tmp_path)
     assert proof.exact
     assert (proof.committed, proof.done, proof.begun) == (4, 4, 5)
-    assert [(a.once, a.told) for a in proof.accounts] == [(10, 0), (4, 2)]
+    assert [(a.once, a.substituted) for a in proof.accounts] == [(10, 0), (4, 2)]
     assert proof.notes == (
         f"Generation 0 has no last lines of {SECOND}: other members' lines prove 2 samples, "
         "skipped ones included.",
@@ -230,11 +230,11 @@ def test_a_dead_members_steps_are_proved_where_its_rank_passed_to_another(tmp_pa
     proof = proof_of(history, tmp_path)
     assert proof.exact
     assert proof.notes == ()
-    assert [(a.once, a.told) for a in proof.accounts] == [(10, 0), (10, 0)]
+    assert [(a.once, a.substituted) for a in proof.accounts] == [(10, 0), (10, 0)]
     history.lose(1)
     proof = proof_of(history, tmp_path)
     assert proof.exact
-    assert [(a.once, a.told) for a in proof.accounts] == [(10, 3), (10, 1)]
+    assert [(a.once, a.substituted) for a in proof.accounts] == [(10, 3), (10, 1)]
     assert [SECOND in note for note in proof.notes] == [True]
 
 

@@ -103,7 +103,7 @@ def test_machines_get_json(run: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert told["notes"] == []
     assert main(["machine0", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["accounts"][0]["told"] == 500
+    assert told["accounts"][0]["substituted"] == 500
     assert len(told["notes"]) == 1
 
 

@@ -63,11 +63,10 @@ ALLOWED = {
     "errors.py PeerLost.rank": "what an error reports",
     "observe/console.py Console._world_size": "shown as the event `run` reports it",
     "observe/ledger/faults.py Fault.generation": _READ,
-    "observe/ledger/history.py Generation.members": _READ,
+    "observe/ledger/history.py GenerationRecords.members": _READ,
     "observe/ledger/history.py Stretch.generation": _READ,
     "observe/ledger/history.py Stretch.rank": _READ,
     "observe/ledger/periods.py Period.generation": _READ,
-    "observe/ledger/reading.py History.generations": _READ,
     "observe/ledger/reading.py History.members": _READ,
     "observe/ledger/reading.py _Start.generation": _READ,
     "observe/ledger/reading.py _Start.rank": _READ,
@@ -125,7 +124,7 @@ def name_of(value: ast.AST | None) -> str:
 
 
 def kept(names: list[str], annotation: ast.expr | None) -> bool:
-    """Tell whether an attribute keeps what it must not; a function that returns it is fine."""
+    """Return whether an attribute keeps what it must not; a function that returns it is fine."""
     types = {name_of(part) for part in ast.walk(annotation or ast.Constant(None))}
     return "Callable" not in types and bool(NAMES.intersection(names) or TYPES & types)
 

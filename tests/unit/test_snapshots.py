@@ -285,16 +285,16 @@ def test_missing_tensors_are_made_where_torch_makes_them(group: Any, device: str
 def test_what_is_lent_is_the_newest_committed_one_and_stays_as_it_is() -> None:
     snapshots = Snapshots()
     first = held(snapshots, 0, 0.0)
-    assert snapshots.lend() is None
+    assert snapshots.borrow() is None
     snapshots.commit(first)
     held(snapshots, 1, 1.0)
-    lent = snapshots.lend()
-    assert lent is not None
-    assert lent.name == first
-    places = {lent.state["model"]["weight"].data_ptr()}
+    borrowed = snapshots.borrow()
+    assert borrowed is not None
+    assert borrowed.name == first
+    places = {borrowed.state["model"]["weight"].data_ptr()}
     for step in range(2, 6):
         snapshots.commit(name(step - 1))
         own = held(snapshots, step, float(step))
         places.add(weight(snapshots, own).data_ptr())
-    assert torch.equal(lent.state["model"]["weight"], torch.zeros(100))
+    assert torch.equal(borrowed.state["model"]["weight"], torch.zeros(100))
     assert len(places) == 3

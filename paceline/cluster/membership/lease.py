@@ -34,7 +34,7 @@ def judge(
     *,
     advanced: bool,
 ) -> Verdict:
-    """Tell whether a lease's owner is alive.
+    """Return whether a lease's owner is alive.
 
     Args:
         counter: the lease's value; None where there is none.

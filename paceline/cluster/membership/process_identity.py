@@ -52,7 +52,7 @@ class ProcessIdentity:
 def ask_kernel(
     process: ProcessIdentity, own_process: ProcessIdentity
 ) -> Literal["runs", "ended", "elsewhere"]:
-    """Tell whether a process runs, if it is (or was) one of this machine's.
+    """Return whether a process runs, if it is (or was) one of this machine's.
 
     Args:
         process: the process in question.

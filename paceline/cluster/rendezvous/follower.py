@@ -138,7 +138,7 @@ def _live_start(
 
 
 def _finished(live: _Live, plan: RunPlan) -> bool:
-    """Tell whether the run is over; for a machine that never trained in it, it isn't."""
+    """Return whether the run is over; for a machine that never trained in it, it isn't."""
     return plan.begun and peek(live.store, FINISHED) is not None
 
 

@@ -99,7 +99,7 @@ class RegisteredMachine:
             self._remove_run()
 
     def all_left(self) -> bool:
-        """Tell whether all machines, this one too, have deregistered."""
+        """Return whether all machines, this one too, have deregistered."""
         return self.store.check([f"left/{i}" for i in range(self.plan.machines)])
 
     def key(self, name: str) -> str:

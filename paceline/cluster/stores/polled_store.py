@@ -91,7 +91,7 @@ class PolledStore(Store):
         self._poll(lambda: None if self.missing(keys) else True, limit, keys)
 
     def check(self, keys: list[str]) -> bool:
-        """Tell whether all keys are there."""
+        """Return whether all keys are there."""
         return not self.missing(keys)
 
     def multi_set(self, keys: list[str], values: list[bytes]) -> None:

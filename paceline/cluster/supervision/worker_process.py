@@ -67,7 +67,7 @@ class WorkerProcess:
         return None
 
     def hangs(self) -> bool:
-        """Tell whether the worker is in a call of the kernel that no signal interrupts."""
+        """Return whether the worker is in a call of the kernel that no signal interrupts."""
         try:
             text = Path(f"/proc/{self._process.pid}/stat").read_text()
         except OSError:  # it has ended

@@ -76,11 +76,11 @@ class ThreadGroup:
             return [collective.tensors[rank] for rank in range(self.world_size)]
 
     def complete(self, number: int) -> bool:
-        """Tell whether all ranks have brought a collective's tensors."""
+        """Return whether all ranks have brought a collective's tensors."""
         with self._changed:
             return len(self._collectives[number].tensors) == self.world_size
 
-    def close(self) -> None:
+    def abort(self) -> None:
         """End all waits."""
         with self._changed:
             self._closed = True
@@ -92,7 +92,7 @@ class ThreadCommunicator:
 
     def __init__(self, group: ThreadGroup, rank: int) -> None:
         self.rank, self.world_size = rank, group.world_size
-        self._group, self.close = group, group.close
+        self._group, self.abort = group, group.abort
         self._next = 0
 
     def all_reduce(self, tensor: Tensor) -> Ticket:
@@ -116,7 +116,7 @@ class ThreadCommunicator:
     def end_startup(self) -> None:
         """Change nothing: there is one limit."""
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Change nothing: other ranks may still compute."""
 
     def _start(self, tensor: Tensor, result_of: _ResultOf) -> Ticket:

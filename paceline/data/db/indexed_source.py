@@ -134,7 +134,7 @@ class IndexedSource:
         self._database.close()
 
     def _agrees(self, i: int) -> bool:
-        """Tell whether a record agrees with the saved index."""
+        """Return whether a record agrees with the saved index."""
         try:
             value = self._read(i)
             if value is None:

@@ -30,7 +30,7 @@ _QUALITY = 95
 
 
 def is_image(data: bytes, name: str) -> bool:
-    """Tell whether a file's content is an image, or should be by its name."""
+    """Return whether a file's content is an image, or should be by its name."""
     if data.startswith(MAGIC_OF_JPEG) or name.lower().endswith(IMAGE_SUFFIXES):
         return True
     try:

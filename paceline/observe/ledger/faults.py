@@ -63,25 +63,27 @@ def contradictions(history: History, period: Period) -> Iterator[str]:
                 f"generation could only train step {_span(period.start, history.extent.total)}."
             )
     missing = _missing(history, period)
-    if missing and written.stretches and not written.tells_all:
+    if missing and written.stretches and not written.has_all_shares:
         names = _names(missing.values())
         yield f"It has {len(period.members)} ranks, but no event file of {names}: {_ALL_FOLDERS}."
 
 
-def substitutions(history: History, period: Period, told: Mapping[int, int]) -> Iterator[str]:
+def substitutions(
+    history: History, period: Period, substituted: Mapping[int, int]
+) -> Iterator[str]:
     """Yield which members' lines are missing in a generation, where other members' lines have all.
 
     Args:
         history: the run's.
         period: the generation's.
-        told: for each rank, the number of its samples that only other members' lines tell.
+        substituted: for each rank, the number of its samples that only other members' lines prove.
     """
-    missing = _missing(history, period) if period.generation.tells_all else {}
-    ended = {rank: period.members[rank] for rank in told if rank not in missing}
+    missing = _missing(history, period) if period.generation.has_all_shares else {}
+    ended = {rank: period.members[rank] for rank in substituted if rank not in missing}
     kinds = (("event file", missing, f"; {_ALL_FOLDERS}"), ("last lines", ended, ""))
     for what, members, remedy in kinds:
         if members:
-            samples = sum(told.get(rank, 0) for rank in members)
+            samples = sum(substituted.get(rank, 0) for rank in members)
             yield (
                 f"Generation {period.number} has no {what} of {_names(members.values())}: other "
                 f"members' lines prove {samples:,} samples, skipped ones included{remedy}."
@@ -123,10 +125,10 @@ def misplaced(segment: Segment, tiling: Tiling, strays: Iterable[Stretch]) -> It
 
 
 def _disagreements(segment: Segment) -> Iterator[str]:
-    """Yield the first share that two lines tell differently."""
-    tellers = {share.cuts: share.member for share in segment.shares if share.cuts}
+    """Yield the first share that differs between two lines."""
+    written = {share.cuts: share.member for share in segment.shares if share.cuts}
     known = {share.rank: (share.member, (share.first, share.last)) for share in segment.shares}
-    for cuts, member in tellers.items():
+    for cuts, member in written.items():
         for rank, columns in enumerate(pairwise(cuts)):
             other, expected = known.setdefault(rank, (member, columns))
             if columns != expected:

@@ -48,7 +48,7 @@ class Stretch:
     """Consecutive steps in which a rank trained the same slice of each batch.
 
     Attributes:
-        member: the member whose file this is, as `Generation.members` names it.
+        member: the member whose file this is, as `GenerationRecords.members` names it.
         rank: the member's rank.
         generation: the generation's number.
         epoch: the epoch number that the rank recorded.
@@ -74,7 +74,7 @@ class Stretch:
 
 
 @dataclass(kw_only=True)
-class Generation:
+class GenerationRecords:
     """Records of one generation, as its ranks wrote them.
 
     Attributes:
@@ -98,6 +98,6 @@ class Generation:
     left: set[int] = field(default_factory=set)
 
     @property
-    def tells_all(self) -> bool:
+    def has_all_shares(self) -> bool:
         """Whether lines have the shares of all ranks; those of earlier versions don't."""
         return any(stretch.cuts for stretch in self.stretches)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from paceline.observe.ledger.history import Generation
+from paceline.observe.ledger.history import GenerationRecords
 from paceline.observe.ledger.reading import History
 
 
@@ -30,7 +30,7 @@ class Period:
     """
 
     number: int
-    generation: Generation
+    generation: GenerationRecords
     start: int
     end: int
 
@@ -80,7 +80,7 @@ def timeline(history: History) -> Timeline:
 
 def _backwards(history: History) -> Iterator[Period]:
     """Yield the periods from the last to the first, which is a gap if no generation covers it."""
-    end, number, generation = history.extent.total, 0, Generation()
+    end, number, generation = history.extent.total, 0, GenerationRecords()
     nothing = True
     for number, generation in sorted(history.generations.items(), reverse=True):
         starts = generation.restores or {line.start for line in generation.stretches}
@@ -93,4 +93,4 @@ def _backwards(history: History) -> Iterator[Period]:
         if generation.foreign:
             return  # what was before came with another run's checkpoint
     if nothing or end > 0:
-        yield Period(number=number, generation=Generation(), start=0, end=end)
+        yield Period(number=number, generation=GenerationRecords(), start=0, end=end)

@@ -33,7 +33,7 @@ class EpochAccount:
         owed: samples that must have been trained.
         committed: samples among `owed` whose steps can't be undone (see `Proof.committed`).
         once: samples trained once.
-        told: samples among `once` that only other members' lines tell.
+        substituted: samples among `once` that only other members' lines prove.
         skipped: samples read once and left out, because their records are bad.
         lost: samples trained by no rank.
         twice: samples trained more than once, plus samples trained outside their batch.
@@ -43,7 +43,7 @@ class EpochAccount:
     owed: int
     committed: int
     once: int = 0
-    told: int = 0
+    substituted: int = 0
     skipped: int = 0
     lost: int = 0
     twice: int = 0
@@ -83,7 +83,7 @@ class Proof:
 
     @property
     def exact(self) -> bool:
-        """Tell whether each sample was trained once, as far as the run went."""
+        """Return whether each sample was trained once, as far as the run went."""
         return self.fault_count == 0
 
 
@@ -133,7 +133,7 @@ def _faults(
         for text in contradictions(history, period):
             yield Fault(text=text, generation=period.number)
     for period in times.periods:
-        told: Counter[int] = Counter()
+        substituted: Counter[int] = Counter()
         for segment in segments(history.extent, period, times):
             right = [
                 share
@@ -150,9 +150,9 @@ def _faults(
                 account.skipped += steps * skipped
                 account.lost += steps * size(tiling.lost)
                 account.twice += steps * size(tiling.twice)
-                for share in segment.told:
-                    told[share.rank] += steps * (share.last - share.first)
-                    account.told += steps * (share.last - share.first)
+                for share in segment.substituted:
+                    substituted[share.rank] += steps * (share.last - share.first)
+                    account.substituted += steps * (share.last - share.first)
             for text in misplaced(segment, tiling, strays):
                 yield Fault(text=text, generation=period.number, step=segment.start, steps=steps)
-        notes.extend(substitutions(history, period, told))
+        notes.extend(substitutions(history, period, substituted))

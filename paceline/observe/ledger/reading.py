@@ -1,7 +1,7 @@
 """Reads events into a history, line by line: what is kept grows with changes, not with steps.
 
 Only an event's fields are checked here: that they are there, are whole numbers, and that all files
-tell of one run.
+are of one run.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from paceline.errors import DataError
-from paceline.observe.ledger.history import Extent, Generation, Stretch
+from paceline.observe.ledger.history import Extent, GenerationRecords, Stretch
 
 Events = Iterable[Mapping[str, Any]]
 
@@ -28,8 +28,9 @@ class History:
     """History of a run, read from all of its event files in one pass.
 
     Args:
-        files: pairs of a member, as `Generation.members` names it, and its events in the order in
-            which they were written. `rank <r>` may have several files, from several machines.
+        files: pairs of a member, as `GenerationRecords.members` names it, and its events in the
+            order in which they were written. `rank <r>` may have several files, from several
+            machines.
 
     Attributes:
         extent: the run's expected size.
@@ -41,7 +42,7 @@ class History:
     """
 
     def __init__(self, files: Iterable[tuple[str, Events]]) -> None:
-        self.generations: dict[int, Generation] = defaultdict(Generation)
+        self.generations: dict[int, GenerationRecords] = defaultdict(GenerationRecords)
         self.members: set[str] = set()
         self._started: set[tuple[int, int]] = set()  # (generation, rank)
         self._cuts: dict[tuple[int, ...], tuple[int, ...]] = {}  # equal ones are one object

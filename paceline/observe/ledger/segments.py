@@ -5,8 +5,8 @@
     segments  |  a   |b |     c     |d |
 
 Here rank 1 wrote nothing of the steps b. A member's file can lack its last lines, or be missing.
-Then the other members' lines tell its share of committed steps, which all ranks have trained. They
-tell nothing of a step that a member left out before later lines of its own.
+Then the other members' lines prove its share of committed steps, which all ranks have trained. They
+prove nothing of a step that a member left out before later lines of its own.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Segment:
         owed: whether each sample of these steps must have been trained exactly once; if False, the
             steps may be unfinished.
         shares: what each rank trained in these steps.
-        told: those of the shares that only other members' lines tell.
+        substituted: those of the shares that only other members' lines prove.
         absent: the ranks that trained nothing in these steps.
         holes: those of the absent ranks whose event files contain later steps.
     """
@@ -44,7 +44,7 @@ class Segment:
     length: int
     owed: bool
     shares: tuple[Stretch, ...]
-    told: tuple[Stretch, ...]
+    substituted: tuple[Stretch, ...]
     absent: tuple[int, ...]
     holes: tuple[int, ...]
 
@@ -66,7 +66,7 @@ def segments(extent: Extent, period: Period, times: Timeline) -> Iterator[Segmen
         shares = [share for share in shares if share.end > start]
         absent = reach.keys() - {share.rank for share in shares}
         holes = {rank for rank in absent if reach[rank] > start}
-        told = _told(shares, absent - holes - period.generation.left)
+        substituted = _substituted(shares, absent - holes - period.generation.left)
         begin = start % extent.steps * extent.batch
         yield Segment(
             epoch=start // extent.steps,
@@ -75,21 +75,21 @@ def segments(extent: Extent, period: Period, times: Timeline) -> Iterator[Segmen
             begin=begin,
             length=min(extent.batch, extent.samples - begin),
             owed=stop <= times.done,
-            shares=(*shares, *told),
-            told=told,
-            absent=tuple(sorted(absent - {share.rank for share in told})),
+            shares=(*shares, *substituted),
+            substituted=substituted,
+            absent=tuple(sorted(absent - {share.rank for share in substituted})),
             holes=tuple(sorted(holes)),
         )
 
 
-def _told(shares: Iterable[Stretch], ranks: Container[int]) -> tuple[Stretch, ...]:
+def _substituted(shares: Iterable[Stretch], ranks: Container[int]) -> tuple[Stretch, ...]:
     """Return the shares of some ranks by the lines of the others, if these agree."""
-    tellers = {share.cuts: share for share in shares if share.cuts}
-    if len(tellers) != 1:
+    with_cuts = {share.cuts: share for share in shares if share.cuts}
+    if len(with_cuts) != 1:
         return ()
-    ((cuts, teller),) = tellers.items()
+    ((cuts, share),) = with_cuts.items()
     return tuple(
-        replace(teller, rank=rank, first=first, last=last, cuts=(), skipped=0)
+        replace(share, rank=rank, first=first, last=last, cuts=(), skipped=0)
         for rank, (first, last) in enumerate(pairwise(cuts))
         if rank in ranks
     )

@@ -130,7 +130,7 @@ class Reader:
 
 
 def _is_plain(command: str) -> bool:
-    """Tell whether a command is a program and its arguments, with nothing for a shell to do."""
+    """Return whether a command is a program and its arguments, with nothing for a shell to do."""
     return command.startswith(PROGRAMS) and not re.search(r"[$`*?&|;<>(){}\[\]~]", command)
 
 
@@ -144,7 +144,7 @@ def _interrupt(process: subprocess.Popen[str], after: str) -> None:
 
 
 def says(said: str, expected: str) -> bool:
-    """Tell whether a text occurs in what was said; "…" stands for anything."""
+    """Return whether a text occurs in what was said; "…" stands for anything."""
     parts = _plain(expected).split("…")
     return re.search(".*?".join(map(re.escape, parts)), _plain(said)) is not None
 

@@ -89,12 +89,12 @@ def wild(draw: st.DrawFn) -> Tensor:
 
 
 def same(one: Tensor, other: Tensor, tolerance: float = 0.0) -> bool:
-    """Tell whether values are equal, and NaNs where the other has them."""
+    """Return whether values are equal, and NaNs where the other has them."""
     return torch.allclose(one, other, rtol=0, atol=tolerance, equal_nan=True)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Tell whether float32 values have the same bits; NaNs may differ in theirs."""
+    """Return whether float32 values have the same bits; NaNs may differ in theirs."""
     bits = [t.view(torch.int32).masked_fill(t.isnan(), 0x7FC00000) for t in (one, other)]
     return torch.equal(*bits)
 

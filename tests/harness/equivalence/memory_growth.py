@@ -51,7 +51,7 @@ class Usage:
         )
 
     def is_flat(self, before: Usage, steps: int) -> bool:
-        """Tell whether this is no more than before: an object in ten steps and 4 MB at most."""
+        """Return whether this is no more than before: an object in ten steps and 4 MB at most."""
         same = (self.files, self.threads) == (before.files, before.threads)
         few = self.objects - before.objects < steps / 10
         return same and few and self.memory - before.memory < 4 * _MEGABYTE

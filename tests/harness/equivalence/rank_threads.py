@@ -23,7 +23,7 @@ def run_ranks(world_size: int, function: Callable[[Communicator], T]) -> list[T]
             results[rank] = function(group.communicator(rank))
         except BaseException as error:
             errors.append(error)
-            group.close()
+            group.abort()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
     for thread in threads:

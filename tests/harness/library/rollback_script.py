@@ -190,7 +190,7 @@ def main() -> None:
 
 
 def close(one: Tensor, other: Tensor) -> bool:
-    """Tell whether values are equal but for the order of sums."""
+    """Return whether values are equal but for the order of sums."""
     return bool((one.double() - other.double()).abs().max() < 1e-10)
 
 

@@ -135,7 +135,7 @@ def rows_of(run_folder: Path) -> list[dict[str, str]]:
 
 
 def all_end(processes: Sequence[psutil.Process], limit: float = 5.0) -> bool:
-    """Tell whether all processes end within the limit.
+    """Return whether all processes end within the limit.
 
     A zombie has ended too: the first process of a container may not wait for orphans.
     """

@@ -92,7 +92,7 @@ class Program:
 
 
 def _same_interpreter(environment: Mapping[str, str]) -> bool:
-    """Tell whether no variable is for the interpreter's start alone."""
+    """Return whether no variable is for the interpreter's start alone."""
 
     def own(variables: Mapping[str, str]) -> dict[str, str]:
         return {k: v for k, v in variables.items() if k[:6] == "PYTHON" and k != "PYTHONPATH"}
