@@ -153,7 +153,14 @@ class PeerLost(CommError):
 
 
 class CommTimeout(CommError):
-    """Error of an operation that reached its timeout without an answer from a peer."""
+    """Error of an operation that reached its timeout without an answer from a peer.
+
+    Attributes:
+        of_call: whether all ranks must make a call that a peer didn't make. That is the cause where
+            several ranks wait for each other.
+    """
+
+    of_call = False
 
 
 class DataError(PacelineError):

@@ -17,6 +17,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from paceline.errors import ConfigError
 from paceline.recorder import NullRecorder, Recorder
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.exchange import Exchange
@@ -26,7 +27,13 @@ from paceline.update.updater import OwnStep, Updater
 
 
 class UpdateRule(Protocol):
-    """Protocol of an update rule, which turns a step's sums into updated parameters."""
+    """Protocol of an update rule, which turns a step's sums into updated parameters.
+
+    Attributes:
+        installs_sums: whether what is installed are sums of gradients; otherwise, parameters.
+    """
+
+    installs_sums: bool
 
     def unit(self, bucket: Bucket) -> tuple[Bucket, ...]:
         """Return the buckets that are installed together with one, itself included."""
@@ -58,6 +65,8 @@ class ReplicatedUpdate:
     Args:
         updater: updates the parameters from the sums.
     """
+
+    installs_sums = True
 
     def __init__(self, updater: Updater | OwnStep) -> None:
         self._freeze = updater.freeze
@@ -111,7 +120,7 @@ class DataParallel:
         self._sent: set[int] = set()  # buckets, in this step
         self._step, self._weight, self._scale = 0, 0.0, 1.0
         self._ended = True  # what is awaited belongs to an ended step and may be installed
-        self._reduced = False
+        self._reduced = self._exposing = False
 
     def begin(self, step: int, weight: float, scale: float) -> None:
         """Start a step; sums of the last one may still be under way, but not its statistics."""
@@ -150,6 +159,30 @@ class DataParallel:
             for p, gradient in zip(bucket.parameters, sums, strict=True):
                 p.grad = None if gradient is None else gradient.clone()  # the caller's own
         self._reduced = True
+
+    def begin_again(self) -> None:
+        """Begin another exchange of the step: of gradients, and of statistics."""
+        if (index := len(self.buckets)) in self._awaited:
+            self._wait(index)  # not installed: those of the second forward include it
+        self._begin_exchange()
+        self._reduced = False
+
+    def expose_gradients(self, parameter: Tensor) -> None:
+        """Settle, and keep the sums."""
+        for bucket in self.buckets:
+            names = [
+                n for p, n in zip(bucket.parameters, bucket.names, strict=True) if p is parameter
+            ]
+            if names and not (self._rule.installs_sums and bucket.index in self._awaited):
+                raise ConfigError(
+                    f"the gradient of {names[0]} was used after optimizer.step(), when this rank "
+                    "has only its own part of it: use gradients before optimizer.step()."
+                )
+        self._exposing = True
+        try:
+            self.settle()
+        finally:
+            self._exposing = False
 
     def end(self) -> None:
         """Send what backward didn't reach, and let the results be installed.
@@ -211,9 +244,12 @@ class DataParallel:
         if self._sent and self._end_startup is not None:
             self._end_startup()
             self._end_startup = None
+        self._ended = False
+        self._begin_exchange()
+
+    def _begin_exchange(self) -> None:
         self._sent.clear()
         self._exchange.begin(self._scale)
-        self._ended = False
         self._statistics.pack()
         if self._statistics.flat is not None:
             values, weight = [self._statistics.flat], 1 / self._world_size
@@ -230,6 +266,10 @@ class DataParallel:
     def _install(self, unit: tuple[Bucket, ...], values: Sequence[Tensor | None]) -> None:
         with self._recorder.span("update", bucket=unit[0].index):
             self._rule.install(unit, values)
+        if self._exposing:
+            parameters = (p for bucket in unit for p in bucket.parameters)
+            for p, value in zip(parameters, values, strict=True):
+                p.grad = None if value is None else value.clone()
 
     def _wait(self, index: int) -> list[Tensor | None]:
         with self._recorder.span("wait", bucket=index):

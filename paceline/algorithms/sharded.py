@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from paceline.algorithms.data_parallel import DataParallel
@@ -54,6 +55,8 @@ class ShardedUpdate:
         shards: the optimizer that updates this rank's shards.
     """
 
+    installs_sums = False
+
     def __init__(
         self, buckets: Sequence[Bucket], exchange: PutExchange, shards: ShardOptimizer
     ) -> None:
@@ -88,7 +91,8 @@ class ShardedUpdate:
     def _update(self, index: int, given: Sequence[Tensor | None] | None) -> None:
         """Update this rank's shard of a bucket, in the shard reducer's thread."""
         used = () if given is not None else self._exchange.flags(index).tolist()
-        self._shards.update(index, used, given)
+        with torch._C.DisableTorchFunctionSubclass():  # no script's use, which would wait for this
+            self._shards.update(index, used, given)
 
 
 class ShardedState:

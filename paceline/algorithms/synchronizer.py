@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from torch import Tensor
+
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.rank_state import RankState
 
@@ -56,10 +58,23 @@ class Synchronizer(Protocol):
         From now until `end` or `abandon`, the state is the one before this step's update.
         """
 
+    def begin_again(self) -> None:
+        """Begin another exchange of the step, whose first gradients were reduced."""
+
     def reduce(self) -> None:
         """Wait, and make every parameter's `.grad` the mean over the global batch.
 
         The caller may look at it, clip or unscale it; the update then uses it as it is.
+        """
+
+    def expose_gradients(self, parameter: Tensor) -> None:
+        """Settle the last ended step, and make every `.grad` the mean over its global batch.
+
+        Args:
+            parameter: the one whose gradient is used.
+
+        Raises:
+            ConfigError: it isn't on this rank any more.
         """
 
     def end(self) -> None:

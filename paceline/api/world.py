@@ -143,7 +143,8 @@ class World:
     def reduce(self) -> None:
         """Wait until every `.grad` is the mean over the global batch and may be changed.
 
-        Call it between backward and `optimizer.step()`, to clip, unscale or inspect gradients.
+        The first use of a gradient after backward does the same. Call this between backward and
+        `optimizer.step()` to choose the moment, or before a use by an alias of a gradient.
 
         Raises:
             ConfigError: no step is active, or a gradient was changed before.
@@ -154,8 +155,8 @@ class World:
     def settle(self) -> None:
         """Wait until all parameters are those after the last `optimizer.step()`.
 
-        The model's next forward, `eval()` and `state_dict()` do the same. Call this before other
-        reads of the parameters, such as an average of weights.
+        The model's next forward, `eval()`, `state_dict()` and any use of a parameter do the same.
+        Call this to choose the moment, or before a use by an alias (`p.data` of before).
 
         Raises:
             ConfigError: there is no model yet.

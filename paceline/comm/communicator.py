@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from paceline.errors import ConfigError
+from paceline.errors import CommTimeout, ConfigError
 
 TEXT_BYTES = 256  # bytes of what `gather_texts` gathers
 
@@ -125,7 +125,11 @@ def require_same_call(
         ConfigError: a rank makes another call, or with other arguments; names both.
         CommError: a peer was lost, or silent.
     """
-    texts = gather_texts(communicator, f"{call}\n{given}", device, operation)
+    try:
+        texts = gather_texts(communicator, f"{call}\n{given}", device, operation)
+    except CommTimeout as error:
+        error.of_call = True
+        raise
     own = texts[communicator.rank]
     for rank, text in enumerate(texts):
         other_call, _, other = text.partition("\n")

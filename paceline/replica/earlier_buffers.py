@@ -29,26 +29,20 @@ class EarlierBuffers:
         model: the model.
 
     Attributes:
+        due: whether the next forward that trains is to copy them first: a batch has begun.
         values: copies of the buffers, by name; None where the model's own are still the same.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._watching = False
+        self.due = False
         self.values: Mapping[str, Tensor | None] | None = None
 
-    def begin_batch(self) -> None:
-        """Copy the buffers before the next forward, unless an earlier batch of the step did."""
-        self._watching = self.values is None
-
-    def before_forward(self) -> None:
-        """Copy the buffers, if this is the first forward that trains since a batch began."""
-        if self._watching and self._model.training:
-            self._watching = False
-            buffers = named_buffers(dict(self._model.named_modules()))
-            values = ((name, module._buffers[key]) for name, module, key in buffers)
-            self.values = {n: None if value is None else value.clone() for n, value in values}
-
-    def end_step(self) -> None:
-        """Forget the copies: the batches are trained."""
-        self._watching, self.values = False, None
+    def copy(self) -> None:
+        """Copy the buffers, if the forward that begins trains, unless an earlier one did."""
+        if self._model.training:
+            self.due = False
+            if self.values is None:
+                buffers = named_buffers(dict(self._model.named_modules()))
+                values = ((name, module._buffers[key]) for name, module, key in buffers)
+                self.values = {n: None if value is None else value.clone() for n, value in values}

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from paceline.algorithms.synchronizer import Synchronizer
@@ -22,7 +24,7 @@ from paceline.replica.live_hooks import LiveHook
 from paceline.replica.read_tracing import Readers, ReadMap, ReadTracer, registering_modules
 from paceline.replica.state_copier import StateCopier
 from paceline.replica.trained_parameters import TrainedParameters
-from paceline.update.write_guard import WriteGuard
+from paceline.update.parameter_watch import Gap, ParameterWatch, WriteGuard
 
 
 class ReplicaHooks:
@@ -32,6 +34,7 @@ class ReplicaHooks:
         model: the model.
         trained: its trained parameters.
         synchronizer: of their gradients.
+        watch: of the trained parameters.
         reads: which modules read which parameters, if that was traced before.
         earlier: the buffers before the next step's batches.
 
@@ -50,11 +53,13 @@ class ReplicaHooks:
         model: nn.Module,
         trained: TrainedParameters,
         synchronizer: Synchronizer,
-        reads: ReadMap | None = None,
-        earlier: EarlierBuffers | None = None,
+        watch: ParameterWatch,
+        reads: ReadMap | None,
+        earlier: EarlierBuffers,
     ) -> None:
         self.trained, self.synchronizer = trained, synchronizer
-        self._earlier = EarlierBuffers(model) if earlier is None else earlier
+        self._watch, self._earlier = watch, earlier
+        self._watches_backward = False
         self.gradients = StepGradients(synchronizer.buckets)
         self.exchanging = True
         self.copier: StateCopier | None = None
@@ -77,6 +82,7 @@ class ReplicaHooks:
     def begin(self, number: int, weight: float, scale: float) -> None:
         """Start a step."""
         self._running, self.copier = True, None  # one that a failed step left is given up
+        self._watches_backward = False
         self.gradients.begin(number)
         self.synchronizer.begin(number, weight, scale)
 
@@ -96,9 +102,10 @@ class ReplicaHooks:
         """
         self.copier = copier
         names = self.trained.names if names is None else names
-        copier.begin(names, self.gradients.parameters, self._earlier.values)
-        if settled or self._tracer is not None:  # which would take the copies for reads
-            copier.copy_buckets(self.synchronizer.buckets)
+        with self._watch.paused():
+            copier.begin(names, self.gradients.parameters, self._earlier.values)
+            if settled or self._tracer is not None:  # which would take the copies for reads
+                copier.copy_buckets(self.synchronizer.buckets)
 
     def end_snapshot(self) -> None:
         """Copy what hasn't been read, and the rank's own state, before the step's update."""
@@ -132,6 +139,7 @@ class ReplicaHooks:
 
     def close(self) -> None:
         """Remove the hooks and close the synchronizer."""
+        self._watch.end()
         if self._tracer is not None:
             self._tracer.finish(())
         for handle in self._handles:
@@ -152,11 +160,36 @@ class ReplicaHooks:
         if not self._running:
             return
         assert isinstance(parameter, nn.Parameter)
+        if self.gradients.reduced:
+            self._exchange_again()
+        if self.exchanging and not self._watches_backward:
+            self._watch_backward()
         if self._tracer is not None:
             self._tracer.used.add(parameter)
         bucket = self.gradients.add(index, parameter, exchanging=self.exchanging)
         if bucket is not None:
             self.synchronizer.gradient_ready(bucket)
+
+    def _exchange_again(self) -> None:
+        """Begin another exchange of the step, in a backward after the first one's was reduced.
+
+        What is sent then is the mean that was reduced, plus this rank's new gradient. Ranks'
+        weights add up to one, so the sum is the mean plus the new one's.
+        """
+        self.synchronizer.begin_again()
+        self.gradients.begin_again()
+
+    def _watch_backward(self) -> None:
+        """Watch the gradients from the end of this backward on."""
+        self._watch.end()
+        self._watches_backward = True
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        if self._running and self._watches_backward:
+            self._watches_backward = False
+            self._watch.begin(Gap.GRADIENTS)
 
     def _wait_in(self, readers: Readers) -> None:
         """Make each reader wait for its buckets, and the end of the forward for all others."""
@@ -175,7 +208,8 @@ class ReplicaHooks:
         @contextmanager
         def waited() -> Iterator[None]:
             wait()
-            yield
+            with self._watch.paused():  # which would be compiled, too
+                yield
 
         if is_compiled(module):
             self._waits.callback(around_call(module, waited))
@@ -184,9 +218,12 @@ class ReplicaHooks:
 
     def _wait_for(self, buckets: tuple[Bucket, ...]) -> LiveHook:
         def wait(*_: object) -> None:
+            if self._watch.gap is Gap.UPDATES:
+                self._watch.end()
             if not self._running:  # the forward of a batch whose gradients accumulate, say
                 self.synchronizer.install_statistics()
-                self._earlier.before_forward()
+                if self._earlier.due:
+                    self._earlier.copy()
             for bucket in buckets:
                 self.synchronizer.before_read(bucket)
             if self.copier is not None:
@@ -209,6 +246,7 @@ class StepGradients:
     Attributes:
         parameters: the exchanged parameters with their buckets; a parameter's index is its position
             in this list.
+        reduced: whether they are the global means, and may be written.
         guard: guard of the gradients that were sent.
     """
 
@@ -216,6 +254,7 @@ class StepGradients:
         self.parameters = {p: bucket for bucket in buckets for p in bucket.parameters}
         self._buckets = list(self.parameters.values())
         self._names = [name for bucket in buckets for name in bucket.names]
+        self.reduced = False
         self.guard = WriteGuard(
             buckets,
             lambda name: ConfigError(
@@ -231,6 +270,11 @@ class StepGradients:
     def begin(self, number: int) -> None:
         """Expect all gradients of a step."""
         self._number = number
+        self.begin_again()
+
+    def begin_again(self) -> None:
+        """Expect all gradients once more."""
+        self.reduced = False
         self._expected = [True] * len(self._buckets)
         self._remaining = list(self._sizes)  # gradients that each bucket has yet to get
         self._sample: tuple[nn.Parameter, Tensor] | None = None  # a few values, as they were sent
@@ -282,6 +326,7 @@ class StepGradients:
             sent = self._sample[1]
             self._sample_unchanged = ((_first_values(now) == sent) | sent.isnan()).all()
         self._expected = [False] * len(self._buckets)
+        self.reduced = True
 
     def reduced_as_sent(self) -> bool:
         """Return whether gradients were the same when they were sent and when they were reduced."""

@@ -45,6 +45,7 @@ from paceline.replica.read_tracing import ReadMap
 from paceline.replica.state_copier import StateCopier
 from paceline.replica.trained_parameters import TrainedParameters, fingerprint_of
 from paceline.update.batch_norm import BatchShare
+from paceline.update.parameter_watch import Gap, ParameterWatch
 from paceline.update.state_watch import unwatch_state, watch_state
 from paceline.update.updater import is_bucketwise
 
@@ -109,10 +110,15 @@ class Replica:
         self._recorder = recorder or NullRecorder()
         self._scale: Callable[[], float] | None = None
         self._number: int | None = None  # the current step
-        self._reduced, self._settled = False, False  # settled: since the last step's end
+        self._settled = False  # since the last step's end
         self._copier: StateCopier | None = None  # of the next step
         self._state_hooks = ExitStack()
         self._earlier = EarlierBuffers(model)
+        self._watch = ParameterWatch(
+            reduce=self.reduce,
+            install=self.settle,
+            expose=lambda parameter: self._binding.synchronizer.expose_gradients(parameter),
+        )
         self.bindings, self.stateful = 0, False
         self._hooks: ReplicaHooks | None = self._bind(known=set())  # None between generations
         self._settle_before_states()
@@ -139,7 +145,7 @@ class Replica:
 
     def begin_batch(self) -> None:
         """Let snapshots have the buffers from before the next forward, until a step trains it."""
-        self._earlier.begin_batch()
+        self._earlier.due = True
 
     @contextmanager
     def step(self, number: int, weight: float) -> Iterator[None]:
@@ -152,7 +158,7 @@ class Replica:
             CommError: a peer was lost, or didn't answer in time.
         """
         self._bind_anew_if_changed()
-        self._number, self._reduced = number, False
+        self._number = number
         self._share.begin(weight)
         scale = 1.0 if self._scale is None or not self.stateful else self._scale()
         self._binding.begin(number, weight, scale)
@@ -166,7 +172,7 @@ class Replica:
             self._binding.synchronizer.abandon()
             self._done()
         self._share.end()
-        self._earlier.end_step()
+        self._forget_earlier_buffers()
         self._binding.finish_tracing()
 
     @contextmanager
@@ -190,14 +196,16 @@ class Replica:
                 "reduce() was called outside a step: call it within step(), after backward and "
                 "before optimizer.step()."
             )
-        if not self._reduced:
+        if not self._binding.gradients.reduced:
+            self._watch.end()
             self._binding.gradients.before_reduce()
             self._binding.synchronizer.reduce()
-            self._reduced = True
 
     def settle(self) -> None:
         """Make this rank's parameters and running statistics final; local."""
         if self._hooks is not None:
+            if self._watch.gap is Gap.UPDATES:
+                self._watch.end()
             self._hooks.settle()
             self._settled = True
 
@@ -269,7 +277,7 @@ class Replica:
         self._trained, self._reads = self._binding.trained, self._binding.reads
         self._unbind()
         self._hooks, self._number, self._copier = None, None, None
-        self._earlier.end_step()
+        self._forget_earlier_buffers()
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # a schedule may step
         self._share.end()
 
@@ -328,11 +336,13 @@ class Replica:
         self.bindings += 1
         self.stateful = synchronizer.state is not None
         self._bucketwise = is_bucketwise(self._optimizer)
-        return ReplicaHooks(self._model, trained, synchronizer, reads, self._earlier)
+        self._watch.bind(p for bucket in buckets for p in bucket.parameters)
+        return ReplicaHooks(self._model, trained, synchronizer, self._watch, reads, self._earlier)
 
     def _bind_anew_if_changed(self) -> None:
         old, plan = self._binding, self._next_plan() if self._next_plan else None
-        same = fingerprint_of(self._optimizer) == old.trained.fingerprint
+        with self._watch.paused():
+            same = fingerprint_of(self._optimizer) == old.trained.fingerprint
         if same and plan is None:
             return
         self._plan = plan or self._plan
@@ -360,6 +370,7 @@ class Replica:
         """Replace `optimizer.step()`: inside a step, end it."""
         if self._number is None:
             return self._plain_step(*args, **kwargs)
+        self._watch.end()
         if not self._bucketwise:
             return self._make_own_step(optimizer, *args, **kwargs)
         if not args and not kwargs and _has_hooks(optimizer, "pre"):  # no closure to run first
@@ -371,6 +382,7 @@ class Replica:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+            self._watch.end()
         assert self._number is not None
         self._binding.gradients.guard.check_gradients()
         self._refuse_unexchanged()
@@ -380,6 +392,8 @@ class Replica:
         watch_state(optimizer, self.settle)  # a script, or load_state_dict(), may have replaced it
         if _has_hooks(optimizer, "post") or not is_bucketwise(optimizer):  # its step was wrapped
             self.settle()
+        else:
+            self._watch.begin(Gap.UPDATES)
         return loss
 
     def _make_own_step(
@@ -404,7 +418,7 @@ class Replica:
         self._refuse_unexchanged()
         with self._recorder.span("update", bucket=0):
             result = self._plain_step(*args, **kwargs)
-        if not self._reduced:
+        if not self._binding.gradients.reduced:
             raise ConfigError(
                 f"{type(optimizer).__name__}.step() was given a closure and did not call it, so it "
                 "updated from this rank's gradients alone: call step() without a closure."
@@ -414,16 +428,20 @@ class Replica:
         self._done()
         return result
 
+    def _forget_earlier_buffers(self) -> None:
+        self._earlier.due, self._earlier.values = False, None
+
     def _done(self) -> None:
         self._number, self._settled = None, False
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers check it
         self._binding.end()
 
     def _refuse_early_unscaling(self) -> None:
-        """Refuse a GradScaler's step whose gradients aren't reduced, or were unscaled before."""
+        """Reduce before a GradScaler's step; refuse gradients that were unscaled before that."""
         if self._number is None:
             return
-        if not self._reduced or not self._binding.gradients.reduced_as_sent():
+        self.reduce()
+        if not self._binding.gradients.reduced_as_sent():
             raise ConfigError(
                 "a GradScaler unscaled gradients that had already been sent in step "
                 f"{self._number}: call reduce() after backward, before unscale_() and step()."
@@ -465,15 +483,26 @@ class Replica:
 
     def _zero_optimizer(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
         """Replace `optimizer.zero_grad()`, which may write gradients that are being sent."""
-        if not set_to_none and self._hooks is not None:
-            self._binding.synchronizer.wait_until_gradients_writable()
-        self._plain_zero(set_to_none)
+        with self._before_zeroing(set_to_none):
+            self._plain_zero(set_to_none)
 
     def _zero_model(self, model: nn.Module, set_to_none: bool = True) -> None:
         """Replace `model.zero_grad()`, likewise."""
-        if not set_to_none and self._hooks is not None:
+        with self._before_zeroing(set_to_none):
+            type(model).zero_grad(model, set_to_none)
+
+    @contextmanager
+    def _before_zeroing(self, set_to_none: bool) -> Iterator[None]:
+        """Wait until gradients may be zeroed inside; before `optimizer.step()`, reduce them."""
+        if self._hooks is None:
+            yield
+            return
+        if self._watch.gap is Gap.GRADIENTS:
+            self.reduce()
+        if not set_to_none:
             self._binding.synchronizer.wait_until_gradients_writable()
-        type(model).zero_grad(model, set_to_none)
+        with self._watch.paused():
+            yield
 
 
 def _has_hooks(optimizer: Optimizer, when: str) -> bool:

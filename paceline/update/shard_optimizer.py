@@ -24,10 +24,10 @@ from paceline.comm.communicator import Communicator
 from paceline.errors import ConfigError, Message
 from paceline.reduce.buckets import Bucket, like
 from paceline.reduce.rank_state import Ranges, gather_parts, join_ranges, same_ranges
+from paceline.update.parameter_watch import WriteGuard, late_write
 from paceline.update.state_entries import SCALARS, restore_entries
 from paceline.update.state_watch import plain_state, unwatch_state, watch_state
 from paceline.update.updater import ELEMENTWISE, StepHyperparameters, SubOptimizer, is_bucketwise
-from paceline.update.write_guard import WriteGuard, late_write
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -23,8 +23,8 @@ from torch.optim.sgd import sgd
 
 from paceline.errors import ConfigError
 from paceline.reduce.buckets import Bucket
+from paceline.update.parameter_watch import WriteGuard, late_write
 from paceline.update.state_watch import plain_state
-from paceline.update.write_guard import WriteGuard, late_write
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     {

@@ -45,7 +45,8 @@ class FailureReport(JsonRecord):
     def of(cls, error: BaseException) -> Self:
         """Describe an error: ours by its sentence, any other by its traceback."""
         if isinstance(error, PacelineError):
-            consequence = isinstance(error, (PeerLost, CommTimeout))
+            waited = isinstance(error, CommTimeout) and not error.of_call
+            consequence = isinstance(error, PeerLost) or waited
             text = f"{error} {_LOST}" if isinstance(error, PeerLost) else str(error)
             return cls(text=text, status=error.status, consequence=consequence)
         text = "".join(traceback.format_exception(error)).rstrip()

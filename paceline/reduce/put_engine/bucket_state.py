@@ -16,7 +16,7 @@ from paceline.comm.window import Window
 from paceline.reduce.buckets import like
 from paceline.reduce.put_engine.error_feedback import ErrorFeedback
 from paceline.reduce.put_engine.gradient_views import Flags, GradientViews, LocalGradients
-from paceline.reduce.put_engine.layout import WEIGHT, BucketLayout, Layout
+from paceline.reduce.put_engine.layout import PARAMETERS, SUM, WEIGHT, BucketLayout, Layout
 
 
 class RankLayout:
@@ -202,6 +202,11 @@ class BucketState:
         self.gathered: Sequence[Piece] = ()
         self.weight = 1.0
         self.flags: Flags | None = None
+
+    @property
+    def returns(self) -> int:
+        """The kind of notification by which owners return this version: sums, or parameters."""
+        return SUM if self.update is None else PARAMETERS
 
     def _view_shards(self, layout: BucketLayout, ranks: RankLayout, local_shard: int) -> None:
         spec, rank, group = layout.spec, ranks.rank, ranks.group

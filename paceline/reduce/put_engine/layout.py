@@ -38,7 +38,7 @@ from paceline.codecs.codec import Codec
 
 _ALIGN = 64  # bytes, a cache line
 WEIGHT = 8  # bytes
-CONTRIBUTION, SUM, FLAGS = range(3)  # kinds of notifications
+CONTRIBUTION, SUM, FLAGS, PARAMETERS = range(4)  # kinds of notifications
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,12 +212,12 @@ class Layout:
     @property
     def notifications(self) -> int:
         """The number of notifications of a peer."""
-        return 3 * len(self.buckets) + 1
+        return 4 * len(self.buckets) + 1
 
     @property
     def notification_names(self) -> list[str]:
         """What each notification announces, for traces."""
-        kinds = ("contribution", "sum", "flags")
+        kinds = ("contribution", "sum", "flags", "parameters")
         return [*(f"{kind} of bucket {b.index}" for kind in kinds for b in self.buckets), "end"]
 
 

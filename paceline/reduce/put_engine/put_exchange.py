@@ -34,7 +34,7 @@ from paceline.reduce.exchange import Timeout
 from paceline.reduce.put_engine.bucket_state import BucketState, RankLayout
 from paceline.reduce.put_engine.error_feedback import ErrorFeedback
 from paceline.reduce.put_engine.gradient_views import NO_GRADIENTS, Flags, LocalGradients
-from paceline.reduce.put_engine.layout import CONTRIBUTION, FLAGS, SUM, Layout
+from paceline.reduce.put_engine.layout import CONTRIBUTION, FLAGS, PARAMETERS, SUM, Layout
 from paceline.reduce.put_engine.shard_reducer import ShardReducer
 
 _WAIT_SLICE_S = 0.5  # until a wait for one peer notices that another one is lost
@@ -170,7 +170,7 @@ class PutExchange:
             bucket.local_gradients is not None for bucket in self._buckets
         ):
             return
-        last, limit = 3 * count, self._timeout.later
+        last, limit = 4 * count, self._timeout.later
         with suppress(CommError):  # a peer that has gone needs nothing
             window.subscribe(last + 1)
             for peer in ranks.peers:
@@ -212,7 +212,7 @@ class PutExchange:
         if not ranks.group_peers and bucket.direct_return:
             senders = list(ranks.peer_owners.values())
         for peer in senders:
-            self._wait_for(bucket, version, peer, SUM)
+            self._wait_for(bucket, version, peer, bucket.returns)
         if ranks.local_shard is not None and not self._reducer.wait(
             bucket.index, version, self._timeout.seconds
         ):
@@ -237,6 +237,8 @@ class PutExchange:
                 return
             except CommTimeout:
                 self._raise_reducer_error(operation)
+                if kind in (SUM, PARAMETERS):
+                    self._reducer.check_returned(bucket, peer, version)
                 if time.monotonic() >= deadline:
                     raise self._timed_out(bucket, version, peer) from None
             except PeerLost:  # perhaps only because it lost another before
@@ -264,7 +266,8 @@ class PutExchange:
 
         missing_ranks = missing([*ranks.group_peers, *peer_owners], CONTRIBUTION)
         if not missing_ranks:
-            missing_ranks = missing([*peer_owners], SUM) if awaited is None else [awaited]
+            returned = missing([*peer_owners], bucket.returns)
+            missing_ranks = returned if awaited is None else [awaited]
         names = ", ".join(map(str, sorted(missing_ranks)))
         peer = f"rank{'s' if len(missing_ranks) > 1 else ''} {names}" if missing_ranks else "itself"
         return timed_out(ranks.rank, self._timeout.seconds, peer, bucket.operation)

@@ -24,9 +24,10 @@ from numpy.typing import NDArray
 from paceline.codecs.codec import Piece, cut
 from paceline.codecs.codecs import add_up
 from paceline.comm.window import Window
+from paceline.errors import ConfigError
 from paceline.reduce.put_engine.bucket_state import BucketState, RankLayout
 from paceline.reduce.put_engine.gradient_views import Flags, LocalGradients
-from paceline.reduce.put_engine.layout import CONTRIBUTION, FLAGS, SUM
+from paceline.reduce.put_engine.layout import CONTRIBUTION, FLAGS, PARAMETERS, SUM
 
 _WAIT_SLICE_S = 0.5
 _CLOSE_S = 5.0
@@ -88,6 +89,22 @@ class ShardReducer:
         """Let the sums of the version that this rank has sent return, once they are there."""
         self._return_allowed[bucket.index] = self.sent[bucket.index]
         self._window.wake()
+
+    def check_returned(self, bucket: BucketState, peer: int, version: int) -> None:
+        """Require that a peer hasn't returned the other of sums and parameters (ZeRO-1).
+
+        Raises:
+            ConfigError: it has: a script used gradients on some ranks only.
+        """
+        other = SUM if bucket.returns == PARAMETERS else PARAMETERS
+        if self._window.values[peer, other * self._count + bucket.index] >= version:
+            ranks = (self._ranks.rank, peer)
+            one, without = ranks if other == PARAMETERS else ranks[::-1]
+            raise ConfigError(
+                f"gradients were used on rank {one} in {bucket.operation}, before "
+                f"optimizer.step(), but not on rank {without}: where ranks hold shards of the "
+                "optimizer's state, call reduce() on all ranks before a gradient is used."
+            )
 
     def wait(self, index: int, version: int, limit: float) -> bool:
         """Wait until a version is done, or never will be; return whether it is."""
@@ -177,10 +194,9 @@ class ShardReducer:
             self._return_sums(self._buckets[index])
         returned = self._returned
         if not self._all_direct:
+            both = np.maximum(values[:, count : 2 * count], values[:, 3 * count : 4 * count])
             returned = np.where(
-                self._direct_return,
-                returned,
-                _least(values, self._peer_owners, count, 2 * count, returned),
+                self._direct_return, returned, _least(both, self._peer_owners, 0, count, returned)
             )
         for index in _indices(self.done < returned):
             self._finish(self._buckets[index])
@@ -267,18 +283,21 @@ class ShardReducer:
             source = feedback.data[group] if encoded else feedback.encode_sums(group, source)
         self._returned[bucket.index] = version
         for peer in self._peer_owners:
-            self._put(bucket, peer, bucket.returned_at, source, SUM, version)
+            self._put(bucket, peer, bucket.returned_at, source, bucket.returns, version)
 
     def _finish(self, bucket: BucketState) -> None:
         """Write the other groups' sums to the group's memory, and notify the group."""
         version = int(self.done[bucket.index]) + 1
+        if not self._direct_return[bucket.index]:
+            for peer in self._peer_owners:
+                self.check_returned(bucket, peer, version)
         for sums, encoded, plain in bucket.returned:
             if bucket.feedback is not None and bucket.update is None:
                 bucket.feedback.codec.decode(encoded, sums)
             else:
                 sums.copy_(plain)
         for peer in self._group_peers:
-            self._put(bucket, peer, 0, None, SUM, version)
+            self._put(bucket, peer, 0, None, bucket.returns, version)
         with self._changed:
             self.done[bucket.index] = version
             self._changed.notify_all()

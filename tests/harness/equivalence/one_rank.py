@@ -54,4 +54,6 @@ class Bench:
             self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def weights(self) -> list[torch.Tensor]:
-        return [p.detach().clone() for p in self.model.parameters()]
+        """Copy the parameters as they are, without the updates that are pending."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return [p.detach().clone() for p in self.model.parameters()]

@@ -1,0 +1,505 @@
+"""Loops that people have, each in plain torch and on all ranks; prints how far they are apart.
+
+    paceline launch -n 2 -- python -m tests.harness.library.loops
+
+A loop is written once. On all ranks it has three more lines: `join`, `parallelize`, and `step`
+around a step. Rank 0 prints each loop's name and the largest difference from plain torch on the
+whole batch, in float64.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import paceline
+
+BATCH, STEPS = 14, 6
+Results = Mapping[str, Tensor]
+
+
+@dataclass
+class Loop:
+    """What a loop needs: its part of each batch, and the lines that differ on several ranks."""
+
+    world: paceline.World | None = None
+    sync: str = "allreduce"
+
+    def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if self.world is not None:
+            paceline.parallelize(model, optimizer, self.world, sync=self.sync)
+
+    def batch(self, number: int, count: int = BATCH) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(number)
+        x = torch.randn(count, 12, dtype=torch.float64, generator=generator)
+        y = torch.randint(0, 5, (count,), generator=generator)
+        if self.world is None:
+            return x, y
+        own = slice(self.world.rank, None, self.world.world_size)
+        return x[own], y[own]
+
+    @contextmanager
+    def step(self, x: Tensor) -> Iterator[None]:
+        if self.world is None:
+            yield
+        else:
+            with self.world.step(samples=len(x)):
+                yield
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.world is None else self.world.no_sync()
+
+    def mean(self, value: Tensor, x: Tensor) -> Tensor:
+        """Return a mean over the global batch."""
+        if self.world is None:
+            return value
+        sums = self.world.total(torch.stack([value.detach() * len(x), torch.tensor(float(len(x)))]))
+        return sums[0] / sums[1]
+
+
+def network() -> nn.Module:
+    torch.manual_seed(7)
+    first = (nn.Linear(12, 16), nn.Tanh(), nn.LayerNorm(16))
+    return nn.Sequential(*first, nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 5)).double()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def plain(loop: Loop) -> Results:
+    model = network()
+    optimizer = sgd(model)
+    loop.bind(model, optimizer)
+    for number in range(STEPS):
+        x, y = loop.batch(number)
+        with loop.step(x):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    return weights(model)
+
+
+def average_by_hand(loop: Loop) -> Results:
+    model = network()
+    optimizer, shadow = sgd(model), weights(model)
+    loop.bind(model, optimizer)
+    for number in range(STEPS):
+        x, y = loop.batch(number)
+        with loop.step(x):
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                shadow[name].lerp_(p, 0.1)
+    return shadow
+
+
+def averaged_model(loop: Loop) -> Results:
+    model = network()
+    optimizer = sgd(model)
+    loop.bind(model, optimizer)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    for number in range(STEPS):
+        x, y = loop.batch(number)
+        with loop.step(x):
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update_parameters(model)
+    return weights(average)
+
+
+def best_copy(loop: Loop) -> Results:
+    """Keep a copy of the best model so far, and stop early."""
+    model = network()
+    optimizer, best, copied = sgd(model), torch.tensor(torch.inf).double(), {}
+    loop.bind(model, optimizer)
+    for number in range(STEPS):
+        x, y = loop.batch(number)
+        with loop.step(x):
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        loss = loop.mean(loss, x)
+        if loss < best:
+            best, copied = loss, weights(copy.deepcopy(model))
+        if number > 3 and loss > best:
+            break
+    return copied
+
+
+def clipped_norm(loop: Loop) -> Results:
+    model = network()
+    optimizer, norms = sgd(model), []
+    loop.bind(model, optimizer)
+    for number in range(STEPS):
+        x, y = loop.batch(number)
+        with loop.step(x):
+            F.cross_entropy(model(x), y).backward()
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+            optimizer.step()
+            optimizer.zero_grad()
+    return {**weights(model), "norms": torch.stack(norms)}
+
+
+def clipped_value(loop: Loop) -> Results:
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loop.bind(model, optimizer)
+    for number in range(STEPS):
+        x, y = loop.batch(number)
+        with loop.step(x):
+            F.cross_entropy(model(x), y).backward()
+            nn.utils.clip_grad_value_(model.parameters(), 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(model)
+
+
+def scaled(loop: Loop) -> Results:
+    model = network()
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+    loop.bind(model, optimizer)
+    for number in range(STEPS):
+        x, y = loop.batch(number)
+        with loop.step(x):
+            scaler.scale(F.cross_entropy(model(x), y)).backward()
+            if number % 2:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    return weights(model)
+
+
+def logged_gradients(loop: Loop) -> Results:
+    """Log the gradients' norm on one rank, after the step."""
+    model = network()
+    optimizer, norms = sgd(model), []
+    loop.bind(model, optimizer)
+    for number in range(STEPS):
+        x, y = loop.batch(number)
+        with loop.step(x):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        if loop.world is None or loop.world.rank == 0:
+            norms.append(torch.stack([p.grad.norm() for p in model.parameters()]).norm())  # type: ignore[union-attr]
+    return {**weights(model), **({"norms": torch.stack(norms)} if norms else {})}
+
+
+def clamped_weights(loop: Loop) -> Results:
+    model = network()
+    optimizer = sgd(model)
+    loop.bind(model, optimizer)
+    for number in range(STEPS):
+        x, y = loop.batch(number)
+        with loop.step(x):
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for p in model.parameters():
+            p.data.clamp_(-0.2, 0.2)
+    return weights(model)
+
+
+def weight_penalty(loop: Loop) -> Results:
+    """A penalty on parameters that the loss adds outside of the model."""
+    model = network()
+    optimizer = sgd(model)
+    loop.bind(model, optimizer)
+    for number in range(STEPS):
+        x, y = loop.batch(number)
+        with loop.step(x):
+            penalty = torch.stack([p.abs().sum() for p in model.parameters()]).sum()
+            (F.cross_entropy(model(x), y) + 1e-3 * penalty).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(model)
+
+
+def gradient_penalty(loop: Loop) -> Results:
+    model = network()
+    optimizer = sgd(model)
+    loop.bind(model, optimizer)
+    for number in range(STEPS):
+        x, y = loop.batch(number)
+        with loop.step(x):
+            x = x.clone().requires_grad_()
+            loss = F.cross_entropy(model(x), y, reduction="none")
+            (slope,) = torch.autograd.grad(loss.sum(), x, create_graph=True)
+            (loss.mean() + slope.pow(2).sum(1).mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(model)
+
+
+class SharpnessAware(torch.optim.Optimizer):
+    """Foret et al. 2021: two steps around another optimizer, as the common implementation."""
+
+    def __init__(self, parameters: Any, base: Any, rho: float = 0.05, **options: Any) -> None:
+        super().__init__(parameters, {"rho": rho, **options})
+        self.base = base(self.param_groups, **options)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        norm = torch.stack([p.grad.norm() for g in self.param_groups for p in g["params"]]).norm()
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["old"] = p.data.clone()
+                p.add_(p.grad, alpha=group["rho"] / float(norm))
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = self.state[p]["old"]
+        self.base.step()
+        self.zero_grad()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise NotImplementedError
+
+
+def sharpness_aware(loop: Loop) -> Results:
+    model = network()
+    optimizer = SharpnessAware(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    loop.bind(model, optimizer)
+    for number in range(STEPS):
+        x, y = loop.batch(number)
+        with loop.step(x):
+            F.cross_entropy(model(x), y).backward()
+            optimizer.first_step()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.second_step()
+    return weights(model)
+
+
+def two_backward_passes(loop: Loop) -> Results:
+    """Two losses, the first one's gradient scaled by hand before the second's is added."""
+    model = network()
+    optimizer = sgd(model)
+    loop.bind(model, optimizer)
+    for number in range(STEPS):
+        x, y = loop.batch(number)
+        with loop.step(x):
+            F.cross_entropy(model(x), y).backward()
+            for p in model.parameters():
+                assert p.grad is not None
+                p.grad.mul_(0.5)
+            model(x).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(model)
+
+
+def accumulated(loop: Loop) -> Results:
+    model = network()
+    optimizer = sgd(model)
+    loop.bind(model, optimizer)
+    for number in range(STEPS):
+        x, y = loop.batch(number, 24)
+        with loop.step(x):
+            *parts, last = zip(x.chunk(3), y.chunk(3), strict=True)
+            for part in parts:
+                with loop.no_sync():
+                    F.cross_entropy(model(part[0]), part[1], reduction="sum").div(len(x)).backward()
+            F.cross_entropy(model(last[0]), last[1], reduction="sum").div(len(x)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(model)
+
+
+def frozen_then_unfrozen(loop: Loop) -> Results:
+    model: Any = network()
+    optimizer = sgd(model)
+    model[0].requires_grad_(False)
+    loop.bind(model, optimizer)
+    for number in range(STEPS):
+        if number == STEPS // 2:
+            model[0].requires_grad_(True)
+        x, y = loop.batch(number)
+        with loop.step(x):
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(model)
+
+
+class LowRank(nn.Module):
+    """A frozen layer with a trained low-rank addition (Hu et al. 2021)."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner = inner.requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(2, inner.in_features).double())
+        self.up = nn.Parameter(torch.zeros(inner.out_features, 2).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x) + x @ self.down.t() @ self.up.t()
+        return y
+
+
+def low_rank(loop: Loop) -> Results:
+    model: Any = network()
+    torch.manual_seed(3)
+    for index in (0, 3, 5):
+        model[index] = LowRank(model[index])
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.01)
+    loop.bind(model, optimizer)
+    for number in range(STEPS):
+        x, y = loop.batch(number)
+        with loop.step(x):
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(model)
+
+
+def distillation(loop: Loop) -> Results:
+    teacher, model = network().eval().requires_grad_(False), nn.Linear(12, 5).double()
+    nn.init.constant_(model.weight, 0.1)
+    nn.init.zeros_(model.bias)
+    optimizer = sgd(model)
+    loop.bind(model, optimizer)
+    for number in range(STEPS):
+        x, _ = loop.batch(number)
+        with loop.step(x):
+            with torch.no_grad():
+                expected = teacher(x).softmax(1)
+            F.kl_div(model(x).log_softmax(1), expected, reduction="batchmean").backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(model)
+
+
+def mixup(loop: Loop) -> Results:
+    model = network()
+    optimizer = sgd(model)
+    loop.bind(model, optimizer)
+    for number in range(STEPS):
+        (x, y), (u, v) = loop.batch(number), loop.batch(number + 100)
+        share = (number + 1) / (STEPS + 2)
+        with loop.step(x):
+            out = model(share * x + (1 - share) * u)
+            (share * F.cross_entropy(out, y) + (1 - share) * F.cross_entropy(out, v)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(model)
+
+
+def curriculum(loop: Loop) -> Results:
+    """Batches that grow."""
+    model = network()
+    optimizer = sgd(model)
+    loop.bind(model, optimizer)
+    for number in range(STEPS):
+        x, y = loop.batch(number, 5 + 3 * number)
+        with loop.step(x):
+            F.cross_entropy(model(x), y, label_smoothing=0.1).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(model)
+
+
+def two_schedulers(loop: Loop) -> Results:
+    model: Any = network()
+    groups = [{"params": model[:3].parameters()}, {"params": model[3:].parameters(), "lr": 0.02}]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    loop.bind(model, optimizer)
+    warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
+    decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    for number in range(STEPS):
+        x, y = loop.batch(number)
+        with loop.step(x):
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        warm.step()
+        decay.step()
+    return weights(model)
+
+
+def closure(loop: Loop) -> Results:
+    model = network()
+    optimizer = sgd(model)
+    loop.bind(model, optimizer)
+    for number in range(STEPS):
+        x, y = loop.batch(number)
+
+        def loss(x: Tensor = x, y: Tensor = y) -> Tensor:
+            optimizer.zero_grad()
+            value = F.cross_entropy(model(x), y)
+            value.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            return value
+
+        with loop.step(x):
+            optimizer.step(loss)  # type: ignore[arg-type]
+    return weights(model)
+
+
+def noisy_gradients(loop: Loop) -> Results:
+    """Noise on the gradients, the same on all ranks (Neelakantan et al. 2015)."""
+    model = network()
+    optimizer = sgd(model)
+    loop.bind(model, optimizer)
+    for number in range(STEPS):
+        x, y = loop.batch(number)
+        with loop.step(x):
+            F.cross_entropy(model(x), y).backward()
+            generator = torch.Generator().manual_seed(number)
+            for p in model.parameters():
+                assert p.grad is not None
+                p.grad += 0.01 * torch.randn(p.shape, dtype=p.dtype, generator=generator)
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(model)
+
+
+LOOPS: dict[str, Callable[[Loop], Results]] = {
+    loop.__name__: loop
+    for loop in (
+        *(plain, average_by_hand, averaged_model, best_copy, clipped_norm, clipped_value, scaled),
+        *(logged_gradients, clamped_weights, weight_penalty, gradient_penalty, sharpness_aware),
+        *(two_backward_passes, accumulated, frozen_then_unfrozen, low_rank, distillation, mixup),
+        *(curriculum, two_schedulers, closure, noisy_gradients),
+    )
+}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for name, loop in LOOPS.items():
+        for sync in ("allreduce", "notified"):
+            world = paceline.join(timeout=20)
+            found = loop(Loop(world, sync))
+            expected = loop(Loop())
+            rank = world.rank
+            world.close()
+            assert found.keys() <= expected.keys(), name
+            errors = [float((found[key] - expected[key]).abs().max()) for key in found]
+            print(f"rank {rank} {name} {sync} {max(errors):.3g}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""Loops that people have train on several ranks as they do in plain torch, to 1e-10."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.harness.library.loops import LOOPS
+from tests.harness.processes.launcher_commands import run
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_loops_train_as_in_plain_torch(tmp_path: Path, ranks: int) -> None:
+    ended = run("paceline", "-m", "tests.harness.library.loops", folder=tmp_path, ranks=ranks)
+    assert ended.status == 0, ended.text
+    lines = re.findall(r"^rank (\d+) (\w+) (\w+) (\S+)$", ended.text, re.M)
+    expected = {
+        (str(rank), name, sync)
+        for rank in range(ranks)
+        for name in LOOPS
+        for sync in ("allreduce", "notified")
+    }
+    assert {line[:3] for line in lines} == expected
+    assert [line for line in lines if not float(line[3]) < 1e-10] == []
