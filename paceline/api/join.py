@@ -28,8 +28,9 @@ from paceline.config.run import OutputConfig
 from paceline.errors import ConfigError
 from paceline.observe.event_file import EventFile
 from paceline.observe.step_account import StepAccount
+from paceline.observe.trackers.trackers import require_installed
 from paceline.state.run_folder import RunFolder
-from paceline.wiring import Start, build_trace, cores_per_worker, find_start
+from paceline.wiring import Start, build_trace, build_trackers, cores_per_worker, find_start
 
 _FIRST_TIMEOUT, _TIMEOUT = 1200.0, 60.0  # seconds; the defaults of the flags
 
@@ -44,6 +45,7 @@ def join(
     snapshots: bool = True,
     snapshot_memory_mb: float = 0.0,
     trace_steps: str = "",
+    tracker: str = "",
     seed: int = 0,
     device: str | torch.device | None = None,
     first_iter_timeout: float | None = None,
@@ -70,6 +72,8 @@ def join(
         snapshot_memory_mb: the limit of their memory, in MiB per process; if the two newest would
             take more, none are taken. 0: no limit.
         trace_steps: trace these steps of the run into its folder, "FIRST:LAST", counted from 0.
+        tracker: experiment trackers that show the run, separated by commas: tensorboard, wandb
+            (Weights & Biases), mlflow. Rank 0's argument is used.
         seed: of the data order and of each step's random streams.
         device: where to compute; by default the GPU of this process's local rank, or the CPU if
             there is no GPU.
@@ -109,10 +113,15 @@ def join(
             snapshots=snapshots,
             snapshot_memory_mb=snapshot_memory_mb,
             trace_steps=trace_steps,
+            tracker=tracker,
         )
-        if run is None and (trace_steps or output.resume not in ("auto", "no")):
-            given = f"trace_steps {trace_steps}" if trace_steps else f"resume {resume}"
-            raise ConfigError(f"{given} needs a run folder: pass run=… to paceline.join().")
+        for name, needs_folder in (
+            (f"trace_steps {trace_steps}", trace_steps),
+            (f"tracker {tracker}", tracker),
+            (f"resume {resume}", output.resume not in ("auto", "no")),
+        ):
+            if run is None and needs_folder:
+                raise ConfigError(f"{name} needs a run folder: pass run=… to paceline.join().")
         folder = None if run is None else Path(run)
         resources = ExitStack()
         try:
@@ -140,6 +149,8 @@ def join(
 def _open_world(session: Session) -> World:
     """Agree with the other ranks, connect to them and find where the run resumes; collective."""
     path, output, group = session.run, session.output, session.joined.group
+    if group.rank == 0:
+        require_installed(output.trackers)
     if path is not None and group.local_rank == 0:
         folder = RunFolder(path, shard_id=group.machine)
         folder.check(session.identity, anew=output.resume == "no")
@@ -158,7 +169,12 @@ def _open_world(session: Session) -> World:
             print_message(note)
         path.mkdir(parents=True, exist_ok=True)  # on machines without rank 0
         run.trace = build_trace(output, run, path, session.device, print_message_for_scripts)
-        run.recorder = StepAccount(EventFile(path, group.member.id), trace=run.trace)
+        parameters = {**session.identity, "world_size": group.size, "device": session.device.type}
+        run.recorder = StepAccount(
+            EventFile(path, group.member.id),
+            *build_trackers(output, group, path, parameters),
+            trace=run.trace,
+        )
     session.resources.callback(run.recorder.close)
     return World(session, run, start)
 

@@ -93,6 +93,11 @@ class ScriptLoop:
         """Whether a step is active whose gradient exchange isn't complete."""
         return self._in_step and self.replica is not None and not self.replica.ended
 
+    @property
+    def step_number(self) -> int:
+        """The number of the active step, or of the last one; 0 before the first one."""
+        return max(0, self._position.position.number - (not self._in_step))
+
     @contextmanager
     def step(self, samples: int | None) -> Iterator[ActiveStep]:
         """Make a step; as `World.step`."""

@@ -215,6 +215,30 @@ class World:
             with errors_name_arguments():  # a new scheduler has reset the optimizer's rates
                 self._start.restore({"optimizer": self._saved_objects["optimizer"]})
 
+    def log(self, **values: float | Tensor) -> None:
+        """Show values of this step in the trackers that `paceline.join(tracker=…)` names.
+
+        Rank 0's values are shown, those of other ranks are ignored. Without a tracker, the call has
+        no effect.
+
+        Args:
+            values: numbers, or tensors of one element, by name.
+
+        Raises:
+            ConfigError: a value is neither.
+        """
+        self._end.require_open("world.log()")
+        numbers = {}
+        for name, value in values.items():
+            try:
+                numbers[name] = float(value.detach() if isinstance(value, Tensor) else value)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise ConfigError(
+                    f"world.log() got {name}={type(value).__name__}: pass a number, or a tensor of "
+                    "one element."
+                ) from error
+        self._run.recorder.event("log", step=self._loop.step_number, values=numbers)
+
     def checkpoint(self) -> None:
         """Save a checkpoint now, in the background. All ranks call it; rank 0 writes.
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields
 from paceline.config.rules import at_least
 from paceline.errors import ConfigError, Message
 
+TRACKERS = ("tensorboard", "wandb", "mlflow")
+
 _DIGITS = 18  # of a step's number, at most
 
 
@@ -51,8 +53,14 @@ class OutputConfig:
     ranks on a common clock, in a trace file for Perfetto or chrome://tracing in the run's folder.
     Give this flag on all machines."""
 
+    tracker: str = ""
+    """Experiment trackers that show the run, separated by commas: tensorboard, wandb (Weights &
+    Biases), mlflow. Rank 0 alone writes to them. Each needs its package: pip install
+    'paceline[tensorboard]', 'paceline[wandb]' or 'paceline[mlflow]'."""
+
     def __post_init__(self) -> None:
         self.traced  # noqa: B018 - raises where the steps can't be read
+        self.trackers  # noqa: B018 - raises where there is no such tracker
         at_least(self, 0, "checkpoint_steps", "checkpoint_minutes", "snapshot_memory_mb")
         at_least(self, 1, "keep_checkpoints")
 
@@ -74,6 +82,22 @@ class OutputConfig:
                 rule="give the first and the last step, counted from 0, such as 100:104",
             )
         return range(int(first), int(last) + 1)
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """The names in `--tracker`, each once.
+
+        Raises:
+            ConfigError: one isn't a tracker.
+        """
+        names = [name.strip() for name in self.tracker.split(",")] if self.tracker else []
+        if not set(names) <= set(TRACKERS):
+            raise ConfigError(
+                flag="tracker",
+                value=self.tracker[:50],
+                rule=f"must be one or more of {', '.join(TRACKERS)}, separated by commas",
+            )
+        return tuple(dict.fromkeys(names))
 
 
 @dataclass(frozen=True, kw_only=True)

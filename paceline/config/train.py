@@ -24,7 +24,7 @@ _OWN = frozenset(
         *("train_data", "test_data"),
         *("resume", "checkpoint_steps", "checkpoint_minutes", "keep_checkpoints"),
         *("snapshots", "snapshot_memory_mb"),
-        "trace_steps",
+        *("trace_steps", "tracker"),
         "max_loss_at",
     }
 )

@@ -328,8 +328,11 @@ class Steps:
         self._record_published(self._writer.published)
         return steps
 
-    def finish(self) -> None:
+    def finish(self, *, stopped: bool = False) -> None:
         """Return once everything is on the disk, and record the end. All ranks call it.
+
+        Args:
+            stopped: a signal requested the end.
 
         Raises:
             CommError: a peer was lost, or silent.
@@ -338,7 +341,7 @@ class Steps:
         if self._writer is not None:
             self._writer.wait()
             self._record_published(self._writer.published)
-        self.run.recorder.event("finish")
+        self.run.recorder.event("finish", stopped=stopped)
 
     def _boundary(self, number: int) -> None:
         alone = self.run.context.summaries.alone
@@ -371,7 +374,7 @@ class Steps:
 
     def _stop(self) -> None:
         self.save()
-        self.finish()
+        self.finish(stopped=True)
         raise Stop
 
     def _record_published(self, files: SimpleQueue[tuple[int, Path]]) -> None:

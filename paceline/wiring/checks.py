@@ -11,6 +11,7 @@ from paceline.comm.nixl.agent import require_nixl
 from paceline.config.train import TrainConfig
 from paceline.errors import ConfigError
 from paceline.models.zoo import model_factory
+from paceline.observe.trackers.trackers import require_installed
 from paceline.replica.compiled_modules import check_compiler
 from paceline.run.precision import capabilities_of
 from paceline.state.weights import check_weights
@@ -28,8 +29,8 @@ def check(config: TrainConfig, gpus: int) -> list[str]:
 
     Raises:
         ConfigError: a path, a label, a model, a number of samples or of GPUs, an emulated dtype, no
-            compiler for --compile, no NIXL for --transport, an exchange that GPUs don't have, or a
-            checkpoint of other data or batches.
+            compiler for --compile, no NIXL for --transport, no package for --tracker, an exchange
+            that GPUs don't have, or a checkpoint of other data or batches.
         DataError: not a database, or one of unknown records.
         CheckpointError: the file of weights, or the checkpoint of --resume, is torn or something
             else.
@@ -53,8 +54,9 @@ def check(config: TrainConfig, gpus: int) -> list[str]:
     if config.model.compile and on_cpu:
         check_compiler()
     run = Path(config.output.output_dir, world.run_id)
-    if world.shard_id == 0:  # rank 0 reads it
+    if world.shard_id == 0:  # rank 0's machine
         check_origin(config.output, run)
+        require_installed(config.output.trackers)
     channels = config.data.num_channels
     model_factory(config.model.name, num_labels=config.data.num_labels, num_channels=channels)
     sources = open_sources(config)

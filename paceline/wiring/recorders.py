@@ -1,8 +1,8 @@
-"""Recorders of a rank: event file, log, console and trace."""
+"""Recorders of a rank: event file, log, console, trace and trackers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 
@@ -18,6 +18,8 @@ from paceline.observe.csv_log import CsvLog, log_name
 from paceline.observe.event_file import EventFile
 from paceline.observe.step_account import StepAccount
 from paceline.observe.trace.step_trace import Trace
+from paceline.observe.trackers.tracker import Tracker
+from paceline.observe.trackers.trackers import open_trackers
 from paceline.recorder import Recorder
 from paceline.run.learning_rate import base_rate
 from paceline.run.run import Run
@@ -38,6 +40,14 @@ def build_trace(
     path = folder / f"trace.steps{steps[0]}-{steps[-1]}.json"
     machine = run.context.group.machine
     return Trace(path, steps, lambda: run.context.communicator, device, machine, report=report)
+
+
+def build_trackers(
+    output: OutputConfig, group: Group, folder: Path, parameters: Mapping[str, object]
+) -> list[Tracker]:
+    """Make the recorders that pass values to experiment trackers; only rank 0 has any."""
+    names = output.trackers if group.rank == 0 else ()
+    return open_trackers(names, folder, parameters, print_message)
 
 
 def build_recorder(
@@ -71,4 +81,5 @@ def build_recorder(
         now=datetime.now(),
         epoch=start.position.epoch,
     )
-    return StepAccount(events, log, Console(), trace=trace), log.path
+    trackers = build_trackers(config.output, group, folder, config.flat())
+    return StepAccount(events, log, Console(), *trackers, trace=trace), log.path

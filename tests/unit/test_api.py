@@ -18,8 +18,8 @@ NAMES = [
 ]
 SIGNATURES = {
     "join": "(run=None, *, resume='auto', checkpoint_steps=0, checkpoint_minutes=5.0, "
-    "keep_checkpoints=2, snapshots=True, snapshot_memory_mb=0.0, trace_steps='', seed=0, "
-    "device=None, first_iter_timeout=None, timeout=None)",
+    "keep_checkpoints=2, snapshots=True, snapshot_memory_mb=0.0, trace_steps='', tracker='', "
+    "seed=0, device=None, first_iter_timeout=None, timeout=None)",
     "parallelize": "(model, optimizer, world, *, sync='auto', wire='fp32', "
     "update='replicated', transport='tcp', connections=0, bucket_mb=0.0, sync_bn=False)",
     "loader": "(dataset, batch_size, world, *, train=True, shuffle=None, seed=None, "
@@ -30,6 +30,7 @@ SIGNATURES = {
     "World.settle": "(self)",
     "World.total": "(self, tensor)",
     "World.track": "(self, *objects, **named)",
+    "World.log": "(self, **values)",
     "World.checkpoint": "(self)",
     "World.close": "(self)",
 }
