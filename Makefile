@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test lint types nixl bench clean help
+.PHONY: setup demo test lint types nixl trackers bench clean help
 
 help: ## Show the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -36,6 +36,10 @@ test: lint types ## Lint, types and all tests
 nixl: setup ## The suites of windows over NIXL as well; installs some 400 MB more
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[nixl]'
 	$(BIN)/pytest tests/contract tests/process/test_window.py -k 'nixl or NIXL'
+
+trackers: setup ## The tests of W&B and MLflow as well; installs some 200 MB more
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[wandb,mlflow]'
+	$(BIN)/pytest tests/unit/test_tracker_wandb.py tests/unit/test_tracker_mlflow.py
 
 bench: setup ## The benchmarks that need no network namespaces
 	$(BIN)/python benchmarks/input.py

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from paceline.config.rules import at_least
 from paceline.errors import ConfigError, Message
 
-TRACKERS = ("tensorboard", "wandb", "mlflow")
+TRACKER_NAMES = ("tensorboard", "wandb", "mlflow")
 
 _DIGITS = 18  # of a step's number, at most
 
@@ -91,11 +91,11 @@ class OutputConfig:
             ConfigError: one isn't a tracker.
         """
         names = [name.strip() for name in self.tracker.split(",")] if self.tracker else []
-        if not set(names) <= set(TRACKERS):
+        if not set(names) <= set(TRACKER_NAMES):
             raise ConfigError(
                 flag="tracker",
                 value=self.tracker[:50],
-                rule=f"must be one or more of {', '.join(TRACKERS)}, separated by commas",
+                rule=f"must be one or more of {', '.join(TRACKER_NAMES)}, separated by commas",
             )
         return tuple(dict.fromkeys(names))
 

@@ -124,6 +124,11 @@ FLAGS = {
         message=f"--trace_steps 1:{'9' * 18}: give the first and the last step, counted from 0, "
         r"such as 100:104\.",
     ),
+    "a tracker that there isn't": Bad(
+        command="--tracker tensorboard,comet",
+        message="--tracker tensorboard,comet: must be one or more of tensorboard, wandb, mlflow, "
+        r"separated by commas\.",
+    ),
 }
 
 

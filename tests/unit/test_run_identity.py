@@ -57,8 +57,11 @@ def test_a_new_flag_that_is_given_makes_another_run_that_is_not_an_old_one(
     assert digest not in config_of().digests()
 
 
-def test_a_run_may_resume_with_and_without_snapshots() -> None:
-    off = replace(config_of(), output=OutputConfig(snapshots=False, snapshot_memory_mb=1.0))
+@pytest.mark.parametrize(
+    "flags", [{"snapshots": False, "snapshot_memory_mb": 1.0}, {"tracker": "wandb"}]
+)
+def test_a_run_may_resume_with_and_without_snapshots_and_trackers(flags: dict[str, Any]) -> None:
+    off = replace(config_of(), output=OutputConfig(**flags))
     assert off.digests() == config_of().digests()
     assert difference(config_of().identity(), off.identity()) == ""
 

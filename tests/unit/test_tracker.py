@@ -12,7 +12,7 @@ import pytest
 
 import paceline
 from paceline import ConfigError
-from paceline.config.run import OutputConfig
+from paceline.config.run import TRACKER_NAMES, OutputConfig
 from paceline.errors import Message
 from paceline.observe.trackers.tracker import Point, Tracker, Writer
 from paceline.observe.trackers.trackers import TRACKERS, require_installed
@@ -160,7 +160,7 @@ def test_a_folder_of_the_name_isnt_the_package(
 def test_the_flag_names_trackers() -> None:
     assert OutputConfig().trackers == ()
     assert OutputConfig(tracker="mlflow, tensorboard,mlflow").trackers == ("mlflow", "tensorboard")
-    assert set(TRACKERS) == set(OutputConfig(tracker=",".join(TRACKERS)).trackers)
+    assert tuple(TRACKERS) == TRACKER_NAMES
     for wrong in ("tensorbord", "wandb,", "tensorboard wandb"):
         with pytest.raises(ConfigError, match=f"--tracker {wrong}: must be one or more of tensor"):
             OutputConfig(tracker=wrong)

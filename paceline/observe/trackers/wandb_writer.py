@@ -53,7 +53,8 @@ class WandbWriter:
             ),
         )
         self._run.define_metric("*", step_metric=_STEP)
-        self.place = str((None if self._run.offline else self._run.url) or self._run.dir)
+        url = None if self._run.offline else self._run.url
+        self.place = url or str(Path(self._run.dir).parent)
 
     def write(self, points: Sequence[Point]) -> None:
         """Write values, a row for each point."""
