@@ -11,6 +11,9 @@ interpreter gets. It does so before the process joins its world, so that failure
 reported too. `restore_hooks` puts both back after a world that closed well; after a failure they
 stay.
 
+An interactive interpreter, such as a notebook's kernel, shows errors itself and outlives them.
+There nothing is replaced, and the process isn't ended.
+
 Where there are peers, the process ends at once: threads that wait for lost peers would delay the
 interpreter's shutdown, and with it the peers. Before that the newest state in memory is written to
 the disk.
@@ -44,14 +47,14 @@ class ExitHandler:
 
     Attributes:
         failed: whether the script has failed.
-        active: whether a world is open, from `activate` on.
         rescue: writes the newest in-memory snapshot to disk; returns a sentence for the user, or
             "".
         requested_status: the exit status that the script passed to `sys.exit`; 0 until then.
     """
 
     def __init__(self, environment: Environment) -> None:
-        self.failed = self.active = False
+        self.failed = False
+        self._interactive = environment.interactive
         worker = environment.worker
         self._process_end: ProcessEnd = ProcessEnd() if worker is None else SupervisedEnd(worker)
         self.rescue: Callable[[], str] = lambda: ""
@@ -60,24 +63,19 @@ class ExitHandler:
         self._previous_hook: _Hook = (
             current._previous_hook if isinstance(current, ExitHandler) else current
         )
-        sys.excepthook = self
         self.requested_status = 0
         self._exit = sys.exit
-        sys.exit = self._exit_recording_status
-
-    @staticmethod
-    def any_active() -> bool:
-        """Return whether this process has an open world."""
-        return isinstance(sys.excepthook, ExitHandler) and sys.excepthook.active
+        if not self._interactive:
+            sys.excepthook = self
+            sys.exit = self._exit_recording_status
 
     def activate(self, joined: Joined) -> None:
         """Report failures as those of a process of this world from now on."""
         self._alone = self._alone and joined.group.size == 1
-        self._process_end, self.active = joined.process_end, True
+        self._process_end = joined.process_end
 
     def restore_hooks(self) -> None:
         """Put back the hooks that the constructor replaced: the world ended well."""
-        self.active = False
         if sys.excepthook is self:
             sys.excepthook = self._previous_hook
         if sys.exit == self._exit_recording_status:
@@ -109,9 +107,12 @@ class ExitHandler:
     def at_exit(self, error: BaseException) -> None:
         """Report why the end of a script fails, and end the process.
 
-        The interpreter is already shutting down; it would end with the script's own status.
+        The interpreter is already shutting down; it would end with the script's own status. An
+        interactive one has other exit hooks to run, which save its history.
         """
-        end_process(self._report(error))
+        status = self._report(error)
+        if not self._interactive:
+            end_process(status)
 
     def _report(self, error: BaseException) -> int:
         self.failed = True

@@ -15,12 +15,14 @@ import torch
 
 from paceline.api.argument_names import errors_name_arguments, print_message_for_scripts
 from paceline.api.exit_handler import ExitHandler
+from paceline.api.open_world import end_earlier_world
 from paceline.api.session import Session
 from paceline.api.world import World
 from paceline.cluster.environment import read_environment
 from paceline.cluster.join import Joined, join_world
 from paceline.cluster.membership.generation import Group
 from paceline.cluster.rendezvous.preflight import version_facts
+from paceline.cluster.supervision.interactive_signals import InteractiveSignals
 from paceline.cluster.supervision.stop_signals import StopSignals
 from paceline.cluster.supervision.supervisor import print_message
 from paceline.config.rules import positive
@@ -56,6 +58,9 @@ def join(
     Works under `paceline launch`, torchrun, mpirun and Slurm's srun. A process that no launcher
     started is a world of one rank.
 
+    In a notebook or another interactive interpreter, a world that is still open is closed first,
+    and its state is saved. So a cell that joins may run twice.
+
     Args:
         run: the folder for the run's events and checkpoints; with None nothing is written.
         resume: "auto" resumes from the run's newest checkpoint, if there is one; "no" begins a new
@@ -87,13 +92,9 @@ def join(
         CheckpointError: the run has checkpoints, and none can be read.
         CommError: a process is late or can't be reached.
     """
-    if ExitHandler.any_active():
-        raise ConfigError(
-            "paceline.join() was already called and its world is still open: call it once and pass "
-            "the world around, or close() it first."
-        )
     with errors_name_arguments():
         environment = read_environment()
+        end_earlier_world("paceline.join()", interactive=environment.interactive)
         exit_handler = ExitHandler(environment)
         worker = environment.worker
         defaults = (_FIRST_TIMEOUT, _TIMEOUT)
@@ -136,12 +137,12 @@ def join(
                 output=output,
                 seed=seed,
                 signals=StopSignals(partial(_print_stopped, joined, folder)),
+                interactive_signals=InteractiveSignals(enabled=environment.interactive),
                 exit_handler=exit_handler,
                 resources=resources,
             )
             return _open_world(session)
         except BaseException:
-            exit_handler.active = False
             resources.__exit__(*sys.exc_info())
             raise
 

@@ -25,7 +25,8 @@ class Loader:
     """Data loader that yields this rank's slice of each global batch; `paceline.loader` makes it.
 
     Each iteration is an epoch. The first iteration of a resumed run begins at the position of the
-    checkpoint. A `break` ends the epoch; the next iteration begins the next epoch.
+    checkpoint. A `break` ends the epoch; the next iteration begins the next epoch. In a notebook,
+    the iteration after one that an error or an interrupt ended continues its epoch.
     """
 
     def __init__(self, mapped: MappedLoader, order: Order, world: World, *, train: bool) -> None:
@@ -81,7 +82,7 @@ class Loader:
             while first is not None:
                 first = yield from self._batches_from(first)
         finally:
-            self._world._position.iterating = False
+            self._world._position.end_iteration(complete=first is None)
 
     def _batches_from(self, first: int) -> Generator[Any, None, int | None]:
         """Yield the epoch's batches; return the step from which the next generation continues."""

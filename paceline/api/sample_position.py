@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from paceline.api.cell_errors import CellErrors
 from paceline.comm.communicator import gather_counts
 from paceline.data.batch_slice import BatchSlice
 from paceline.data.order import Order
@@ -32,18 +33,27 @@ class SamplePosition:
         position: the run's position, which each step advances.
         run: the run, whose ranks take samples.
         device: device of the tensors that are communicated.
+        errors: detects an error that ends the loop over the loader in an interactive interpreter.
 
     Attributes:
         position: the run's position.
         order: the sample order of the training loader, or None.
         waiting: batch slices that the loader has yielded and that no step has trained yet.
         iterating: whether an iteration of the loader is in progress.
+        left_early: whether the last one ended before its last batch.
         begun: whether this process has made a step or has begun an iteration of the loader.
     """
 
-    def __init__(self, position: Position, run: Run, device: torch.device) -> None:
+    def __init__(
+        self,
+        position: Position,
+        run: Run,
+        device: torch.device,
+        errors: CellErrors | None = None,
+    ) -> None:
         self.position = position
-        self.iterating = False
+        self._errors = CellErrors(interactive=False) if errors is None else errors
+        self.iterating = self.left_early = False
         self.begun = False
         self._run, self._device = run, device
         self.order: Order | None = None
@@ -59,12 +69,28 @@ class SamplePosition:
     @property
     def next_is_another(self) -> bool:
         """Whether the loader's next iteration begins another epoch."""
-        return self.begun and not self.iterating and self.position.step > 0
+        left_by_error = self.left_early and self.unfinished
+        return self.begun and not self.iterating and self.position.step > 0 and not left_by_error
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether an error has ended a cell of an interactive interpreter since the epoch began."""
+        return self._errors.any
 
     @property
     def at_end(self) -> bool:
         """Whether all steps of the epoch are done."""
         return self.order is not None and self.position.step >= self.order.steps
+
+    def begin_iteration(self) -> None:
+        """Begin an iteration of the loader, whose batches steps train."""
+        self.begun = self.iterating = True
+        self.left_early = False
+        self._errors.begin()
+
+    def end_iteration(self, *, complete: bool) -> None:
+        """End it, after the last batch or before."""
+        self.iterating, self.left_early = False, not complete
 
     def use_order(self, order: Order) -> None:
         """Use a loader's order from the first step on.

@@ -6,6 +6,9 @@
                                         the epoch's steps end with the loader's iteration
 
 An epoch ends when the next one begins.
+
+In an interactive interpreter an interrupt ends the loop after the step. The world stays open, and
+the loader's next iteration continues the epoch.
 """
 
 from __future__ import annotations
@@ -101,6 +104,11 @@ class ScriptLoop:
     @contextmanager
     def step(self, samples: int | None) -> Iterator[ActiveStep]:
         """Make a step; as `World.step`."""
+        with self._end.saved_if_interrupted(self.save_interrupted), self._step(samples) as step:
+            yield step
+
+    @contextmanager
+    def _step(self, samples: int | None) -> Iterator[ActiveStep]:
         try:
             steps, step, entered = self.require_between_steps("world.step()"), ActiveStep(), False
             try:
@@ -135,11 +143,13 @@ class ScriptLoop:
         between them isn't repeated.
         """
         self._end.require_open("the loader")
+        if self._position.unfinished:
+            self.discard_batches()
         self._position.waiting.clear()  # slices of an iteration that was left early
         if self._position.next_is_another and self.steps is not None:
             with errors_name_arguments():
                 self.steps.end_epoch()
-        self._position.begun = self._position.iterating = True
+        self._position.begin_iteration()
         if self.steps is not None:
             with errors_name_arguments():
                 self.steps.take_snapshot()
@@ -169,15 +179,39 @@ class ScriptLoop:
         return None
 
     def finish(self) -> None:
-        """Save the state after the last step, unless there is none or it is incomplete."""
-        if self.steps is None or self._broken or not self._position.begun:
+        """Save the state after the last step, unless there is none.
+
+        Where that is incomplete, the newest state in memory is saved. So it is where an error ended
+        a cell after the epoch's steps: what follows them in the epoch is repeated.
+        """
+        if self.steps is None or not self._position.begun:
+            return
+        if self._broken:
+            self.steps.rescue()
             return
         with errors_name_arguments():
-            if self._position.at_end:
+            if self._position.at_end and not self._position.unfinished:
                 self.steps.end_epoch()
+            elif self._position.at_end and not self._position.left_early:
+                self.steps.rescue()
             else:
                 self.steps.save()
             self.steps.finish()
+
+    def save_interrupted(self) -> int | None:
+        """Save the state after an interrupt; return the number of steps in the newest file."""
+        if self.steps is None:
+            return None
+        _, world_size = self._run.rank_and_size()
+        if world_size == 1 and not self._broken:
+            with errors_name_arguments():
+                self.steps.save()
+        return self.steps.rescue()
+
+    def discard_batches(self) -> None:
+        """Discard what batches have left in model and optimizer that no step has trained."""
+        if self.replica is not None and (self._failed or self._position.waiting):
+            self.replica.discard_batches()
 
     def rescue(self) -> int | None:
         """Write the newest state in memory to the disk, from any thread; as `Steps.rescue`."""

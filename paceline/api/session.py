@@ -15,6 +15,7 @@ from paceline.cluster.join import Joined
 from paceline.cluster.membership.generation import Group
 from paceline.cluster.rendezvous.preflight import compare
 from paceline.cluster.stores.waiting import call_with_timeout
+from paceline.cluster.supervision.interactive_signals import InteractiveSignals
 from paceline.cluster.supervision.stop_signals import StopSignals
 from paceline.comm.communicator import Communicator
 from paceline.comm.single_rank import SingleRankCommunicator
@@ -38,7 +39,8 @@ class Session:
         run: the run folder, or None.
         output: when to save checkpoints, and from which checkpoint to resume.
         seed: seed of the sample order and of each step's random streams.
-        signals: receives SIGTERM and SIGINT as requests to stop.
+        signals: receives SIGTERM and SIGINT as requests to stop, in a script.
+        interactive_signals: receives them in an interactive interpreter.
         exit_handler: reports a failure of the script.
         resources: what the world's `close` closes, in reverse order of opening.
     """
@@ -50,6 +52,7 @@ class Session:
     output: OutputConfig
     seed: int
     signals: StopSignals
+    interactive_signals: InteractiveSignals
     exit_handler: ExitHandler
     resources: ExitStack
 

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.api.argument_names import errors_name_arguments, print_message_for_scripts
+from paceline.api.cell_errors import CellErrors
+from paceline.api.open_world import set_open_world
 from paceline.api.sample_position import SamplePosition
 from paceline.api.script_loop import ActiveStep, ScriptLoop
 from paceline.api.session import Session
@@ -30,7 +32,7 @@ from paceline.api.tracked import Tracked
 from paceline.api.world_end import WorldEnd
 from paceline.cluster.supervision.supervisor import print_message, saved_sentence
 from paceline.comm.communicator import require_same_call, total
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, many
 from paceline.replica.replica import Replica
 from paceline.replica.state_copier import StateObjects
 from paceline.run.checkpoint_schedule import SavePolicy
@@ -47,14 +49,15 @@ class World:
     """World of the processes that train one model together, from the view of one rank.
 
     `paceline.join` makes it. Used as a context manager, the world is closed at the end of the
-    block; otherwise, at the end of the script.
+    block; otherwise, at the end of the script. In a notebook it stays open until the next world.
     """
 
     def __init__(self, session: Session, run: Run, start: Start) -> None:
         self._session, self._run = session, run
         self._start = start  # without the checkpoint from the first step on
         self._tracked = Tracked(None if start.state is None else start.state.get("tracked", {}))
-        self._position = SamplePosition(start.position, run, session.device)
+        errors = CellErrors(interactive=session.interactive_signals.enabled)
+        self._position = SamplePosition(start.position, run, session.device, errors)
         start.restore({"course": self._position})
         self._saved_objects: dict[str, Any] = {}  # "model" and "optimizer", once there is a model
         self._end = WorldEnd(session, run, self._position)
@@ -62,8 +65,11 @@ class World:
         self._next_generation: NextGeneration | None = None
         session.exit_handler.rescue = self._rescue
         if session.run is not None and threading.current_thread() is threading.main_thread():
-            session.resources.enter_context(session.signals.received(self._rescue))
+            interactive = session.interactive_signals
+            signals = interactive if interactive.enabled else session.signals
+            session.resources.enter_context(signals.received(self._rescue))
         self._end.close_at_exit(self.close)
+        set_open_world(self)
 
     @property
     def rank(self) -> int:
@@ -128,6 +134,8 @@ class World:
             CommError: a peer is lost, silent, or has ended.
             CheckpointError: a checkpoint can't be written.
             SystemExit: this process, or another, received a signal to stop; the state is saved.
+            KeyboardInterrupt: in a notebook, the cell was interrupted; the step is made, unless it
+                takes longer than 1.5 seconds from there.
         """
         return self._loop.step(samples)
 
@@ -299,6 +307,8 @@ class World:
             self._session.exit_handler.post_exit_status()
             self.close()
         else:
+            if self._session.interactive_signals.enabled:
+                self._end.print_saved(self._loop.rescue())
             self._fail(kind, error, traceback)
 
     def _fail(
@@ -310,6 +320,23 @@ class World:
         """Save the newest state in memory, while it can be recorded, and close all resources."""
         self._rescue()
         self._end.release(kind, error, traceback)
+
+    def _end_for_next(self) -> None:
+        """Close this world, because the cell that joins runs again; say what is saved.
+
+        Raises:
+            CommError, CheckpointError: as `close`.
+        """
+        try:
+            self.close()
+        finally:
+            self._loop.discard_batches()
+        run, saved = self._session.run, ""
+        if run is not None and self.rank == 0:
+            steps = Checkpoints(run, self._session.output.keep_checkpoints).newest_step()
+            if steps is not None:
+                saved = f"; its state after {many(steps, 'step')} is saved in {run}"
+        print_message(f"the world that was still open is closed{saved}.")
 
     def _rescue(self) -> str:
         """Save the newest state in memory, from any thread; return a sentence for the user."""

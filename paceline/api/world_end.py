@@ -2,7 +2,7 @@
 
 with paceline.join(…) as world:     at the block's end
 world.close()                       where the script calls it
-(neither)                           when the interpreter exits
+(neither)                           when the interpreter exits, or where a notebook joins again
 SIGTERM, Ctrl-C, another rank's     `SystemExit` at the next step boundary; the state is saved
 an error                            the script ends; the exit handler reports it
 """
@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from paceline.api.argument_names import as_argument
+from paceline.api.open_world import set_open_world
 from paceline.api.sample_position import SamplePosition
 from paceline.api.session import Session
 from paceline.cluster.supervision.supervisor import print_message, saved_sentence
@@ -42,6 +43,7 @@ class WorldEnd:
     def __init__(self, session: Session, run: Run, position: SamplePosition) -> None:
         self._session, self._run, self._position = session, run, position
         self._close: Callable[[], None] = lambda: None
+        self._printed: int | None = None
         self.closed = self.stopped = False
 
     def close_at_exit(self, close: Callable[[], None]) -> None:
@@ -64,8 +66,30 @@ class WorldEnd:
         if not self.closed:
             self.closed = True
             atexit.unregister(self._close_or_report)
-            self._session.exit_handler.active = False
+            set_open_world(None)
             self._session.resources.__exit__(kind, error, traceback)
+
+    @contextmanager
+    def saved_if_interrupted(self, save: Callable[[], int | None]) -> Iterator[None]:
+        """Let an interrupt in an interactive interpreter end a step's block after the step.
+
+        Args:
+            save: saves the state; returns the number of steps in the newest file, if there is one.
+        """
+        signals = self._session.interactive_signals
+        try:
+            with signals.postponed():
+                yield
+        except KeyboardInterrupt:
+            if signals.enabled:
+                self.print_saved(save())
+            raise
+
+    def print_saved(self, steps: int | None) -> None:
+        """Print how many steps are saved, if any are; the same number once."""
+        if self._session.run is not None and steps not in (None, self._printed):
+            self._printed = steps
+            print_message(saved_sentence(self._session.run, steps))
 
     @contextmanager
     def explained(self, operation: str = "the next step") -> Iterator[None]:
@@ -95,6 +119,7 @@ class WorldEnd:
         Raises:
             PacelineError: the error, or its cause.
             SystemExit: the run stops, as a signal requested.
+            KeyboardInterrupt: likewise, in an interactive interpreter.
         """
         session = self._session
         if isinstance(error, Stop):
@@ -102,6 +127,8 @@ class WorldEnd:
             rank, _ = self._run.rank_and_size()
             if session.run and rank == 0:
                 print_message(saved_sentence(session.run, self._position.position.number))
+            if session.interactive_signals.enabled:
+                raise KeyboardInterrupt from None
             raise SystemExit(session.signals.status or _TERMINATED) from None
         error.name_of = as_argument
         if isinstance(error, CommError):

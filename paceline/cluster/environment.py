@@ -7,6 +7,7 @@ variables of their own, see `launchers`. `PACELINE_SECRET` is the secret of a ru
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,10 +65,13 @@ class Environment:
         worker: the worker environment, if a Paceline supervisor started this process; else None.
         launched: the launcher's description of this process, if a launcher other than Paceline
             started it as one of several; else None.
+        interactive: whether the process is a user's interactive interpreter, such as a notebook's
+            kernel, which must outlive an error and an interrupt.
     """
 
     worker: WorkerEnvironment | None = None
     launched: LaunchedProcess | None = None
+    interactive: bool = False
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
@@ -78,7 +82,11 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     """
     variables = os.environ if variables is None else variables
     worker = worker_environment(variables)
-    return Environment(worker=worker, launched=None if worker else launched_by(variables))
+    return Environment(
+        worker=worker,
+        launched=None if worker else launched_by(variables),
+        interactive=worker is None and (hasattr(sys, "ps1") or bool(sys.flags.interactive)),
+    )
 
 
 def worker_environment(variables: Mapping[str, str] = os.environ) -> WorkerEnvironment | None:

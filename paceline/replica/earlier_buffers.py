@@ -46,3 +46,12 @@ class EarlierBuffers:
                 buffers = named_buffers(dict(self._model.named_modules()))
                 values = ((name, module._buffers[key]) for name, module, key in buffers)
                 self.values = {n: None if value is None else value.clone() for n, value in values}
+
+    def restore(self) -> None:
+        """Put the copies back into the model: no step will train the batches."""
+        buffers = named_buffers(dict(self._model.named_modules()))
+        for name, module, key in buffers if self.values else ():
+            value, buffer = (self.values or {}).get(name), module._buffers[key]
+            if value is not None and buffer is not None:
+                buffer.copy_(value)
+        self.due, self.values = False, None

@@ -147,6 +147,12 @@ class Replica:
         """Let snapshots have the buffers from before the next forward, until a step trains it."""
         self._earlier.due = True
 
+    def discard_batches(self) -> None:
+        """Discard the gradients and buffers' values of batches that no step will train."""
+        self._earlier.restore()
+        self._optimizer.zero_grad()
+        self._model.zero_grad()
+
     @contextmanager
     def step(self, number: int, weight: float) -> Iterator[None]:
         """Run a step; `weight` is local samples / global samples.
