@@ -25,7 +25,7 @@ from paceline.errors import (
 )
 
 if TYPE_CHECKING:
-    from paceline.api import Loader, World, join, loader, parallelize
+    from paceline.api import Loader, World, join, launch, loader, parallelize
 
 __all__ = [
     "CheckpointError",
@@ -38,6 +38,7 @@ __all__ = [
     "PeerLost",
     "World",
     "join",
+    "launch",
     "loader",
     "parallelize",
 ]

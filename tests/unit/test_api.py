@@ -14,7 +14,7 @@ from tests.harness.processes.worlds import run_of, world_of
 
 NAMES = [
     *("CheckpointError", "CommError", "CommTimeout", "ConfigError", "DataError", "Loader"),
-    *("PacelineError", "PeerLost", "World", "join", "loader", "parallelize"),
+    *("PacelineError", "PeerLost", "World", "join", "launch", "loader", "parallelize"),
 ]
 SIGNATURES = {
     "join": "(run=None, *, resume='auto', checkpoint_steps=0, checkpoint_minutes=5.0, "
@@ -24,6 +24,7 @@ SIGNATURES = {
     "update='replicated', transport='tcp', connections=0, bucket_mb=0.0, sync_bn=False)",
     "loader": "(dataset, batch_size, world, *, train=True, shuffle=None, seed=None, "
     "num_workers=0, collate_fn=None, pin_memory=False)",
+    "launch": "(function, *arguments, workers=None)",
     "World.step": "(self, samples=None)",
     "World.no_sync": "(self)",
     "World.reduce": "(self)",

@@ -45,9 +45,13 @@ class EventQueue:
     The reader waits in `select` on a socket, not on a lock. The kernel may deliver a signal to
     a thread other than the main thread; then only a byte written to the socket wakes the main
     thread.
+
+    Attributes:
+        signal: the last signal that was received; None: none was.
     """
 
     def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
         self._events: deque[Event] = deque()
         self._wake_receiver, self._wake_sender = socket.socketpair()
         for end in (self._wake_receiver, self._wake_sender):
@@ -90,7 +94,8 @@ class EventQueue:
         """Receive SIGINT, SIGTERM and SIGHUP inside the block; main thread only."""
 
         def handle(number: int, frame: FrameType | None) -> None:
-            self.put(signal.Signals(number))
+            self.signal = signal.Signals(number)
+            self.put(self.signal)
 
         numbers = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup wants it to stay so

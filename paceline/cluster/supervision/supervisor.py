@@ -92,34 +92,72 @@ def supervise(
         the exit status: 0, that of the run's failure, 130 for SIGINT, 143 for SIGTERM.
     """
     with closing(EventQueue()) as events, events.signals():
-        try:
-            run = open_run(
-                plan,
-                report=report,
-                on_failure=events.put,
-                report_store_loss=events.put,
-                pause=events.pause,
-            )
-        except Interrupted as end:
-            failure = _reason(end.event, f"machine {plan.machine}")
-        except PacelineError as error:
-            failure = FailureReport.of(error)
-        except Finished:
-            failure = _finish_late(plan, finish)
-        else:
-            return _Workers(plan, run, events, report).work(argv, formed, finish)
-        report(failure.text)
-        return failure.status
+        failure = run_workers(
+            plan,
+            argv,
+            events,
+            report=report,
+            report_failure=lambda failure: report(failure.text),
+            formed=formed,
+            finish=finish,
+        )
+    return 0 if failure is None else failure.status
+
+
+def run_workers(
+    plan: RunPlan,
+    argv: Sequence[str],
+    events: EventQueue,
+    *,
+    report: Callable[[str], None] = print_message,
+    report_failure: Callable[[FailureReport], None] = lambda failure: None,
+    formed: Callable[[], None] = lambda: None,
+    finish: Callable[[], None] | None = None,
+) -> FailureReport | None:
+    """Run this machine's workers to their end; return why they didn't end well, or None.
+
+    Args:
+        plan: this machine's part of the run.
+        argv: the command of a worker.
+        events: receives signals, which end the run.
+        report: receives lines for the user.
+        report_failure: called with the failure, before the workers are ended.
+        formed: called once all machines are there.
+        finish: writes down that the run is finished.
+    """
+    try:
+        run = open_run(
+            plan,
+            report=report,
+            on_failure=events.put,
+            report_store_loss=events.put,
+            pause=events.pause,
+        )
+    except Interrupted as end:
+        failure = _reason(end.event, f"machine {plan.machine}")
+    except PacelineError as error:
+        failure = FailureReport.of(error)
+    except Finished:
+        failure = _finish_late(plan, finish)
+    else:
+        return _Workers(plan, run, events, report, report_failure).work(argv, formed, finish)
+    report_failure(failure)
+    return failure
 
 
 class _Workers:
     """Worker processes of one machine, from their start to their end."""
 
     def __init__(
-        self, plan: RunPlan, run: FormedRun, events: EventQueue, report: Callable[[str], None]
+        self,
+        plan: RunPlan,
+        run: FormedRun,
+        events: EventQueue,
+        report: Callable[[str], None],
+        report_failure: Callable[[FailureReport], None],
     ) -> None:
         self._plan, self._run = plan, run
-        self._events, self._report = events, report
+        self._events, self._report, self._report_failure = events, report, report_failure
         self._workers: dict[int, WorkerProcess] = {}
         """By local rank, those whose end is no event yet."""
 
@@ -130,7 +168,7 @@ class _Workers:
         argv: Sequence[str],
         formed: Callable[[], None],
         finish: Callable[[], None] | None,
-    ) -> int:
+    ) -> FailureReport | None:
         try:
             failure = self._work(argv, formed, finish)
             if failure is not None:
@@ -141,13 +179,13 @@ class _Workers:
                 )
                 failure = first or failure
                 self._signal(signal.SIGTERM)
-                self._report(failure.text)
+                self._report_failure(failure)
             self._end()
         finally:
             self._signal(signal.SIGKILL)
             self._error_files.close()
         self._deregister(failure)
-        return 0 if failure is None else failure.status
+        return failure
 
     def _work(
         self,
