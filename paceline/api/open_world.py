@@ -39,12 +39,12 @@ def end_earlier_world(call: str, *, interactive: bool) -> None:
         interactive: whether a user types statements or runs cells here.
 
     Raises:
-        ConfigError: a world is open, and no user runs cells.
+        ConfigError: a world is open, and no user runs cells, or it makes a step at this moment.
         CheckpointError: its last checkpoint can't be written. It is closed nevertheless.
     """
     if _open is None:
         return
-    if not interactive:
+    if not interactive or _open._loop.in_step:
         raise ConfigError(
             f"{call} was called, but paceline.join() was already called and its world is still "
             "open: call join() once and pass the world around, or close() it first."

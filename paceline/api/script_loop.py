@@ -92,6 +92,11 @@ class ScriptLoop:
         return patch(optimizer, "step", guarded)
 
     @property
+    def in_step(self) -> bool:
+        """Whether a step is active."""
+        return self._in_step
+
+    @property
     def exchanging(self) -> bool:
         """Whether a step is active whose gradient exchange isn't complete."""
         return self._in_step and self.replica is not None and not self.replica.ended

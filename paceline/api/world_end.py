@@ -86,10 +86,11 @@ class WorldEnd:
             raise
 
     def print_saved(self, steps: int | None) -> None:
-        """Print how many steps are saved, if any are; the same number once."""
+        """Print in a notebook how many steps are saved, if any are; the same number once."""
         if self._session.run is not None and steps not in (None, self._printed):
             self._printed = steps
-            print_message(saved_sentence(self._session.run, steps))
+            resumes = "the next paceline.join() resumes it"
+            print_message(saved_sentence(self._session.run, steps, resumes))
 
     @contextmanager
     def explained(self, operation: str = "the next step") -> Iterator[None]:

@@ -58,15 +58,18 @@ def finished_sentence(run_id: str) -> str:
     return f"run {run_id} is finished; give another --run_id to train again."
 
 
-def saved_sentence(run: Path, steps: int | None = None) -> str:
+def saved_sentence(
+    run: Path, steps: int | None = None, resumes: str = "the same command resumes it"
+) -> str:
     """Return the line that names the folder from which a run resumes.
 
     Args:
         run: the run's folder.
         steps: the number of completed steps in its newest checkpoint; None: of all steps.
+        resumes: what resumes the run, a clause.
     """
     after = "" if steps is None else f" after {many(steps, 'step')}"
-    return f"the state{after} is saved in {run}, and the same command resumes it."
+    return f"the state{after} is saved in {run}, and {resumes}."
 
 
 def supervise(
