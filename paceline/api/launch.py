@@ -58,7 +58,8 @@ def launch(function: Callable[..., Any], *arguments: Any, workers: int | None = 
         raise ConfigError(f"workers is {workers}; it must be at least 1.")
     plan = RunPlan(workers=count, runs_command=True)
     with FunctionCall(function, arguments, count) as call:
-        argv = [sys.executable, "-m", "paceline.api.function_worker", str(call.path)]
+        # Unbuffered: a cell shows the workers' lines at once.
+        argv = [sys.executable, "-u", "-m", "paceline.api.function_worker", str(call.path)]
         with closing(EventQueue()) as events:
             with events.signals():
                 failure = run_workers(plan, argv, events, report=print_message)

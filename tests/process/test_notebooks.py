@@ -385,9 +385,41 @@ def wait():
     notebook.wait()
 
 
+def test_interrupted_workers_save_and_resume(tmp_path: Path) -> None:
+    function = """
+from tests.harness.library.small_training import *
+
+def train(epochs):
+    world = paceline.join("run")
+    model = network()
+    optimizer = sgd(model)
+    paceline.parallelize(model, optimizer, world)
+    loader = paceline.loader(samples(), BATCH, world)
+    for _ in range(loader.epoch, epochs):
+        for x, y in loader:
+            with world.step():
+                loss_of(model, x, y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            print("made", world.steps)
+    return world.steps
+"""
+    forever, again = "paceline.launch(train, 10**6, workers=2)", "print(paceline.launch(train, 1))"
+    notebook = Notebook(FUNCTION, function, forever, again, folder=tmp_path)
+    notebook.line_with("made 7")
+    notebook.send(signal.SIGINT)
+    saved = notebook.line_with("the state after")
+    assert "cell 2: KeyboardInterrupt" in notebook.line_with("cell 2")
+    ended = notebook.wait().text
+    steps = re.search(r"the state after (\d+) steps is saved in run", saved)
+    assert steps, saved
+    assert f"[{steps[1]}]\ncell 3: done" in ended, ended
+    assert main(["ledger", str(tmp_path / "run")]) == 0
+
+
 def test_workers_end_with_a_killed_kernel(tmp_path: Path) -> None:
     wait = "import time\npaceline.launch(lambda: (print('waits', flush=True), time.sleep(60)))"
-    notebook = Notebook(FUNCTION, wait, folder=tmp_path)
+    notebook = Notebook(FUNCTION, wait, folder=tmp_path, real=True)
     notebook.line_with("waits")
     family = notebook.family()
     notebook.send(signal.SIGKILL)

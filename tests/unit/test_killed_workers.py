@@ -50,7 +50,7 @@ def test_only_a_worker_in_the_kernel_cant_be_killed(
         monkeypatch.setattr(supervisor, name, limit)
     events, lines = EventQueue(), list[str]()
     run = cast(Any, SimpleNamespace(generation=world_of().generation))
-    workers = _Workers(RunPlan(), run, events, lines.append)
+    workers = _Workers(RunPlan(), run, events, lines.append, lambda failure: None)
     worker = SlowToEnd(events, seconds, in_kernel=in_kernel)
     workers._workers = {0: cast(Any, worker)}
     workers._end()
