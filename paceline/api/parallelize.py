@@ -110,6 +110,7 @@ def parallelize(
 
         setting = TrialSetting(folder=session.run, report=report)
         replica = replicate(model, optimizer, run, config, share, setting)
+        session.resources.callback(replica.close)  # also where an error or an interrupt follows
         notes: list[str | Message] = list(world._start.restore_exchange(replica))
         if len(context.group.generation.workers_per_machine) == 1:
             notes += config.idle_on_one_machine
@@ -137,7 +138,8 @@ def _check(model: nn.Module, optimizer: Optimizer, world: World) -> None:
     if world._loop.replica is not None:
         raise ConfigError(
             "paceline.parallelize() was already called for this world, which trains one model: put "
-            "several models into one nn.ModuleList, with one optimizer."
+            "several models into one nn.ModuleList, with one optimizer; in a notebook, run the "
+            "cell with paceline.join() again, too."
         )
     if isinstance(model, DistributedDataParallel):
         raise ConfigError(

@@ -102,7 +102,8 @@ class SamplePosition:
         if self.order is not None:
             raise ConfigError(
                 "this world already has a training loader, which defines the position of the run: "
-                "pass train=False to loaders for evaluation."
+                "pass train=False to loaders for evaluation; in a notebook, run the cell with "
+                "paceline.join() again, too."
             )
         if self._taken:
             raise ConfigError(

@@ -352,7 +352,6 @@ class World:
     ) -> None:
         """Make steps of a model from now on; `saved_objects` is what checkpoints save, by name."""
         session = self._session
-        session.resources.callback(replica.close)
         session.resources.callback(self._loop.refuse_outside(optimizer, replica))
         self._loop.replica, self._saved_objects = replica, saved_objects
         output, writer = session.output, None
