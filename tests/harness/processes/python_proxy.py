@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import sys
+from contextlib import suppress
 from typing import NoReturn
 
 FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
@@ -49,9 +50,14 @@ def main() -> NoReturn:
     if not answer:
         os.execve(program, argv, environment)
     process = int.from_bytes(answer, "little")
+
+    def forward(number: int, frame: object) -> None:
+        with suppress(ProcessLookupError):  # it has ended, and its status is on its way here
+            os.kill(process, number)
+
     for number in numbers:
         if number not in request["ignored"]:
-            signal.signal(number, lambda number, frame: os.kill(process, number))
+            signal.signal(number, forward)
     ended = server.recv(8)
     if not ended:
         sys.exit(f"the fork server ended, and with it {' '.join(argv)}")
