@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from paceline.errors import ConfigError
 from paceline.recorder import NullRecorder, Recorder
@@ -131,8 +133,11 @@ class DataParallel:
     def before_read(self, bucket: Bucket) -> None:
         """Wait for the bucket's sums and update its parameters."""
         while self._ended and bucket.index in self._awaited:
-            unit = self._rule.unit(self.buckets[self._exchange.first_to_wait_for(bucket.index)])
-            self._install(unit, [value for one in unit for value in self._wait(one.index)])
+            if peek_interpreter_stack() is None:
+                self._wait_and_install(bucket)
+            else:  # the forward is inside of a transform of `torch.func`, and this mustn't be
+                with temporarily_clear_interpreter_stack():
+                    self._wait_and_install(bucket)
 
     def gradient_ready(self, bucket: Bucket) -> None:
         """Send the bucket."""
@@ -262,6 +267,10 @@ class DataParallel:
         sent, received = self._exchange.traffic[index]
         self._recorder.count("sent", sent)
         self._recorder.count("received", received)
+
+    def _wait_and_install(self, bucket: Bucket) -> None:
+        unit = self._rule.unit(self.buckets[self._exchange.first_to_wait_for(bucket.index)])
+        self._install(unit, [value for one in unit for value in self._wait(one.index)])
 
     def _install(self, unit: tuple[Bucket, ...], values: Sequence[Tensor | None]) -> None:
         with self._recorder.span("update", bucket=unit[0].index):

@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from paceline.errors import ConfigError
 from paceline.reduce.buckets import Bucket
@@ -162,7 +163,12 @@ class ParameterWatch:
 
     def _complete(self, how: Callable[[], object]) -> None:
         self.end()
-        with torch.inference_mode(False), torch.enable_grad():
+        # The use may be inside of a transform of `torch.func`, which mustn't transform the update.
+        with (
+            temporarily_clear_interpreter_stack(),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+        ):
             how()
 
 

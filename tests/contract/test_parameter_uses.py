@@ -69,6 +69,16 @@ def in_another_thread(model: nn.Module) -> list[Tensor]:
     return found
 
 
+def by_jacobian(model: nn.Module) -> list[Tensor]:
+    """Run the model itself inside of a transform."""
+    x = Training.of(model).batches[0][0]
+
+    def total(parameters: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, parameters, x).pow(2).sum()
+
+    return list(torch.func.jacrev(total)(dict(model.named_parameters())).values())
+
+
 def penalty(model: nn.Module) -> list[Tensor]:
     return [torch.stack([p.pow(2).sum() for p in model.parameters()]).sum().detach()]
 
@@ -95,6 +105,8 @@ USES: dict[str, Callable[[nn.Module], Callable[[nn.Module], list[Tensor]]]] = {
     "repr": lambda _: lambda m: [torch.tensor(list(repr(first_of(m)).encode()))],
     "penalty": lambda _: penalty,
     "functional": lambda _: lambda m: [nn.functional.relu(first_of(m)).detach()],
+    "vmap": lambda _: lambda m: [torch.vmap(lambda v: v * m[0].bias)(torch.ones(2, 8).double())],  # type: ignore[index, union-attr, operator]
+    "jacobian": lambda _: by_jacobian,
     "inference mode": lambda _: in_inference_mode,
     "another thread": lambda _: in_another_thread,
 }
