@@ -14,7 +14,7 @@ the loader's next iteration continues the epoch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,11 +106,15 @@ class ScriptLoop:
         """The number of the active step, or of the last one; 0 before the first one."""
         return max(0, self._position.position.number - (not self._in_step))
 
-    @contextmanager
-    def step(self, samples: int | None) -> Iterator[ActiveStep]:
+    def step(self, samples: int | None) -> AbstractContextManager[ActiveStep]:
         """Make a step; as `World.step`."""
-        with self._end.saved_if_interrupted(self.save_interrupted), self._step(samples) as step:
-            yield step
+        step = self._step(samples)
+        return self._interruptible(step) if self._end.interactive else step
+
+    @contextmanager
+    def _interruptible(self, step: AbstractContextManager[ActiveStep]) -> Iterator[ActiveStep]:
+        with self._end.saved_if_interrupted(self.save_interrupted), step as active:
+            yield active
 
     @contextmanager
     def _step(self, samples: int | None) -> Iterator[ActiveStep]:

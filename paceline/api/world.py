@@ -341,7 +341,7 @@ class World:
     def _rescue(self) -> str:
         """Save the newest state in memory, from any thread; return a sentence for the user."""
         steps, run = self._loop.rescue(), self._session.run
-        return "" if steps is None or run is None else saved_sentence(run, steps)
+        return saved_sentence(run, steps) if steps and run is not None else ""
 
     def _bind(
         self,

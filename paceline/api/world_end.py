@@ -38,6 +38,7 @@ class WorldEnd:
     Attributes:
         closed: whether the world has ended.
         stopped: whether a request to stop has ended the script's loop; the state is saved.
+        interactive: whether the interpreter is interactive, and outlives the world.
     """
 
     def __init__(self, session: Session, run: Run, position: SamplePosition) -> None:
@@ -45,6 +46,7 @@ class WorldEnd:
         self._close: Callable[[], None] = lambda: None
         self._printed: int | None = None
         self.closed = self.stopped = False
+        self.interactive = session.interactive_signals.enabled
 
     def close_at_exit(self, close: Callable[[], None]) -> None:
         """Close the world at the end of the script, unless it is closed before."""
@@ -76,13 +78,11 @@ class WorldEnd:
         Args:
             save: saves the state; returns the number of steps in the newest file, if there is one.
         """
-        signals = self._session.interactive_signals
         try:
-            with signals.postponed():
+            with self._session.interactive_signals.postponed():
                 yield
         except KeyboardInterrupt:
-            if signals.enabled:
-                self.print_saved(save())
+            self.print_saved(save())
             raise
 
     def print_saved(self, steps: int | None) -> None:

@@ -72,7 +72,7 @@ def _run(trainer: Trainer, signals: StopSignals, folder: Path) -> bool:
 
     def rescue() -> str:
         steps = trainer.steps.rescue()
-        return "" if steps is None else saved_sentence(folder, steps)
+        return saved_sentence(folder, steps) if steps else ""
 
     with signals.received(rescue):
         try:
