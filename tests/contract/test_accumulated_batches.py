@@ -67,6 +67,37 @@ def test_a_forward_before_the_step_counts_in_the_running_statistics(put: bool) -
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.parametrize("put", [False, True], ids=["allreduce", "notified"])
+def test_statistics_of_a_step_with_two_exchanges_have_both_forwards(put: bool) -> None:
+    torch.manual_seed(1)
+    model = normalised().double()
+
+    def work(c: Communicator, bench: Bench, *, looks: bool) -> dict[str, Tensor]:
+        for number in range(2):
+            with bench.replica.step(number, 0.5):
+                if looks:
+                    bench.backward(number)
+                    assert next(bench.model.parameters()).grad is not None
+                else:
+                    with bench.replica.no_sync():
+                        bench.backward(number)
+                bench.backward(number + 1)
+                bench.optimizer.step()
+                bench.optimizer.zero_grad()
+        bench.replica.settle()
+        bench.replica.drain()
+        bench.replica.close()
+        return buffers(bench)
+
+    def run(*, looks: bool) -> list[dict[str, Tensor]]:
+        more: dict[str, Any] = {"kind": notified(True, (1, 1))} if put else {}
+        return run_ranks(2, lambda c: work(c, Bench.of(c, model, **more), looks=looks))
+
+    for found, expected in zip(run(looks=True), run(looks=False), strict=True):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-10)
+
+
 @pytest.mark.parametrize("moment", ["in the step", "between steps"])
 def test_a_snapshot_has_the_buffers_from_before_the_first_batch(moment: str) -> None:
     torch.manual_seed(1)

@@ -16,16 +16,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from paceline.algorithms.sharded import make_sharded
 from paceline.comm.communicator import Communicator
 from paceline.errors import ConfigError, PeerLost
+from tests.harness.equivalence.case_models import normalised
 from tests.harness.equivalence.large_batch import Training, convnet
 from tests.harness.equivalence.one_rank import Bench
-from tests.harness.equivalence.put_synchronizers import notified
+from tests.harness.equivalence.put_synchronizers import KINDS, notified
 from tests.harness.equivalence.rank_threads import run_ranks
-
-KINDS: dict[str, Callable[[], dict[str, Any]]] = {
-    "allreduce": dict,
-    "notified": lambda: {"kind": notified(True, (1, 1))},
-    "sharded": lambda: {"kind": notified(True, (1, 1), "fp32", make_sharded)},
-}
 
 
 class Average:
@@ -156,6 +151,25 @@ def test_a_use_finds_the_updated_parameters(
         assert len(found[rank]) == len(expected)
         for ours, theirs in zip(found[rank], expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+
+
+def test_a_use_inside_a_transform_installs_running_statistics_outside_of_it() -> None:
+    torch.manual_seed(1)
+    model = normalised()
+
+    def train(communicator: Communicator) -> tuple[Tensor, Tensor]:
+        bench = Bench.of(communicator, model)
+        bench.step(0)
+        weight = first_of(bench.model)
+
+        def total(v: Tensor) -> Tensor:
+            return (v * weight).sum()
+
+        found = torch.func.grad(total)(torch.ones(weight.shape).double())
+        return found, weight.detach()
+
+    for found, weight in run_ranks(2, train):
+        assert torch.equal(found, weight)
 
 
 def test_copies_have_the_parameters_own_class(model: nn.Module) -> None:

@@ -11,20 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.algorithms.sharded import make_sharded
 from paceline.comm.communicator import Communicator
 from paceline.errors import ConfigError
 from tests.harness.equivalence.large_batch import Training, convnet
 from tests.harness.equivalence.one_rank import Bench
-from tests.harness.equivalence.put_synchronizers import notified
+from tests.harness.equivalence.put_synchronizers import KINDS
 from tests.harness.equivalence.rank_threads import run_ranks
 
 Touch = Callable[[nn.Module, torch.optim.Optimizer], object]
-KINDS: dict[str, Callable[[], dict[str, Any]]] = {
-    "allreduce": dict,
-    "notified": lambda: {"kind": notified(True, (1, 1))},
-    "sharded": lambda: {"kind": notified(True, (1, 1), "fp32", make_sharded)},
-}
 
 
 def double_one(model: Any, _: object) -> None:

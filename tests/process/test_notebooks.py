@@ -297,7 +297,7 @@ def test_a_kernel_that_ends_saves_its_open_world(whole: dict[int, str], tmp_path
 
 
 FUNCTION = """
-import os, sys, time
+import os, sys, threading
 import torch
 from torch import nn
 import paceline
@@ -367,10 +367,10 @@ def wait():
     world = paceline.join()
     world.total(torch.ones(1))
     print("waits", flush=True)
-    time.sleep(60)
+    threading.Event().wait(60)
 """
     launched = "paceline.launch(wait, workers=2)"
-    alive = "print('alive', flush=True); time.sleep(60)"
+    alive = "print('alive', flush=True); threading.Event().wait(60)"
     notebook = Notebook(FUNCTION, wait, launched, alive, folder=tmp_path)
     for _ in range(2):
         notebook.line_with("waits")
@@ -418,7 +418,8 @@ def train(epochs):
 
 
 def test_workers_end_with_a_killed_kernel(tmp_path: Path) -> None:
-    wait = "import time\npaceline.launch(lambda: (print('waits', flush=True), time.sleep(60)))"
+    waits = "lambda: (print('waits', flush=True), threading.Event().wait(60))"
+    wait = f"import threading\npaceline.launch({waits})"
     notebook = Notebook(FUNCTION, wait, folder=tmp_path, real=True)
     notebook.line_with("waits")
     family = notebook.family()

@@ -163,3 +163,11 @@ def context_on_gloo(
     context = GenerationContext(group, connected, device=device, limits=limits)
     context.connect_machine()
     return context
+
+
+KINDS: dict[str, Callable[[], dict[str, Any]]] = {
+    "allreduce": dict,
+    "notified": lambda: {"kind": notified(True, (1, 1))},
+    "sharded": lambda: {"kind": notified(True, (1, 1), "fp32", make_sharded)},
+}
+"""Options of `Bench.of` for two ranks, by method; each call makes them for one run of the ranks."""
