@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
-from paceline.cluster.rendezvous.machine_rendezvous import answer_finished
+from paceline.cluster.rendezvous.deadline import Deadline, no_report
+from paceline.cluster.rendezvous.leader import take_over
+from paceline.cluster.rendezvous.machine_rendezvous import (
+    answer_finished,
+    registration_of,
+    serve_if_needed,
+)
+from paceline.cluster.rendezvous.reachability import ProbeListener
+from paceline.cluster.rendezvous.registered_machine import FINISHED, RegisteredMachine
 from paceline.cluster.stores.store_spec import StoreSpec
 from tests.harness.network.rendezvous import KINDS, left_behind, plan, rendezvous_of
 from tests.harness.processes.supervisor_stage import Actor, Stage, Supervisor
@@ -81,6 +92,33 @@ def test_a_machine_killed_before_its_mark_learns_that_the_run_is_finished(
     assert back.text.splitlines()[-1] == (
         "paceline: run r is finished; give another --run_id to train again."
     )
+    assert marks[1].exists()
+    assert left_behind(rendezvous) == []
+
+
+def test_a_machine_that_registers_before_the_mark_learns_that_the_run_is_finished(
+    stage: Stage, rendezvous: StoreSpec, marks: list[Path]
+) -> None:
+    own, limit = plan(rendezvous, 0), Deadline(30, no_report, time.sleep, "")
+    server, address = serve_if_needed(own, no_report)  # the server lives as long as its variable
+    with ExitStack() as undo:
+        registration = registration_of(own, undo.enter_context(closing(ProbeListener())))
+        start_id = take_over(own, address, registration, limit)
+        registered = RegisteredMachine(
+            own,
+            address,
+            start_id,
+            registration,
+            on_failure=no_report,
+            report_store_loss=no_report,
+        )
+        undo.callback(registered.abandon)
+        back = stage.start(plan(rendezvous, 1, begun=True), finish=marks[1])
+        registered.store.wait(["machine/1"], timedelta(seconds=30))
+        registered.store.set(FINISHED, "1")
+        registered.store.set(registered.key("left"), "1")
+        assert back.status() == 0
+    del server
     assert marks[1].exists()
     assert left_behind(rendezvous) == []
 

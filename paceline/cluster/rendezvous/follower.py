@@ -184,7 +184,11 @@ def _await_world(
         if text is not None:
             world = RegisteredWorld.from_text(text)
             return world if registered.registration in world.registrations else None
-        if peek(registered.run_store, "run") != live.text or live.leader.verdict().state == "dead":
+        if (
+            peek(registered.run_store, "run") != live.text
+            or _finished(live, registered.plan)  # marked since this machine registered
+            or live.leader.verdict().state == "dead"
+        ):
             return None
         missing = missing_numbers(registered.store, "machine", registered.plan.machines) or [0]
         deadline.check_and_pause(describe_numbers("machine", missing, registered.plan.machines))
