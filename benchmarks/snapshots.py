@@ -11,7 +11,8 @@ the model (parameters and buffers). Of a ResNet-50, images of 64 pixels run in r
     python benchmarks/snapshots.py --model resnet50 --image-size 64 --batch 16 --steps 20
 
 With --runs, nothing is run: the spans are those that each worker of `paceline train` has recorded
-in its event file, those of checkpoints included, without the first steps, which measure S:
+in its event file, those of checkpoints included, without the first steps, which measure S. The last
+columns are the replica check's:
 
     paceline train … --run_id first; python benchmarks/snapshots.py --runs runs/first
 """
@@ -54,7 +55,8 @@ METHODS = {
 TITLES = ["sync", "snapshot, ms", "step, ms", "share at S = 1, %", "S < 1 %", "MB", "x model"]
 WIDTHS = [10, 24, 32, 24, 10, 10, 10]
 RUN_TITLES = ["run", "rank", "steps", "step, ms", "with a snapshot", "share, %"]
-RUN_WIDTHS = [32, 6, 8, 10, 16, 10]
+RUN_TITLES += ["with a check", "share, %"]
+RUN_WIDTHS = [32, 6, 8, 10, 16, 10, 14, 10]
 FIRST = 16  # steps
 
 
@@ -88,12 +90,13 @@ def _of_run(run: Path) -> Iterator[list[str]]:
     for rank, (_, path) in enumerate(find_event_files(run)):
         events = (event for event in read_events(path) if event["event"] == "step")
         measured = [event for event in events if "snapshot_ms" in event][FIRST:]
-        copies = np.array([event["snapshot_ms"] for event in measured])
-        parts = ("compute_ms", "exposed_ms", "send_ms", "update_ms", "snapshot_ms")
-        times = np.array([sum(event[part] for part in parts) for event in measured])
-        numbers = [f"{times.mean():.1f}", np.count_nonzero(copies)]
-        share = f"{100 * copies.sum() / times.sum():.2f}"
-        yield list(map(str, [run.name, rank, len(measured), *numbers, share]))
+        parts = ("compute_ms", "exposed_ms", "send_ms", "update_ms", "snapshot_ms", "check_ms")
+        times = np.array([[event.get(part, 0.0) for part in parts] for event in measured])
+        seconds = times.sum()
+        numbers: list[object] = [f"{seconds / len(times):.1f}"]
+        for spent in times.T[-2:]:
+            numbers += [np.count_nonzero(spent), f"{100 * spent.sum() / seconds:.3f}"]
+        yield list(map(str, [run.name, rank, len(measured), *numbers]))
 
 
 def _measure(options: argparse.Namespace, sync: str, steps: int) -> list[str]:

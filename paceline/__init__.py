@@ -22,6 +22,7 @@ from paceline.errors import (
     DataError,
     PacelineError,
     PeerLost,
+    ReplicasDiffer,
 )
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ __all__ = [
     "Loader",
     "PacelineError",
     "PeerLost",
+    "ReplicasDiffer",
     "World",
     "join",
     "launch",

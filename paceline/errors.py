@@ -10,6 +10,7 @@ the exit status of a command that ends with it: 2 for the caller's mistake, 1 fo
     │   └── CommTimeout                   a peer said nothing for too long
     ├── DataError                         a database, a record, an image
     ├── CheckpointError                   a file of weights or of a run's state
+    ├── ReplicasDiffer                    the ranks' states aren't equal any more
     └── Diverged                          the loss became NaN, or exploded
 
 A message names an option as `{--bucket_mb}` in a `Message`; the surface that shows the error says
@@ -185,6 +186,10 @@ class RankStateError(PacelineError):
         self.reason, self.parameter, self.start, self.stop = reason, parameter, start, stop
         of = f" of values {start:,} to {stop - 1:,} of {parameter}" if parameter else ""
         super().__init__(f"The state{of} can't be merged from the parts of all ranks: {reason}.")
+
+
+class ReplicasDiffer(PacelineError):
+    """Error of a run whose replicas differ between ranks where they ought to be equal."""
 
 
 class Diverged(PacelineError):

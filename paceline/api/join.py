@@ -46,6 +46,7 @@ def join(
     keep_checkpoints: int = 2,
     snapshots: bool = True,
     snapshot_memory_mb: float = 0.0,
+    replica_check: bool = True,
     trace_steps: str = "",
     tracker: str = "",
     seed: int = 0,
@@ -76,6 +77,9 @@ def join(
             in the middle of a long step has the last checkpoint only. Rank 0's argument is used.
         snapshot_memory_mb: the limit of their memory, in MiB per process; if the two newest would
             take more, none are taken. 0: no limit.
+        replica_check: compare checksums of the processes' parameters, buffers and optimizer states,
+            as often as this takes less than 0.1% of the time, and before a checkpoint is saved; a
+            script whose processes differ stops with an error. Rank 0's argument is used.
         trace_steps: trace these steps of the run into its folder, "FIRST:LAST", counted from 0.
         tracker: experiment trackers that show the run, separated by commas: tensorboard, wandb
             (Weights & Biases), mlflow. Rank 0's argument is used.
@@ -113,6 +117,7 @@ def join(
             keep_checkpoints=keep_checkpoints,
             snapshots=snapshots,
             snapshot_memory_mb=snapshot_memory_mb,
+            replica_check=replica_check,
             trace_steps=trace_steps,
             tracker=tracker,
         )

@@ -376,6 +376,7 @@ class World:
             enabled=output.snapshots,
             interval=self._position.position.snapshot_interval,
             limit_mb=output.snapshot_memory_mb,
+            check=output.replica_check,
             report=print_message_for_scripts,
         )
         steps = Steps(

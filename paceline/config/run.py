@@ -48,6 +48,11 @@ class OutputConfig:
     """Limit of the memory for in-memory snapshots in MiB per worker; if the two newest would take
     more, none are taken. 0: no limit."""
 
+    replica_check: bool = True
+    """Don't compare the workers' parameters, buffers and optimizer states while the run trains. By
+    default, their checksums are compared as often as this takes less than 0.1% of the time, and
+    before a checkpoint is saved; a run whose workers differ stops. Machine 0's setting is used."""
+
     trace_steps: str = ""
     """Steps to trace, FIRST:LAST, counted from 0. Records every wait, put and notification of all
     ranks on a common clock, in a trace file for Perfetto or chrome://tracing in the run's folder.

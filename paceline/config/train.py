@@ -23,7 +23,7 @@ _OWN = frozenset(
         *("distributed_interfaces", "decode_threads", "first_iter_timeout", "timeout"),
         *("train_data", "test_data"),
         *("resume", "checkpoint_steps", "checkpoint_minutes", "keep_checkpoints"),
-        *("snapshots", "snapshot_memory_mb"),
+        *("snapshots", "snapshot_memory_mb", "replica_check"),
         *("trace_steps", "tracker"),
         "max_loss_at",
     }

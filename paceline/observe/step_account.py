@@ -18,7 +18,7 @@ from typing import Any
 
 from paceline.recorder import Recorder
 
-_APART = ("wait", "send", "update", "snapshot")  # spans that aren't counted as computation
+_APART = ("wait", "send", "update", "snapshot", "check")  # spans that aren't counted as computation
 _SHORTEST = 0.2  # ms of a wait that is reported; measuring costs time, too
 
 
@@ -28,13 +28,14 @@ class StepAccount:
     It adds the sums to the step's event before it passes that event on.
 
     Fields that it adds to an event `step`, if the step was in a span `train`:
-        compute_ms: the step's time without exposed_ms, send_ms, update_ms and snapshot_ms.
+        compute_ms: the step's time without exposed_ms, send_ms, update_ms, snapshot_ms, check_ms.
         exposed_ms: time spent waiting for the exchange in this step and in calls of `settle` since
             the previous step.
         send_ms: time spent handing gradients over to the exchange.
         update_ms: time spent updating parameters.
         snapshot_ms: time spent copying the state for a snapshot in memory, in this step and since
             the previous one.
+        check_ms: time spent summing the state for the replica check, likewise.
         waits_ms: time spent waiting for each bucket, by bucket number; waits below 0.2 ms are left
             out.
         sent, received: number of bytes that the exchange sent and received.
@@ -88,13 +89,14 @@ class StepAccount:
 
     def _take(self) -> dict[str, object]:
         assert self._compute is not None
-        wait, send, update, snapshot = (_ms(self._spent[name]) for name in _APART)
+        wait, send, update, snapshot, check = (_ms(self._spent[name]) for name in _APART)
         sums = {
             "compute_ms": _ms(self._compute),
             "exposed_ms": wait,
             "send_ms": send,
             "update_ms": update,
             "snapshot_ms": snapshot,
+            "check_ms": check,
             "waits_ms": {
                 str(bucket): ms
                 for bucket, spent in self._waits.items()

@@ -60,6 +60,7 @@ class ReplicaHooks:
         self.trained, self.synchronizer = trained, synchronizer
         self._watch, self._earlier = watch, earlier
         self._watches_backward = False
+        self._versions: list[int] = []  # of the parameters, when a backward reached the first one
         self.gradients = StepGradients(synchronizer.buckets)
         self.exchanging = True
         self.copier: StateCopier | None = None
@@ -179,17 +180,46 @@ class ReplicaHooks:
         self.synchronizer.begin_again()
         self.gradients.begin_again()
 
+    def require_whole_backward(self) -> None:
+        """Require that no backward pass of the step has ended with an error.
+
+        Raises:
+            ConfigError: the script caught one.
+        """
+        if self._watches_backward:
+            raise ConfigError(
+                "a backward pass of this step ended with an error that the script caught, so its "
+                "gradients are incomplete: let the error end the script, or end the step without "
+                "optimizer.step() on all ranks alike."
+            )
+
     def _watch_backward(self) -> None:
-        """Watch the gradients from the end of this backward on."""
+        """Watch the parameters until the end of this backward, and the gradients from there on."""
         self._watch.end()
         self._watches_backward = True
+        self._versions = [p._version for p in self.gradients.parameters]
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
         if self._running and self._watches_backward:
             self._watches_backward = False
+            self._refuse_written()
             self._watch.begin(Gap.GRADIENTS)
+
+    def _refuse_written(self) -> None:
+        """Refuse parameters that were written during this backward."""
+        parameters, before = self.gradients.parameters, self._versions
+        if before == [p._version for p in parameters]:
+            return
+        changed = (
+            p for p, version in zip(parameters, before, strict=True) if p._version != version
+        )
+        raise ConfigError(
+            f"{self.trained.names[next(changed)]} was written during backward: an optimizer that "
+            "steps in a hook of backward uses this rank's gradients alone, so call "
+            "optimizer.step() after backward."
+        )
 
     def _wait_in(self, readers: Readers) -> None:
         """Make each reader wait for its buckets, and the end of the forward for all others."""

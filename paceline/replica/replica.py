@@ -86,6 +86,7 @@ class Replica:
         bindings: how often parameters were bound to a synchronizer.
         stateful: whether state is divided among ranks in the present binding, or was in the last;
             the same on all.
+        stepped: whether the last step ended by `optimizer.step()`.
 
     Raises:
         ConfigError: a lazy module has no shapes yet, or the optimizer is not supported.
@@ -119,7 +120,7 @@ class Replica:
             install=self.settle,
             expose=lambda parameter: self._binding.synchronizer.expose_gradients(parameter),
         )
-        self.bindings, self.stateful = 0, False
+        self.bindings, self.stateful, self.stepped = 0, False, False
         self._hooks: ReplicaHooks | None = self._bind(known=set())  # None between generations
         self._settle_before_states()
         self._plain_step, self._plain_zero = optimizer.step, optimizer.zero_grad
@@ -173,7 +174,8 @@ class Replica:
             self._binding.begin_snapshot(self._copier, settled=settled)
             self._copier = None
         yield
-        if self._number is not None:
+        self.stepped = self._number is None
+        if not self.stepped:
             self._binding.end_snapshot()
             self._binding.synchronizer.abandon()
             self._done()
@@ -223,14 +225,19 @@ class Replica:
         """
         self._copier = copier
 
-    def take_snapshot_between_steps(self, copier: StateCopier) -> None:
-        """Settle, and copy the state before the next step at once; the snapshot is held."""
+    def take_snapshot_between_steps(self, copier: StateCopier) -> bool:
+        """Settle, and copy the state before the next step at once; the snapshot is held.
+
+        Returns:
+            whether all its parameters are bound; others get rank 0's values in the next step.
+        """
         self.settle()
         trained = TrainedParameters.of(self._model, self._optimizer)  # may be others than bound
         names = {**self._binding.trained.names, **trained.names}
         self._binding.begin_snapshot(copier, settled=True, names=names)
         copier.end(self._binding.synchronizer.state, in_step=False)
         self._binding.copier = None
+        return trained.names == self._binding.trained.names
 
     def restore_local(self, state: Mapping[str, Any]) -> bool:
         """Restore this rank's own state, besides model and optimizer, from a snapshot; local.
@@ -461,7 +468,8 @@ class Replica:
             )
 
     def _refuse_unexchanged(self) -> None:
-        """Refuse a gradient that isn't exchanged and that a plain step would have used."""
+        """Refuse gradients that are incomplete, or not exchanged; a plain step would use them."""
+        self._binding.require_whole_backward()
         exchanged = self._binding.gradients.parameters
         for group in self._optimizer.param_groups:
             for p in group["params"]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from paceline.reduce.rank_state import RankState
 from paceline.replica.earlier_buffers import named_buffers
 from paceline.replica.entry_names import EntryNames
 from paceline.replica.trained_parameters import TrainedParameters
-from paceline.state.snapshots import SnapshotName, Snapshots
+from paceline.state.snapshots import SnapshotName
 from paceline.state.state_copy import copy_state
 from paceline.state.stateful import Restorable, Stateful
 from paceline.update.state_entries import restore_entries
@@ -75,11 +75,24 @@ class StateObjects:
         return self.tracked if plain else {**self.tracked, OWN_OPTIMIZER: self.optimizer}
 
 
+class Receiver(Protocol):
+    """Protocol of what receives a state part by part: `Snapshots`, which copy it, say."""
+
+    def open(self, name: SnapshotName) -> None:
+        """Begin a state."""
+
+    def add(self, name: SnapshotName, parts: Mapping[str, Mapping[Any, Any]]) -> None:
+        """Take values of parts as they are now."""
+
+    def hold(self, name: SnapshotName) -> None:
+        """End the state: all its parts are there."""
+
+
 class StateCopier:
     """Copier of the state before one step into a snapshot.
 
     Args:
-        snapshots: receives the copies; not `full`.
+        snapshots: receives the values; where they are `Snapshots`, not `full`.
         name: of the snapshot.
         objects: the objects whose state is copied.
         position: of the run; plain values by name.
@@ -88,7 +101,7 @@ class StateCopier:
 
     def __init__(
         self,
-        snapshots: Snapshots,
+        snapshots: Receiver,
         name: SnapshotName,
         objects: StateObjects,
         position: Mapping[str, Any],

@@ -95,9 +95,9 @@ class CheckpointSchedule:
         self._settle, self._clock = settle, clock
         self._builder = CheckpointBuilder(run, replica, snapshots)
         what = "the broadcast of rank 0's decisions"
-        settings = [writer is not None, policy.steps, snapshots.on]
+        settings = [writer is not None, policy.steps, snapshots.on, snapshots.check.due]
         received = broadcast_state(run.context.communicator, settings, device, what)
-        self._saving, steps, snapshots.enabled = received
+        self._saving, steps, snapshots.enabled, snapshots.check.due = received
         self._policy = replace(policy, steps=steps)
         if writer is not None:
             writer.newest = self._builder.newest
@@ -116,6 +116,12 @@ class CheckpointSchedule:
         self._builder.begin_generation(number)
         self._saved_at, self._saved_number = self._clock(), number if saved else number - 1
         self._copied_at, self._cost = self._clock(), 0.0
+
+    def discard(self) -> None:
+        """Discard all states in memory, because the replicas differ: no file is made of them."""
+        self._snapshots.discard()
+        self._builder.copied = None
+        self._due.clear()
 
     @property
     def active(self) -> bool:
@@ -166,6 +172,8 @@ class CheckpointSchedule:
             self._copy_now(together=False)
         next_is_due = self._by_snapshots and self._due_by_steps(number + 1)  # and will want room
         useful = self._saving or not self._snapshots.alone
+        if wanted:
+            self._snapshots.check.require(number)
         if wanted or (useful and not next_is_due):
             self._snapshots.take(number, asdict(position), wanted=wanted)
         position.snapshot_interval = self._snapshots.interval

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.comm.communicator import total
-from paceline.errors import Message
+from paceline.errors import Message, ReplicasDiffer
 from paceline.recorder import NullRecorder, Recorder
 from paceline.replica.replica import Replica
+from paceline.replica.state_checksums import ChecksumParts
 from paceline.replica.state_copier import POSITION, StateCopier, StateObjects, restore_state
+from paceline.run.replica_check import ReplicaCheck
 from paceline.run.run import Run
 from paceline.run.step_summary import StepSummary
 from paceline.state.snapshot_interval import SnapshotInterval
@@ -58,9 +59,11 @@ class StepSnapshots:
         interval: the interval that an earlier start measured, in steps; 0: it is measured.
         limit_mb: the limit of their memory in MiB; 0: no limit.
         report: called on rank 0 with a sentence for the user.
+        check: whether replicas are checked.
 
     Attributes:
         objects: the objects whose state is copied.
+        check: the replica check, which compares what is copied.
         enabled: whether snapshots are taken, as long as there is memory.
     """
 
@@ -75,6 +78,7 @@ class StepSnapshots:
         interval: int = 0,
         limit_mb: float = 0.0,
         report: Callable[[Message], object] = lambda note: None,
+        check: bool = True,
     ) -> None:
         self._run, self._replica, self.objects = run, replica, objects
         self._device = device
@@ -82,7 +86,10 @@ class StepSnapshots:
         self._snapshots = Snapshots()
         self._interval = SnapshotInterval(interval)
         self.enabled, self._off = enabled, False
-        self._copies, self._between = _Copies(run), 0
+        self.check = ReplicaCheck(run, device, enabled=check)
+        self._summed: tuple[int, ChecksumParts] | None = None  # a step, and the state before it
+        self._copies, self._between = _Spans(run, "snapshot"), 0
+        self._checks = _Spans(run, "check")
         self._bindings = replica.bindings  # during which the interval is measured
         # Received, and obeyed by all ranks at a later boundary.
         self._summaries: deque[StepSummary] = deque()
@@ -160,6 +167,7 @@ class StepSnapshots:
             position: of the run; plain values by name.
 
         Raises:
+            ReplicasDiffer: it differs between ranks.
             CommError: a peer was lost, or silent.
         """
         while self.obey(before=step) is not None:
@@ -168,11 +176,49 @@ class StepSnapshots:
             self._between += 1  # a script may call this again before a step
             token = f"{self._run.context.group.generation.key_prefix}/{self._between}"
             name = SnapshotName(token, step)
-            self._replica.take_snapshot_between_steps(self._copier(name, position))
+            bound = self._replica.take_snapshot_between_steps(self._copier(name, position))
             if not self.alone:
-                communicator, what = self._run.context.communicator, "the snapshot of all ranks"
-                total(communicator, torch.ones(1, device=self._device), what)
+                try:
+                    self.check.compare(step, self._snapshots.state(name) if bound else None)
+                except ReplicasDiffer:
+                    self.discard()
+                    raise
             self._snapshots.commit(name)
+
+    def check_state(self, step: int) -> None:
+        """Let the step that begins sum the state before it, where no snapshot copies it."""
+        if not (self.on or self.alone):
+            parts = ChecksumParts()
+            self._summed = step, parts
+            name = self._name(step)
+            self._replica.take_snapshot(StateCopier(parts, name, self.objects, {}, self._checks))
+
+    def compare(self, step: int) -> None:
+        """Settle, and compare the state before a step at once, where no snapshot copies it.
+
+        Raises:
+            ReplicasDiffer: it differs between ranks.
+            CommError: a peer was lost, or silent.
+        """
+        if self.check.enabled and not (self.on or self.alone):
+            parts = ChecksumParts()
+            copier = StateCopier(parts, self._name(step), self.objects, {}, self._checks)
+            bound = self._replica.take_snapshot_between_steps(copier)
+            self.check.compare(step, parts if bound else None)
+
+    def code(self, step: int) -> tuple[int, int]:
+        """Return the code of the checked state before a step, and an interval; 0 without one."""
+        if self._summed is not None and self._summed[0] == step:
+            parts, self._summed = self._summed[1], None
+            spent, self._checks.seconds = self._checks.seconds, 0.0
+            return self.check.code(step, parts, spent)
+        if self.alone or not self.holds(step):
+            return 0, 0
+        return self.check.code(step, self._snapshots.state(self._name(step)))
+
+    def discard(self) -> None:
+        """Discard all snapshots, because the replicas differ."""
+        self._snapshots = Snapshots()
 
     def holds(self, step: int) -> bool:
         """Return whether this rank holds the snapshot of the state before a step."""
@@ -239,21 +285,21 @@ class StepSnapshots:
         return SnapshotName(self._run.context.group.generation.key_prefix, step)
 
 
-class _Copies(NullRecorder):
-    """Recorder of a snapshot's spans, which the run's recorder receives too.
+class _Spans(NullRecorder):
+    """Recorder of a copier's spans, which the run's recorder receives too, under a name.
 
     Attributes:
         seconds: the sum of their times.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._run, self.seconds = run, 0.0
+    def __init__(self, run: Run, name: str) -> None:
+        self._run, self._name, self.seconds = run, name, 0.0
 
     @contextmanager
     def span(self, name: str, **fields: object) -> Iterator[None]:
         """Measure the block."""
         recorder: Recorder = self._run.recorder
         began = perf_counter()
-        with recorder.span(name, **fields):
+        with recorder.span(self._name, **fields):
             yield
         self.seconds += perf_counter() - began

@@ -22,6 +22,8 @@ from torch import Tensor
 
 from paceline.comm.communicator import Communicator, Ticket
 
+_MARKS = 9  # numbers behind the sums
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepSummary:
@@ -34,6 +36,10 @@ class StepSummary:
         request: the request of rank 0.
         held: whether all ranks hold a snapshot of the state before the step.
         interval: the interval between snapshots that rank 0 asks for; 0: it doesn't.
+        same_outcome: whether the step ended alike on all ranks.
+        checked: whether any rank checked the state before the step.
+        same_state: whether all ranks reported the same code of it.
+        check_interval: the interval between replica checks that rank 0 asks for; 0: it doesn't.
     """
 
     step: int
@@ -42,6 +48,10 @@ class StepSummary:
     request: int
     held: bool
     interval: int
+    same_outcome: bool = True
+    checked: bool = False
+    same_state: bool = True
+    check_interval: int = 0
 
 
 class StepSummaries:
@@ -70,6 +80,9 @@ class StepSummaries:
         request: int = 0,
         held: bool = False,
         interval: int = 0,
+        outcome: int = 0,
+        code: int = 0,
+        check_interval: int = 0,
     ) -> None:
         """Send this rank's values of a step, and its request; never blocks.
 
@@ -80,8 +93,13 @@ class StepSummaries:
             request: rank 0's request; 0 on other ranks.
             held: this rank holds a snapshot of the state before the step.
             interval: the interval between snapshots that rank 0 asks for; 0 on other ranks.
+            outcome: how the step ended, below 2^20; the same on all ranks.
+            code: of the state before the step, below 2^20; 0: it isn't checked.
+            check_interval: the interval between replica checks that rank 0 asks for; 0 on others.
         """
-        flat = torch.cat([sums, sums.new_tensor([stop, request, held, interval])])
+        marks = [stop, request, held, interval, check_interval]
+        marks += [outcome, outcome**2, code, code**2]
+        flat = torch.cat([sums, sums.new_tensor(marks)])
         self._pending.append((step, sums, flat, self.communicator.all_reduce(flat)))
 
     def receive(self, *, before: int) -> Iterator[StepSummary]:
@@ -93,12 +111,26 @@ class StepSummaries:
         while self._pending and self._pending[0][0] < before:
             step, _, flat, ticket = self._pending.popleft()
             ticket.wait(f"the sums of step {step}")
-            *values, stops, request, held, interval = flat.tolist()
+            numbers, ranks = flat.tolist(), self.communicator.world_size
+            stops, request, held, interval, check_interval, *codes = numbers[-_MARKS:]
             yield StepSummary(
                 step=step,
-                sums=tuple(values),
+                sums=tuple(numbers[:-_MARKS]),
                 stop=stops > 0,
                 request=int(request),
-                held=held == self.communicator.world_size,
+                held=held == ranks,
                 interval=int(interval),
+                same_outcome=all_equal(codes[0], codes[1], ranks),
+                checked=codes[2] > 0,
+                same_state=all_equal(codes[2], codes[3], ranks),
+                check_interval=int(check_interval),
             )
+
+
+def all_equal(total: float, squares: float, count: int) -> bool:
+    """Return whether so many whole numbers are equal, by their sum and the sum of their squares.
+
+    Both sums are exact below 2^53: for numbers below 2^20, up to 2^13 of them. By Cauchy's and
+    Schwarz's inequality, count * squares = total^2 only if all numbers are equal.
+    """
+    return count * int(squares) == int(total) ** 2

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -27,12 +28,13 @@ from torch import Tensor
 from paceline.cluster.membership.generation import Group
 from paceline.data import splitmix
 from paceline.data.batch_slice import BatchSlice
-from paceline.errors import CommError
+from paceline.errors import CommError, ConfigError, ReplicasDiffer
 from paceline.replica.replica import Replica
 from paceline.run.checkpoint_schedule import CheckpointSchedule, SavePolicy
 from paceline.run.position import Position
 from paceline.run.run import Run
 from paceline.run.step_snapshots import OwnPart, StepSnapshots
+from paceline.run.step_summary import StepSummary
 from paceline.state.checkpoint_writer import CheckpointWriter
 from paceline.state.snapshots import SnapshotName
 
@@ -100,6 +102,7 @@ class Steps:
         next_generation: NextGeneration | None = None,
     ) -> None:
         self._snapshots, self._next_generation = snapshots, next_generation
+        self._check = snapshots.check
         self._start_fields: dict[str, object] = {}
         self._replica, self.run = replica, run
         self._writer, self._seed = writer, seed
@@ -125,6 +128,9 @@ class Steps:
 
     def _begin_generation(self, *, saved: bool) -> None:
         self._stop_requested_in: int | None = None  # the step in which a rank asked to stop
+        self._unobeyed: deque[StepSummary] = deque()  # received summaries
+        self._stepped: dict[int, bool] = {}  # whether a step ended by `optimizer.step()`
+        self._check.begin_generation(self.position.number)
         self._checkpoints.begin_generation(self.position.number, saved=saved)
         self._keeping = self._checkpoints.active  # snapshots, or checkpoints
 
@@ -175,6 +181,7 @@ class Steps:
             CommError: a peer was lost, or silent.
         """
         self._receive_summaries(before=self.position.number)
+        self._check_replicas(before=self.position.number)
         if not self._snapshots.alone:
             self._snapshots.take_between_steps(self.position.number, asdict(self.position))
 
@@ -228,6 +235,8 @@ class Steps:
 
         Raises:
             Stop: all ranks agreed to stop before this step.
+            ConfigError: in an earlier step only some ranks called `optimizer.step()`.
+            ReplicasDiffer: the replicas aren't equal any more.
             CommError: a peer was lost, or silent.
             CheckpointError: a checkpoint couldn't be written.
         """
@@ -259,8 +268,20 @@ class Steps:
         if self._keeping:
             seconds = time.perf_counter() - began
             request, held, interval = self._checkpoints.report(number, seconds)
+        code, check_interval = 0, 0
+        if number >= self._check.due:
+            code, check_interval = self._snapshots.code(number)
+        self._stepped[number] = self._replica.stepped
         self.run.context.summaries.send(
-            number, sums, stop=self._stopping(), request=request, held=held, interval=interval
+            number,
+            sums,
+            stop=self._stopping(),
+            request=request,
+            held=held,
+            interval=interval,
+            outcome=self._replica.stepped,
+            code=code,
+            check_interval=check_interval,
         )
 
     def seed(self, number: int) -> None:
@@ -274,10 +295,12 @@ class Steps:
             Stop, CommError, CheckpointError: as `step`.
         """
         self._receive_summaries(before=self.position.number)
+        self._check_replicas(before=self.position.number)
         if self._stop_requested_in is not None:
             self._stop()
         with self.run.recorder.span("settle"):
             self._replica.synchronize_replicas()
+        self._snapshots.compare(self.position.number)
         self._checkpoints.end_steps()
         return list(self.position.sums)
 
@@ -313,6 +336,9 @@ class Steps:
             CommError: a peer was lost, or silent.
             CheckpointError: an earlier checkpoint couldn't be written.
         """
+        if together:
+            self._receive_summaries(before=self.position.number)
+            self._check_replicas(before=self.position.number)
         self._checkpoints.save(best=best, together=together)
 
     def rescue(self) -> int | None:
@@ -346,6 +372,7 @@ class Steps:
     def _boundary(self, number: int) -> None:
         alone = self.run.context.summaries.alone
         self._receive_summaries(before=number if alone else number - 1)
+        self._check_replicas(before=number - 1)
         agreed = self._stop_requested_in is not None and self._stop_requested_in < number - 1
         if agreed or (alone and self._stopping()):
             self._stop()
@@ -354,16 +381,35 @@ class Steps:
             self._record_published(self._writer.published)
         if self._keeping:
             self._checkpoints.at_boundary(number, self.position)
+        if number >= self._check.due:
+            self._snapshots.check_state(number)
 
     def _receive_summaries(self, *, before: int) -> None:
         for summary in self.run.context.summaries.receive(before=before):
             sums = zip(self.position.sums, summary.sums, strict=True)
             self.position.sums = [total + added for total, added in sums]
+            self._unobeyed.append(summary)
             if summary.stop and self._stop_requested_in is None:
                 self._stop_requested_in = summary.step
             if self._keeping:
                 self._checkpoints.receive(summary, self.position.sums)
             self._check_sums(summary.step, summary.sums)
+
+    def _check_replicas(self, *, before: int) -> None:
+        """Stop the run if the ranks differ by the summaries of steps below `before`.
+
+        All ranks call it at the same boundary, because they then compare more.
+        """
+        while self._unobeyed and self._unobeyed[0].step < before:
+            summary = self._unobeyed.popleft()
+            stepped = self._stepped.pop(summary.step, False)
+            if summary.same_outcome and not summary.checked and not summary.check_interval:
+                continue
+            try:
+                self._check.obey(summary, stepped=stepped)
+            except (ConfigError, ReplicasDiffer):
+                self._checkpoints.discard()
+                raise
 
     def _settle(self) -> Position:
         """Settle, and receive all summaries, so that the position has all sums."""

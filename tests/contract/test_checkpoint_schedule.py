@@ -441,6 +441,7 @@ def test_a_frozen_module_that_is_replaced_is_in_later_files(tmp_path: Path) -> N
             if number == 3:
                 teacher = nn.Linear(2, 2).double().requires_grad_(False)
                 nn.init.constant_(teacher.weight, 7.0)
+                nn.init.zeros_(teacher.bias)  # all values are the same on all ranks
                 rank.bench.model.teacher = teacher
             rank.train(number)
         rank.steps.end_steps()

@@ -58,7 +58,12 @@ class Rank:
         objects = StateObjects(model=self.bench.model, optimizer=self.bench.optimizer)
         run, cpu = run_of(communicator, recorder=self.recorder), torch.device("cpu")
         snapshots = StepSnapshots(
-            run, self.bench.replica, objects, cpu, enabled=options.get("snapshots", True)
+            run,
+            self.bench.replica,
+            objects,
+            cpu,
+            enabled=options.get("snapshots", True),
+            check=options.get("check", True),
         )
         writer = CheckpointWriter(Checkpoints(folder, 9), constant={})
         self.steps = Steps(

@@ -172,9 +172,53 @@ def test_a_rank_that_leaves_early_ends_the_others(tmp_path: Path, launcher: str,
     assert_rescued(tmp_path / "run", ended.text, at_least=5)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_bit_that_flips_on_one_rank_ends_the_run_and_isnt_saved(
+    rank: int, sync: str, tmp_path: Path
+) -> None:
+    words = ("run", "--fail", f"{rank}:7:flip", "--sync", sync, "--steps", "3")
+    ended = run("paceline", *SCRIPT, *words, folder=tmp_path)
+    assert ended.status == 1, ended.text
+    assert "Traceback" not in ended.text
+    found = re.findall(
+        r"the replicas differ after (\d+) steps: ranks 0 and 1 differ in 4\.bias(?:, and in .*)?; "
+        r"they were equal after (\d+) steps\. Usual causes: ",
+        ended.text,
+    )
+    assert len(found) == 1, ended.text
+    differ, equal = map(int, found[0])
+    assert equal <= 7 <= differ
+    saved = saved_steps(ended.text)
+    newest = max((tmp_path / "run" / "checkpoints").glob("step-*.pt"))
+    assert saved == [torch.load(newest, weights_only=True)["position"]["number"]]
+    assert saved[0] <= 7
+    again = started_again(tmp_path, sync)
+    assert again.status == 0, again.text
+    assert_each_sample_once(tmp_path / "run")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_update_that_one_rank_leaves_out_ends_the_run(
+    rank: int, sync: str, tmp_path: Path
+) -> None:
+    words = ("run", "--fail", f"{rank}:7:skip", "--sync", sync, "--steps", "3")
+    ended = run("paceline", *SCRIPT, *words, folder=tmp_path)
+    assert ended.status == 2, ended.text
+    assert "Traceback" not in ended.text
+    sentence = f"in step 7 optimizer.step() was called on rank {1 - rank}, but not on rank {rank}: "
+    assert ended.text.count(sentence) == 1, ended.text
+    saved = saved_steps(ended.text)
+    assert saved in ([3], [6])
+
+
+def saved_steps(text: str) -> list[int]:
+    """Return the numbers of steps that lines say are saved."""
+    return [int(steps) for steps in re.findall(r"the state after (\d+) steps is saved in", text)]
+
+
 def assert_rescued(folder: Path, text: str, at_least: int) -> None:
     """Require that the newest state was saved, is named, and is committed in the ledger."""
-    saved = [int(steps) for steps in re.findall(r"the state after (\d+) steps is saved in", text)]
+    saved = saved_steps(text)
     newest = max((folder / "checkpoints").glob("step-*.pt"))
     assert saved == [torch.load(newest, weights_only=True)["position"]["number"]]
     assert saved[0] >= at_least

@@ -80,6 +80,7 @@ def test_a_step_is_told_with_its_account() -> None:
         "send_ms": 0.5,
         "update_ms": 5.0,
         "snapshot_ms": 0.5,
+        "check_ms": 0.0,
         "waits_ms": {"2": 7.0, "1": 3.0, "0": 3.0},
         "sent": 1024,
         "received": 900,

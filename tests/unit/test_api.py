@@ -14,12 +14,13 @@ from tests.harness.processes.worlds import run_of, world_of
 
 NAMES = [
     *("CheckpointError", "CommError", "CommTimeout", "ConfigError", "DataError", "Loader"),
-    *("PacelineError", "PeerLost", "World", "join", "launch", "loader", "parallelize"),
+    *("PacelineError", "PeerLost", "ReplicasDiffer", "World"),
+    *("join", "launch", "loader", "parallelize"),
 ]
 SIGNATURES = {
     "join": "(run=None, *, resume='auto', checkpoint_steps=0, checkpoint_minutes=5.0, "
-    "keep_checkpoints=2, snapshots=True, snapshot_memory_mb=0.0, trace_steps='', tracker='', "
-    "seed=0, device=None, first_iter_timeout=None, timeout=None)",
+    "keep_checkpoints=2, snapshots=True, snapshot_memory_mb=0.0, replica_check=True, "
+    "trace_steps='', tracker='', seed=0, device=None, first_iter_timeout=None, timeout=None)",
     "parallelize": "(model, optimizer, world, *, sync='auto', wire='fp32', "
     "update='replicated', transport='tcp', connections=0, bucket_mb=0.0, sync_bn=False)",
     "loader": "(dataset, batch_size, world, *, train=True, shuffle=None, seed=None, "

@@ -6,7 +6,8 @@
 
 With `--joins 2` the first world is closed after the given epochs, and a second one trains as many
 more. Rank 0 prints each step's number and loss, exactly. `HOW` is what the failing rank does:
-"raise", "config", "exit", "leave" (it ends well, in mid-epoch). Before step `--wait_at` it waits
+"raise", "config", "exit", "leave" (it ends well, in mid-epoch), "flip" (a bit of a parameter flips
+in its memory), "skip" (no update in this step). Before step `--wait_at` it waits
 to be killed.
 """
 
@@ -59,14 +60,15 @@ def train(options: argparse.Namespace, epochs: int) -> paceline.World:
         for x, y in loader:
             step = world.steps
             if (world.rank, step) == (int(rank), int(number)):
-                fail(how)
+                fail(how, model)
             if step == options.wait_at:
                 signal.sigtimedwait({signal.SIGUSR1}, 60)
                 raise AssertionError("no process has killed this run")
             with world.step():
                 loss = loss_of(model, x, y)
                 loss.backward()
-                optimizer.step()
+                if (world.rank, step, how) != (int(rank), int(number), "skip"):
+                    optimizer.step()
                 optimizer.zero_grad()
             schedule.step()
             if world.rank == 0:
@@ -76,7 +78,9 @@ def train(options: argparse.Namespace, epochs: int) -> paceline.World:
     return world
 
 
-def fail(how: str) -> None:
+def fail(how: str, model: torch.nn.Module) -> None:
+    if how == "flip":
+        [p.data for p in model.parameters()][-1].view(torch.int64)[0] ^= 1 << 40
     if how == "raise":
         raise KeyError("a bug of the script")
     if how == "config":

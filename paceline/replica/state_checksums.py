@@ -1,0 +1,141 @@
+"""Checksums of a replica's state: of each entry that ought to be equal on all ranks.
+
+A tensor's checksum is the sum of its values' bits, read as integers, modulo a power of two: one
+flipped bit always changes it, and a layout of memory (channels last) never does. A plain value's is
+the CRC-32 of its text. All checksums together have a code of 20 bits, which travels in a step's
+summary.
+
+What ranks have of their own isn't compared: shards of an optimizer's state, error-feedback
+residuals, tracked objects, and buffers that no state dict contains.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.errors import many
+from paceline.reduce.rank_state import OPTIMIZER as DIVIDED_OPTIMIZER
+from paceline.replica.state_copier import BUFFERS, ENTRIES, GROUPS, OPTIMIZER, PARAMETERS, RANK
+from paceline.state.snapshots import SnapshotName
+
+Checksums = Mapping[str, int]
+"""Checksums by entry, in the state dict's order; an entry is named as errors show it."""
+
+Parts = Mapping[str, Mapping[Any, Any]]
+_Sum = tuple[str, str, Tensor | int]  # part, name and checksum of an entry
+
+# By a value's bytes: an integer as wide, and one to sum in. The conversion of the last two is slow.
+_INTEGERS = {
+    8: (torch.int64, torch.int64),
+    4: (torch.int32, torch.int32),
+    2: (torch.int16, torch.int64),
+    1: (torch.int8, torch.int64),
+}
+
+
+class ChecksumParts:
+    """Receiver of a state's parts that retains their checksums only."""
+
+    def __init__(self) -> None:
+        self._entries: Mapping[Any, Any] = {}
+        self._divided = False
+        self._sums: list[_Sum] = []
+
+    def open(self, name: SnapshotName) -> None:
+        """Begin."""
+
+    def add(self, name: SnapshotName, parts: Parts) -> None:
+        """Sum the values of parts, of which the first ones name the state dict's entries."""
+        self._entries = parts.get(ENTRIES, self._entries)
+        self._divided = self._divided or DIVIDED_OPTIMIZER in parts.get(RANK, {})
+        self._sums += _sums({**parts, ENTRIES: self._entries})
+
+    def hold(self, name: SnapshotName) -> None:
+        """End: all parts are added."""
+
+    def result(self) -> Checksums:
+        """Return the checksums of all parts."""
+        return _numbers(self._sums, self._entries, divided=self._divided)
+
+
+def checksums_of(state: Parts) -> Checksums:
+    """Return the checksums of a snapshot's parts."""
+    return _numbers(_sums(state), state[ENTRIES], divided=DIVIDED_OPTIMIZER in state[RANK])
+
+
+def code_of(checksums: Checksums) -> int:
+    """Return a code of all checksums, 1 to 2^20 - 1; equal ones have equal codes."""
+    text = "\n".join(f"{name} {checksum}" for name, checksum in sorted(checksums.items()))
+    return zlib.crc32(text.encode()) % (2**20 - 1) + 1
+
+
+def difference(of_ranks: Sequence[Checksums]) -> str:
+    """Describe the first entry that differs between ranks, and which ranks; "" if none does.
+
+    Where most ranks agree, the others are named.
+    """
+    names = dict.fromkeys(name for own in of_ranks for name in own)
+    differing = [name for name in names if len({own.get(name) for own in of_ranks}) > 1]
+    if not differing:
+        return ""
+    values = [own.get(differing[0]) for own in of_ranks]
+    ((usual, count), *_) = Counter(values).most_common()
+    others = [rank for rank, value in enumerate(values) if value != usual]
+    if 2 * count > len(values):
+        rest = "the others" if count > 1 else "the other rank"
+        verb = "differs" if len(others) == 1 else "differ"
+        where = f"{name_ranks(others)} {verb} from {rest}"
+    else:
+        where = f"{name_ranks(range(len(values)))} differ"
+    more = f", and in {many(len(differing) - 1, 'more value')}" if len(differing) > 1 else ""
+    return f"{where} in {differing[0]}{more}"
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Name ranks: "rank 1", "ranks 0 and 2", "ranks 0, 1 and 3"."""
+    *first, last = map(str, ranks)
+    return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"
+
+
+def _sums(state: Parts) -> Iterator[_Sum]:
+    """Yield part, name and checksum of each entry; a tensor's is on the tensor's device."""
+    saved = set(state[ENTRIES].values())
+    for name, tensor in state.get(PARAMETERS, {}).items():
+        yield PARAMETERS, name, _sum(tensor)
+    for name, tensor in state.get(BUFFERS, {}).items():
+        if name in saved and isinstance(tensor, Tensor):
+            yield BUFFERS, name, _sum(tensor)
+    for name, entries in state.get(OPTIMIZER, {}).items():
+        for key, value in entries.items() if isinstance(entries, Mapping) else ():
+            yield OPTIMIZER, f"the optimizer's {key} of {name}", _sum(value)
+    for number, options in state.get(GROUPS, {}).items():
+        for key, value in options.items():
+            yield GROUPS, f"{key} of the optimizer's group {number}", _sum(value)
+
+
+def _sum(value: Any) -> Tensor | int:
+    if not isinstance(value, Tensor):
+        return zlib.crc32(repr(value).encode())
+    dense = value.detach() if value.layout is torch.strided else value.detach().to_dense()
+    real = torch.view_as_real(dense) if dense.is_complex() else dense
+    integer, total = _INTEGERS[real.element_size()]
+    return real.view(integer).sum(dtype=total)
+
+
+def _numbers(sums: Iterable[_Sum], entries: Mapping[Any, Any], *, divided: bool) -> dict[str, int]:
+    """Return the checksums as numbers, in the order of the state dict's entries; others follow."""
+    kept = [(name, total) for part, name, total in sums if not (divided and part == OPTIMIZER)]
+    order = {name: number for number, name in enumerate(dict.fromkeys(entries.values()))}
+    kept.sort(key=lambda one: (order.get(one[0], len(order)), one[0]))
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for _, total in kept:
+        if isinstance(total, Tensor):
+            by_device.setdefault(total.device, []).append(total.to(torch.int64))
+    numbers = {place: iter(torch.stack(own).tolist()) for place, own in by_device.items()}
+    return {n: next(numbers[t.device]) if isinstance(t, Tensor) else t for n, t in kept}

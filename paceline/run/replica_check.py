@@ -1,0 +1,178 @@
+"""Replica check: compares checksums of the ranks' states, as often as costs 0.1% of the time.
+
+    step n        its snapshot is held (or its state is summed where none is taken)
+                  end: checksums, send their code in the summary of step n
+    step n + 2    boundary: the codes in summary n differ: compare entry by entry, and stop
+
+All ranks check the same steps: those of the first snapshots from `due` on. Rank 0 measures, and its
+interval reaches all ranks in a summary. What is saved as a checkpoint is checked before.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import deque
+from statistics import median
+
+import torch
+
+from paceline.comm.communicator import gather_bytes, gather_counts, total
+from paceline.errors import ConfigError, ReplicasDiffer, many
+from paceline.replica.state_checksums import (
+    ChecksumParts,
+    Checksums,
+    Parts,
+    checksums_of,
+    code_of,
+    difference,
+    name_ranks,
+)
+from paceline.run.run import Run
+from paceline.run.step_summary import StepSummary, all_equal
+
+_COST = 0.0009  # of the time; what is promised is 0.1%
+_COUNTED = 5  # checks whose times are retained
+_NEW = 1.2  # factor by which an interval changes before it is sent
+
+
+class ReplicaCheck:
+    """Replica check of one rank.
+
+    Args:
+        run: the run, whose present ranks are compared.
+        device: device of the communicator's tensors.
+        enabled: whether replicas are checked.
+
+    Attributes:
+        due: the step from which on the next state is checked, the same on all ranks; infinite if
+            none is.
+    """
+
+    def __init__(self, run: Run, device: torch.device, *, enabled: bool = True) -> None:
+        self._run, self._device = run, device
+        self.due: float = 0 if enabled else math.inf
+        self._equal: int | None = None  # completed steps of the newest state that was equal
+        self._interval, self._last = 1, 0  # in steps; the last step that was checked
+        self._sums: dict[int, Checksums] = {}  # whose codes haven't been compared, by step
+        self._seconds: deque[float] = deque(maxlen=_COUNTED)
+        self._time = 0.0  # of the last check
+
+    @property
+    def enabled(self) -> bool:
+        """Whether replicas are checked; the same on all ranks."""
+        return self.due < math.inf
+
+    def begin_generation(self, number: int) -> None:
+        """Forget the states that weren't compared; the next one is checked."""
+        self._sums.clear()
+        if self.enabled:
+            self.due, self._interval, self._last = number, 1, number
+            self._time = 0.0
+
+    def require(self, step: int) -> None:
+        """Check the state before a step, which will be saved."""
+        if self.enabled:
+            self.due = min(self.due, step)
+
+    def code(self, step: int, state: Parts | ChecksumParts, spent: float = 0.0) -> tuple[int, int]:
+        """Check the state before a step.
+
+        Args:
+            step: the step's number.
+            state: the parts of its snapshot, or what has received them.
+            spent: the seconds that receiving them took.
+
+        Returns:
+            the code of its checksums; and the interval that rank 0 asks for, 0 for none.
+        """
+        began = time.monotonic()
+        with self._run.recorder.span("check"), torch.no_grad():
+            self._sums[step] = sums = _checksums(state)
+            code = code_of(sums)
+        now = time.monotonic()
+        steps, self._last = step - self._last, step
+        self.due = step + self._interval
+        interval = 0
+        if self._time and steps:  # not the first, which is slower
+            self._seconds.append(spent + now - began)
+            wanted = math.ceil(median(self._seconds) * steps / (_COST * (now - self._time)))
+            if not self._interval / _NEW <= wanted <= self._interval * _NEW:
+                interval = wanted
+        self._time = now
+        return code, interval if self._run.context.group.rank == 0 else 0
+
+    def obey(self, summary: StepSummary, *, stepped: bool) -> None:
+        """Stop the run if the ranks differ by a summary; by all ranks at the same boundary.
+
+        Args:
+            summary: the summary.
+            stepped: whether its step ended by `optimizer.step()` on this rank.
+
+        Raises:
+            ConfigError: only some ranks have ended the step by `optimizer.step()`.
+            ReplicasDiffer: the states before the step differ between ranks.
+            CommError: a peer was lost, or silent.
+        """
+        if summary.check_interval:
+            self._interval = summary.check_interval
+            self.due = self._last + self._interval
+        if not summary.same_outcome:
+            self._refuse_outcome(summary.step, stepped)
+        sums = self._sums.pop(summary.step, {})
+        if not summary.same_state:
+            self._refuse(summary.step, sums)
+        self._equal = summary.step if summary.checked else self._equal
+
+    def compare(self, step: int, state: Parts | ChecksumParts | None) -> None:
+        """Compare the state before a step at once; collective.
+
+        Args:
+            step: the step's number.
+            state: as in `code`; None on all ranks: there is nothing to compare.
+
+        Raises:
+            ReplicasDiffer: it differs between ranks.
+            CommError: a peer was lost, or silent.
+        """
+        sums = _checksums(state) if state is not None and self.enabled else {}
+        code = code_of(sums)
+        codes = torch.tensor([code, code**2], dtype=torch.float64, device=self._device)
+        communicator = self._run.context.communicator
+        code_sum, squares = total(communicator, codes, "the snapshot of all ranks").tolist()
+        if not all_equal(code_sum, squares, communicator.world_size):
+            self._refuse(step, sums)
+        self._equal = step if sums else self._equal
+
+    def _refuse_outcome(self, step: int, stepped: bool) -> None:
+        """Refuse a step that only some ranks have ended by `optimizer.step()`; collective."""
+        communicator = self._run.context.communicator
+        what = "the comparison of the ranks' steps"
+        outcomes = gather_counts(communicator, int(stepped), self._device, what)
+        called = [rank for rank, one in enumerate(outcomes) if one]
+        missing = [rank for rank, one in enumerate(outcomes) if not one]
+        raise ConfigError(
+            f"in step {step} optimizer.step() was called on {name_ranks(called)}, but not on "
+            f"{name_ranks(missing)}: call it on all ranks or on none. To skip a batch, decide on "
+            "all ranks alike, by world.total(), say; a rank that has no samples passes samples=0 "
+            "to world.step(), and calls optimizer.step() too."
+        )
+
+    def _refuse(self, step: int, sums: Checksums) -> None:
+        """Stop the run whose replicas differ before a step; collective."""
+        data, what = json.dumps(sums).encode(), "the comparison of the replicas"
+        communicator = self._run.context.communicator
+        texts = gather_bytes(communicator, data, self._device, what)
+        found = difference([json.loads(text) for text in texts])
+        equal = self._equal
+        since = "" if equal is None else f"; they were equal after {many(equal, 'step')}"
+        raise ReplicasDiffer(
+            f"the replicas differ after {many(step, 'step')}: {found}{since}. Usual causes: code "
+            "that changes the model, the optimizer or a learning rate on some ranks only, or from "
+            "one rank's own loss; or faulty memory."
+        )
+
+
+def _checksums(state: Parts | ChecksumParts) -> Checksums:
+    return state.result() if isinstance(state, ChecksumParts) else checksums_of(state)
