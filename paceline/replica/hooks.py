@@ -215,11 +215,7 @@ class ReplicaHooks:
         changed = (
             p for p, version in zip(parameters, before, strict=True) if p._version != version
         )
-        raise ConfigError(
-            f"{self.trained.names[next(changed)]} was written during backward: an optimizer that "
-            "steps in a hook of backward uses this rank's gradients alone, so call "
-            "optimizer.step() after backward."
-        )
+        raise _stepped_inside(f"{self.trained.names[next(changed)]} was written")
 
     def _wait_in(self, readers: Readers) -> None:
         """Make each reader wait for its buckets, and the end of the forward for all others."""
@@ -329,7 +325,8 @@ class StepGradients:
                 "checkpointing, give it use_reentrant=False."
             )
         gradient = parameter.grad
-        assert gradient is not None
+        if gradient is None:
+            raise _stepped_inside(f"the gradient of {self._names[index]} was removed")
         if gradient.is_sparse:
             raise ConfigError(
                 f"the gradient of {self._names[index]} is sparse, which is not supported: create "
@@ -361,6 +358,14 @@ class StepGradients:
     def reduced_as_sent(self) -> bool:
         """Return whether gradients were the same when they were sent and when they were reduced."""
         return self._sample_unchanged is None or bool(self._sample_unchanged)
+
+
+def _stepped_inside(change: str) -> ConfigError:
+    """Return the error of a change that an optimizer makes which runs inside backward."""
+    return ConfigError(
+        f"{change} during backward: an optimizer that steps in a hook of backward uses this rank's "
+        "gradients alone, so call optimizer.step() after backward."
+    )
 
 
 def _first_values(gradient: Tensor) -> Tensor:

@@ -1,0 +1,117 @@
+"""What a script does inside backward, or after one that failed, is refused on the spot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.communicator import Communicator
+from paceline.errors import ConfigError
+from tests.harness.equivalence.large_batch import convnet
+from tests.harness.equivalence.one_rank import Bench
+from tests.harness.equivalence.put_synchronizers import KINDS
+from tests.harness.equivalence.rank_threads import run_ranks
+
+
+def benches(kind: str, work: Callable[[Bench], str]) -> list[str]:
+    """Run two ranks; return what each got."""
+    torch.manual_seed(1)
+    model = convnet()
+    options = KINDS[kind]()
+
+    def on_rank(c: Communicator) -> str:
+        return work(Bench.of(c, model, **options))
+
+    return run_ranks(2, on_rank)
+
+
+def refused(step: Callable[[], None]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        step()
+    return str(caught.value)
+
+
+def step_in_hooks(bench: Bench, names: set[str]) -> None:
+    """Let an optimizer step each parameter as soon as backward has its gradient."""
+    for name, parameter in bench.model.named_parameters():
+        if name in names:
+            own = torch.optim.SGD([parameter], lr=0.1)
+
+            def update(_: Tensor, own: torch.optim.Optimizer = own) -> None:
+                own.step()
+
+            parameter.register_post_accumulate_grad_hook(update)
+
+
+@pytest.mark.parametrize("kind", ["allreduce", "notified", "sharded"])
+def test_an_optimizer_that_steps_inside_backward_is_refused(kind: str) -> None:
+    def work(bench: Bench) -> str:
+        bench.step(0)
+        step_in_hooks(bench, {"0.weight"})
+        return refused(lambda: bench.step(1))
+
+    for text in benches(kind, work):
+        assert text.startswith("0.weight was written during backward: "), text
+
+
+class Failing(torch.autograd.Function):
+    """The identity, whose backward fails if its argument says so."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fails: bool) -> Tensor:
+        ctx.fails = fails
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        if ctx.fails:
+            raise RuntimeError("out of memory")
+        return gradients[0], None
+
+
+@pytest.mark.parametrize("kind", ["allreduce", "notified", "sharded"])
+def test_an_update_after_a_backward_that_failed_is_refused(kind: str) -> None:
+    def work(bench: Bench) -> str:
+        bench.step(0)
+        assert isinstance(bench.model, nn.Sequential)
+        middle = bench.model[3]
+        middle.register_forward_hook(lambda *values: Failing.apply(values[-1], True))
+
+        def step() -> None:
+            with bench.replica.step(1, 0.5):
+                with suppress(RuntimeError):
+                    bench.backward(1)
+                bench.optimizer.step()
+
+        return refused(step)
+
+    for text in benches(kind, work):
+        assert "a backward pass of this step ended with an error that the script caught" in text
+
+
+@pytest.mark.parametrize("kind", ["allreduce", "notified"])
+def test_a_step_without_update_after_it_is_none(kind: str) -> None:
+    def work(bench: Bench) -> str:
+        bench.step(0)
+        before = bench.weights()
+        assert isinstance(bench.model, nn.Sequential)
+        hook = bench.model[3].register_forward_hook(lambda *values: Failing.apply(values[-1], True))
+        bench.replica.settle()
+        settled = bench.weights()
+        with bench.replica.step(1, 0.5), suppress(RuntimeError):
+            bench.backward(1)
+        bench.optimizer.zero_grad()
+        bench.replica.settle()
+        assert all(map(torch.equal, settled, bench.weights()))
+        hook.remove()
+        bench.step(2)
+        bench.replica.settle()
+        assert not any(map(torch.equal, before, bench.weights()))
+        return ""
+
+    benches(kind, work)
