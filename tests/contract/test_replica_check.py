@@ -253,6 +253,25 @@ def test_a_step_that_some_ranks_leave_out_is_an_error_on_all(
     assert f"but not on {names[frozenset(hurt)]}: " in text
 
 
+@pytest.mark.parametrize("hurt", [0, 1])
+def test_a_step_that_one_rank_leaves_out_is_an_error_at_once_with_shards(
+    tmp_path: Path, hurt: int
+) -> None:
+    kind = method("sharded", 2)
+
+    def work(c: Communicator) -> None:
+        rank = Rank(c, tmp_path, kind=kind)
+        rank.train(0)
+        with rank.steps.step(rank.place(1)):
+            rank.bench.backward(1)
+            if c.rank != hurt:
+                rank.bench.optimizer.step()
+        rank.train(2)
+
+    with pytest.raises(ConfigError, match=r"call optimizer.step\(\) on all ranks or on none"):
+        run_ranks(2, work)
+
+
 @pytest.mark.parametrize("sync", ["allreduce", "notified", "sharded", "int8"])
 def test_a_step_that_all_ranks_leave_out_is_none(tmp_path: Path, sync: str) -> None:
     kind = method(sync, 2)

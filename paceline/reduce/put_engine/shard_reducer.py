@@ -94,7 +94,7 @@ class ShardReducer:
         """Require that a peer hasn't returned the other of sums and parameters (ZeRO-1).
 
         Raises:
-            ConfigError: it has: a script used gradients on some ranks only.
+            ConfigError: it has: a script used gradients, or skipped the update, on some ranks only.
         """
         other = SUM if bucket.returns == PARAMETERS else PARAMETERS
         if self._window.values[peer, other * self._count + bucket.index] >= version:
@@ -102,8 +102,9 @@ class ShardReducer:
             one, without = ranks if other == PARAMETERS else ranks[::-1]
             raise ConfigError(
                 f"gradients were used on rank {one} in {bucket.operation}, before "
-                f"optimizer.step(), but not on rank {without}: where ranks hold shards of the "
-                "optimizer's state, call reduce() on all ranks before a gradient is used."
+                f"optimizer.step() or without it, but not on rank {without}: where ranks hold "
+                "shards of the optimizer's state, call reduce() on all ranks before a gradient is "
+                "used, and call optimizer.step() on all ranks or on none."
             )
 
     def wait(self, index: int, version: int, limit: float) -> bool:
