@@ -197,6 +197,8 @@ class ReplicaHooks:
         """Watch the parameters until the end of this backward, and the gradients from there on."""
         self._watch.end()
         self._watches_backward = True
+        for bucket in self.synchronizer.buckets:  # updates that no forward has installed
+            self.synchronizer.before_read(bucket)
         self._versions = [p._version for p in self.gradients.parameters]
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(self._end_backward)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from paceline.comm.communicator import Communicator
 from paceline.errors import ConfigError
-from tests.harness.equivalence.large_batch import convnet
+from tests.harness.equivalence.large_batch import convnet, replicate
 from tests.harness.equivalence.one_rank import Bench
 from tests.harness.equivalence.put_synchronizers import KINDS
 from tests.harness.equivalence.rank_threads import run_ranks
@@ -115,3 +116,40 @@ def test_a_step_without_update_after_it_is_none(kind: str) -> None:
         return ""
 
     benches(kind, work)
+
+
+class Parts(nn.Module):
+    """Layers that a script calls one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+
+@pytest.mark.parametrize("kind", ["allreduce", "notified", "sharded"])
+@pytest.mark.parametrize("bucket_bytes", [1, 10**6])
+def test_an_update_that_no_forward_has_installed_is_no_write(kind: str, bucket_bytes: int) -> None:
+    torch.manual_seed(1)
+    initial, options = Parts().double(), KINDS[kind]()
+    x = torch.randn(4, 3, dtype=torch.float64)
+
+    def train(model: Parts, optimizer: torch.optim.Optimizer, replica: Any) -> list[Tensor]:
+        for number in range(5):
+            with nullcontext() if replica is None else replica.step(number, 0.5):
+                y = model.a(x) if number % 2 else model.b(model.a(x))
+                y.square().mean().backward()
+                optimizer.step()
+            optimizer.zero_grad()
+        if replica is not None:
+            replica.settle()
+        return list(model.parameters())
+
+    def on_rank(c: Communicator) -> list[Tensor]:
+        model = copy.deepcopy(initial)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return train(model, optimizer, replicate(model, optimizer, c, bucket_bytes, **options))
+
+    plain = copy.deepcopy(initial)
+    expected = train(plain, torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9), None)
+    for found in run_ranks(2, on_rank):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
