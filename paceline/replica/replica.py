@@ -23,46 +23,27 @@ parameters get rank 0's values. It does the same where another exchange continue
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 
-from paceline.algorithms.synchronizer import Synchronizer
-from paceline.comm.communicator import Communicator, broadcast_all, broadcast_state, total
+from paceline.comm.communicator import Communicator
 from paceline.errors import ConfigError
 from paceline.recorder import NullRecorder, Recorder
-from paceline.reduce.buckets import Bucket, partition
-from paceline.reduce.rank_state import gather_parts
+from paceline.replica.binder import ExchangePlan, ReplicaBinder
 from paceline.replica.earlier_buffers import EarlierBuffers
 from paceline.replica.hooks import ReplicaHooks
-from paceline.replica.live_hooks import LiveHook, patch, watch_scaler
-from paceline.replica.read_tracing import ReadMap
+from paceline.replica.live_hooks import patch, watch_scaler
 from paceline.replica.state_copier import StateCopier
 from paceline.replica.trained_parameters import TrainedParameters, fingerprint_of
 from paceline.update.batch_norm import BatchShare
 from paceline.update.parameter_watch import Gap, ParameterWatch
 from paceline.update.state_watch import unwatch_state, watch_state
 from paceline.update.updater import is_bucketwise
-
-MakeSynchronizer = Callable[[Sequence[Bucket]], Synchronizer]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExchangePlan:
-    """Exchange plan: a factory of synchronizers, and a bucket size.
-
-    Attributes:
-        make_synchronizer: makes a synchronizer for given buckets.
-        bucket_bytes: approximate size of a bucket in bytes.
-    """
-
-    make_synchronizer: MakeSynchronizer
-    bucket_bytes: int
 
 
 class Replica:
@@ -83,9 +64,6 @@ class Replica:
         recorder: receives the spans `update` of an optimizer's own steps.
 
     Attributes:
-        bindings: how often parameters were bound to a synchronizer.
-        stateful: whether state is divided among ranks in the present binding, or was in the last;
-            the same on all.
         stepped: whether the last step ended by `optimizer.step()`.
 
     Raises:
@@ -105,24 +83,25 @@ class Replica:
         recorder: Recorder | None = None,
     ) -> None:
         self._model, self._optimizer = model, optimizer
-        self._communicator = communicator
-        self._first_plan, self._next_plan, self._plan = first_plan, next_plan, first_plan()
+        self._next_plan = next_plan
         self._share = BatchShare() if share is None else share
         self._recorder = recorder or NullRecorder()
         self._scale: Callable[[], float] | None = None
         self._number: int | None = None  # the current step
         self._settled = False  # since the last step's end
         self._copier: StateCopier | None = None  # of the next step
-        self._state_hooks = ExitStack()
         self._earlier = EarlierBuffers(model)
         self._watch = ParameterWatch(
             reduce=self.reduce,
             install=self.settle,
             expose=lambda parameter: self._binding.synchronizer.expose_gradients(parameter),
         )
-        self.bindings, self.stateful, self.stepped = 0, False, False
-        self._hooks: ReplicaHooks | None = self._bind(known=set())  # None between generations
-        self._settle_before_states()
+        self.stepped = False
+        self._binder = ReplicaBinder(
+            model, optimizer, communicator, first_plan, self._watch, self._earlier, self.settle
+        )
+        self._hooks: ReplicaHooks | None = self._binder.bind(set())  # None between generations
+        self._binder.settle_before_states()
         self._plain_step, self._plain_zero = optimizer.step, optimizer.zero_grad
         self._hooked_end = Optimizer.profile_hook_step(self._end)
         self._patches: list[Callable[[], None]] = [
@@ -138,6 +117,16 @@ class Replica:
     def names(self) -> Mapping[nn.Parameter, str]:
         """The names of the parameters that the model and the optimizer had when they were bound."""
         return self._binding.trained.names
+
+    @property
+    def bindings(self) -> int:
+        """How often parameters were bound to a synchronizer."""
+        return self._binder.bindings
+
+    @property
+    def stateful(self) -> bool:
+        """Whether ranks divide state now, or did in the last binding; the same on all."""
+        return self._binder.stateful
 
     @property
     def ended(self) -> bool:
@@ -170,7 +159,7 @@ class Replica:
         scale = 1.0 if self._scale is None or not self.stateful else self._scale()
         self._binding.begin(number, weight, scale)
         if self._copier is not None:
-            settled = self._settled or not self._bucketwise
+            settled = self._settled or not self._binder.bucketwise
             self._binding.begin_snapshot(self._copier, settled=settled)
             self._copier = None
         yield
@@ -269,14 +258,11 @@ class Replica:
         Raises:
             CommError: a peer was lost, or didn't answer in time.
         """
-        self.settle()
-        state = self._binding.synchronizer.state
-        return None if state is None else state.gather(self._communicator())
+        return self._binder.state()
 
     def restore(self, state: Mapping[str, Any]) -> bool:
         """Restore on all ranks what `state` returned; return False if some of it was dropped."""
-        own = self._binding.synchronizer.state
-        return own is not None and own.restore(state)
+        return self._binder.restore(state)
 
     def follow(self, scale: Callable[[], float]) -> None:
         """Rescale a lossy wire's residuals by the loss's `scale`, a `GradScaler.get_scale`, say."""
@@ -287,8 +273,7 @@ class Replica:
 
         Until `enter_generation` the model is a plain one, whose state may be restored.
         """
-        self._trained, self._reads = self._binding.trained, self._binding.reads
-        self._unbind()
+        self._binder.leave()
         self._hooks, self._number, self._copier = None, None, None
         self._forget_earlier_buffers()
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # a schedule may step
@@ -311,46 +296,15 @@ class Replica:
             CommError: a rank was lost, or didn't come in time.
             RankStateError: the parts of all ranks together aren't the whole state.
         """
-        same = fingerprint_of(self._optimizer) == self._trained.fingerprint
-        present = TrainedParameters.of(self._model, self._optimizer)
-        self._plan = self._first_plan()
-        self._hooks = self._bind(set(present.tensors), self._reads if same else None)
-        self._settle_before_states()
+        self._hooks, whole = self._binder.enter(parts)
         self._settled = True
-        return self._restore_parts(parts)
-
-    def _restore_parts(self, parts: Sequence[Mapping[str, Any]]) -> bool:
-        own = self._binding.synchronizer.state
-        if own is None:
-            return not any(parts)
-        communicator = self._communicator()
-        device, what = self._binding.trained.tensors[0].device, "the division of the ranks' state"
-        same = torch.tensor(float(len(parts) == 1 and own.restore_local(parts[0])), device=device)
-        if total(communicator, same, what).item() == communicator.world_size:
-            return True
-        of_all = gather_parts(communicator, list(parts), device, what)
-        full = [part for some in of_all for part in some if part]  # a new member has none
-        merged = own.merge(full) if of_all else None
-        return own.restore(broadcast_state(communicator, merged, device, what))
+        return whole
 
     def close(self) -> None:
         """Remove the hooks from model and optimizer and close the synchronizer, without a wait."""
-        self._unbind()
+        self._binder.unbind()
         for undo in self._patches:
             undo()
-
-    def _bind(self, known: set[Tensor], reads: ReadMap | None = None) -> ReplicaHooks:
-        """Bind the present parameters; `known` tensors are equal on all ranks, others become so."""
-        trained = TrainedParameters.of(self._model, self._optimizer)
-        fresh = [tensor for tensor in trained.tensors if tensor not in known]
-        broadcast_all(self._communicator(), fresh, "the broadcast of rank 0's weights")
-        buckets = partition(trained.names, trained.groups, self._plan.bucket_bytes)
-        synchronizer = self._plan.make_synchronizer(buckets)
-        self.bindings += 1
-        self.stateful = synchronizer.state is not None
-        self._bucketwise = is_bucketwise(self._optimizer)
-        self._watch.bind(p for bucket in buckets for p in bucket.parameters)
-        return ReplicaHooks(self._model, trained, synchronizer, self._watch, reads, self._earlier)
 
     def _bind_anew_if_changed(self) -> None:
         old, plan = self._binding, self._next_plan() if self._next_plan else None
@@ -358,33 +312,19 @@ class Replica:
             same = fingerprint_of(self._optimizer) == old.trained.fingerprint
         if same and plan is None:
             return
-        self._plan = plan or self._plan
-        device, stateful, state = old.trained.tensors[0].device, self.stateful, self.state()
-        self.drain()
-        self._unbind()
-        self._hooks = self._bind(set(old.trained.tensors), old.reads if same else None)
-        if stateful:
-            what = "the broadcast of per-rank state"
-            self.restore(broadcast_state(self._communicator(), state, device, what))
-        self._binding.exchanging = old.exchanging
-        self._settle_before_states()
+        self._hooks = self._binder.bind_anew(plan, same=same)
 
     @property
     def _binding(self) -> ReplicaHooks:
         assert self._hooks is not None, "the replica is in no generation"
         return self._hooks
 
-    def _unbind(self) -> None:
-        if self._hooks is not None:
-            self._hooks.close()
-        self._state_hooks.close()
-
     def _step_optimizer(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Replace `optimizer.step()`: inside a step, end it."""
         if self._number is None:
             return self._plain_step(*args, **kwargs)
         self._watch.end()
-        if not self._bucketwise:
+        if not self._binder.bucketwise:
             return self._make_own_step(optimizer, *args, **kwargs)
         if not args and not kwargs and _has_hooks(optimizer, "pre"):  # no closure to run first
             self.reduce()
@@ -479,15 +419,6 @@ class Replica:
                         f"{name} has a gradient that is not exchanged: freeze, unfreeze and add "
                         "parameters only between steps, and set .grad = None on frozen ones."
                     )
-
-    def _settle_before_states(self) -> None:
-        settle_first = LiveHook(lambda *_: self.settle())
-        targets: list[Any] = [*self._model.modules(), self._optimizer]
-        for target in targets:
-            saved = target.register_state_dict_pre_hook(settle_first)
-            loaded = target.register_load_state_dict_pre_hook(settle_first)
-            self._state_hooks.callback(saved.remove)
-            self._state_hooks.callback(loaded.remove)
 
     def _train(self, model: nn.Module, mode: bool = True) -> nn.Module:
         """Replace `model.train()`, which `eval()` calls too."""

@@ -18,8 +18,9 @@ from paceline.config.world import SyncConfig
 from paceline.errors import ConfigError, Message
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.put_engine.layout import Topology
+from paceline.replica.binder import ExchangePlan
 from paceline.replica.pass_spans import watch_passes
-from paceline.replica.replica import ExchangePlan, Replica
+from paceline.replica.replica import Replica
 from paceline.replica.trained_parameters import TrainedParameters
 from paceline.run.autotune import Autotuner, TrialSetting
 from paceline.run.run import Run

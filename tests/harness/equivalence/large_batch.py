@@ -23,7 +23,8 @@ from paceline.algorithms.synchronizer import Synchronizer
 from paceline.comm.communicator import Communicator
 from paceline.comm.inprocess.communicator import ThreadGroup
 from paceline.reduce.buckets import Bucket
-from paceline.replica.replica import ExchangePlan, Replica
+from paceline.replica.binder import ExchangePlan
+from paceline.replica.replica import Replica
 from paceline.update.batch_norm import BatchShare, RunningStatistics, convert_sync_batchnorm
 from paceline.update.updater import make_updater
 from tests.harness.equivalence.rank_threads import run_ranks

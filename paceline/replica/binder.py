@@ -1,0 +1,196 @@
+"""Binds a replica's trained parameters to a synchronizer: at the start, anew, in each generation.
+
+    bind            rank 0's values of what is new, buckets, a synchronizer, hooks
+    bind_anew       other parameters are trained, or another exchange continues: state is carried on
+    leave, enter    the next generation: state comes from a snapshot that all its ranks restored
+
+State that is divided among the ranks (shards, residuals) is gathered where the division changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.algorithms.synchronizer import Synchronizer
+from paceline.comm.communicator import Communicator, broadcast_all, broadcast_state, total
+from paceline.reduce.buckets import Bucket, partition
+from paceline.reduce.rank_state import gather_parts
+from paceline.replica.earlier_buffers import EarlierBuffers
+from paceline.replica.hooks import ReplicaHooks
+from paceline.replica.live_hooks import LiveHook
+from paceline.replica.read_tracing import ReadMap
+from paceline.replica.trained_parameters import TrainedParameters, fingerprint_of
+from paceline.update.parameter_watch import ParameterWatch
+from paceline.update.updater import is_bucketwise
+
+MakeSynchronizer = Callable[[Sequence[Bucket]], Synchronizer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangePlan:
+    """Exchange plan: a factory of synchronizers, and a bucket size.
+
+    Attributes:
+        make_synchronizer: makes a synchronizer for given buckets.
+        bucket_bytes: approximate size of a bucket in bytes.
+    """
+
+    make_synchronizer: MakeSynchronizer
+    bucket_bytes: int
+
+
+class ReplicaBinder:
+    """Binder of a model and its optimizer to one synchronizer after another.
+
+    Args:
+        model: the model.
+        optimizer: its optimizer.
+        communicator: returns what connects all ranks.
+        first_plan: called at the start and when a generation is entered; returns the exchange to
+            begin with.
+        watch: of the trained parameters.
+        earlier: the buffers before the next step's batches.
+        settle: settles the replica; called before a state dict is made or loaded.
+
+    Attributes:
+        hooks: the present binding; None between generations.
+        bindings: how often parameters were bound to a synchronizer.
+        stateful: whether state is divided among ranks in the present binding, or was in the last;
+            the same on all.
+        bucketwise: whether the optimizer may update bucket by bucket.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        communicator: Callable[[], Communicator],
+        first_plan: Callable[[], ExchangePlan],
+        watch: ParameterWatch,
+        earlier: EarlierBuffers,
+        settle: Callable[[], None],
+    ) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._communicator, self._first_plan = communicator, first_plan
+        self._watch, self._earlier, self._settle = watch, earlier, settle
+        self._plan = first_plan()
+        self._state_hooks = ExitStack()
+        self.bindings, self.stateful, self.bucketwise = 0, False, False
+        self.hooks: ReplicaHooks | None = None
+
+    def bind(self, known: set[Tensor], reads: ReadMap | None = None) -> ReplicaHooks:
+        """Bind the present parameters; collective.
+
+        Args:
+            known: tensors that are equal on all ranks; others become so.
+            reads: which modules read which parameters, if that was traced before.
+
+        Raises:
+            ConfigError: a lazy module has no shapes yet, or the optimizer is not supported.
+            CommError: a peer was lost, or didn't answer in time.
+        """
+        trained = TrainedParameters.of(self._model, self._optimizer)
+        fresh = [tensor for tensor in trained.tensors if tensor not in known]
+        broadcast_all(self._communicator(), fresh, "the broadcast of rank 0's weights")
+        buckets = partition(trained.names, trained.groups, self._plan.bucket_bytes)
+        synchronizer = self._plan.make_synchronizer(buckets)
+        self.bindings += 1
+        self.stateful = synchronizer.state is not None
+        self.bucketwise = is_bucketwise(self._optimizer)
+        self._watch.bind(p for bucket in buckets for p in bucket.parameters)
+        self.hooks = ReplicaHooks(
+            self._model, trained, synchronizer, self._watch, reads, self._earlier
+        )
+        return self.hooks
+
+    def bind_anew(self, plan: ExchangePlan | None, *, same: bool) -> ReplicaHooks:
+        """Settle, and bind the present parameters; collective. New ones get rank 0's values.
+
+        Args:
+            plan: the exchange that continues; None: the present one.
+            same: the trained parameters are the same as before.
+        """
+        old = self._bound
+        self._plan = plan or self._plan
+        device, stateful, state = old.trained.tensors[0].device, self.stateful, self.state()
+        old.synchronizer.drain()
+        self.unbind()
+        new = self.bind(set(old.trained.tensors), old.reads if same else None)
+        if stateful:
+            what = "the broadcast of per-rank state"
+            self.restore(broadcast_state(self._communicator(), state, device, what))
+        new.exchanging = old.exchanging
+        self.settle_before_states()
+        return new
+
+    def leave(self) -> None:
+        """Remove the hooks and close the synchronizer, without a wait, until `enter`."""
+        self._trained, self._reads = self._bound.trained, self._bound.reads
+        self.unbind()
+        self.hooks = None
+
+    def enter(self, parts: Sequence[Mapping[str, Any]]) -> tuple[ReplicaHooks, bool]:
+        """Bind in the next generation; as `Replica.enter_generation`.
+
+        Returns:
+            the binding, and whether all of the parts was restored.
+        """
+        same = fingerprint_of(self._optimizer) == self._trained.fingerprint
+        present = TrainedParameters.of(self._model, self._optimizer)
+        self._plan = self._first_plan()
+        bound = self.bind(set(present.tensors), self._reads if same else None)
+        self.settle_before_states()
+        return bound, self._restore_parts(parts)
+
+    def state(self) -> Mapping[str, Any] | None:
+        """Settle, and return the ranks' own state; as `Replica.state`."""
+        self._settle()
+        state = self._bound.synchronizer.state
+        return None if state is None else state.gather(self._communicator())
+
+    def restore(self, state: Mapping[str, Any]) -> bool:
+        """Restore on all ranks what `state` returned; return False if some of it was dropped."""
+        own = self._bound.synchronizer.state
+        return own is not None and own.restore(state)
+
+    def settle_before_states(self) -> None:
+        """Settle before each state dict of the model and the optimizer is made or loaded."""
+        settle_first = LiveHook(lambda *_: self._settle())
+        targets: list[Any] = [*self._model.modules(), self._optimizer]
+        for target in targets:
+            saved = target.register_state_dict_pre_hook(settle_first)
+            loaded = target.register_load_state_dict_pre_hook(settle_first)
+            self._state_hooks.callback(saved.remove)
+            self._state_hooks.callback(loaded.remove)
+
+    def unbind(self) -> None:
+        """Remove all hooks and close the synchronizer, without a wait."""
+        if self.hooks is not None:
+            self.hooks.close()
+        self._state_hooks.close()
+
+    @property
+    def _bound(self) -> ReplicaHooks:
+        assert self.hooks is not None, "the replica is in no generation"
+        return self.hooks
+
+    def _restore_parts(self, parts: Sequence[Mapping[str, Any]]) -> bool:
+        own = self._bound.synchronizer.state
+        if own is None:
+            return not any(parts)
+        communicator = self._communicator()
+        device, what = self._bound.trained.tensors[0].device, "the division of the ranks' state"
+        same = torch.tensor(float(len(parts) == 1 and own.restore_local(parts[0])), device=device)
+        if total(communicator, same, what).item() == communicator.world_size:
+            return True
+        of_all = gather_parts(communicator, list(parts), device, what)
+        full = [part for some in of_all for part in some if part]  # a new member has none
+        merged = own.merge(full) if of_all else None
+        return own.restore(broadcast_state(communicator, merged, device, what))
