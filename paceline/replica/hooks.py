@@ -4,16 +4,21 @@ They live until other parameters are trained (a layer is frozen, say), or anothe
 then the replica makes others. Their first step traces the reads (`read_tracing.py`), unless an
 earlier one of the same parameters did; until then the module that registers a parameter waits for
 it.
+
+In the first step gradients are sent when the optimizer steps. If several backward passes have added
+to the same gradient by then, so it is in all steps; otherwise, a bucket is sent from the second
+step on as soon as backward has completed its gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from paceline.algorithms.synchronizer import Synchronizer
 from paceline.errors import ConfigError
@@ -68,17 +73,16 @@ class ReplicaHooks:
         self._running = False
         self._unread: tuple[Bucket, ...] = ()  # no module waits for them: updated in `end`
         self._waits = ExitStack()  # closed, it removes the waits from the model
+        self._handles: list[RemovableHandle] = []
+        self.install_statistics = synchronizer.install_statistics
         self.reads: ReadMap | None = None
         self._tracer: ReadTracer | None = None
         if reads is not None:
             self._use_reads(reads)
         else:
+            self._hook_gradients(self._gradient_added)
             self._wait_in(registering_modules(model))
             self._tracer = ReadTracer(model)
-        self._handles = [
-            p.register_post_accumulate_grad_hook(LiveHook(self._gradient_done, index))
-            for index, p in enumerate(self.gradients.parameters)
-        ]
 
     def begin(self, number: int, weight: float, scale: float) -> None:
         """Start a step."""
@@ -143,13 +147,13 @@ class ReplicaHooks:
         self._watch.end()
         if self._tracer is not None:
             self._tracer.finish(())
-        for handle in self._handles:
-            handle.remove()
+        self._hook_gradients(None)
         self._waits.close()
         self.synchronizer.close()
 
     def _use_reads(self, reads: ReadMap) -> None:
         self.reads = reads
+        self._hook_gradients(self._gradient_added if reads.accumulates else self._gradient_done)
         self._wait_in(reads.readers)
         self._unread = tuple(
             bucket
@@ -157,7 +161,34 @@ class ReplicaHooks:
             if not reads.outside.isdisjoint(bucket.parameters)
         )
 
+    def _hook_gradients(self, hook: Callable[[int, Tensor], None] | None) -> None:
+        """Call a hook, or none, with a parameter's index after each accumulation of a gradient."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = [
+            p.register_post_accumulate_grad_hook(LiveHook(hook, index))
+            for index, p in enumerate(self.gradients.parameters)
+            if hook is not None
+        ]
+
+    def _gradient_added(self, index: int, parameter: Tensor) -> None:
+        """Note a gradient that is sent when the optimizer steps: more may be added until then."""
+        if not self._running:
+            return
+        assert isinstance(parameter, nn.Parameter)
+        if self.gradients.reduced:
+            self._exchange_again()
+        if self.exchanging or self.gradients.added:
+            if not self._watches_backward:
+                self._watch_backward()
+            repeated = self.gradients.add_unsent(index, parameter)
+            if self._tracer is not None:
+                self._tracer.accumulates |= repeated
+        if self._tracer is not None:
+            self._tracer.used.add(parameter)
+
     def _gradient_done(self, index: int, parameter: Tensor) -> None:
+        """Note a gradient, and send its bucket once that is complete."""
         if not self._running:
             return
         assert isinstance(parameter, nn.Parameter)
@@ -165,8 +196,6 @@ class ReplicaHooks:
             self._exchange_again()
         if self.exchanging and not self._watches_backward:
             self._watch_backward()
-        if self._tracer is not None:
-            self._tracer.used.add(parameter)
         bucket = self.gradients.add(index, parameter, exchanging=self.exchanging)
         if bucket is not None:
             self.synchronizer.gradient_ready(bucket)
@@ -249,7 +278,7 @@ class ReplicaHooks:
             if self._watch.gap is Gap.UPDATES:
                 self._watch.end()
             if not self._running:  # the forward of a batch whose gradients accumulate, say
-                self.synchronizer.install_statistics()
+                self.install_statistics()
                 if self._earlier.due:
                     self._earlier.copy()
             for bucket in buckets:
@@ -275,6 +304,7 @@ class StepGradients:
         parameters: the exchanged parameters with their buckets; a parameter's index is its position
             in this list.
         reduced: whether they are the global means, and may be written.
+        added: the indices of those that `add_unsent` got.
         guard: guard of the gradients that were sent.
     """
 
@@ -305,6 +335,7 @@ class StepGradients:
         self.reduced = False
         self._expected = [True] * len(self._buckets)
         self._remaining = list(self._sizes)  # gradients that each bucket has yet to get
+        self.added: set[int] = set()
         self._sample: tuple[nn.Parameter, Tensor] | None = None  # a few values, as they were sent
         self._sample_unchanged: Tensor | None = None  # whether they were equal before the reduction
 
@@ -330,10 +361,7 @@ class StepGradients:
         if gradient is None:
             raise _stepped_inside(f"the gradient of {self._names[index]} was removed")
         if gradient.is_sparse:
-            raise ConfigError(
-                f"the gradient of {self._names[index]} is sparse, which is not supported: create "
-                "the layer with sparse=False."
-            )
+            raise self._sparse(index)
         if not exchanging:
             return None
         self._expected[index] = False
@@ -343,6 +371,28 @@ class StepGradients:
         bucket = self._buckets[index]
         self._remaining[bucket.index] -= 1
         return None if self._remaining[bucket.index] else bucket
+
+    def add_unsent(self, index: int, parameter: nn.Parameter) -> bool:
+        """Note a gradient that will be sent later; return whether it was noted in this step before.
+
+        Args:
+            index: the parameter's index.
+            parameter: the parameter.
+
+        Raises:
+            ConfigError: the gradient is sparse.
+        """
+        gradient = parameter.grad
+        if gradient is None:
+            raise _stepped_inside(f"the gradient of {self._names[index]} was removed")
+        if gradient.is_sparse:
+            raise self._sparse(index)
+        repeated = index in self.added
+        self.added.add(index)
+        self.guard.note(index, gradient)
+        if self._sample is None or self._sample[0] is parameter:
+            self._sample = (parameter, _first_values(gradient).clone())
+        return repeated
 
     def before_reduce(self) -> None:
         """Check that sent gradients are unwritten, and accept no more; then `.grad` may be written.
@@ -360,6 +410,12 @@ class StepGradients:
     def reduced_as_sent(self) -> bool:
         """Return whether gradients were the same when they were sent and when they were reduced."""
         return self._sample_unchanged is None or bool(self._sample_unchanged)
+
+    def _sparse(self, index: int) -> ConfigError:
+        return ConfigError(
+            f"the gradient of {self._names[index]} is sparse, which is not supported: create "
+            "the layer with sparse=False."
+        )
 
 
 def _stepped_inside(change: str) -> ConfigError:

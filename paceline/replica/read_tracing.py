@@ -37,10 +37,12 @@ class ReadMap:
         readers: for each module, the trainable parameters that it reads.
         outside: parameters for which no module's hook can wait: those that only the optimizer has,
             and those that are read while no module runs.
+        accumulates: whether several backward passes of the step added to the same gradient.
     """
 
     readers: Readers
     outside: frozenset[nn.Parameter]
+    accumulates: bool = False
 
 
 def registering_modules(model: nn.Module) -> Readers:
@@ -58,6 +60,7 @@ class ReadTracer:
 
     Attributes:
         used: the parameters that got a gradient.
+        accumulates: as in `ReadMap`; set by the hooks on gradients.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -67,6 +70,7 @@ class ReadTracer:
         self._over = False
         self._mode = _ReadMode(model.parameters(), self._running)
         self.used: set[nn.Parameter] = set()
+        self.accumulates = False
         self._ran: set[nn.Module] = set()
         self._undo = ExitStack()
         for module in visible_modules(model):
@@ -96,6 +100,7 @@ class ReadTracer:
             outside=frozenset(
                 p for p in parameters if p not in registered or (p in self.used and p not in seen)
             ),
+            accumulates=self.accumulates,
         )
 
     def _enter(self, module: nn.Module, args: object) -> None:

@@ -165,12 +165,17 @@ class Replica:
         yield
         self.stepped = self._number is None
         if not self.stepped:
-            self._binding.end_snapshot()
-            self._binding.synchronizer.abandon()
-            self._done()
+            self._end_without_update()
         self._share.end()
         self._forget_earlier_buffers()
         self._binding.finish_tracing()
+
+    def _end_without_update(self) -> None:
+        """End the step, whose block has ended without `optimizer.step()`."""
+        with self._watch.paused():
+            self._binding.end_snapshot()
+            self._binding.synchronizer.abandon()
+            self._done()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

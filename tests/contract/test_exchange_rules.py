@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -232,32 +233,66 @@ class TiedSegments(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_a_gradient_hook_that_fires_twice_is_answered_by_the_remedy(use_reentrant: bool) -> None:
-    model = TiedSegments(use_reentrant=use_reentrant).double()
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_gradient_that_one_backward_accumulates_twice(ranks: int) -> None:
+    model = TiedSegments(use_reentrant=True).double()
 
-    def train(communicator: Communicator) -> None:
-        Bench.of(communicator, model).step(0)
+    def train(communicator: Communicator) -> list[Tensor]:
+        bench = Bench.of(communicator, model)
+        for number in range(3):
+            bench.step(number)
+        bench.replica.settle()
+        return [p.detach().clone() for p in bench.model.parameters()]
 
-    if not use_reentrant:  # the remedy
-        run_ranks(1, train)
-        return
-    with pytest.raises(
-        ConfigError, match=r"shared\.\w+ was accumulated twice.*use_reentrant=False"
-    ):
-        run_ranks(1, train)
+    found_by_ranks = run_ranks(ranks, train)
+    for module in model.modules():
+        vars(module)["use_reentrant"] = False
+    expected = run_ranks(1, train)[0]
+    for found in found_by_ranks:
+        assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(found, expected, strict=True))
 
 
-def test_a_retained_graph_run_twice_is_refused() -> None:
+def loss_of(bench: Bench, number: int) -> Tensor:
+    x, y = bench.batches[number]
+    own = slice(bench.communicator.rank, None, bench.communicator.world_size)
+    return F.cross_entropy(bench.model(x[own]), y[own])
+
+
+def backward_twice(bench: Bench, number: int) -> None:
+    loss = loss_of(bench, number)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def test_a_second_backward_in_each_step_doubles_the_gradients() -> None:
+    model = Tied().double()
+
+    def train(communicator: Communicator, *, twice: bool) -> list[Tensor]:
+        bench = Bench.of(communicator, model)
+        for number in range(3):
+            with bench.replica.step(number, 1 / communicator.world_size):
+                if twice:
+                    backward_twice(bench, number)
+                else:
+                    (2 * loss_of(bench, number)).backward()
+                bench.optimizer.step()
+            bench.optimizer.zero_grad()
+        bench.replica.settle()
+        return [p.detach().clone() for p in bench.model.parameters()]
+
+    expected = run_ranks(3, partial(train, twice=False))
+    for found, own in zip(run_ranks(3, partial(train, twice=True)), expected, strict=True):
+        assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(found, own, strict=True))
+
+
+def test_a_second_backward_is_refused_where_the_first_step_had_one() -> None:
     model = Tied().double()
 
     def train(communicator: Communicator) -> None:
         bench = Bench.of(communicator, model)
-        x, y = bench.batches[0]
-        with bench.replica.step(0, 1.0):
-            loss = F.cross_entropy(bench.model(x), y)
-            loss.backward(retain_graph=True)
-            loss.backward()
+        bench.step(0)
+        with bench.replica.step(1, 1.0):
+            backward_twice(bench, 1)
 
-    with pytest.raises(ConfigError, match=r"inner\.weight was accumulated twice"):
+    with pytest.raises(ConfigError, match=r"inner\.weight was accumulated twice in step 1"):
         run_ranks(1, train)

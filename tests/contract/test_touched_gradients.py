@@ -296,10 +296,11 @@ def test_a_parameter_that_backward_reaches_only_after_reduce_is_exchanged(model:
 def test_an_accumulating_backward_after_the_last_one_is_refused(model: nn.Module) -> None:
     def train(communicator: Communicator) -> None:
         bench = Bench.of(communicator, model)
-        with bench.replica.step(0, 1.0):
-            bench.backward(0)
+        bench.step(0)
+        with bench.replica.step(1, 1.0):
+            bench.backward(1)
             with bench.replica.no_sync():
-                bench.backward(0)
+                bench.backward(1)
 
-    with pytest.raises(ConfigError, match=r"accumulated twice in step 0: .*no_sync\(\)"):
+    with pytest.raises(ConfigError, match=r"accumulated twice in step 1: .*no_sync\(\)"):
         run_ranks(1, train)

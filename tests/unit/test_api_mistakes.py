@@ -218,8 +218,9 @@ def test_a_gradient_is_written_by_an_alias(world: World, model: nn.Module) -> No
         in_step(world, lambda: backward(model), write, optimizer.step)
 
 
-def test_two_backwards_without_no_sync(world: World, model: nn.Module) -> None:
-    bound(world, model)
+def test_two_backwards_after_a_step_with_one(world: World, model: nn.Module) -> None:
+    optimizer = bound(world, model)
+    in_step(world, lambda: backward(model), optimizer.step)
     with pytest.raises(ConfigError, match=r"accumulated twice.*no_sync\(\)"):
         in_step(world, lambda: backward(model), lambda: backward(model))
 
