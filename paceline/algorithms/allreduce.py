@@ -8,7 +8,7 @@ that is complete out of turn is issued in its turn, and `send` doesn't wait for 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from paceline.algorithms.data_parallel import DataParallel, ReplicatedUpdate
 from paceline.comm.communicator import Communicator
@@ -25,14 +25,24 @@ def make_allreduce(
     updater: Updater | OwnStep,
     statistics: RunningStatistics,
     recorder: Recorder | None = None,
+    end_startup: Callable[[], None] | None = None,
 ) -> DataParallel:
-    """Make a synchronizer that uses NCCL or Gloo collectives."""
+    """Make a synchronizer that uses NCCL or Gloo collectives.
+
+    Args:
+        buckets: the buckets of parameters whose gradients are exchanged.
+        communicator: connects all ranks.
+        updater: updates the parameters.
+        statistics: the model's running statistics, exchanged in every step.
+        recorder: as of `DataParallel`.
+        end_startup: called once, after the first step; by default the communicator's.
+    """
     return DataParallel(
         buckets,
         Collectives(buckets, communicator, statistics.flat),
         ReplicatedUpdate(updater),
         statistics,
         communicator.world_size,
-        communicator.end_startup,
+        end_startup or communicator.end_startup,
         recorder=recorder,
     )

@@ -1,7 +1,8 @@
-"""`parallelize`: binds one model and its optimizer to the exchange among all ranks."""
+"""`parallelize`: binds a model and its optimizer, or several, to the exchange among all ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ from paceline.api.argument_names import (
     errors_name_arguments,
     print_message_for_scripts,
 )
+from paceline.api.pairs import Pair, make_pairs, refuse_shared
 from paceline.api.tracked import refuse_foreign
 from paceline.api.world import World
 from paceline.cluster.rendezvous.preflight import model_facts
@@ -22,14 +24,15 @@ from paceline.comm.communicator import broadcast_state
 from paceline.comm.nixl.agent import require_nixl
 from paceline.config.world import CHOICES, SyncConfig
 from paceline.errors import ConfigError, Message
+from paceline.replica.replica import Replica
 from paceline.run.autotune import TrialSetting
 from paceline.run.generation_context import GenerationContext
 from paceline.update.batch_norm import BatchShare, convert_sync_batchnorm
-from paceline.wiring import connect_machine
-from paceline.wiring.exchange import refuse_gpu, replicate
+from paceline.wiring.connections import connect_machine, connect_member
+from paceline.wiring.exchange import MemberOptions, refuse_gpu, replicate, replicate_member
 
-Model = TypeVar("Model", bound=nn.Module)
-AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
+Model = TypeVar("Model", bound=nn.Module | Sequence[nn.Module])
+AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer | Sequence[Optimizer])
 
 
 def parallelize(
@@ -50,9 +53,14 @@ def parallelize(
     All ranks receive rank 0's parameters, buffers and optimizer state. In a resumed run these are
     the checkpoint's.
 
+    Before the first step it may be called for several models, each with its own arguments. Then an
+    exchange begins when the optimizer steps, and "auto" is "allreduce" where that fits.
+
     Args:
-        model: on `world.device`, with the same modules and shapes on all ranks.
-        optimizer: of the model's parameters; any but LBFGS and SparseAdam.
+        model: on `world.device`, with the same modules and shapes on all ranks; or a list of models
+            that the optimizers train together.
+        optimizer: of the model's parameters; any but LBFGS and SparseAdam; or a list of optimizers,
+            each of its own parameters.
         world: whose processes train the model.
         sync: how gradients are exchanged: "allreduce", by collectives; "notified", by one-sided
             puts; or "auto", which measures both in the first steps and continues with the faster.
@@ -86,38 +94,87 @@ def parallelize(
             "bucket_mb": bucket_mb,
         }
         config = _checked_config(arguments, world)
-        _check(model, optimizer, world)
-        state = chain(model.named_parameters(), model.named_buffers())
-        session.require_equal("model", model_facts(state))
-        session.require_equal("optimizer", {"the optimizer": type(optimizer).__name__, **arguments})
-        session.require_equal("parameter groups", _group_facts(optimizer))
+        models: Sequence[nn.Module] = [model] if isinstance(model, nn.Module) else list(model)
+        optimizers: Sequence[Optimizer] = (
+            [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        )
+        _check(models, optimizers, world)
         share = BatchShare()
+        pairs = make_pairs(models, optimizers, world._pairs, config, share)
+        whole = pairs[0].model
+        number = f" {len(world._pairs) + 1}" if world._pairs else ""
+        session.require_equal(f"model{number}", model_facts(_state(whole)))
+        kinds = ", ".join(type(one).__name__ for one in optimizers)
+        session.require_equal(f"optimizer{number}", {"the optimizer": kinds, **arguments})
+        session.require_equal(f"parameter groups{number}", _group_facts(optimizers))
         if sync_bn:
-            run.connect(GenerationContext.connect_layers)
-            converted = convert_sync_batchnorm(model, run.layers, share)
-            assert converted is model
-        saved_objects: dict[str, Any] = {"model": model, "optimizer": optimizer}
-        world._start.restore(saved_objects)
-        _broadcast_optimizer_state(optimizer, world)
-        if session.run is not None:
-            for name, saved in saved_objects.items():
-                refuse_foreign(f"{name}.state_dict()", saved.state_dict())
-        run.connect(partial(connect_machine, device=world.device, sync=sync))
-
-        def report(note: str | Message) -> None:
-            run.recorder.event("note", text=as_arguments(note))
-            print_message_for_scripts(note)
-
-        setting = TrialSetting(folder=session.run, report=report)
-        replica = replicate(model, optimizer, run, config, share, setting)
-        session.resources.callback(replica.close)  # also where an error or an interrupt follows
-        notes: list[str | Message] = list(world._start.restore_exchange(replica))
-        if len(context.group.generation.workers_per_machine) == 1:
-            notes += config.idle_on_one_machine
-        for note in notes if world.rank == 0 else ():
-            print_message_for_scripts(note)
-        world._bind(model, optimizer, replica, saved_objects)
+            if run.context.layers is None:
+                run.connect(GenerationContext.connect_layers)
+            converted = convert_sync_batchnorm(whole, run.layers, share)
+            assert converted is whole
+        for pair in pairs:
+            _restore(pair, world)
+        _bind(pairs, world)
+        notes = config.idle_on_one_machine
+        if len(context.group.generation.workers_per_machine) == 1 and world.rank == 0:
+            for note in notes:
+                print_message_for_scripts(note)
     return model, optimizer
+
+
+def _bind(pairs: Sequence[Pair], world: World) -> None:
+    """Bind further pairs, and those of earlier calls with them; collective."""
+    earlier, bound = world._pairs, world._bound
+    run, device = world._run, world.device
+    everything = [*earlier, *pairs]
+    replicas: list[Replica] = []
+    if len(everything) == 1:
+        run.connect(partial(connect_machine, device=device, sync=pairs[0].config.sync))
+        replicas.append(_replicate(pairs[0], world))
+    else:
+        if world._loop.replica is not None:
+            world._loop.replica.drain()
+        bound.close()
+        for pair in everything[len(run.context.members) :]:
+            run.connect(partial(connect_member, device=device, sync=pair.config.sync))
+        for index, pair in enumerate(everything):
+            options = MemberOptions(
+                index=index, config=pair.config, scope=pair.scope, share=pair.share
+            )
+            member = replicate_member(pair.model, pair.optimizer, run, options)
+            bound.callback(member.close)
+            replicas.append(member)
+    for index, replica in enumerate(replicas):
+        for note in world._start.restore_exchange(replica, index):
+            if world.rank == 0 and index >= len(earlier):
+                print_message_for_scripts(note)
+    world._bind(replicas, everything)
+
+
+def _replicate(pair: Pair, world: World) -> Replica:
+    """Bind the only pair."""
+    run, session = world._run, world._session
+
+    def report(note: str | Message) -> None:
+        run.recorder.event("note", text=as_arguments(note))
+        print_message_for_scripts(note)
+
+    setting = TrialSetting(folder=session.run, report=report)
+    replica = replicate(pair.model, pair.optimizer, run, pair.config, pair.share, setting)
+    world._bound.callback(replica.close)  # also where an error or an interrupt follows
+    return replica
+
+
+def _restore(pair: Pair, world: World) -> None:
+    """Restore a pair's state from the checkpoint, and give all ranks rank 0's optimizer state."""
+    model, optimizer = pair.entries
+    saved_objects: dict[str, Any] = {model: pair.model} if pair.scope.first else {}
+    saved_objects[optimizer] = pair.optimizer
+    world._start.restore(saved_objects)
+    _broadcast_optimizer_state(pair.optimizer, world)
+    if world._session.run is not None:
+        for name, saved in saved_objects.items():
+            refuse_foreign(f"{name}.state_dict()", saved.state_dict())
 
 
 def _checked_config(arguments: dict[str, Any], world: World) -> SyncConfig:
@@ -134,13 +191,30 @@ def _checked_config(arguments: dict[str, Any], world: World) -> SyncConfig:
     return config
 
 
-def _check(model: nn.Module, optimizer: Optimizer, world: World) -> None:
-    if world._loop.replica is not None:
+def _check(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], world: World) -> None:
+    if world._loop.begun:
         raise ConfigError(
-            "paceline.parallelize() was already called for this world, which trains one model: put "
-            "several models into one nn.ModuleList, with one optimizer; in a notebook, run the "
-            "cell with paceline.join() again, too."
+            "paceline.parallelize() was called after the first step: call it for all models before "
+            "the first step; in a notebook, run the cell with paceline.join() again, too."
         )
+    if not models or not optimizers:
+        raise ConfigError("paceline.parallelize() got an empty list: give what is to be trained.")
+    refuse_shared(models, optimizers, world._pairs)
+    for model in models:
+        _check_model(model, world)
+    model_parameters = {p for model in models for p in model.parameters()}
+    for optimizer in optimizers:
+        groups = optimizer.param_groups
+        if model_parameters and not any(
+            p in model_parameters for group in groups for p in group["params"]
+        ):
+            raise ConfigError(
+                "the optimizer has none of the model's parameters: create it with "
+                "model.parameters(), after moving or changing the model."
+            )
+
+
+def _check_model(model: nn.Module, world: World) -> None:
     if isinstance(model, DistributedDataParallel):
         raise ConfigError(
             "the model is wrapped in DistributedDataParallel, which also exchanges gradients: pass "
@@ -148,27 +222,23 @@ def _check(model: nn.Module, optimizer: Optimizer, world: World) -> None:
         )
     if isinstance(model, nn.modules.batchnorm._BatchNorm):
         raise ConfigError("the model is a single BatchNorm: put it into an nn.Sequential.")
-    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+    for name, tensor in _state(model):
         if tensor.device != world.device:
             raise ConfigError(
                 f"the model's {name} is on {tensor.device}, but this rank computes on "
                 f"{world.device}: call model.to(world.device) before you make the optimizer."
             )
-    model_parameters = set(model.parameters())
-    groups = optimizer.param_groups
-    if model_parameters and not any(
-        p in model_parameters for group in groups for p in group["params"]
-    ):
-        raise ConfigError(
-            "the optimizer has none of the model's parameters: create it with model.parameters(), "
-            "after moving or changing the model."
-        )
 
 
-def _group_facts(optimizer: Optimizer) -> dict[str, str]:
+def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return chain(model.named_parameters(), model.named_buffers())
+
+
+def _group_facts(optimizers: Sequence[Optimizer]) -> dict[str, str]:
     """Return the options and sizes of parameter groups, which are equal on all ranks."""
     facts = {}
-    for number, group in enumerate(optimizer.param_groups):
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    for number, group in enumerate(groups):
         for name, value in group.items():
             text = str(value.tolist() if isinstance(value, Tensor) else value)
             text = f"{len(value)} tensors" if name == "params" else text

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from paceline.api.sample_position import SamplePosition
 from paceline.api.world_end import WorldEnd
 from paceline.errors import CommError
-from paceline.replica.replica import Replica
+from paceline.replica.group import AnyReplica
 from paceline.run.steps import Steps
 
 
@@ -55,11 +55,11 @@ class Rollback:
         with self._end.exit_on_stop():
             self.steps.go_back(self.error)
         self.error = None
-        self._position.waiting.clear()
+        self._position.discard_waiting()
         return self._position.position.step
 
     @contextmanager
-    def accumulating(self, replica: Replica) -> Iterator[None]:
+    def accumulating(self, replica: AnyReplica) -> Iterator[None]:
         """Accumulate gradients inside; where a peer is lost, the block ends early."""
         try:
             with replica.no_sync():

@@ -4,8 +4,9 @@
     steps         └─── step ─┘        └─ step …         a step trains all waiting slices
 
 A step usually trains one batch slice. A loop that accumulates gradients over several batches trains
-several. Without a loader all steps are in one endless epoch, in which a rank takes as many
-positions as its `samples`, or one.
+several. Of several models each may have steps of its own on a batch, one after another; together
+they are one step of the run. Without a loader all steps are in one endless epoch, in which a rank
+takes as many positions as its `samples`, or one.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ class SamplePosition:
         iterating: whether an iteration of the loader is in progress.
         left_early: whether the last one ended before its last batch.
         begun: whether this process has made a step or has begun an iteration of the loader.
+        several: whether there are several models or optimizers, so that several steps may train a
+            batch.
     """
 
     def __init__(
@@ -54,7 +57,9 @@ class SamplePosition:
         self.position = position
         self._errors = CellErrors(interactive=False) if errors is None else errors
         self.iterating = self.left_early = False
-        self.begun = False
+        self.begun = self.several = False
+        self._trained: BatchSlice | None = None  # by the last step, if another may train it too
+        self._saved = False  # since the last step
         self._run, self._device = run, device
         self.order: Order | None = None
         self.waiting: list[BatchSlice] = []
@@ -82,14 +87,30 @@ class SamplePosition:
         """Whether all steps of the epoch are done."""
         return self.order is not None and self.position.step >= self.order.steps
 
+    @property
+    def repeats(self) -> bool:
+        """Whether the next step trains the batch of the last one too."""
+        return self.several and not self.waiting and self._trained is not None
+
+    def note_saved(self) -> None:
+        """Note that the present state is saved: a resumed run begins with the next batch."""
+        self._saved = True
+
+    def discard_waiting(self) -> None:
+        """Forget the slices that no step has trained, and the last one that a step has."""
+        self.waiting.clear()
+        self._trained = None
+
     def begin_iteration(self) -> None:
         """Begin an iteration of the loader, whose batches steps train."""
+        self._trained = None
         self.begun = self.iterating = True
         self.left_early = False
         self._errors.begin()
 
     def end_iteration(self, *, complete: bool) -> None:
         """End it, after the last batch or before."""
+        self._trained = None
         self.iterating, self.left_early = False, not complete
 
     def use_order(self, order: Order) -> None:
@@ -147,6 +168,8 @@ class SamplePosition:
         self.begun = True
         if self.order is None:
             return self._slice_without_loader(samples), ()
+        if self.repeats:
+            return self._repeated(samples), ()
         if not self.waiting:
             raise ConfigError(
                 "world.step() was called without a batch: call it once for each batch of the "
@@ -158,11 +181,16 @@ class SamplePosition:
             return replace(last, fraction=samples / sum(self._exchange_counts(samples))), earlier
         return (self._accumulated(last) if earlier else last), earlier
 
-    def mark_trained(self) -> None:
-        """Count the slices that `next_slice` returned as trained."""
+    def mark_trained(self, trained: BatchSlice | None = None) -> None:
+        """Count the slices that `next_slice` returned as trained.
+
+        Args:
+            trained: the one of the loader's last batch; without a loader, None.
+        """
         if self.order is None:
             self._taken = self._next_taken
         self.waiting.clear()
+        self._trained, self._saved = trained, False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
@@ -172,6 +200,20 @@ class SamplePosition:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint."""
         self._taken, self._saved_order = state["taken"], state["order"]
+
+    def _repeated(self, samples: int | None) -> BatchSlice:
+        """Return the last step's slice, which another model's step trains too."""
+        assert self._trained is not None
+        if self._saved:
+            raise ConfigError(
+                "world.checkpoint() was called between two steps of one batch, so a resumed run "
+                "would leave out the second one: call it before the first step of a batch, or "
+                "after its last."
+            )
+        if samples is not None:
+            counts = self._exchange_counts(samples)
+            return replace(self._trained, fraction=samples / sum(counts))
+        return self._trained
 
     def _accumulated(self, last: BatchSlice) -> BatchSlice:
         """Return one slice for all waiting ones; weight: local samples / global samples of all."""

@@ -26,6 +26,7 @@ from paceline.api.sample_position import SamplePosition
 from paceline.api.world_end import WorldEnd
 from paceline.data.batch_slice import BatchSlice
 from paceline.errors import CommError, ConfigError, PacelineError
+from paceline.replica.group import AnyReplica
 from paceline.replica.live_hooks import patch
 from paceline.replica.replica import Replica
 from paceline.run.run import Run
@@ -45,7 +46,7 @@ class ActiveStep:
 
 
 class ScriptLoop:
-    """Loop of a script, which makes the steps of one model.
+    """Loop of a script, which makes the steps of its models.
 
     Args:
         run: the run, whose recorder receives the events of steps.
@@ -54,8 +55,8 @@ class ScriptLoop:
         begin: called once, when the first step begins.
 
     Attributes:
-        steps: the steps of the model; None: there is no model yet.
-        replica: the model's replica, likewise.
+        steps: the steps of the models; None: there is no model yet.
+        replica: the model's replica, or those of several, likewise.
         loaders: the number of loaders that were made.
         begun: whether this process has begun its first step.
         rollback: what a lost peer means to the loop.
@@ -66,14 +67,15 @@ class ScriptLoop:
     ) -> None:
         self._run, self._position, self._end, self._begin = run, position, end, begin
         self.steps: Steps | None = None
-        self.replica: Replica | None = None
+        self.replica: AnyReplica | None = None
         self.rollback = Rollback(position, end)
         self.loaders, self.begun = 0, False
         self._in_step = False  # a step is active
+        self._repeats = False  # it trains the batch of the last one too
         self._failed = False  # an error ended the last step
 
     def use(self, steps: Steps) -> None:
-        """Make steps of a model from now on."""
+        """Make steps of the models from now on."""
         self.steps = self.rollback.steps = steps
 
     def refuse_outside(self, optimizer: Optimizer, replica: Replica) -> Callable[[], None]:
@@ -99,12 +101,12 @@ class ScriptLoop:
     @property
     def exchanging(self) -> bool:
         """Whether a step is active whose gradient exchange isn't complete."""
-        return self._in_step and self.replica is not None and not self.replica.ended
+        return self._in_step and self.replica is not None and self.replica.exchanging
 
     @property
     def step_number(self) -> int:
         """The number of the active step, or of the last one; 0 before the first one."""
-        return max(0, self._position.position.number - (not self._in_step))
+        return max(0, self._position.position.number - (self._repeats or not self._in_step))
 
     def step(self, samples: int | None) -> AbstractContextManager[ActiveStep]:
         """Make a step; as `World.step`."""
@@ -121,12 +123,13 @@ class ScriptLoop:
         try:
             steps, step, entered = self.require_between_steps("world.step()"), ActiveStep(), False
             try:
+                self._repeats = repeats = self._position.repeats
                 batch_slice, earlier = self._position.next_slice(samples)
                 if not self.begun:
                     self._begin()
                     self.begun = True
                 self._in_step = self._failed = True
-                with steps.step(batch_slice):
+                with steps.continue_step(batch_slice) if repeats else steps.step(batch_slice):
                     entered = True
                     yield step
                     self._require_no_loss()
@@ -141,7 +144,7 @@ class ScriptLoop:
                 self._in_step = False
             self._failed, step.done = False, True
             self._record(earlier, steps.generation)
-            self._position.mark_trained()
+            self._position.mark_trained(None if self._position.order is None else batch_slice)
         except (PacelineError, Stop) as error:
             self._end.leave(error)
 
@@ -226,7 +229,7 @@ class ScriptLoop:
         """Write the newest state in memory to the disk, from any thread; as `Steps.rescue`."""
         return None if self.steps is None else self.steps.rescue()
 
-    def require_replica(self, call: str) -> Replica:
+    def require_replica(self, call: str) -> AnyReplica:
         """Return the model's replica; raise ConfigError if there is none or the world is closed."""
         if self._end.closed:
             self._end.require_open(call)

@@ -1,4 +1,4 @@
-"""`World`: one process among its peers, the one model that they train, and their steps.
+"""`World`: one process among its peers, the models that they train, and their steps.
 
     with world.step():                   boundary: save what is due, stop where it was requested
         loss = criterion(model(x), y)
@@ -13,18 +13,19 @@ from __future__ import annotations
 
 import sys
 import threading
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from paceline.api.argument_names import errors_name_arguments, print_message_for_scripts
 from paceline.api.cell_errors import CellErrors
 from paceline.api.open_world import set_open_world
+from paceline.api.pairs import Pair, refuse_missing
 from paceline.api.sample_position import SamplePosition
 from paceline.api.script_loop import ActiveStep, ScriptLoop
 from paceline.api.session import Session
@@ -33,6 +34,8 @@ from paceline.api.world_end import WorldEnd
 from paceline.cluster.supervision.supervisor import print_message, saved_sentence
 from paceline.comm.communicator import require_same_call, total
 from paceline.errors import ConfigError, many
+from paceline.replica.group import ReplicaGroup
+from paceline.replica.member import ReplicaMember
 from paceline.replica.replica import Replica
 from paceline.replica.state_copier import StateObjects
 from paceline.run.checkpoint_schedule import SavePolicy
@@ -46,7 +49,7 @@ from paceline.wiring import Start
 
 
 class World:
-    """World of the processes that train one model together, from the view of one rank.
+    """World of the processes that train models together, from the view of one rank.
 
     `paceline.join` makes it. Used as a context manager, the world is closed at the end of the
     block; otherwise, at the end of the script. In a notebook it stays open until the next world.
@@ -59,7 +62,9 @@ class World:
         errors = CellErrors(interactive=session.interactive_signals.enabled)
         self._position = SamplePosition(start.position, run, session.device, errors)
         start.restore({"course": self._position})
-        self._saved_objects: dict[str, Any] = {}  # "model" and "optimizer", once there is a model
+        self._pairs: list[Pair] = []  # a model and an optimizer each
+        self._bound = session.resources.enter_context(ExitStack())  # what binds them; replaceable
+        self._writer: CheckpointWriter | None = None
         self._end = WorldEnd(session, run, self._position)
         self._loop = ScriptLoop(run, self._position, self._end, self._begin)
         self._next_generation: NextGeneration | None = None
@@ -219,9 +224,8 @@ class World:
                 "that the state can be restored."
             )
         self._tracked.add({**self._tracked.default_names(objects), **named})
-        if self._saved_objects:
-            with errors_name_arguments():  # a new scheduler has reset the optimizer's rates
-                self._start.restore({"optimizer": self._saved_objects["optimizer"]})
+        with errors_name_arguments():  # a new scheduler has reset the optimizers' rates
+            self._start.restore({pair.entries[1]: pair.optimizer for pair in self._pairs})
 
     def log(self, **values: float | Tensor) -> None:
         """Show values of this step in the trackers that `paceline.join(tracker=…)` names.
@@ -271,6 +275,7 @@ class World:
                 communicator = self._run.context.communicator
                 require_same_call(communicator, call, "", self.device, what)
             steps.save(together=False)
+            self._position.note_saved()
 
     def close(self) -> None:
         """End the world after its last step; save what isn't saved yet.
@@ -343,35 +348,26 @@ class World:
         steps, run = self._loop.rescue(), self._session.run
         return saved_sentence(run, steps) if steps and run is not None else ""
 
-    def _bind(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        replica: Replica,
-        saved_objects: dict[str, Any],
-    ) -> None:
-        """Make steps of a model from now on; `saved_objects` is what checkpoints save, by name."""
+    def _bind(self, replicas: Sequence[Replica], pairs: Sequence[Pair]) -> None:
+        """Make steps of these models and optimizers from now on; for each pair its replica."""
         session = self._session
-        session.resources.callback(self._loop.refuse_outside(optimizer, replica))
-        self._loop.replica, self._saved_objects = replica, saved_objects
-        output, writer = session.output, None
-        if session.run is not None and self.rank == 0:
-            writer = CheckpointWriter(
+        for one, pair in zip(replicas, pairs, strict=True):
+            self._bound.callback(self._loop.refuse_outside(pair.optimizer, one))
+        members = [one for one in replicas if isinstance(one, ReplicaMember)]
+        replica = ReplicaGroup(members) if members else replicas[0]
+        self._loop.replica, self._pairs = replica, list(pairs)
+        self._position.several = bool(members)
+        output = session.output
+        if session.run is not None and self.rank == 0 and self._writer is None:
+            self._writer = CheckpointWriter(
                 Checkpoints(session.run, output.keep_checkpoints),
                 constant={"config": session.identity},
                 report=print_message,
             )
-        objects = StateObjects(
-            model=model,
-            optimizer=optimizer,
-            tracked=self._tracked.objects,
-            saved={"course": self._position},
-            tracked_entry="tracked",
-        )
         snapshots = StepSnapshots(
             self._run,
             replica,
-            objects,
+            self._state_objects(),
             session.device,
             enabled=output.snapshots,
             interval=self._position.position.snapshot_interval,
@@ -382,7 +378,7 @@ class World:
         steps = Steps(
             replica,
             self._run,
-            writer,
+            self._writer,
             seed=session.seed,
             position=self._position.position,
             policy=SavePolicy(steps=output.checkpoint_steps, minutes=output.checkpoint_minutes),
@@ -395,12 +391,35 @@ class World:
         )
         self._loop.use(steps)
 
+    def _state_objects(self) -> StateObjects:
+        """Return what snapshots and checkpoints have, all pairs together."""
+        first, *others = self._pairs
+        return StateObjects(
+            model=first.model,
+            optimizer=first.optimizer,
+            tracked=self._tracked.objects,
+            saved={"course": self._position},
+            tracked_entry="tracked",
+            scope=first.scope,
+            entries=first.entries,
+            others=[
+                StateObjects(
+                    model=pair.model,
+                    optimizer=pair.optimizer,
+                    scope=pair.scope,
+                    entries=pair.entries,
+                )
+                for pair in others
+            ],
+        )
+
     def _begin(self) -> None:
         """Begin this start's first step."""
         steps, replica, order = self._loop.steps, self._loop.replica, self._position.order
         assert steps is not None
         assert replica is not None
         self._tracked.begin()
+        refuse_missing(self._pairs, self._start.state)
         for scaler in self._tracked.scalers:
             replica.follow(scaler.get_scale)
         steps.record_start(
@@ -409,7 +428,7 @@ class World:
             steps=order and order.steps,
             epochs=None,  # only the script has this number
             batch=order and order.batch_size,
-            model=type(self._saved_objects["model"]).__name__,
+            model=", ".join(pair.name for pair in self._pairs if pair.scope.first),
             device=self.device.type,
         )
         self._start = replace(self._start, state=None)

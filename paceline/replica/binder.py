@@ -26,11 +26,15 @@ from paceline.replica.earlier_buffers import EarlierBuffers
 from paceline.replica.hooks import ReplicaHooks
 from paceline.replica.live_hooks import LiveHook
 from paceline.replica.read_tracing import ReadMap
-from paceline.replica.trained_parameters import TrainedParameters, fingerprint_of
+from paceline.replica.trained_parameters import WHOLE, Scope, TrainedParameters, fingerprint_of
 from paceline.update.parameter_watch import ParameterWatch
 from paceline.update.updater import is_bucketwise
 
 MakeSynchronizer = Callable[[Sequence[Bucket]], Synchronizer]
+MakeHooks = Callable[
+    [nn.Module, TrainedParameters, Synchronizer, ParameterWatch, ReadMap | None, EarlierBuffers],
+    ReplicaHooks,
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +62,8 @@ class ReplicaBinder:
         watch: of the trained parameters.
         earlier: the buffers before the next step's batches.
         settle: settles the replica; called before a state dict is made or loaded.
+        scope: what the replica has of its model.
+        make_hooks: makes the hooks of a binding.
 
     Attributes:
         hooks: the present binding; None between generations.
@@ -76,14 +82,21 @@ class ReplicaBinder:
         watch: ParameterWatch,
         earlier: EarlierBuffers,
         settle: Callable[[], None],
+        scope: Scope = WHOLE,
+        make_hooks: MakeHooks = ReplicaHooks,
     ) -> None:
         self._model, self._optimizer = model, optimizer
         self._communicator, self._first_plan = communicator, first_plan
+        self._scope, self._make_hooks = scope, make_hooks
         self._watch, self._earlier, self._settle = watch, earlier, settle
         self._plan = first_plan()
         self._state_hooks = ExitStack()
         self.bindings, self.stateful, self.bucketwise = 0, False, False
         self.hooks: ReplicaHooks | None = None
+
+    def trained(self) -> TrainedParameters:
+        """List the present parameters; raises as `bind`."""
+        return TrainedParameters.of(self._model, self._optimizer, self._scope)
 
     def bind(self, known: set[Tensor], reads: ReadMap | None = None) -> ReplicaHooks:
         """Bind the present parameters; collective.
@@ -96,7 +109,7 @@ class ReplicaBinder:
             ConfigError: a lazy module has no shapes yet, or the optimizer is not supported.
             CommError: a peer was lost, or didn't answer in time.
         """
-        trained = TrainedParameters.of(self._model, self._optimizer)
+        trained = self.trained()
         fresh = [tensor for tensor in trained.tensors if tensor not in known]
         broadcast_all(self._communicator(), fresh, "the broadcast of rank 0's weights")
         buckets = partition(trained.names, trained.groups, self._plan.bucket_bytes)
@@ -105,7 +118,7 @@ class ReplicaBinder:
         self.stateful = synchronizer.state is not None
         self.bucketwise = is_bucketwise(self._optimizer)
         self._watch.bind(p for bucket in buckets for p in bucket.parameters)
-        self.hooks = ReplicaHooks(
+        self.hooks = self._make_hooks(
             self._model, trained, synchronizer, self._watch, reads, self._earlier
         )
         return self.hooks
@@ -143,7 +156,7 @@ class ReplicaBinder:
             the binding, and whether all of the parts was restored.
         """
         same = fingerprint_of(self._optimizer) == self._trained.fingerprint
-        present = TrainedParameters.of(self._model, self._optimizer)
+        present = self.trained()
         self._plan = self._first_plan()
         bound = self.bind(set(present.tensors), self._reads if same else None)
         self.settle_before_states()

@@ -10,7 +10,7 @@ than torch's base class does, it isn't `is_plain`: then the state dict itself mu
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -29,6 +29,7 @@ from paceline.replica.state_copier import (
     SAVED,
     TRACKED,
     StateObjects,
+    parts_of,
 )
 
 _Parts = Mapping[str, Mapping[Any, Any]]
@@ -56,10 +57,15 @@ def with_metadata(entries: Mapping[str, Any], model: nn.Module) -> OrderedDict[s
     return dated
 
 
-def model_entries(state: _Parts) -> dict[str, Any]:
-    """Return what `model.state_dict()` was when the snapshot was taken, without its metadata."""
+def model_entries(state: _Parts, further: _Parts | None = None) -> dict[str, Any]:
+    """Return what `model.state_dict()` was when the snapshot was taken, without its metadata.
+
+    Args:
+        state: the snapshot's parts.
+        further: the parameters that the snapshot has with the model's other optimizers.
+    """
     buffers = {name: value for name, value in state[BUFFERS].items() if value is not None}
-    values = {**state[EXTRA], **buffers, **state[PARAMETERS]}
+    values = {**state[EXTRA], **buffers, **state[PARAMETERS], **(further or {})}
     return {key: values[name] for key, name in state[ENTRIES].items() if name in values}
 
 
@@ -89,21 +95,48 @@ def optimizer_entries(state: _Parts, whole: Mapping[str, Any] | None = None) -> 
 
 
 def checkpoint_entries(
-    state: _Parts, objects: StateObjects, gathered: Mapping[str, Any] | None = None
+    state: _Parts, objects: StateObjects, gathered: Sequence[Mapping[str, Any]] = ({},)
 ) -> dict[str, Any]:
     """Return the entries of a checkpoint file, by name.
 
     Args:
         state: the snapshot's parts.
         objects: the objects whose state it is.
-        gathered: all ranks' own state before the same step.
+        gathered: for each pair, all ranks' own state before the same step.
     """
     tracked = {name: one for name, one in state[TRACKED].items() if name != OWN_OPTIMIZER}
+    entries: dict[str, Any] = {}
+    for number, pair in enumerate(objects.pairs):
+        own, (model, optimizer) = parts_of(state, number), pair.entries
+        if pair.scope.first:
+            further = _of_other_optimizers(state, objects, pair.model)
+            entries[model] = with_metadata(model_entries(own, further), pair.model)
+        entries[optimizer] = optimizer_entries(own, gathered[number].get(WHOLE_OPTIMIZER))
     return {
-        "model": with_metadata(model_entries(state), objects.model),
-        "optimizer": optimizer_entries(state, (gathered or {}).get(WHOLE_OPTIMIZER)),
+        **entries,
         **({objects.tracked_entry: tracked} if objects.tracked_entry else tracked),
         **state[SAVED],
+    }
+
+
+def snapshot_parameters(state: _Parts, objects: StateObjects) -> dict[str, Any]:
+    """Return the parameters of a snapshot, by the entry of their optimizer's pair and by name."""
+    if not objects.others:
+        return dict(state[PARAMETERS])
+    return {
+        f"{pair.entries[0]}.{name}": value
+        for number, pair in enumerate(objects.pairs)
+        for name, value in parts_of(state, number)[PARAMETERS].items()
+    }
+
+
+def _of_other_optimizers(state: _Parts, objects: StateObjects, model: nn.Module) -> dict[str, Any]:
+    """Return the parameters of a model that further optimizers train, by name."""
+    return {
+        name: value
+        for number, pair in enumerate(objects.pairs)
+        if pair.model is model and not pair.scope.first
+        for name, value in parts_of(state, number)[PARAMETERS].items()
     }
 
 

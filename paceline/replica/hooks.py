@@ -26,6 +26,7 @@ from paceline.reduce.buckets import Bucket
 from paceline.replica.compiled_modules import around_call, is_compiled
 from paceline.replica.earlier_buffers import EarlierBuffers
 from paceline.replica.live_hooks import LiveHook
+from paceline.replica.model_list import roots_of
 from paceline.replica.read_tracing import Readers, ReadMap, ReadTracer, registering_modules
 from paceline.replica.state_copier import StateCopier
 from paceline.replica.trained_parameters import TrainedParameters
@@ -255,9 +256,10 @@ class ReplicaHooks:
         for module, parameters in readers.items():
             buckets = dict.fromkeys(bucket_of[p] for p in parameters if p in bucket_of)
             self._wait_before(module, tuple(buckets))
-        if not is_compiled(self._model):
-            wait = self._wait_for(self.synchronizer.buckets)
-            self._waits.callback(self._model.register_forward_hook(wait).remove)
+        for root in roots_of(self._model):
+            if not is_compiled(root):
+                wait = self._wait_for(self.synchronizer.buckets)
+                self._waits.callback(root.register_forward_hook(wait).remove)
 
     def _wait_before(self, module: nn.Module, buckets: tuple[Bucket, ...]) -> None:
         wait = self._wait_for(buckets)

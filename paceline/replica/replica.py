@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,8 +39,9 @@ from paceline.replica.binder import ExchangePlan, ReplicaBinder
 from paceline.replica.earlier_buffers import EarlierBuffers
 from paceline.replica.hooks import ReplicaHooks
 from paceline.replica.live_hooks import patch, watch_scaler
+from paceline.replica.model_list import roots_of
 from paceline.replica.state_copier import StateCopier
-from paceline.replica.trained_parameters import TrainedParameters, fingerprint_of
+from paceline.replica.trained_parameters import WHOLE, Scope, fingerprint_of
 from paceline.update.batch_norm import BatchShare
 from paceline.update.parameter_watch import Gap, ParameterWatch
 from paceline.update.state_watch import unwatch_state, watch_state
@@ -62,6 +64,7 @@ class Replica:
         next_plan: called when a step begins; returns a new plan, the same on all ranks, or None to
             keep the present one. Without `next_plan`, all steps use the first.
         recorder: receives the spans `update` of an optimizer's own steps.
+        scope: what the replica has of its model, where several optimizers train it.
 
     Attributes:
         stepped: whether the last step ended by `optimizer.step()`.
@@ -81,6 +84,7 @@ class Replica:
         share: BatchShare | None = None,
         next_plan: Callable[[], ExchangePlan | None] | None = None,
         recorder: Recorder | None = None,
+        scope: Scope = WHOLE,
     ) -> None:
         self._model, self._optimizer = model, optimizer
         self._next_plan = next_plan
@@ -98,7 +102,9 @@ class Replica:
         )
         self.stepped = False
         self._binder = ReplicaBinder(
-            model, optimizer, communicator, first_plan, self._watch, self._earlier, self.settle
+            *(model, optimizer, communicator, first_plan, self._watch, self._earlier, self.settle),
+            scope=scope,
+            make_hooks=self._make_hooks,
         )
         self._hooks: ReplicaHooks | None = self._binder.bind(set())  # None between generations
         self._binder.settle_before_states()
@@ -107,8 +113,11 @@ class Replica:
         self._patches: list[Callable[[], None]] = [
             patch(optimizer, "step", self._step_optimizer),
             patch(optimizer, "zero_grad", self._zero_optimizer),
-            patch(model, "train", self._train),
-            patch(model, "zero_grad", self._zero_model),
+            *(patch(one, "train", partial(self._train, one.train)) for one in roots_of(model)),
+            *(
+                patch(one, "zero_grad", partial(self._zero_model, one.zero_grad))
+                for one in roots_of(model)
+            ),
             watch_scaler(optimizer, self._refuse_early_unscaling),
             lambda: unwatch_state(optimizer, self.settle),
         ]
@@ -117,6 +126,11 @@ class Replica:
     def names(self) -> Mapping[nn.Parameter, str]:
         """The names of the parameters that the model and the optimizer had when they were bound."""
         return self._binding.trained.names
+
+    @property
+    def all_names(self) -> list[Mapping[nn.Parameter, str]]:
+        """`names`, for each pair of a model and an optimizer: for this one."""
+        return [self.names]
 
     @property
     def bindings(self) -> int:
@@ -132,6 +146,11 @@ class Replica:
     def ended(self) -> bool:
         """Whether no step is under way: `optimizer.step()` has ended it, or none has begun."""
         return self._number is None
+
+    @property
+    def exchanging(self) -> bool:
+        """Whether a step is under way, whose exchange uses the communicator of all ranks."""
+        return self._number is not None
 
     def begin_batch(self) -> None:
         """Let snapshots have the buffers from before the next forward, until a step trains it."""
@@ -226,7 +245,7 @@ class Replica:
             whether all its parameters are bound; others get rank 0's values in the next step.
         """
         self.settle()
-        trained = TrainedParameters.of(self._model, self._optimizer)  # may be others than bound
+        trained = self._binder.trained()  # may be others than bound
         names = {**self._binding.trained.names, **trained.names}
         self._binding.begin_snapshot(copier, settled=True, names=names)
         copier.end(self._binding.synchronizer.state, in_step=False)
@@ -308,8 +327,8 @@ class Replica:
     def close(self) -> None:
         """Remove the hooks from model and optimizer and close the synchronizer, without a wait."""
         self._binder.unbind()
-        for undo in self._patches:
-            undo()
+        while self._patches:
+            self._patches.pop()()
 
     def _bind_anew_if_changed(self) -> None:
         old, plan = self._binding, self._next_plan() if self._next_plan else None
@@ -318,6 +337,10 @@ class Replica:
         if same and plan is None:
             return
         self._hooks = self._binder.bind_anew(plan, same=same)
+
+    def _make_hooks(self, *arguments: Any) -> ReplicaHooks:
+        """Make the hooks of a binding; arguments as of `ReplicaHooks`."""
+        return ReplicaHooks(*arguments)
 
     @property
     def _binding(self) -> ReplicaHooks:
@@ -425,21 +448,25 @@ class Replica:
                         "parameters only between steps, and set .grad = None on frozen ones."
                     )
 
-    def _train(self, model: nn.Module, mode: bool = True) -> nn.Module:
+    def _train(
+        self, plain: Callable[[bool], nn.Module], model: nn.Module, mode: bool = True
+    ) -> nn.Module:
         """Replace `model.train()`, which `eval()` calls too."""
         if not mode:
             self.settle()
-        return type(model).train(model, mode)
+        return plain(mode)
 
     def _zero_optimizer(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
         """Replace `optimizer.zero_grad()`, which may write gradients that are being sent."""
         with self._before_zeroing(set_to_none):
             self._plain_zero(set_to_none)
 
-    def _zero_model(self, model: nn.Module, set_to_none: bool = True) -> None:
+    def _zero_model(
+        self, plain: Callable[[bool], None], model: nn.Module, set_to_none: bool = True
+    ) -> None:
         """Replace `model.zero_grad()`, likewise."""
         with self._before_zeroing(set_to_none):
-            type(model).zero_grad(model, set_to_none)
+            plain(set_to_none)
 
     @contextmanager
     def _before_zeroing(self, set_to_none: bool) -> Iterator[None]:

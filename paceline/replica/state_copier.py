@@ -8,6 +8,9 @@ each part is copied between its versions t and t + 1.
     end          the buckets that nothing has read; the rank's own state (shards, residuals)
 
 The state is keyed by the parameters' names, because buckets may be others when it is restored.
+
+Of several models and optimizers, a snapshot has the parts of the first pair by their own names, and
+those of pair k by "parameters k", "buffers k", …; the position is the first one's.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from paceline.reduce.buckets import Bucket
 from paceline.reduce.rank_state import RankState
 from paceline.replica.earlier_buffers import named_buffers
 from paceline.replica.entry_names import EntryNames
-from paceline.replica.trained_parameters import TrainedParameters
+from paceline.replica.trained_parameters import WHOLE, Scope, TrainedParameters
 from paceline.state.snapshots import SnapshotName
 from paceline.state.state_copy import copy_state
 from paceline.state.stateful import Restorable, Stateful
@@ -41,6 +44,7 @@ PARAMETERS, REQUIRES_GRAD, BUFFERS, EXTRA = "parameters", "requires_grad", "buff
 OPTIMIZER, GROUPS, OTHER = "optimizer", "param_groups", "other_optimizer_state"
 RANK = "rank"
 ENTRIES, SAVED = "entries", "saved"  # for checkpoint files only
+_PARTS = (POSITION, TRACKED, PARAMETERS, REQUIRES_GRAD, BUFFERS, EXTRA, OPTIMIZER, GROUPS, OTHER)
 OWN_OPTIMIZER = (
     "the optimizer"  # name among the tracked objects, where it has a state dict of its own
 )
@@ -58,6 +62,9 @@ class StateObjects:
         tracked_entry: the entry of a checkpoint file that has the tracked objects' states; "": each
             has an entry of its own.
         entry_names: the names of the model's entries.
+        scope: what the pair has of the model, where several optimizers train it.
+        entries: of a checkpoint file, for the model's and the optimizer's state dict.
+        others: the further models and optimizers, each a pair.
     """
 
     model: nn.Module
@@ -66,6 +73,33 @@ class StateObjects:
     saved: Mapping[str, Stateful] = field(default_factory=dict)
     tracked_entry: str = ""
     entry_names: EntryNames = field(default_factory=EntryNames)
+    scope: Scope = WHOLE
+    entries: tuple[str, str] = ("model", "optimizer")
+    others: Sequence[StateObjects] = ()
+
+    @property
+    def pairs(self) -> Sequence[StateObjects]:
+        """All pairs of a model and an optimizer, this one first."""
+        return (self, *self.others)
+
+    def trained(self) -> TrainedParameters:
+        """List the present parameters."""
+        return TrainedParameters.of(self.model, self.optimizer, self.scope)
+
+    def entries_of(
+        self, names: Mapping[nn.Parameter, str], buffers: Collection[str]
+    ) -> dict[str, str]:
+        """Return the names of the values in the model's state dict, by entry; as `EntryNames.of`.
+
+        Args:
+            names: the names of the pair's parameters.
+            buffers: its buffers' names.
+        """
+        if not self.scope.first:
+            return {}
+        if self.scope.others:
+            names = {p: name for name, p in self.model.named_parameters()}
+        return self.entry_names.of(self.model, names, buffers)
 
     @property
     def all_tracked(self) -> Mapping[str, Restorable]:
@@ -110,9 +144,21 @@ class StateCopier:
         self._snapshots, self._name = snapshots, name
         self._objects, self._position = objects, position
         self._recorder = recorder or NullRecorder()
+        self._pair = 0
+        self._remaining = [len(objects.pairs)]  # pairs to copy, of all copiers of the snapshot
         self._names: Mapping[nn.Parameter, str] = {}
         self._copied: set[Bucket] = set()
         self._events: dict[torch.device, Any] = {}  # of each GPU's last copy
+
+    def members(self) -> list[StateCopier]:
+        """Return a copier for each pair; the snapshot is held once the last one has ended."""
+        copiers = []
+        for number, objects in enumerate(self._objects.pairs):
+            position = {} if number else self._position
+            copier = StateCopier(self._snapshots, self._name, objects, position, self._recorder)
+            copier._pair, copier._remaining = number, self._remaining
+            copiers.append(copier)
+        return copiers
 
     def begin(
         self,
@@ -130,8 +176,11 @@ class StateCopier:
         model, optimizer, tracked = self._objects.model, self._objects.optimizer, self._objects
         with self._span():
             self._names, modules = names, dict(model.named_modules())
-            self._snapshots.open(self._name)
+            if not self._pair:
+                self._snapshots.open(self._name)
             groups, other = enumerate(optimizer.param_groups), plain_state(optimizer).items()
+            if not self._objects.scope.first:
+                modules, buffers = {}, {}
             if buffers is None:
                 buffers = {name: m._buffers[key] for name, m, key in named_buffers(modules)}
             parts: dict[str, Mapping[Any, Any]] = {
@@ -143,7 +192,7 @@ class StateCopier:
                 GROUPS: {index: self._options(group) for index, group in groups},
                 OTHER: {key: value for key, value in other if not isinstance(key, Tensor)},
                 RANK: {},
-                ENTRIES: self._objects.entry_names.of(model, self._names, buffers.keys()),
+                ENTRIES: self._objects.entries_of(self._names, buffers.keys()),
                 SAVED: {name: one.state_dict() for name, one in self._objects.saved.items()},
             }
             self._copy([p for p in self._names if p not in exchanged], parts)
@@ -160,12 +209,12 @@ class StateCopier:
         """Copy the rank's own state, and hold the snapshot; all buckets are copied."""
         if state is not None or self._events:
             with self._span():
-                self._snapshots.add(
-                    self._name, {RANK: {} if state is None else state.local(in_step=in_step)}
-                )
+                self._add({RANK: {} if state is None else state.local(in_step=in_step)})
                 for event in self._events.values():
                     event.synchronize()
-        self._snapshots.hold(self._name)
+        self._remaining[0] -= 1
+        if not self._remaining[0]:
+            self._snapshots.hold(self._name)
 
     def _copy(
         self, parameters: Sequence[nn.Parameter], parts: Mapping[str, Mapping[Any, Any]]
@@ -175,9 +224,14 @@ class StateCopier:
         names = [self._names[p] for p in parameters]
         entries = {n: states[p] for n, p in zip(names, parameters, strict=True) if p in states}
         own = {PARAMETERS: dict(zip(names, parameters, strict=True)), OPTIMIZER: entries}
-        self._snapshots.add(self._name, {**parts, **own})
+        self._add({**parts, **own})
         for device in {p.device for p in parameters if p.is_cuda}:
             self._events[device] = torch.cuda.current_stream(device).record_event()
+
+    def _add(self, parts: Mapping[str, Mapping[Any, Any]]) -> None:
+        self._snapshots.add(
+            self._name, {part + _suffix(self._pair): values for part, values in parts.items()}
+        )
 
     def _options(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return a group's options, and its parameters by name."""
@@ -190,7 +244,12 @@ class StateCopier:
             yield
 
 
-@torch.no_grad()
+def parts_of(state: Mapping[str, Mapping[Any, Any]], pair: int) -> Mapping[str, Mapping[Any, Any]]:
+    """Return the parts that a snapshot has of one pair, by their own names."""
+    parts = (*_PARTS, RANK, ENTRIES, SAVED)
+    return {part: state[part + _suffix(pair)] for part in parts if part + _suffix(pair) in state}
+
+
 def restore_state(
     state: Mapping[str, Mapping[Any, Any]], objects: StateObjects
 ) -> Mapping[Any, Any]:
@@ -204,13 +263,23 @@ def restore_state(
         objects: the objects whose state it is.
 
     Returns:
-        this rank's part of the divided state, for `Replica.enter_generation`.
+        this rank's part of the divided state, for `Replica.enter_generation`; of several pairs,
+        the parts by the pair's index, as text.
 
     Raises:
         ConfigError: model and optimizer have other parameters than in the snapshot.
     """
+    own = {str(i): _restore_pair(parts_of(state, i), pair) for i, pair in enumerate(objects.pairs)}
+    return own if objects.others else own["0"]
+
+
+@torch.no_grad()
+def _restore_pair(
+    state: Mapping[str, Mapping[Any, Any]], objects: StateObjects
+) -> Mapping[Any, Any]:
+    """Restore a pair of a model and an optimizer; as `restore_state`."""
     model, optimizer = objects.model, objects.optimizer
-    names = TrainedParameters.of(model, optimizer).names
+    names = objects.trained().names
     parameters = {name: p for p, name in names.items()}
     _refuse_others(parameters, state[PARAMETERS])
     for name, tracked in objects.all_tracked.items():
@@ -218,7 +287,7 @@ def restore_state(
             tracked.load_state_dict(copy_state(state[TRACKED][name]))
         if isinstance(tracked, GradScaler) and tracked.is_enabled():
             _reset_stages(tracked)
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules()) if objects.scope.first else {}
     _restore_buffers(modules, state[BUFFERS])
     for name, module in _with_extra_state(modules):
         module.set_extra_state(copy_state(state[EXTRA][name]))
@@ -228,6 +297,10 @@ def restore_state(
         p.grad = None
     _restore_optimizer(optimizer, parameters, state)
     return state[RANK]
+
+
+def _suffix(pair: int) -> str:
+    return f" {pair + 1}" if pair else ""
 
 
 def _refuse_others(parameters: Mapping[str, nn.Parameter], saved: Mapping[str, Tensor]) -> None:

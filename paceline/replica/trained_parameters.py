@@ -9,6 +9,7 @@ comparison of `fingerprint`, a few numbers a parameter: about 25 microseconds fo
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,33 @@ Fingerprint = tuple[tuple[tuple[int, bool, torch.dtype, torch.device], ...], ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Scope:
+    """Scope of a replica: what it has of its model, where several optimizers train that model.
+
+    The first optimizer's replica has all that no other one has: parameters that none of the
+    optimizers has, and the buffers.
+
+    Attributes:
+        first: whether the replica's optimizer is the model's first one.
+        others: the model's other optimizers.
+    """
+
+    first: bool = True
+    others: Sequence[Optimizer] = ()
+
+    def names(self, model: nn.Module, optimizer: Optimizer) -> dict[nn.Parameter, str]:
+        """Return the names of the model's parameters that are in the scope."""
+        if self.first and not self.others:
+            return {p: name for name, p in model.named_parameters()}
+        optimizers = self.others if self.first else [optimizer]
+        listed = {p for one in optimizers for group in one.param_groups for p in group["params"]}
+        return {p: name for name, p in model.named_parameters() if (p in listed) is not self.first}
+
+
+WHOLE = Scope()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class TrainedParameters:
     """Trained parameters: their names, groups and freezing state.
 
@@ -31,7 +59,7 @@ class TrainedParameters:
         names: the name of each parameter, its own. The model's parameters come first, in the
             model's order; then the parameters that only the optimizer has.
         groups: for each parameter, the index of its group in the optimizer.
-        buffers: the model's buffers.
+        buffers: the model's buffers, those in the scope.
     """
 
     fingerprint: Fingerprint
@@ -40,13 +68,18 @@ class TrainedParameters:
     buffers: tuple[Tensor, ...]
 
     @staticmethod
-    def of(model: nn.Module, optimizer: Optimizer) -> TrainedParameters:
+    def of(model: nn.Module, optimizer: Optimizer, scope: Scope = WHOLE) -> TrainedParameters:
         """List the present parameters of model and optimizer.
+
+        Args:
+            model: the model.
+            optimizer: its optimizer, or one of them.
+            scope: which of the model's parameters to list.
 
         Raises:
             ConfigError: a lazy module has no shapes yet.
         """
-        names = {p: name for name, p in model.named_parameters()}
+        names = scope.names(model, optimizer)
         groups = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         others = [p for p in groups if p not in names]
         counts: Counter[tuple[int, ...]] = Counter()
@@ -60,7 +93,10 @@ class TrainedParameters:
                     f"{name} is uninitialised (lazy): run one batch through the model before "
                     "paceline.parallelize()."
                 )
-        fingerprint, buffers = fingerprint_of(optimizer), tuple(model.buffers())
+        fingerprint, buffers = (
+            fingerprint_of(optimizer),
+            tuple(model.buffers() if scope.first else ()),
+        )
         return TrainedParameters(
             fingerprint=fingerprint, names=names, groups=groups, buffers=buffers
         )

@@ -10,16 +10,22 @@ from dataclasses import asdict
 from itertools import count
 from typing import Any
 
+from torch import nn
+
 from paceline.reduce.rank_state import OPTIMIZER
-from paceline.replica.checkpoint_state import checkpoint_entries, is_plain, with_metadata
+from paceline.replica.checkpoint_state import (
+    checkpoint_entries,
+    is_plain,
+    snapshot_parameters,
+    with_metadata,
+)
 from paceline.replica.entry_names import entry_names
-from paceline.replica.replica import Replica
-from paceline.replica.state_copier import ENTRIES, PARAMETERS, POSITION, StateCopier
-from paceline.replica.trained_parameters import TrainedParameters
+from paceline.replica.group import AnyReplica
+from paceline.replica.state_copier import ENTRIES, POSITION, StateCopier, StateObjects, parts_of
 from paceline.run.position import Position
 from paceline.run.run import Run
 from paceline.run.step_snapshots import StepSnapshots
-from paceline.state.checkpoint_files import EXCHANGE
+from paceline.state.checkpoint_files import exchange_entry
 from paceline.state.checkpoint_writer import Checkpoint
 from paceline.state.snapshots import Borrowed, SnapshotName, Snapshots
 from paceline.state.state_copy import copy_state
@@ -41,7 +47,7 @@ class CheckpointBuilder:
         plain: whether checkpoints can be made of snapshots, when that was last looked at.
     """
 
-    def __init__(self, run: Run, replica: Replica, snapshots: StepSnapshots) -> None:
+    def __init__(self, run: Run, replica: AnyReplica, snapshots: StepSnapshots) -> None:
         self._run, self._replica, self._snapshots = run, replica, snapshots
         self._objects = snapshots.objects
         self.sums: dict[int, list[float]] = {}
@@ -52,15 +58,29 @@ class CheckpointBuilder:
 
     def is_plain(self) -> bool:
         """Return whether state dicts can be made of snapshots; `plain` is that from now on."""
-        self.plain = is_plain(self._objects.model, self._objects.optimizer)
+        self.plain = all(is_plain(pair.model, pair.optimizer) for pair in self._objects.pairs)
         return self.plain
 
     def fits(self, state: Mapping[str, Mapping[Any, Any]]) -> bool:
         """Return whether a snapshot has all entries that the model's state dict has now."""
-        model, optimizer = self._objects.model, self._objects.optimizer
-        names = TrainedParameters.of(model, optimizer).names
-        bound = names == self._replica.names  # no module was added or replaced since
-        return self.is_plain() and bound and entry_names(model, names) == state[ENTRIES]
+        pairs = self._objects.pairs
+        names = [pair.trained().names for pair in pairs]
+        bound = names == self._replica.all_names  # no module was added or replaced since
+        return (
+            self.is_plain()
+            and bound
+            and all(
+                self._entries(pair, own) == parts_of(state, number)[ENTRIES]
+                for number, (pair, own) in enumerate(zip(pairs, names, strict=True))
+            )
+        )
+
+    def _entries(self, pair: StateObjects, names: Mapping[nn.Parameter, str]) -> dict[str, str]:
+        if not pair.scope.first:
+            return {}
+        if pair.scope.others:
+            names = {p: name for name, p in pair.model.named_parameters()}
+        return entry_names(pair.model, names)
 
     def begin_generation(self, number: int) -> None:
         """Discard what was built, and the sums of steps from `number` on, which are repeated."""
@@ -120,23 +140,27 @@ class CheckpointBuilder:
         *,
         best: bool = False,
     ) -> Checkpoint:
-        state, objects, gathered = borrowed.state, self._objects, gathered or {}
+        state, objects = borrowed.state, self._objects
+        of_pairs = [gathered or {}]
+        if objects.others:
+            of_pairs = [(gathered or {}).get(str(pair)) or {} for pair in range(len(objects.pairs))]
         position = dict(state[POSITION])
         if sent := position.pop("sent"):  # by this rank alone
             position["sums"] = sums[max(sent)]
         position["generation"] = self._run.context.group.generation.number
-        entries = checkpoint_entries(state, objects, gathered)
-        if not self.plain:
-            copied = copy_state(objects.model.state_dict())
-            entries["model"] = with_metadata(copied, objects.model)
-            if OPTIMIZER not in gathered:
-                entries["optimizer"] = copy_state(objects.optimizer.state_dict())
-        exchange = {key: value for key, value in gathered.items() if key != OPTIMIZER}
-        entries |= {EXCHANGE: exchange} if exchange else {}
+        entries = checkpoint_entries(state, objects, of_pairs)
+        for number, (pair, own) in enumerate(zip(objects.pairs, of_pairs, strict=True)):
+            model, optimizer = pair.entries
+            if not self.plain and pair.scope.first:
+                entries[model] = with_metadata(copy_state(pair.model.state_dict()), pair.model)
+            if not self.plain and OPTIMIZER not in own:
+                entries[optimizer] = copy_state(pair.optimizer.state_dict())
+            if exchange := {key: value for key, value in own.items() if key != OPTIMIZER}:
+                entries[exchange_entry(number)] = exchange
         return Checkpoint(
             name=borrowed.name,
             step=position["number"],
             state={**entries, "position": position},
-            parameters=state[PARAMETERS],
+            parameters=snapshot_parameters(state, objects),
             best=best,
         )

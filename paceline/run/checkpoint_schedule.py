@@ -22,7 +22,7 @@ from enum import IntEnum
 import torch
 
 from paceline.comm.communicator import broadcast_state
-from paceline.replica.replica import Replica
+from paceline.replica.group import AnyReplica
 from paceline.run.checkpoint_builder import CheckpointBuilder
 from paceline.run.position import Position
 from paceline.run.run import Run
@@ -83,7 +83,7 @@ class CheckpointSchedule:
     def __init__(
         self,
         run: Run,
-        replica: Replica,
+        replica: AnyReplica,
         snapshots: StepSnapshots,
         writer: CheckpointWriter | None,
         policy: SavePolicy,

@@ -4,13 +4,14 @@ Run                 for the whole run: the present context, the recorders
 └─ context          for one generation
 ├─ communicators of all ranks, of SyncBatchNorm layers, of this machine's workers
 ├─ summaries     of steps
-└─ synchronizer  the present one; it has buckets, windows and staging memory
+└─ synchronizers the present ones; each has buckets, windows and staging memory
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import count
 from typing import Self
 
@@ -28,6 +29,19 @@ from paceline.comm.window import Window
 from paceline.observe.trace.step_trace import MARKS, Trace
 from paceline.reduce.put_engine.layout import Topology
 from paceline.run.step_summary import StepSummaries
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """Connections of one replica's exchange.
+
+    Attributes:
+        communicator: connects all ranks.
+        intra_machine: connects the workers of this machine, if gradients are first summed there.
+    """
+
+    communicator: Communicator
+    intra_machine: Communicator | None
 
 
 class GenerationContext:
@@ -49,7 +63,9 @@ class GenerationContext:
         layers: connects layers that exchange within forward and backward, if there are any.
         intra_machine: connects the workers of this machine, if gradients are first summed inside
             each machine.
-        synchronizer: the present one, if a model is exchanged; closed with the context.
+        members: where several models or optimizers are exchanged, the connections of each.
+        synchronizers: the present ones, by the index of the model and optimizer; closed with the
+            context.
 
     Raises:
         CommError: a rank didn't come in time.
@@ -67,11 +83,12 @@ class GenerationContext:
         self._connect, self._device = connect, device
         self._communicators: list[Communicator] = []
         self._windows = count()
-        self.synchronizer: Synchronizer | None = None
+        self.synchronizers: dict[int, Synchronizer] = {}
         self.communicator = self._open(group, "steps")
         self.summaries = StepSummaries(self.communicator)
         self.layers: Communicator | None = None
         self.intra_machine: Communicator | None = None
+        self.members: list[Links] = []
 
     def connect_layers(self) -> None:
         """Connect layers that exchange within forward and backward; collective, once.
@@ -84,20 +101,45 @@ class GenerationContext:
     def connect_machine(self) -> None:
         """Connect the workers of this machine; collective, once.
 
-        A first sum makes what later ones need on GPUs while nothing else runs there.
-
         Raises:
             CommError: a worker didn't come in time.
+        """
+        self.intra_machine = self._open_machine("machine")
+
+    def connect_member(self, *, intra_machine: bool) -> None:
+        """Connect the ranks for one of several exchanges; collective, once a member.
+
+        Args:
+            intra_machine: gradients are first summed inside each machine.
+
+        Raises:
+            CommError: a rank didn't come in time.
+        """
+        purpose = f"member/{len(self.members)}"
+        inside = self._open_machine(f"{purpose}/machine") if intra_machine else None
+        links = Links(communicator=self._open(self.group, purpose), intra_machine=inside)
+        self.members.append(links)
+
+    def links(self, member: int | None) -> Links:
+        """Return a member's connections, or those of the only replica."""
+        if member is not None:
+            return self.members[member]
+        return Links(communicator=self.communicator, intra_machine=self.intra_machine)
+
+    def _open_machine(self, purpose: str) -> Communicator:
+        """Connect the workers of this machine.
+
+        A first sum makes what later ones need on GPUs while nothing else runs there.
         """
         group, what = self.group.on_machine(), "the first sum of this machine's workers"
         communicator: Communicator = SingleRankCommunicator()
         if group.size > 1:
-            communicator = self._open(group, f"machine/{group.machine}")
+            communicator = self._open(group, f"{purpose}/{group.machine}")
         first = torch.ones(1, device=self._device)
         communicator.reduce(first).wait(what)
         communicator.broadcast(first).wait(what)
         assert first.tolist() == [group.size]
-        self.intra_machine = communicator
+        return communicator
 
     @property
     def topology(self) -> Topology:
@@ -112,10 +154,9 @@ class GenerationContext:
         transport: str = "tcp",
         connections: int = 1,
         trace: Trace | None = None,
+        leaders: bool = False,
     ) -> Window:
         """Open a window, over memory shared inside a machine unless by NIXL; collective.
-
-        Where GPUs sum first, only the first worker of each machine has peers there.
 
         Args:
             size: bytes of the window's memory.
@@ -123,13 +164,14 @@ class GenerationContext:
             transport: "tcp" or "nixl".
             connections: number of TCP connections to each rank of another machine.
             trace: records the window's puts, if the run is traced.
+            leaders: only the first worker of each machine has peers there: GPUs sum first.
 
         Raises:
             ConfigError: NIXL isn't installed.
             CommError: a rank didn't come in time, or can't be reached.
         """
         group, number = self.group, next(self._windows)
-        exchanging = self.topology if self.intra_machine is None else self.topology.leaders
+        exchanging = self.topology.leaders if leaders else self.topology
         alone = group.rank not in exchanging.ranks
         bootstrap = Bootstrap(
             share=self._share,
@@ -178,9 +220,9 @@ class GenerationContext:
         with ExitStack() as ends:
             for communicator in self._communicators:
                 ends.callback(how(communicator))
-            if self.synchronizer is not None:
-                ends.callback(self.synchronizer.close)
-            self._communicators, self.synchronizer = [], None
+            for synchronizer in self.synchronizers.values():
+                ends.callback(synchronizer.close)
+            self._communicators, self.synchronizers, self.members = [], {}, []
 
     def _share(self, text: str) -> list[str]:
         """Gather a text from all ranks, by the communicator: the store may be gone by now."""

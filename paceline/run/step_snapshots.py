@@ -22,7 +22,7 @@ from torch import Tensor
 
 from paceline.errors import Message, ReplicasDiffer
 from paceline.recorder import NullRecorder, Recorder
-from paceline.replica.replica import Replica
+from paceline.replica.group import AnyReplica
 from paceline.replica.state_checksums import ChecksumParts
 from paceline.replica.state_copier import POSITION, StateCopier, StateObjects, restore_state
 from paceline.run.replica_check import ReplicaCheck
@@ -70,7 +70,7 @@ class StepSnapshots:
     def __init__(
         self,
         run: Run,
-        replica: Replica,
+        replica: AnyReplica,
         objects: StateObjects,
         device: torch.device,
         *,

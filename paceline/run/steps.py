@@ -29,7 +29,7 @@ from paceline.cluster.membership.generation import Group
 from paceline.data import splitmix
 from paceline.data.batch_slice import BatchSlice
 from paceline.errors import CommError, ConfigError, ReplicasDiffer
-from paceline.replica.replica import Replica
+from paceline.replica.group import AnyReplica
 from paceline.run.checkpoint_schedule import CheckpointSchedule, SavePolicy
 from paceline.run.position import Position
 from paceline.run.run import Run
@@ -87,7 +87,7 @@ class Steps:
 
     def __init__(
         self,
-        replica: Replica,
+        replica: AnyReplica,
         run: Run,
         writer: CheckpointWriter | None,
         *,
@@ -283,6 +283,21 @@ class Steps:
             code=code,
             check_interval=check_interval,
         )
+
+    @contextmanager
+    def continue_step(self, batch: BatchSlice) -> Iterator[None]:
+        """Train further models on the batch of the last step, as a part of that step.
+
+        There is no boundary, event or summary: the state in between is no position to resume from.
+
+        Args:
+            batch: this rank's share.
+
+        Raises:
+            CommError: a peer was lost, or silent.
+        """
+        with self._replica.step(batch.number, batch.weight):
+            yield
 
     def seed(self, number: int) -> None:
         """Start the random streams of what a script computes before a step begins."""

@@ -29,6 +29,11 @@ _NAME = re.compile(r"step-(\d+)\.pt")
 _NEEDED = ("paceline", "model", "optimizer", "position")
 
 
+def exchange_entry(pair: int) -> str:
+    """Return the entry for what ranks had besides a pair of a model and an optimizer, by index."""
+    return f"{EXCHANGE}_{pair + 1}" if pair else EXCHANGE
+
+
 class Checkpoints:
     """Checkpoint files of one run.
 

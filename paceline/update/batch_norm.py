@@ -74,10 +74,18 @@ class RunningStatistics:
     @torch.no_grad()
     def install(self, mean: Tensor) -> None:
         """Copy the ranks' mean, (values,), into the model; statistics of frozen modules stay."""
-        means = torch.split(mean, [buffer.numel() for buffer in self._buffers])
+        means = self._split(mean)
         if any(self._moving):
             buffers = list(compress(self._buffers, self._moving))
             torch._foreach_copy_(buffers, list(compress(means, self._moving)))
+
+    @torch.no_grad()
+    def replace(self, values: Tensor) -> None:
+        """Copy values, (values,), into the model, those of frozen modules too."""
+        torch._foreach_copy_(self._buffers, self._split(values))
+
+    def _split(self, values: Tensor) -> tuple[Tensor, ...]:
+        return torch.split(values, [buffer.numel() for buffer in self._buffers])
 
 
 class BatchShare:

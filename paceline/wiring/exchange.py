@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -19,10 +20,12 @@ from paceline.errors import ConfigError, Message
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.put_engine.layout import Topology
 from paceline.replica.binder import ExchangePlan
+from paceline.replica.member import ReplicaMember
 from paceline.replica.pass_spans import watch_passes
 from paceline.replica.replica import Replica
-from paceline.replica.trained_parameters import TrainedParameters
+from paceline.replica.trained_parameters import Scope, TrainedParameters
 from paceline.run.autotune import Autotuner, TrialSetting
+from paceline.run.generation_context import GenerationContext, Links
 from paceline.run.run import Run
 from paceline.update.batch_norm import BatchShare, RunningStatistics
 from paceline.update.shard_optimizer import ShardOptimizer
@@ -36,13 +39,15 @@ def _allreduce(
     optimizer: Optimizer,
     statistics: RunningStatistics,
     config: SyncConfig,
+    links: Links,
 ) -> Synchronizer:
     return make_allreduce(
         buckets,
-        run.context.communicator,
+        links.communicator,
         make_updater(optimizer, buckets),
         statistics,
         run.recorder,
+        partial(_end_startup, run.context, links),
     )
 
 
@@ -52,27 +57,35 @@ def _notified(
     optimizer: Optimizer,
     statistics: RunningStatistics,
     config: SyncConfig,
+    links: Links,
 ) -> Synchronizer:
     context = run.context
-    alone = config.transport == "nixl" and context.intra_machine is None  # it shares no memory
+    alone = config.transport == "nixl" and links.intra_machine is None  # it shares no memory
     options = PutOptions(
         open_window=partial(
             context.open_window,
             transport=config.transport,
             connections=config.connections or 1,
             trace=run.trace,
+            leaders=links.intra_machine is not None,
         ),
         topology=Topology.of([1] * context.group.size) if alone else context.topology,
         limits=context.limits,
-        end_startup=context.communicator.end_startup,
+        end_startup=partial(_end_startup, context, links),
         codec=CODECS[config.wire],
         recorder=run.recorder,
         staged=any(p.device.type != "cpu" for bucket in buckets for p in bucket.parameters),
-        intra_machine=context.intra_machine,
+        intra_machine=links.intra_machine,
     )
     if config.update == "sharded":
         return make_sharded(buckets, ShardOptimizer(optimizer, buckets), statistics, options)
     return make_notified(buckets, make_updater(optimizer, buckets), statistics, options)
+
+
+def _end_startup(context: GenerationContext, links: Links) -> None:
+    context.communicator.end_startup()
+    if links.communicator is not context.communicator:
+        links.communicator.end_startup()
 
 
 SYNCHRONIZERS = {"allreduce": _allreduce, "notified": _notified}  # as `config.world.METHODS`
@@ -136,8 +149,9 @@ def replicate(
             if statistics.flat is not None:
                 names.append(("the running statistics",))
             run.recorder.event("buckets", parameters=names)
-            made = SYNCHRONIZERS[config.sync](buckets, run, optimizer, statistics, config)
-            run.context.synchronizer = made
+            links = run.context.links(None)
+            made = SYNCHRONIZERS[config.sync](buckets, run, optimizer, statistics, config, links)
+            run.context.synchronizers[0] = made
             return made
 
         return ExchangePlan(make_synchronizer=make, bucket_bytes=config.bucket_bytes)
@@ -163,3 +177,61 @@ def replicate(
     if run.trace is not None:
         run.trace.resources.callback(watch_passes(model, run.trace))
     return replica
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberOptions:
+    """Options of one of several replicas.
+
+    Attributes:
+        index: of the model and optimizer among all.
+        config: how its gradients are exchanged; "auto" is "allreduce" where that fits the options,
+            without trials.
+        scope: what it has of its model.
+        share: this rank's share of each step, with which SyncBatchNorm layers were made.
+    """
+
+    index: int
+    config: SyncConfig
+    scope: Scope
+    share: BatchShare
+
+
+def replicate_member(
+    model: nn.Module, optimizer: Optimizer, run: Run, options: MemberOptions
+) -> ReplicaMember:
+    """Bind one of several models and optimizers; as `replicate`, after `connect_member`.
+
+    Args:
+        model: the same on all ranks but for its values.
+        optimizer: of the model's parameters, or others too.
+        run: the run, whose ranks exchange.
+        options: of the replica.
+    """
+    index = options.index
+
+    def make(buckets: Sequence[Bucket]) -> Synchronizer:
+        run.recorder.event("buckets", parameters=[bucket.names for bucket in buckets])
+        no_statistics = RunningStatistics(nn.Module())  # the member exchanges them apart
+        links = run.context.links(index)
+        made = SYNCHRONIZERS[config.sync](buckets, run, optimizer, no_statistics, config, links)
+        run.context.synchronizers[index] = made
+        return made
+
+    trained = TrainedParameters.of(model, optimizer, options.scope)
+    device = next((p.device for p in trained.groups), torch.device("cpu"))
+    machines = run.context.group.generation.workers_per_machine
+    candidates = candidates_of(options.config, trained, machines, device)
+    config = next((c for c in candidates if c.sync == "allreduce"), candidates[0])
+    member = ReplicaMember(
+        model,
+        optimizer,
+        lambda: run.context.links(index).communicator,
+        lambda: ExchangePlan(make_synchronizer=make, bucket_bytes=config.bucket_bytes),
+        share=options.share,
+        recorder=run.recorder,
+        scope=options.scope,
+    )
+    if run.trace is not None and options.scope.first:
+        run.trace.resources.callback(watch_passes(model, run.trace))
+    return member

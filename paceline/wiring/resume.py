@@ -25,7 +25,7 @@ from paceline.errors import CheckpointError, ConfigError, Message
 from paceline.replica.replica import Replica
 from paceline.run.position import Position
 from paceline.run.run import Run
-from paceline.state.checkpoint_files import EXCHANGE, Checkpoints, read_checkpoint
+from paceline.state.checkpoint_files import Checkpoints, exchange_entry, read_checkpoint
 from paceline.state.run_folder import next_generation, record_generation
 
 
@@ -72,9 +72,14 @@ class Start:
                     remedy=f"give the {name} that it was trained with",
                 ) from error
 
-    def restore_exchange(self, replica: Replica) -> tuple[str, ...]:
-        """Restore the exchange's state, if there is any; return sentences for the user."""
-        state = None if self.state is None else self.state.get(EXCHANGE)
+    def restore_exchange(self, replica: Replica, pair: int = 0) -> tuple[str, ...]:
+        """Restore the exchange's state, if there is any; return sentences for the user.
+
+        Args:
+            replica: the replica.
+            pair: the index of its model and optimizer, where there are several.
+        """
+        state = None if self.state is None else self.state.get(exchange_entry(pair))
         if state is None or replica.restore(state):
             return ()
         return (

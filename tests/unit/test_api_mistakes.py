@@ -109,10 +109,56 @@ def test_before_parallelize(world: World, call: str) -> None:
         use(world)
 
 
-def test_parallelize_twice(world: World, model: nn.Module) -> None:
+def test_parallelize_with_a_model_twice(world: World, model: nn.Module) -> None:
     bound(world, model)
-    with pytest.raises(ConfigError, match=r"already called for this world.*nn\.ModuleList"):
+    with pytest.raises(ConfigError, match=r"with this model \(Sequential\): call it once for each"):
+        bound(world, model)
+
+
+def test_parallelize_with_an_optimizer_twice(world: World, model: nn.Module) -> None:
+    other = network()
+    optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
+    paceline.parallelize(model, optimizer, world)
+    with pytest.raises(ConfigError, match=r"with this optimizer \(SGD\).*\[a, b\], optimizer"):
+        paceline.parallelize(other, optimizer, world)
+
+
+def test_parallelize_with_a_parameter_of_two_models(world: World, model: nn.Module) -> None:
+    bound(world, model)
+    head = nn.Linear(3, 1)
+    with pytest.raises(ConfigError, match=r"0\.0\.weight of Sequential.*pass both in one call"):
+        paceline.parallelize(nn.Sequential(model, head), sgd(head), world)
+
+
+def test_parallelize_with_a_parameter_of_two_optimizers(world: World, model: nn.Module) -> None:
+    with pytest.raises(ConfigError, match=r"is in two optimizers.*each parameter to one"):
+        paceline.parallelize(model, [sgd(model), sgd(model)], world)
+
+
+@pytest.mark.parametrize(("models", "optimizers"), [(0, 1), (1, 0), (2, 1), (1, 2)])
+def test_parallelize_with_wrong_lists(
+    world: World, model: nn.Module, models: int, optimizers: int
+) -> None:
+    optimizer = sgd(model)
+    with pytest.raises(ConfigError, match=r"got an empty list|an object twice in a list"):
+        paceline.parallelize([model] * models, [optimizer] * optimizers, world)
+
+
+def test_parallelize_after_the_first_step(world: World, model: nn.Module) -> None:
+    optimizer = bound(world, model)
+    in_step(world, lambda: backward(model), optimizer.step)
+    with pytest.raises(ConfigError, match=r"after the first step: call it for all models before"):
         bound(world, network())
+
+
+def test_the_optimizers_step_twice_in_one_step(world: World, model: nn.Module) -> None:
+    first, other = bound(world, model), network()
+    second = bound(world, other)
+    with pytest.raises(ConfigError, match="outside a step, or twice"):
+        in_step(
+            *(world, lambda: backward(model), lambda: backward(other), first.step, second.step),
+            first.step,
+        )
 
 
 def test_after_close(model: nn.Module) -> None:

@@ -33,7 +33,7 @@ class Loop:
     world: paceline.World | None = None
     sync: str = "allreduce"
 
-    def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def bind(self, model: Any, optimizer: Any) -> None:
         if self.world is not None:
             paceline.parallelize(model, optimizer, self.world, sync=self.sync)
 
@@ -487,9 +487,9 @@ LOOPS: dict[str, Callable[[Loop], Results]] = {
 }
 
 
-def main() -> None:
+def main(loops: Mapping[str, Callable[[Loop], Results]] = LOOPS) -> None:
     torch.set_num_threads(1)
-    for name, loop in LOOPS.items():
+    for name, loop in loops.items():
         for sync in ("allreduce", "notified"):
             world = paceline.join(timeout=20)
             found = loop(Loop(world, sync))

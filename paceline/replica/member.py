@@ -1,0 +1,182 @@
+"""A replica that is one of several in a world: a GAN's generator, an optimizer's part of a model.
+
+    with world.step():
+        …backward()             gradients add up here; those of a model that isn't trained, too
+        optimizer_d.step()      the exchange of what optimizer_d trains begins
+        …backward()             flows through the discriminator as well: its gradients stay here
+        optimizer_g.step()
+                                what no optimizer has stepped isn't exchanged
+
+An exchange begins where the script's calls say so: at `optimizer.step()`, or where a gradient is
+used. All ranks make these calls. That a backward reaches a parameter isn't such a call: a rank
+without samples runs none. Each member has a communicator of its own, so that members' collectives
+need no common order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.comm.communicator import Communicator
+from paceline.errors import CommError
+from paceline.recorder import Recorder
+from paceline.reduce.buckets import Bucket
+from paceline.replica.binder import ExchangePlan
+from paceline.replica.hooks import ReplicaHooks
+from paceline.replica.member_statistics import MemberStatistics
+from paceline.replica.replica import Replica
+from paceline.replica.trained_parameters import Scope
+from paceline.update.batch_norm import BatchShare
+from paceline.update.parameter_watch import Gap
+
+
+class MemberHooks(ReplicaHooks):
+    """Hooks of a member: gradients add up until the optimizer steps, in all steps.
+
+    Args:
+        statistics: the model's running statistics; None: another member has them.
+        arguments: as of `ReplicaHooks`.
+
+    Attributes:
+        exchanged: whether an exchange of the step has begun before `optimizer.step()`.
+    """
+
+    def __init__(self, statistics: MemberStatistics | None, *arguments: Any) -> None:
+        self._statistics = statistics
+        self._rested = self.exchanged = False
+        super().__init__(*arguments)
+        self.install_statistics = self._install_statistics
+
+    def begin(self, number: int, weight: float, scale: float) -> None:
+        """Start a step."""
+        self._install_statistics()
+        self.exchanged = False
+        super().begin(number, weight, scale)
+
+    def settle(self) -> None:
+        """Settle, the running statistics too."""
+        self._install_statistics()
+        super().settle()
+
+    def rest(self) -> None:
+        """End a step in which nothing was exchanged."""
+        self._running = False
+        self._rested = True
+        self.gradients.guard.clear()
+
+    def forget_gradients(self) -> None:
+        """Forget gradients that were added but not sent, and are going to be zeroed."""
+        self.gradients.guard.clear()
+        self.gradients.begin_again()
+
+    def finish_tracing(self) -> None:
+        """After the first step that has trained the member, use the reads that were traced."""
+        if not self._rested:
+            super().finish_tracing()
+        self._rested = False
+        if self._statistics is not None:
+            self._statistics.exchange()
+
+    def close(self) -> None:
+        """Remove the hooks and close the synchronizer."""
+        super().close()
+        if self._statistics is not None:
+            self._statistics.close()
+
+    def _install_statistics(self) -> None:
+        if self._statistics is not None:
+            self._statistics.install()
+
+    def _gradient_done(self, index: int, parameter: Tensor) -> None:
+        self._gradient_added(index, parameter)
+
+    def _wait_before(self, module: nn.Module, buckets: tuple[Bucket, ...]) -> None:
+        if buckets:  # otherwise its parameters are another member's
+            super()._wait_before(module, buckets)
+
+
+class ReplicaMember(Replica):
+    """Model replica that is one of several in a world; arguments as of `Replica`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        communicator: Callable[[], Communicator],
+        first_plan: Callable[[], ExchangePlan],
+        *,
+        share: BatchShare,
+        recorder: Recorder,
+        scope: Scope,
+    ) -> None:
+        self._has_buffers, self._connect = scope.first, communicator
+        super().__init__(
+            model, optimizer, communicator, first_plan, share=share, recorder=recorder, scope=scope
+        )
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, of which other members may train other parameters."""
+        return self._model
+
+    @property
+    def frozen(self) -> bool:
+        """Whether no parameter that is bound is trained now."""
+        return not any(p.requires_grad for p in self._own_binding.gradients.parameters)
+
+    def reduce(self) -> None:
+        """Wait, and make every `.grad` the mean over the global batch; as `Replica.reduce`."""
+        self._own_binding.exchanged = True
+        super().reduce()
+
+    def drain(self) -> None:
+        """Return once the peers have everything that they need from this rank, or after a limit."""
+        with suppress(CommError):  # a peer that has gone needs nothing
+            self._own_binding.install_statistics()
+        super().drain()
+
+    def _make_hooks(self, *arguments: Any) -> ReplicaHooks:
+        statistics = MemberStatistics(self._model, self._connect) if self._has_buffers else None
+        return MemberHooks(statistics, *arguments)
+
+    @property
+    def _own_binding(self) -> MemberHooks:
+        binding = self._binding
+        assert isinstance(binding, MemberHooks)
+        return binding
+
+    def _bind_anew_if_changed(self) -> None:
+        """Bind anew as `Replica` does, but not while the whole member is frozen."""
+        if not self.frozen:
+            super()._bind_anew_if_changed()
+
+    def _end_without_update(self) -> None:
+        binding = self._own_binding
+        if binding.exchanged:
+            super()._end_without_update()
+            return
+        with self._watch.paused():
+            if (copier := binding.copier) is not None:
+                self.settle()
+                copier.end(binding.synchronizer.state, in_step=False)
+                binding.copier = None
+            binding.rest()
+        self._number = None
+
+    def _done(self) -> None:
+        super()._done()
+        self._forget_earlier_buffers()  # further forwards of the block are of the next state
+
+    @contextmanager
+    def _before_zeroing(self, set_to_none: bool) -> Iterator[None]:
+        """Zero gradients that aren't exchanged yet where they are."""
+        if self._hooks is not None and self._watch.gap is Gap.GRADIENTS:
+            self._watch.end()
+            self._own_binding.forget_gradients()
+        with super()._before_zeroing(set_to_none):
+            yield
