@@ -25,6 +25,7 @@ import paceline
 from paceline.api.world import World
 from paceline.config.world import SyncConfig
 from paceline.errors import CommError
+from paceline.replica.replica import Replica
 from paceline.state.exchange_choice import read_choice
 from tests.harness.library.small_training import BATCH, loss_of, network, samples
 from tests.harness.library.successors import Successors
@@ -150,9 +151,9 @@ def check_choice(world: World, run: Path) -> None:
     """Require that the run uses the exchange that its trials have chosen."""
     choice = read_choice(run)
     assert choice is not None, "no exchange was chosen"
-    assert world._loop.replica is not None
+    assert isinstance(world._loop.replica, Replica)
     chosen = SyncConfig(sync=choice.sync, bucket_mb=choice.bucket_mb)
-    assert world._loop.replica._plan.bucket_bytes == chosen.bucket_bytes
+    assert world._loop.replica._binder._plan.bucket_bytes == chosen.bucket_bytes
 
 
 def momenta(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
