@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.comm.communicator import Communicator
-from paceline.errors import CommError
+from paceline.errors import CommError, ConfigError
 from paceline.recorder import Recorder
 from paceline.reduce.buckets import Bucket
 from paceline.replica.binder import ExchangePlan
@@ -131,6 +131,13 @@ class ReplicaMember(Replica):
 
     def reduce(self) -> None:
         """Wait, and make every `.grad` the mean over the global batch; as `Replica.reduce`."""
+        if self.ended and self._watch.left:
+            self._watch.begin(Gap.GRADIENTS)  # which a use has ended
+            raise ConfigError(
+                f"a gradient of {type(self._model).__name__} was used after a step in which its "
+                "optimizer didn't step, so it isn't the mean over the global batch: use it inside "
+                "the step's block, or zero it."
+            )
         self._own_binding.exchanged = True
         super().reduce()
 
@@ -152,6 +159,7 @@ class ReplicaMember(Replica):
 
     def _bind_anew_if_changed(self) -> None:
         """Bind anew as `Replica` does, but not while the whole member is frozen."""
+        self._watch.left = False
         if not self.frozen:
             super()._bind_anew_if_changed()
 
@@ -166,7 +174,7 @@ class ReplicaMember(Replica):
                 copier.end(binding.synchronizer.state, in_step=False)
                 binding.copier = None
             binding.rest()
-        self._number = None
+        self._number, self._watch.left = None, True
 
     def _done(self) -> None:
         super()._done()

@@ -41,6 +41,7 @@ from paceline.reduce.buckets import Bucket
 _OF_GRADIENT = frozenset(
     getattr(Tensor.grad, name) for name in ("__get__", "__set__", "__delete__")
 )
+_GET_GRADIENT = getattr(Tensor.grad, "__get__")  # noqa: B009 - a descriptor's own method
 # Uses whose results no update changes.
 _CONSTANT = frozenset(
     {
@@ -90,6 +91,7 @@ class ParameterWatch:
 
     Attributes:
         gap: what is pending.
+        left: whether a step has left gradients that aren't exchanged; a script may replace them.
     """
 
     def __init__(
@@ -104,7 +106,7 @@ class ParameterWatch:
         self._own: list[tuple[nn.Parameter, type[nn.Parameter]]] = []
         self._watched: list[tuple[nn.Parameter, type[nn.Parameter]]] = []
         self._lock = threading.RLock()  # held while something is completed
-        self.gap = Gap.NOTHING
+        self.gap, self.left = Gap.NOTHING, False
 
     def bind(self, parameters: Iterable[nn.Parameter]) -> None:
         """Watch other parameters from now on."""
@@ -153,7 +155,8 @@ class ParameterWatch:
         of_gradient = function in _OF_GRADIENT
         with self._lock:  # another thread may be completing it
             if self.gap is Gap.GRADIENTS and of_gradient:
-                self._complete(self._reduce)
+                if not self.left or function == _GET_GRADIENT:
+                    self._complete(self._reduce)
             elif self.gap is Gap.UPDATES and of_gradient and _has_gradient(parameter):
                 assert parameter is not None
                 self._complete(lambda: self._expose(parameter))

@@ -10,6 +10,8 @@ import pytest
 
 from paceline.cli import ledger
 from paceline.state.run_folder import next_generation
+from tests.harness.library.gan import SAMPLES
+from tests.harness.library.gan_rollbacks import CASES as GANS
 from tests.harness.library.rollback_script import CASES, EPOCHS, TRIALS
 from tests.harness.processes.launcher_commands import run
 from tests.harness.processes.run_folders import events
@@ -54,6 +56,20 @@ def test_a_loop_whose_generations_end_around_the_trials_of_autotuning_trains_the
     assert ended.text.count("trials: equal") == 2
     assert ended.text.count("Pin this choice") == 2  # once a training: no trials follow a choice
     assert samples_trained(tmp_path / "runs" / "trials", capsys) == [50] * TRIALS.epochs
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_gan_whose_generations_end_in_mid_step_trains_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: int
+) -> None:
+    script = ("-m", "tests.harness.library.gan_rollbacks", str(ranks), "runs", *GANS)
+    ended = run("paceline", *script, folder=tmp_path, ranks=ranks)
+    assert ended.status == 0, ended.text
+    for name in GANS:
+        digests = re.findall(f"{name}: {'equal' if ranks == 2 else 'close'} (\\w+)", ended.text)
+        assert len(digests) == ranks, ended.text
+        assert len(set(digests)) == 1
+        assert samples_trained(tmp_path / "runs" / name, capsys) == [SAMPLES] * EPOCHS
 
 
 def samples_trained(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[int]:

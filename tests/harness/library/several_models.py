@@ -289,6 +289,27 @@ def averaged_generator(loop: Loop) -> Results:
     return {**both(net_g, net_d), **shadow}
 
 
+def without_samples(loop: Loop) -> Results:
+    """In every second step only rank 0 has a sample; the others run no forward or backward."""
+    net_g, net_d = generator(), critic()
+    opt_d, opt_g = adam(net_d), adam(net_g)
+    loop.bind(net_d, opt_d)
+    loop.bind(net_g, opt_g)
+    for number in range(STEPS):
+        x, _ = loop.batch(number, 14 if number % 2 else 1)
+        with loop.step(x):
+            opt_d.zero_grad()
+            if len(x):
+                (net_d(net_g(noise(x, loop, number)).detach()) - net_d(x)).mean().backward()
+            opt_d.step()
+        with loop.step(x):
+            opt_g.zero_grad()
+            if len(x):
+                (-net_d(net_g(noise(x, loop, number)))).mean().backward()
+            opt_g.step()
+    return both(net_g, net_d)
+
+
 def two_losses(loop: Loop) -> Results:
     """One model and optimizer, two backward passes in each step."""
     model = network()
@@ -309,6 +330,7 @@ LOOPS: dict[str, Callable[[Loop], Results]] = {
     for loop in (
         *(dcgan, generator_first, wgan_gp, alternating, cycle, actor_and_critic, two_optimizers),
         *(encoder_and_decoder, joint_backward, scaled_gan, averaged_generator, two_losses),
+        without_samples,
     )
 }
 
