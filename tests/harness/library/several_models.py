@@ -310,6 +310,36 @@ def without_samples(loop: Loop) -> Results:
     return both(net_g, net_d)
 
 
+class Both(nn.Module):
+    """A generator and a critic in one module, which itself isn't called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.make, self.judge = generator(), critic()
+
+
+def one_module(loop: Loop) -> Results:
+    """Two optimizers of one module, whose parts are called by themselves."""
+    gan = Both()
+    opt_m, opt_j, shadow = adam(gan.make), adam(gan.judge), weights(gan)
+    loop.bind(gan, [opt_m, opt_j])
+    for number in range(STEPS):
+        x, _ = loop.batch(number)
+        with loop.step(x):
+            opt_j.zero_grad()
+            fake = gan.make(noise(x, loop, number))
+            (gan.judge(fake.detach()).mean() - gan.judge(x).mean()).backward()
+            opt_j.step()
+        with loop.step(x):
+            gan.zero_grad()
+            (-gan.judge(gan.make(noise(x, loop, number))).mean()).backward()
+            opt_m.step()
+        with torch.no_grad():
+            for name, p in gan.named_parameters():
+                shadow[name].lerp_(p, 0.1)
+    return {**weights(gan), **{f"shadow.{name}": value for name, value in shadow.items()}}
+
+
 def two_losses(loop: Loop) -> Results:
     """One model and optimizer, two backward passes in each step."""
     model = network()
@@ -330,7 +360,7 @@ LOOPS: dict[str, Callable[[Loop], Results]] = {
     for loop in (
         *(dcgan, generator_first, wgan_gp, alternating, cycle, actor_and_critic, two_optimizers),
         *(encoder_and_decoder, joint_backward, scaled_gan, averaged_generator, two_losses),
-        without_samples,
+        *(without_samples, one_module),
     )
 }
 
