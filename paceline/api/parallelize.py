@@ -16,7 +16,6 @@ from paceline.api.argument_names import (
     errors_name_arguments,
     print_message_for_scripts,
 )
-from paceline.api.pairs import Pair, make_pairs, refuse_shared
 from paceline.api.tracked import refuse_foreign
 from paceline.api.world import World
 from paceline.cluster.rendezvous.preflight import model_facts
@@ -28,8 +27,9 @@ from paceline.replica.replica import Replica
 from paceline.run.autotune import TrialSetting
 from paceline.run.generation_context import GenerationContext
 from paceline.update.batch_norm import BatchShare, convert_sync_batchnorm
-from paceline.wiring.connections import connect_machine, connect_member
-from paceline.wiring.exchange import MemberOptions, refuse_gpu, replicate, replicate_member
+from paceline.wiring.connections import connect_machine, connect_replica
+from paceline.wiring.exchange import GroupedOptions, refuse_gpu, replicate, replicate_grouped
+from paceline.wiring.pairs import Pair, make_pairs, refuse_shared
 
 Model = TypeVar("Model", bound=nn.Module | Sequence[nn.Module])
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer | Sequence[Optimizer])
@@ -135,15 +135,15 @@ def _bind(pairs: Sequence[Pair], world: World) -> None:
         if world._loop.replica is not None:
             world._loop.replica.drain()
         bound.close()
-        for pair in everything[len(run.context.members) :]:
-            run.connect(partial(connect_member, device=device, sync=pair.config.sync))
+        for pair in everything[len(run.context.replica_links) :]:
+            run.connect(partial(connect_replica, device=device, sync=pair.config.sync))
         for index, pair in enumerate(everything):
-            options = MemberOptions(
+            options = GroupedOptions(
                 index=index, config=pair.config, scope=pair.scope, share=pair.share
             )
-            member = replicate_member(pair.model, pair.optimizer, run, options)
-            bound.callback(member.close)
-            replicas.append(member)
+            grouped = replicate_grouped(pair.model, pair.optimizer, run, options)
+            bound.callback(grouped.close)
+            replicas.append(grouped)
     for index, replica in enumerate(replicas):
         for note in world._start.restore_exchange(replica, index):
             if world.rank == 0 and index >= len(earlier):

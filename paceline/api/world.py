@@ -25,7 +25,6 @@ from torch import Tensor
 from paceline.api.argument_names import errors_name_arguments, print_message_for_scripts
 from paceline.api.cell_errors import CellErrors
 from paceline.api.open_world import set_open_world
-from paceline.api.pairs import Pair, refuse_missing
 from paceline.api.sample_position import SamplePosition
 from paceline.api.script_loop import ActiveStep, ScriptLoop
 from paceline.api.session import Session
@@ -35,7 +34,7 @@ from paceline.cluster.supervision.supervisor import print_message, saved_sentenc
 from paceline.comm.communicator import require_same_call, total
 from paceline.errors import ConfigError, many
 from paceline.replica.group import ReplicaGroup
-from paceline.replica.member import ReplicaMember
+from paceline.replica.grouped_replica import GroupedReplica
 from paceline.replica.replica import Replica
 from paceline.replica.state_copier import StateObjects
 from paceline.run.checkpoint_schedule import SavePolicy
@@ -46,6 +45,7 @@ from paceline.state.checkpoint_files import Checkpoints
 from paceline.state.checkpoint_writer import CheckpointWriter
 from paceline.state.stateful import Restorable
 from paceline.wiring import Start
+from paceline.wiring.pairs import Pair, refuse_missing
 
 
 class World:
@@ -353,10 +353,10 @@ class World:
         session = self._session
         for one, pair in zip(replicas, pairs, strict=True):
             self._bound.callback(self._loop.refuse_outside(pair.optimizer, one))
-        members = [one for one in replicas if isinstance(one, ReplicaMember)]
-        replica = ReplicaGroup(members) if members else replicas[0]
+        grouped = [one for one in replicas if isinstance(one, GroupedReplica)]
+        replica = ReplicaGroup(grouped) if grouped else replicas[0]
         self._loop.replica, self._pairs = replica, list(pairs)
-        self._position.several = bool(members)
+        self._position.several = bool(grouped)
         output = session.output
         if session.run is not None and self.rank == 0 and self._writer is None:
             self._writer = CheckpointWriter(

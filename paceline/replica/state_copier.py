@@ -150,7 +150,7 @@ class StateCopier:
         self._copied: set[Bucket] = set()
         self._events: dict[torch.device, Any] = {}  # of each GPU's last copy
 
-    def members(self) -> list[StateCopier]:
+    def pairs(self) -> list[StateCopier]:
         """Return a copier for each pair; the snapshot is held once the last one has ended."""
         copiers = []
         for number, objects in enumerate(self._objects.pairs):

@@ -63,7 +63,7 @@ class GenerationContext:
         layers: connects layers that exchange within forward and backward, if there are any.
         intra_machine: connects the workers of this machine, if gradients are first summed inside
             each machine.
-        members: where several models or optimizers are exchanged, the connections of each.
+        replica_links: where several models or optimizers are exchanged, the connections of each.
         synchronizers: the present ones, by the index of the model and optimizer; closed with the
             context.
 
@@ -88,7 +88,7 @@ class GenerationContext:
         self.summaries = StepSummaries(self.communicator)
         self.layers: Communicator | None = None
         self.intra_machine: Communicator | None = None
-        self.members: list[Links] = []
+        self.replica_links: list[Links] = []
 
     def connect_layers(self) -> None:
         """Connect layers that exchange within forward and backward; collective, once.
@@ -106,8 +106,8 @@ class GenerationContext:
         """
         self.intra_machine = self._open_machine("machine")
 
-    def connect_member(self, *, intra_machine: bool) -> None:
-        """Connect the ranks for one of several exchanges; collective, once a member.
+    def connect_replica(self, *, intra_machine: bool) -> None:
+        """Connect the ranks for one of several exchanges; collective, once a replica.
 
         Args:
             intra_machine: gradients are first summed inside each machine.
@@ -115,15 +115,15 @@ class GenerationContext:
         Raises:
             CommError: a rank didn't come in time.
         """
-        purpose = f"member/{len(self.members)}"
+        purpose = f"replica/{len(self.replica_links)}"
         inside = self._open_machine(f"{purpose}/machine") if intra_machine else None
         links = Links(communicator=self._open(self.group, purpose), intra_machine=inside)
-        self.members.append(links)
+        self.replica_links.append(links)
 
-    def links(self, member: int | None) -> Links:
-        """Return a member's connections, or those of the only replica."""
-        if member is not None:
-            return self.members[member]
+    def links(self, replica: int | None) -> Links:
+        """Return the connections of one of several replicas, or those of the only replica."""
+        if replica is not None:
+            return self.replica_links[replica]
         return Links(communicator=self.communicator, intra_machine=self.intra_machine)
 
     def _open_machine(self, purpose: str) -> Communicator:
@@ -222,7 +222,7 @@ class GenerationContext:
                 ends.callback(how(communicator))
             for synchronizer in self.synchronizers.values():
                 ends.callback(synchronizer.close)
-            self._communicators, self.synchronizers, self.members = [], {}, []
+            self._communicators, self.synchronizers, self.replica_links = [], {}, []
 
     def _share(self, text: str) -> list[str]:
         """Gather a text from all ranks, by the communicator: the store may be gone by now."""

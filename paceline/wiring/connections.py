@@ -91,13 +91,13 @@ def connect_machine(context: GenerationContext, device: torch.device, sync: str)
         context.connect_machine()
 
 
-def connect_member(context: GenerationContext, device: torch.device, sync: str) -> None:
+def connect_replica(context: GenerationContext, device: torch.device, sync: str) -> None:
     """Connect the ranks for one of several exchanges; collective.
 
     Raises:
         CommError: a rank didn't come in time.
     """
-    context.connect_member(intra_machine=adds_up_on_gpus(context.group, device, sync))
+    context.connect_replica(intra_machine=adds_up_on_gpus(context.group, device, sync))
 
 
 def adds_up_on_gpus(group: Group, device: torch.device, sync: str) -> bool:

@@ -20,7 +20,7 @@ from paceline.errors import ConfigError, Message
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.put_engine.layout import Topology
 from paceline.replica.binder import ExchangePlan
-from paceline.replica.member import ReplicaMember
+from paceline.replica.grouped_replica import GroupedReplica
 from paceline.replica.pass_spans import watch_passes
 from paceline.replica.replica import Replica
 from paceline.replica.trained_parameters import Scope, TrainedParameters
@@ -180,7 +180,7 @@ def replicate(
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemberOptions:
+class GroupedOptions:
     """Options of one of several replicas.
 
     Attributes:
@@ -197,10 +197,10 @@ class MemberOptions:
     share: BatchShare
 
 
-def replicate_member(
-    model: nn.Module, optimizer: Optimizer, run: Run, options: MemberOptions
-) -> ReplicaMember:
-    """Bind one of several models and optimizers; as `replicate`, after `connect_member`.
+def replicate_grouped(
+    model: nn.Module, optimizer: Optimizer, run: Run, options: GroupedOptions
+) -> GroupedReplica:
+    """Bind one of several models and optimizers; as `replicate`, after `connect_replica`.
 
     Args:
         model: the same on all ranks but for its values.
@@ -212,7 +212,7 @@ def replicate_member(
 
     def make(buckets: Sequence[Bucket]) -> Synchronizer:
         run.recorder.event("buckets", parameters=[bucket.names for bucket in buckets])
-        no_statistics = RunningStatistics(nn.Module())  # the member exchanges them apart
+        no_statistics = RunningStatistics(nn.Module())  # the replica exchanges them apart
         links = run.context.links(index)
         made = SYNCHRONIZERS[config.sync](buckets, run, optimizer, no_statistics, config, links)
         run.context.synchronizers[index] = made
@@ -223,7 +223,7 @@ def replicate_member(
     machines = run.context.group.generation.workers_per_machine
     candidates = candidates_of(options.config, trained, machines, device)
     config = next((c for c in candidates if c.sync == "allreduce"), candidates[0])
-    member = ReplicaMember(
+    replica = GroupedReplica(
         model,
         optimizer,
         lambda: run.context.links(index).communicator,
@@ -234,4 +234,4 @@ def replicate_member(
     )
     if run.trace is not None and options.scope.first:
         run.trace.resources.callback(watch_passes(model, run.trace))
-    return member
+    return replica

@@ -1,4 +1,4 @@
-"""Members of a group of replicas: what each sends and when, and the running statistics of all."""
+"""Replicas of several models: what each sends and when, and the running statistics of all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.recorder import NullRecorder
 from paceline.reduce.buckets import Bucket
 from paceline.replica.binder import ExchangePlan
 from paceline.replica.group import ReplicaGroup
-from paceline.replica.member import ReplicaMember
+from paceline.replica.grouped_replica import GroupedReplica
 from paceline.replica.trained_parameters import Scope
 from paceline.update.batch_norm import BatchShare, RunningStatistics
 from paceline.update.updater import make_updater
@@ -55,8 +55,8 @@ class Pair:
         )
         self.group = ReplicaGroup(
             [
-                member_of(self.make, self.opt_m, self.links[0]),
-                member_of(self.judge, self.opt_j, self.links[1]),
+                replica_of(self.make, self.opt_m, self.links[0]),
+                replica_of(self.judge, self.opt_j, self.links[1]),
             ]
         )
 
@@ -76,14 +76,14 @@ class Pair:
         return first, second
 
 
-def member_of(
+def replica_of(
     model: nn.Module, optimizer: torch.optim.Optimizer, communicator: Communicator
-) -> ReplicaMember:
+) -> GroupedReplica:
     def make(buckets: tuple[Bucket, ...]) -> Any:
         updater = make_updater(optimizer, buckets)
         return make_allreduce(buckets, communicator, updater, RunningStatistics(nn.Module()))
 
-    return ReplicaMember(
+    return GroupedReplica(
         model,
         optimizer,
         lambda: communicator,
@@ -152,7 +152,7 @@ def test_an_interrupted_update_is_dropped_where_a_scaler_skips_the_step() -> Non
         before = [p.detach().clone() for p in pair.judge.parameters()]
         with pair.group.step(0, 0.5):
             pair.both(0).backward()
-            pair.group.members[1].reduce()  # and no step, as after an overflow
+            pair.group.replicas[1].reduce()  # and no step, as after an overflow
             pair.opt_m.step()
         pair.group.settle()
         assert all(map(torch.equal, before, pair.judge.parameters()))
@@ -176,7 +176,7 @@ def test_ranks_may_exchange_models_in_different_orders() -> None:
             pair.both(0).backward()
             if pair.rank == 0:
                 waiting.set()
-                pair.group.members[1].reduce()
+                pair.group.replicas[1].reduce()
             else:
                 assert waiting.wait(LIMIT)
             pair.opt_m.step()

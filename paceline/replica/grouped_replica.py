@@ -9,7 +9,7 @@
 
 An exchange begins where the script's calls say so: at `optimizer.step()`, or where a gradient is
 used. All ranks make these calls. That a backward reaches a parameter isn't such a call: a rank
-without samples runs none. Each member has a communicator of its own, so that members' collectives
+without samples runs none. Each replica has a communicator of its own, so that their collectives
 need no common order.
 """
 
@@ -28,25 +28,25 @@ from paceline.recorder import Recorder
 from paceline.reduce.buckets import Bucket
 from paceline.replica.binder import ExchangePlan
 from paceline.replica.hooks import ReplicaHooks
-from paceline.replica.member_statistics import MemberStatistics
+from paceline.replica.model_statistics import ModelStatistics
 from paceline.replica.replica import Replica
 from paceline.replica.trained_parameters import Scope
 from paceline.update.batch_norm import BatchShare
 from paceline.update.parameter_watch import Gap
 
 
-class MemberHooks(ReplicaHooks):
-    """Hooks of a member: gradients add up until the optimizer steps, in all steps.
+class GroupedHooks(ReplicaHooks):
+    """Hooks of one of several replicas: gradients add up until the optimizer steps, in all steps.
 
     Args:
-        statistics: the model's running statistics; None: another member has them.
+        statistics: the model's running statistics; None: another replica has them.
         arguments: as of `ReplicaHooks`.
 
     Attributes:
         exchanged: whether an exchange of the step has begun before `optimizer.step()`.
     """
 
-    def __init__(self, statistics: MemberStatistics | None, *arguments: Any) -> None:
+    def __init__(self, statistics: ModelStatistics | None, *arguments: Any) -> None:
         self._statistics = statistics
         self._rested = self.exchanged = False
         super().__init__(*arguments)
@@ -75,7 +75,7 @@ class MemberHooks(ReplicaHooks):
         self.gradients.begin_again()
 
     def finish_tracing(self) -> None:
-        """After the first step that has trained the member, use the reads that were traced."""
+        """After the first step that has trained the model, use the reads that were traced."""
         if not self._rested:
             super().finish_tracing()
         self._rested = False
@@ -96,11 +96,11 @@ class MemberHooks(ReplicaHooks):
         self._gradient_added(index, parameter)
 
     def _wait_before(self, module: nn.Module, buckets: tuple[Bucket, ...]) -> None:
-        if buckets:  # otherwise its parameters are another member's
+        if buckets:  # otherwise its parameters are another replica's
             super()._wait_before(module, buckets)
 
 
-class ReplicaMember(Replica):
+class GroupedReplica(Replica):
     """Model replica that is one of several in a world; arguments as of `Replica`."""
 
     def __init__(
@@ -121,7 +121,7 @@ class ReplicaMember(Replica):
 
     @property
     def model(self) -> nn.Module:
-        """The model, of which other members may train other parameters."""
+        """The model, of which other replicas may train other parameters."""
         return self._model
 
     @property
@@ -148,17 +148,17 @@ class ReplicaMember(Replica):
         super().drain()
 
     def _make_hooks(self, *arguments: Any) -> ReplicaHooks:
-        statistics = MemberStatistics(self._model, self._connect) if self._has_buffers else None
-        return MemberHooks(statistics, *arguments)
+        statistics = ModelStatistics(self._model, self._connect) if self._has_buffers else None
+        return GroupedHooks(statistics, *arguments)
 
     @property
-    def _own_binding(self) -> MemberHooks:
+    def _own_binding(self) -> GroupedHooks:
         binding = self._binding
-        assert isinstance(binding, MemberHooks)
+        assert isinstance(binding, GroupedHooks)
         return binding
 
     def _bind_anew_if_changed(self) -> None:
-        """Bind anew as `Replica` does, but not while the whole member is frozen."""
+        """Bind anew as `Replica` does, but not while all its parameters are frozen."""
         self._watch.left = False
         if not self.frozen:
             super()._bind_anew_if_changed()

@@ -21,7 +21,7 @@ from paceline.comm.communicator import Communicator, Ticket
 from paceline.update.batch_norm import RunningStatistics
 
 
-class MemberStatistics:
+class ModelStatistics:
     """Running statistics of a model, exchanged by collectives of its own.
 
     Args:
