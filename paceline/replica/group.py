@@ -18,6 +18,8 @@ from paceline.replica.grouped_replica import GroupedReplica
 from paceline.replica.replica import Replica
 from paceline.replica.state_copier import StateCopier
 
+_BITS = 20  # of what a step's summary has
+
 
 class ReplicaGroup:
     """Group of this rank's replicas, with the interface of one `Replica`.
@@ -49,6 +51,12 @@ class ReplicaGroup:
     def ended(self) -> bool:
         """Whether no step is under way that an optimizer may still end."""
         return all(replica.ended for replica in self.replicas)
+
+    @property
+    def stepped(self) -> int:
+        """Which replicas ended the last step by `optimizer.step()`: bit i is replica i's."""
+        bits = (replica.stepped << index for index, replica in enumerate(self.replicas[:_BITS]))
+        return sum(bits)
 
     @property
     def exchanging(self) -> bool:
@@ -97,10 +105,11 @@ class ReplicaGroup:
         for replica, own in zip(self.replicas, copier.pairs(), strict=True):
             replica.take_snapshot(own)
 
-    def take_snapshot_between_steps(self, copier: StateCopier) -> None:
-        """Settle, and copy the state before the next step at once."""
-        for replica, own in zip(self.replicas, copier.pairs(), strict=True):
-            replica.take_snapshot_between_steps(own)
+    def take_snapshot_between_steps(self, copier: StateCopier) -> bool:
+        """Settle, and copy the state before the next step at once; as `Replica`."""
+        each = zip(self.replicas, copier.pairs(), strict=True)
+        bound = [replica.take_snapshot_between_steps(own) for replica, own in each]
+        return all(bound)
 
     def synchronize_replicas(self) -> None:
         """Settle, and make the replicas of all ranks equal; collective."""

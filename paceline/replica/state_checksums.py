@@ -43,30 +43,39 @@ class ChecksumParts:
     """Receiver of a state's parts that retains their checksums only."""
 
     def __init__(self) -> None:
-        self._entries: Mapping[Any, Any] = {}
-        self._divided = False
-        self._sums: list[_Sum] = []
+        self._entries: dict[str, Mapping[Any, Any]] = {}  # by pair of a model and an optimizer
+        self._divided: set[str] = set()
+        self._sums: dict[str, list[_Sum]] = {}
 
     def open(self, name: SnapshotName) -> None:
         """Begin."""
 
     def add(self, name: SnapshotName, parts: Parts) -> None:
         """Sum the values of parts, of which the first ones name the state dict's entries."""
-        self._entries = parts.get(ENTRIES, self._entries)
-        self._divided = self._divided or DIVIDED_OPTIMIZER in parts.get(RANK, {})
-        self._sums += _sums({**parts, ENTRIES: self._entries})
+        for pair, own in _by_pair(parts).items():
+            self._entries[pair] = own.get(ENTRIES, self._entries.get(pair, {}))
+            if DIVIDED_OPTIMIZER in own.get(RANK, {}):
+                self._divided.add(pair)
+            named = {**own, ENTRIES: self._entries[pair]}
+            self._sums.setdefault(pair, []).extend(_sums(named))
 
     def hold(self, name: SnapshotName) -> None:
         """End: all parts are added."""
 
     def result(self) -> Checksums:
         """Return the checksums of all parts."""
-        return _numbers(self._sums, self._entries, divided=self._divided)
+        found: dict[str, int] = {}
+        for pair, sums in self._sums.items():
+            own = _numbers(sums, self._entries[pair], divided=pair in self._divided)
+            found |= {name + _suffix(pair): checksum for name, checksum in own.items()}
+        return found
 
 
 def checksums_of(state: Parts) -> Checksums:
     """Return the checksums of a snapshot's parts."""
-    return _numbers(_sums(state), state[ENTRIES], divided=DIVIDED_OPTIMIZER in state[RANK])
+    parts = ChecksumParts()
+    parts.add(SnapshotName("", 0), state)
+    return parts.result()
 
 
 def code_of(checksums: Checksums) -> int:
@@ -101,6 +110,20 @@ def name_ranks(ranks: Sequence[int]) -> str:
     """Name ranks: "rank 1", "ranks 0 and 2", "ranks 0, 1 and 3"."""
     *first, last = map(str, ranks)
     return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"
+
+
+def _suffix(pair: str) -> str:
+    return f" (model and optimizer{pair})" if pair else ""
+
+
+def _by_pair(parts: Parts) -> dict[str, dict[str, Mapping[Any, Any]]]:
+    """Return the parts of each pair of a model and an optimizer, by the pair's suffix."""
+    found: dict[str, dict[str, Mapping[Any, Any]]] = {}
+    for part, values in parts.items():
+        name, space, number = part.rpartition(" ")
+        several = space and number.isdigit()
+        found.setdefault(f" {number}" if several else "", {})[name if several else part] = values
+    return found
 
 
 def _sums(state: Parts) -> Iterator[_Sum]:

@@ -103,12 +103,13 @@ class ReplicaCheck:
         self._time = now
         return code, interval if self._run.context.group.rank == 0 else 0
 
-    def obey(self, summary: StepSummary, *, stepped: bool) -> None:
+    def obey(self, summary: StepSummary, *, stepped: int) -> None:
         """Stop the run if the ranks differ by a summary; by all ranks at the same boundary.
 
         Args:
             summary: the summary.
-            stepped: whether its step ended by `optimizer.step()` on this rank.
+            stepped: whether its step ended by `optimizer.step()` on this rank; of several
+                optimizers, a bit each.
 
         Raises:
             ConfigError: only some ranks have ended the step by `optimizer.step()`.
@@ -145,11 +146,13 @@ class ReplicaCheck:
             self._refuse(step, sums)
         self._equal = step if sums else self._equal
 
-    def _refuse_outcome(self, step: int, stepped: bool) -> None:
+    def _refuse_outcome(self, step: int, stepped: int) -> None:
         """Refuse a step that only some ranks have ended by `optimizer.step()`; collective."""
         communicator = self._run.context.communicator
         what = "the comparison of the ranks' steps"
-        outcomes = gather_counts(communicator, int(stepped), self._device, what)
+        bits = gather_counts(communicator, int(stepped), self._device, what)
+        which = next((i for i in range(20) if len({one >> i & 1 for one in bits}) > 1), 0)
+        outcomes = [one >> which & 1 for one in bits]
         called = [rank for rank, one in enumerate(outcomes) if one]
         missing = [rank for rank, one in enumerate(outcomes) if not one]
         raise ConfigError(

@@ -129,7 +129,7 @@ class Steps:
     def _begin_generation(self, *, saved: bool) -> None:
         self._stop_requested_in: int | None = None  # the step in which a rank asked to stop
         self._unobeyed: deque[StepSummary] = deque()  # received summaries
-        self._stepped: dict[int, bool] = {}  # whether a step ended by `optimizer.step()`
+        self._stepped: dict[int, int] = {}  # whether a step ended by `optimizer.step()`
         self._check.begin_generation(self.position.number)
         self._checkpoints.begin_generation(self.position.number, saved=saved)
         self._keeping = self._checkpoints.active  # snapshots, or checkpoints

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,10 @@ from paceline.reduce.buckets import Bucket
 from paceline.replica.binder import ExchangePlan
 from paceline.replica.group import ReplicaGroup
 from paceline.replica.grouped_replica import GroupedReplica
+from paceline.replica.state_checksums import ChecksumParts
+from paceline.replica.state_copier import StateCopier, StateObjects
 from paceline.replica.trained_parameters import Scope
+from paceline.state.snapshots import SnapshotName
 from paceline.update.batch_norm import BatchShare, RunningStatistics
 from paceline.update.updater import make_updater
 from tests.harness.equivalence.rank_threads import run_ranks
@@ -165,6 +169,45 @@ def test_an_interrupted_update_is_dropped_where_a_scaler_skips_the_step() -> Non
 
     first, second = on_ranks(2, train)
     assert all(map(torch.equal, first, second))
+
+
+def test_the_replica_check_sums_all_models() -> None:
+    def train(pair: Pair) -> None:
+        first, second = (
+            StateObjects(model=model, optimizer=optimizer)
+            for model, optimizer in ((pair.make, pair.opt_m), (pair.judge, pair.opt_j))
+        )
+
+        def checksums() -> Mapping[str, int]:
+            parts = ChecksumParts()
+            objects = replace(first, others=[second])
+            copier = StateCopier(parts, SnapshotName("", 0), objects, {})
+            pair.group.take_snapshot_between_steps(copier)
+            return parts.result()
+
+        before = checksums()
+        with torch.no_grad():
+            pair.judge[2].bias.add_(1)  # type: ignore[operator]
+        after = checksums()
+        assert before.keys() == after.keys()
+        changed = [name for name, checksum in before.items() if after[name] != checksum]
+        assert changed == ["2.bias (model and optimizer 2)"]
+
+    on_ranks(2, train)
+
+
+def test_the_summary_of_a_step_has_a_bit_for_each_optimizer() -> None:
+    def train(pair: Pair) -> list[int]:
+        found = []
+        for number, optimizers in enumerate([(), (pair.opt_m,), (pair.opt_m, pair.opt_j)]):
+            with pair.group.step(number, 0.5):
+                pair.both(number).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+            found.append(pair.group.stepped)
+        return found
+
+    assert on_ranks(2, train) == [[0, 1, 3]] * 2
 
 
 def test_ranks_may_exchange_models_in_different_orders() -> None:
