@@ -166,9 +166,19 @@ def test_what_parallelize_returns() -> None:
         assert found[1] is optimizers
 
 
-def test_a_frozen_member_is_not_bound_anew() -> None:
+def test_a_model_that_is_frozen_for_a_step_is_not_bound_anew() -> None:
+    make, judge = Gan(norm=False).networks()
+    first, second = sgd(make), sgd(judge)
     with paceline.join() as world:
-        Gan(blocks=2, epochs=1).train(world)
+        for model, optimizer in ((make, first), (judge, second)):
+            paceline.parallelize(model, optimizer, world)
+        for number in range(6):
+            judge.requires_grad_(number % 2 == 0)
+            before = judge[0].weight.detach().clone()  # type: ignore[index]
+            with world.step():
+                judge(make(torch.ones(3, 4).double())).mean().backward()
+                (second if number % 2 == 0 else first).step()
+            assert torch.equal(before, judge[0].weight) is (number % 2 == 1)  # type: ignore[index]
         assert world._loop.replica is not None
         assert world._loop.replica.bindings == 2
 
