@@ -18,7 +18,7 @@ from paceline.replica.grouped_replica import GroupedReplica
 from paceline.replica.replica import Replica
 from paceline.replica.state_copier import StateCopier
 
-_BITS = 20  # of what a step's summary has
+STEPPED_BITS = 10  # of a summary: for a step, and as many for further blocks of its batch
 
 
 class ReplicaGroup:
@@ -55,7 +55,9 @@ class ReplicaGroup:
     @property
     def stepped(self) -> int:
         """Which replicas ended the last step by `optimizer.step()`: bit i is replica i's."""
-        bits = (replica.stepped << index for index, replica in enumerate(self.replicas[:_BITS]))
+        bits = (
+            replica.stepped << index for index, replica in enumerate(self.replicas[:STEPPED_BITS])
+        )
         return sum(bits)
 
     @property

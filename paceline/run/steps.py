@@ -29,7 +29,7 @@ from paceline.cluster.membership.generation import Group
 from paceline.data import splitmix
 from paceline.data.batch_slice import BatchSlice
 from paceline.errors import CommError, ConfigError, ReplicasDiffer
-from paceline.replica.group import AnyReplica
+from paceline.replica.group import STEPPED_BITS, AnyReplica
 from paceline.run.checkpoint_schedule import CheckpointSchedule, SavePolicy
 from paceline.run.position import Position
 from paceline.run.run import Run
@@ -127,6 +127,7 @@ class Steps:
         return self.run.context.group.generation.number
 
     def _begin_generation(self, *, saved: bool) -> None:
+        self._continued = 0  # which optimizers stepped an odd number of times in `continue_step`
         self._stop_requested_in: int | None = None  # the step in which a rank asked to stop
         self._unobeyed: deque[StepSummary] = deque()  # received summaries
         self._stepped: dict[int, int] = {}  # whether a step ended by `optimizer.step()`
@@ -271,7 +272,8 @@ class Steps:
         code, check_interval = 0, 0
         if number >= self._check.due:
             code, check_interval = self._snapshots.code(number)
-        self._stepped[number] = self._replica.stepped
+        outcome, self._continued = self._replica.stepped | self._continued, 0
+        self._stepped[number] = outcome
         self.run.context.summaries.send(
             number,
             sums,
@@ -279,7 +281,7 @@ class Steps:
             request=request,
             held=held,
             interval=interval,
-            outcome=self._replica.stepped,
+            outcome=outcome,
             code=code,
             check_interval=check_interval,
         )
@@ -298,6 +300,7 @@ class Steps:
         """
         with self._replica.step(batch.number, batch.weight):
             yield
+        self._continued ^= self._replica.stepped << STEPPED_BITS
 
     def seed(self, number: int) -> None:
         """Start the random streams of what a script computes before a step begins."""
