@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from paceline.api.function_call import FunctionCall
+from paceline.api.functions.function_call import FunctionCall
 from paceline.api.open_world import end_earlier_world
 from paceline.cluster.environment import Environment, read_environment
 from paceline.cluster.rendezvous.run_plan import RunPlan
@@ -59,7 +59,13 @@ def launch(function: Callable[..., Any], *arguments: Any, workers: int | None = 
     plan = RunPlan(workers=count, runs_command=True)
     with FunctionCall(function, arguments, count) as call:
         # Unbuffered: a cell shows the workers' lines at once.
-        argv = [sys.executable, "-u", "-m", "paceline.api.function_worker", str(call.path)]
+        argv = [
+            sys.executable,
+            "-u",
+            "-m",
+            "paceline.api.functions.function_worker",
+            str(call.path),
+        ]
         with closing(EventQueue()) as events:
             with events.signals():
                 failure = run_workers(plan, argv, events, report=print_message)

@@ -9,15 +9,19 @@ The samples of a batch depend on the seed and the epoch, not on the number of ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
-from typing import Any
+from typing import Any, overload
+
+from torch.utils.data import IterableDataset
 
 from paceline.api.argument_names import errors_name_arguments
+from paceline.api.stream_loader import UNEVEN, StreamLoader
 from paceline.api.world import World
 from paceline.data.map_style_loader import MappedLoader
 from paceline.data.order import Order
 from paceline.data.seeded_dataset import MapStyle
+from paceline.data.stream import Stream
 from paceline.errors import ConfigError
 
 
@@ -104,6 +108,7 @@ class Loader:
                 yield batch
 
 
+@overload
 def loader(
     dataset: MapStyle,
     batch_size: int,
@@ -112,14 +117,50 @@ def loader(
     train: bool = True,
     shuffle: bool | None = None,
     seed: int | None = None,
+    drop_last: bool = False,
     num_workers: int = 0,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     pin_memory: bool = False,
-) -> Loader:
+    uneven: str = "join",
+) -> Loader: ...
+
+
+@overload
+def loader(
+    dataset: IterableDataset[Any],
+    batch_size: int,
+    world: World,
+    *,
+    train: bool = True,
+    shuffle: None = None,
+    seed: int | None = None,
+    drop_last: bool = False,
+    num_workers: int = 0,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    pin_memory: bool = False,
+    uneven: str = "join",
+) -> StreamLoader: ...
+
+
+def loader(
+    dataset: MapStyle | IterableDataset[Any],
+    batch_size: int,
+    world: World,
+    *,
+    train: bool = True,
+    shuffle: bool | None = None,
+    seed: int | None = None,
+    drop_last: bool = False,
+    num_workers: int = 0,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    pin_memory: bool = False,
+    uneven: str = "join",
+) -> Loader | StreamLoader:
     """Slice the global batches of a data set among the ranks; collective.
 
     Args:
-        dataset: any map-style data set, the same on all ranks.
+        dataset: any map-style data set, the same on all ranks; or an `IterableDataset` that yields
+            this rank's own part of the samples.
         batch_size: the number of samples of a global batch, over all ranks.
         world: whose ranks share the batches.
         train: the batches are for `world.step()` and define the position of the run. A world has
@@ -127,9 +168,14 @@ def loader(
             rank, and a rank without a sample of a batch skips that batch.
         shuffle: permute the samples anew in each epoch; by default only to train.
         seed: of the order and of the data set's random transforms; by default the world's.
+        drop_last: leave out an epoch's last batch if it has fewer than `batch_size` samples. With
+            `shuffle`, other samples are left out in each epoch. By default all are used.
         num_workers: the number of processes that load; 0 loads in this one.
         collate_fn: makes a batch from a list of samples; by default torch's.
         pin_memory: put batches into pinned memory, from which copies to a GPU are fast.
+        uneven: what ranks do when streams end unevenly: "join", go on to the end of the longest,
+            where a rank whose stream has ended counts nothing; or "shortest", stop all when the
+            first one ends. A map-style data set never ends unevenly.
 
     Raises:
         ConfigError: the data set isn't map-style or is empty, a number is too small, or the ranks
@@ -138,6 +184,24 @@ def loader(
     """
     with errors_name_arguments():
         world._end.require_open("paceline.loader()")
+        if uneven not in UNEVEN:
+            raise ConfigError(f"uneven is {uneven!r}; it must be one of {', '.join(UNEVEN)}.")
+        if isinstance(dataset, IterableDataset):
+            if shuffle is not None:
+                raise ConfigError(
+                    "shuffle was given for an IterableDataset, which has its own order: shuffle in "
+                    "its __iter__, or pass a map-style data set."
+                )
+            stream = Stream(
+                dataset=dataset,
+                batch_size=_own_batch_size(batch_size, world),
+                seed=world._session.seed if seed is None else seed,
+                drop_last=drop_last,
+                num_workers=num_workers,
+                collate=collate_fn,
+                pin_memory=pin_memory,
+            )
+            return _stream_loader(stream, batch_size, world, train=train, uneven=uneven)
         size = len(dataset) if hasattr(dataset, "__len__") else 1
         if size == 0:
             raise ConfigError(f"the data set ({type(dataset).__name__}) is empty.")
@@ -146,6 +210,7 @@ def loader(
             batch_size=batch_size,
             seed=world._session.seed if seed is None else seed,
             shuffle=train if shuffle is None else shuffle,
+            epoch_size=_full_batches(size, batch_size) if drop_last else None,
         )
         mapped = MappedLoader(
             dataset,
@@ -161,6 +226,43 @@ def loader(
     return Loader(mapped, order, world, train=train)
 
 
+def _own_batch_size(batch_size: int, world: World) -> int:
+    """Return this rank's part of a global batch of streams."""
+    each, larger = divmod(batch_size, world.world_size)
+    if each < 1:
+        raise ConfigError(
+            f"batch_size is {batch_size}, but each of the {world.world_size} ranks reads its own "
+            f"stream: pass at least {world.world_size}, the number of samples over all ranks."
+        )
+    return each + (world.rank < larger)
+
+
+def _stream_loader(
+    stream: Stream, batch_size: int, world: World, *, train: bool, uneven: str
+) -> StreamLoader:
+    facts: dict[str, object] = {
+        "batch_size": batch_size,
+        "seed": stream.seed,
+        "drop_last": stream.drop_last,
+        "uneven": uneven,
+        "num_workers": stream.num_workers,
+    }
+    _require_equal(world, {**facts, "kind of data set": "IterableDataset", "train": train})
+    if train:
+        world._position.use_stream({**facts, "world_size": world.world_size})
+    return StreamLoader(stream, world, train=train, uneven=uneven)
+
+
+def _full_batches(size: int, batch_size: int) -> int:
+    """Return the number of samples in an epoch's full batches."""
+    if 0 < size < batch_size:
+        raise ConfigError(
+            f"drop_last leaves no batch of a data set of {size} samples with batch_size "
+            f"{batch_size}: use a smaller batch_size, or drop_last=False."
+        )
+    return size // max(batch_size, 1) * batch_size
+
+
 def _require_equal_orders(order: Order, world: World, *, train: bool) -> None:
     """Require the same loader on all ranks; collective."""
     facts = {
@@ -168,7 +270,13 @@ def _require_equal_orders(order: Order, world: World, *, train: bool) -> None:
         "batch_size": order.batch_size,
         "seed of the loader": order.seed,
         "shuffle": order.shuffle,
+        "drop_last": order.epoch_size is not None,
         "train": train,
     }
+    _require_equal(world, facts)
+
+
+def _require_equal(world: World, facts: Mapping[str, object]) -> None:
+    """Require the same facts of a loader on all ranks; collective."""
     world._loop.loaders += 1
     world._session.require_equal(f"loader {world._loop.loaders}", facts)

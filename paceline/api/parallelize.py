@@ -23,6 +23,7 @@ from paceline.comm.communicator import broadcast_state
 from paceline.comm.nixl.agent import require_nixl
 from paceline.config.world import CHOICES, SyncConfig
 from paceline.errors import ConfigError, Message
+from paceline.replica.module_checks import require_supported_modules
 from paceline.replica.replica import Replica
 from paceline.run.autotune import TrialSetting
 from paceline.run.generation_context import GenerationContext
@@ -222,6 +223,7 @@ def _check_model(model: nn.Module, world: World) -> None:
         )
     if isinstance(model, nn.modules.batchnorm._BatchNorm):
         raise ConfigError("the model is a single BatchNorm: put it into an nn.Sequential.")
+    require_supported_modules(model)
     for name, tensor in _state(model):
         if tensor.device != world.device:
             raise ConfigError(

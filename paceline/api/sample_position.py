@@ -39,6 +39,7 @@ class SamplePosition:
     Attributes:
         position: the run's position.
         order: the sample order of the training loader, or None.
+        stream: what identifies the ranks' streams, if the training loader reads streams, or None.
         waiting: batch slices that the loader has yielded and that no step has trained yet.
         iterating: whether an iteration of the loader is in progress.
         left_early: whether the last one ended before its last batch.
@@ -63,7 +64,9 @@ class SamplePosition:
         self._run, self._device = run, device
         self.order: Order | None = None
         self.waiting: list[BatchSlice] = []
+        self.stream: Mapping[str, Any] | None = None
         self._saved_order: Mapping[str, Any] | None = None  # in the checkpoint
+        self._saved_stream: Mapping[str, Any] | None = None
         self._taken = self._next_taken = 0  # positions of the endless epoch; after the next step
 
     @property
@@ -85,6 +88,8 @@ class SamplePosition:
     @property
     def at_end(self) -> bool:
         """Whether all steps of the epoch are done."""
+        if self.stream is not None:
+            return self.begun and not self.iterating and not self.left_early
         return self.order is not None and self.position.step >= self.order.steps
 
     @property
@@ -120,26 +125,61 @@ class SamplePosition:
             ConfigError: there is such a loader already, steps were made without one, or the
                 checkpoint has another order.
         """
-        if self.order is not None:
+        self._require_first_loader(stream=False)
+        for name, saved in (self._saved_order or {}).items():
+            own, subject = getattr(order, name), {"size": "the data set's length"}.get(name, name)
+            if name == "epoch_size":
+                own, saved, subject = own is not None, saved is not None, "drop_last"
+            if own != saved:
+                raise ConfigError(
+                    f"{subject} is {own}, but was {saved} when the checkpoint was written: pass "
+                    "the same value, or a different run= to paceline.join()."
+                )
+        self.order = order
+
+    def use_stream(self, facts: Mapping[str, Any]) -> None:
+        """Use the ranks' own streams from the first step on.
+
+        Args:
+            facts: what the position in an epoch depends on, by the names of arguments.
+
+        Raises:
+            ConfigError: as `use_order`; facts count where the checkpoint is within an epoch.
+        """
+        self._require_first_loader(stream=True)
+        for name, saved in (self._saved_stream or {}).items():
+            if self.position.step and facts[name] != saved:
+                raise ConfigError(
+                    f"{name} is {facts[name]}, but was {saved} when the checkpoint was written in "
+                    "the middle of an epoch, whose streams are read up to that position: use the "
+                    "same value, or a different run= to paceline.join()."
+                )
+        self.stream = facts
+
+    def begin_stream_epoch(self, first: int) -> int:
+        """Begin an epoch of streams at step `first`; return the samples taken before it."""
+        self._taken = self._taken if first else 0
+        return self._taken
+
+    def _require_first_loader(self, *, stream: bool) -> None:
+        if self.order is not None or self.stream is not None:
             raise ConfigError(
                 "this world already has a training loader, which defines the position of the run: "
                 "pass train=False to loaders for evaluation; in a notebook, run the cell with "
                 "paceline.join() again, too."
             )
-        if self._taken:
+        if self._taken and self._saved_stream is None:
             raise ConfigError(
                 f"the run has already made {many(self.position.number, 'step')} without a loader: "
                 "create the loader before the first step, or pass a different run= to "
                 "paceline.join()."
             )
-        for name, saved in (self._saved_order or {}).items():
-            if getattr(order, name) != saved:
-                subject = {"size": "the data set's length"}.get(name, name)
-                raise ConfigError(
-                    f"{subject} is {getattr(order, name)}, but was {saved} when the checkpoint was "
-                    "written: pass the same value, or a different run= to paceline.join()."
-                )
-        self.order = order
+        if (self._saved_order if stream else self._saved_stream) is not None:
+            kinds = ("a map-style data set", "an IterableDataset")
+            raise ConfigError(
+                f"the run's checkpoint was written with {kinds[not stream]}, but the loader has "
+                f"{kinds[stream]}: pass the same kind, or a different run= to paceline.join()."
+            )
 
     def require_all_trained(self) -> None:
         """Require at an epoch's end that steps have trained all slices.
@@ -166,7 +206,7 @@ class SamplePosition:
             CommError: a peer is lost or silent.
         """
         self.begun = True
-        if self.order is None:
+        if self.order is None and self.stream is None:
             return self._slice_without_loader(samples), ()
         if self.repeats:
             return self._repeated(samples), ()
@@ -187,7 +227,9 @@ class SamplePosition:
         Args:
             trained: the one of the loader's last batch; without a loader, None.
         """
-        if self.order is None:
+        if self.stream is not None:
+            self._taken = self.waiting[-1].cuts[-1] if self.waiting else self._taken
+        elif self.order is None:
             self._taken = self._next_taken
         self.waiting.clear()
         self._trained, self._saved = trained, False
@@ -195,11 +237,13 @@ class SamplePosition:
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
         order = None if self.order is None else asdict(self.order)
-        return {"taken": self._taken, "order": order}
+        stream = {} if self.stream is None else {"stream": dict(self.stream)}
+        return {"taken": self._taken, "order": order, **stream}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint."""
         self._taken, self._saved_order = state["taken"], state["order"]
+        self._saved_stream = state.get("stream")
 
     def _repeated(self, samples: int | None) -> BatchSlice:
         """Return the last step's slice, which another model's step trains too."""
@@ -224,12 +268,18 @@ class SamplePosition:
                 f"has fewer samples than there are ranks ({world_size}): give that batch a "
                 "world.step() of its own."
             )
+        if self.stream is not None and any(each.weight != last.weight for each in self.waiting):
+            raise ConfigError(
+                f"the batches accumulated in the step that ends at position {last.last} divide "
+                "their samples differently among the ranks, as at the end of a stream: give each "
+                'a world.step() of its own, or pass uneven="shortest" and drop_last=True.'
+            )
         local = sum(each.count for each in self.waiting)
         return replace(last, fraction=local / sum(each.global_count for each in self.waiting))
 
     def _slice_without_loader(self, samples: int | None) -> BatchSlice:
         """Return this rank's positions of the endless epoch; ranks take them in rank order."""
-        if self._saved_order is not None:
+        if self._saved_order is not None or self._saved_stream is not None:
             raise ConfigError(
                 "the run's checkpoint was written with a training loader, but this script has "
                 "none: create the loader before the first step, or pass a different run= to "

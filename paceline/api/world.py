@@ -128,8 +128,9 @@ class World:
 
         Args:
             samples: the number of samples of which this rank's loss is the mean. Give it on all
-                ranks or on none. A rank with 0 needs no forward and backward. With `sync_bn` it
-                still runs both, on any samples, because the layers exchange within them.
+                ranks or on none. A rank with 0 needs no forward and backward; if the loop changes
+                gradients, all ranks call `reduce()` first. With `sync_bn` a rank with 0 still runs
+                both, on any samples, because the layers exchange within them.
 
         Yields:
             the step; after the block, its `done` tells whether it was made.
@@ -291,6 +292,7 @@ class World:
             if not self._session.exit_handler.requested_status:  # else the status explains the end
                 self._session.post_end(self.steps)  # `drain` may wait as long as a peer that asks
             if self._loop.replica is not None:
+                self._run.context.communicator.close()  # a peer that still calls one learns of it
                 self._loop.replica.drain()
         except BaseException:
             self._fail(*sys.exc_info())

@@ -167,11 +167,19 @@ def gather_counts(
     communicator: Communicator, count: int, device: torch.device, operation: str
 ) -> list[int]:
     """Return each rank's `count` on all ranks; collective, as `gather_bytes`."""
-    counts = torch.zeros(communicator.world_size, dtype=torch.int64, device=device)
-    counts[communicator.rank] = count
-    communicator.all_reduce(counts).wait(operation)
+    counts, ticket = begin_gather_counts(communicator, count, device)
+    ticket.wait(operation)
     gathered: list[int] = counts.tolist()
     return gathered
+
+
+def begin_gather_counts(
+    communicator: Communicator, count: int, device: torch.device
+) -> tuple[Tensor, Ticket]:
+    """Start to gather each rank's `count`; return (world_size,) int64, and when it is ready."""
+    counts = torch.zeros(communicator.world_size, dtype=torch.int64, device=device)
+    counts[communicator.rank] = count
+    return counts, communicator.all_reduce(counts)
 
 
 def gather_bytes(

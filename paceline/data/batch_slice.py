@@ -18,6 +18,7 @@ class BatchSlice:
             cuts[r] to cuts[r + 1] - 1.
         skipped: the number of samples of the slice that couldn't be read and are left out.
         fraction: the slice's weight in the global batch; None: its fraction of the samples.
+        run_number: the number of the step in the run, where epochs have no fixed number of steps.
     """
 
     epoch: int
@@ -27,10 +28,13 @@ class BatchSlice:
     cuts: tuple[int, ...]
     skipped: int = 0
     fraction: float | None = None
+    run_number: int | None = None
 
     @property
     def number(self) -> int:
         """The number of the step in the run, from 0."""
+        if self.run_number is not None:
+            return self.run_number
         return self.epoch * self.steps + self.step
 
     @property

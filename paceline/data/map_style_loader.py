@@ -119,14 +119,14 @@ class MappedLoader:
             batches: Any = iter(loader)
         try:
             for place in places:
-                with _as_data_errors(workers):
+                with as_data_errors(workers):
                     batch = next(batches)
                 yield place, batch
         finally:
             if workers:
                 # What torch itself calls, but only once nothing refers to `batches` any more, and
                 # an error's traceback does.
-                with _as_data_errors(workers):
+                with as_data_errors(workers):
                     batches._shutdown_workers()
 
 
@@ -155,7 +155,7 @@ def _check(dataset: MapStyle, order: Order, num_workers: int) -> None:
 
 
 @contextmanager
-def _as_data_errors(workers: int) -> Iterator[None]:
+def as_data_errors(workers: int) -> Iterator[None]:
     """Turn what torch itself says of its processes into an error of data.
 
     Torch reports a process that dies, or a connection to it ends. Errors of the data set

@@ -30,6 +30,15 @@ class LiveHook(partial[Any]):
     It adds some 30 ns to a call, because `partial` is called without a Python frame.
     """
 
+    @property
+    def __name__(self) -> str:
+        """None; `torch.jit.script` alone asks for the names of hooks."""
+        raise AttributeError(
+            "torch.jit.script() can't compile a model after paceline.parallelize(), because of the "
+            "hooks on it: use torch.jit.trace(), or script a new model that has loaded the "
+            "model's state_dict()."
+        )
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _inert_hook, ()
 

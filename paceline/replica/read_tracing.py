@@ -19,10 +19,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from paceline.errors import ConfigError
 from paceline.replica.compiled_modules import around_call, is_compiled, visible_modules
 from paceline.replica.live_hooks import LiveHook
 
@@ -143,7 +145,23 @@ class _ReadMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> object:
+        if func is torch.ops.aten.embedding_renorm_.default and self._is_alias(args[0]):
+            module = type(self._running[-1]).__name__
+            raise renormalised(f"{module} calls embedding() with max_norm")
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, Tensor) and (p := self._by_id.get(id(value))) is not None:
                 self.reads[self._running[-1]].append(p)
         return func(*args, **(kwargs or {}))
+
+    def _is_alias(self, tensor: Tensor) -> bool:
+        memory = tensor.untyped_storage().data_ptr()
+        return any(memory == p.untyped_storage().data_ptr() for p in self._by_id.values())
+
+
+def renormalised(subject: str) -> ConfigError:
+    """Return the error for an embedding whose forward writes its table."""
+    return ConfigError(
+        f"{subject}, by which each rank renormalises only the rows that it reads, so that "
+        "the ranks' models would differ: pass max_norm=None, and renormalise all rows after "
+        "optimizer.step(), by weight.data.renorm_(2, 0, max_norm)."
+    )

@@ -35,12 +35,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from paceline.comm.communicator import Communicator
 from paceline.errors import ConfigError
+from paceline.update.first_order import final_gradients, require_plain_backward
 
 
 class RunningStatistics:
@@ -194,6 +194,7 @@ class SyncBatchNorm(_BatchNorm):
     @_disable_dynamo  # a wait for peers can't be compiled; imports the compiler when called
     def _together(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
+        require_plain_backward(self._name)
         factor = self._averaging_factor()
         mean, var, count = self._statistics(input)
         if self.running_mean is not None and self.running_var is not None:
@@ -258,8 +259,13 @@ class _Normalise(torch.autograd.Function):
         return F.batch_norm(x, mean, var, scale, shift, training=False, eps=layer.eps)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.no_grad():
+            gradients = _Normalise._gradients(ctx, g)
+        return final_gradients(gradients, ctx.layer._name)
+
+    @staticmethod
+    def _gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, var, count = ctx.saved_tensors
         layer: SyncBatchNorm = ctx.layer
         _, sum_gx, sum_g = torch.ops.aten.native_batch_norm_backward(

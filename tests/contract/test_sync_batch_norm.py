@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from paceline.comm.communicator import Communicator
 from paceline.comm.inprocess.communicator import ThreadCommunicator, ThreadGroup
@@ -240,3 +241,41 @@ def test_the_start_up_is_over_with_the_first_step() -> None:
     share.begin(1.0)
     layer(torch.randn(3, 2))
     assert communicator.ended_startups > 0
+
+
+def penalised(layer: nn.Module, x: Tensor) -> None:
+    """Differentiate a layer's gradient; that of its sum doesn't depend on a parameter."""
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+    slope.pow(2).sum().backward()
+
+
+def in_forward_mode(layer: nn.Module, x: Tensor) -> None:
+    with forward_ad.dual_level():
+        layer(forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+def in_a_transform(layer: nn.Module, x: Tensor) -> None:
+    torch.func.jvp(layer, (x,), (torch.ones_like(x),))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # forward mode needs it
+@pytest.mark.parametrize(
+    ("use", "what"),
+    [
+        (penalised, "differentiated twice"),
+        (in_forward_mode, "called in forward-mode differentiation"),
+        (in_a_transform, "called in forward-mode differentiation or a transform"),
+    ],
+)
+def test_other_derivatives_are_refused(use: Any, what: str) -> None:
+    def run(communicator: Communicator) -> bool:
+        model = nn.Sequential(nn.BatchNorm2d(4))
+        convert_sync_batchnorm(model, lambda: communicator, share_of(0, 9, 9))
+        x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
+        with pytest.raises(ConfigError, match=rf"^0 is {what}.*sync_bn=True.*nn\.GroupNorm"):
+            use(model, x)
+        (slope,) = torch.autograd.grad(model(x.requires_grad_()).sum(), x, create_graph=True)
+        return slope.requires_grad  # it isn't taken for a constant
+
+    assert run_ranks(1, run) == [True]  # forward mode knows one thread at a time

@@ -242,7 +242,7 @@ import sys
 import torch
 import paceline
 
-world = paceline.join(timeout=2)
+world = paceline.join(timeout=600)
 model = torch.nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 paceline.parallelize(model, optimizer, world, sync=sys.argv[1])

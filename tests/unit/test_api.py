@@ -24,7 +24,8 @@ SIGNATURES = {
     "parallelize": "(model, optimizer, world, *, sync='auto', wire='fp32', "
     "update='replicated', transport='tcp', connections=0, bucket_mb=0.0, sync_bn=False)",
     "loader": "(dataset, batch_size, world, *, train=True, shuffle=None, seed=None, "
-    "num_workers=0, collate_fn=None, pin_memory=False)",
+    "drop_last=False, num_workers=0, collate_fn=None, pin_memory=False, "
+    "uneven='join')",
     "launch": "(function, *arguments, workers=None)",
     "World.step": "(self, samples=None)",
     "World.no_sync": "(self)",

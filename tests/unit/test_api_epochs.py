@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 import paceline
+from paceline import ConfigError
 from paceline.cli.ledger import main as ledger
-from tests.harness.library.small_training import BATCH, loss_of, network, samples, sgd
+from tests.harness.library.small_training import BATCH, SEED, loss_of, network, samples, sgd
 from tests.harness.processes.run_folders import events
 
 
@@ -80,3 +81,55 @@ def test_an_epoch_that_is_broken_off_is_over_and_its_rest_counts_as_lost(
         "Not exact: 14 samples were lost, 0 were duplicated or misplaced."
         in capsys.readouterr().out
     )
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_drop_last_leaves_out_the_short_batch_of_each_epoch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], shuffle: bool
+) -> None:
+    seen: list[set[tuple[float, ...]]] = []
+    with paceline.join(tmp_path / "run", seed=SEED) as world:
+        model = network()
+        optimizer = sgd(model)
+        paceline.parallelize(model, optimizer, world)
+        loader = paceline.loader(samples(), BATCH, world, drop_last=True, shuffle=shuffle)
+        assert (len(loader), loader.samples) == (4, 48)
+        for _ in range(2):
+            seen.append(set())
+            for x, y in loader:
+                assert len(x) == loader.count == BATCH
+                seen[-1].update(tuple(row) for row in x.tolist())
+                with world.step():
+                    loss_of(model, x, y).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+    assert [len(rows) for rows in seen] == [48, 48]
+    assert (seen[0] == seen[1]) is not shuffle  # other samples are left out
+    (start,) = [line for line in events(tmp_path / "run") if line["event"] == "run"]
+    assert (start["samples"], start["steps"], start["batch"]) == (48, 4, BATCH)
+    assert ledger([str(tmp_path / "run")]) == 0
+    assert "in 8 steps, all committed" in capsys.readouterr().out
+
+
+def test_drop_last_of_less_than_a_batch() -> None:
+    with (
+        paceline.join() as world,
+        pytest.raises(ConfigError, match="drop_last leaves no batch of a data set of 5 samples"),
+    ):
+        paceline.loader(samples(5), BATCH, world, drop_last=True)
+
+
+def test_a_resumed_run_with_another_drop_last(tmp_path: Path) -> None:
+    def train(*, drop_last: bool) -> None:
+        with paceline.join(tmp_path / "run") as world:
+            model = network()
+            optimizer = sgd(model)
+            paceline.parallelize(model, optimizer, world)
+            for x, y in paceline.loader(samples(), BATCH, world, drop_last=drop_last):
+                with world.step():
+                    loss_of(model, x, y).backward()
+                    optimizer.step()
+
+    train(drop_last=False)
+    with pytest.raises(ConfigError, match="drop_last is True, but was False"):
+        train(drop_last=True)

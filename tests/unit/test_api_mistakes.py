@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 import paceline
 from paceline import ConfigError, World
@@ -239,6 +239,61 @@ def test_a_model_that_is_one_batch_norm(world: World) -> None:
         paceline.parallelize(model, sgd(model), world)
 
 
+class RenormalisedTable(nn.Module):
+    """A table that its module renormalises by torch's function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(6, 4))
+
+    def forward(self, index: Tensor) -> Tensor:
+        return nn.functional.embedding(index, self.table, max_norm=1.0).sum()
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_an_embedding_that_renormalises_its_table(world: World, kind: Any) -> None:
+    model = nn.Sequential(kind(6, 4, max_norm=1.0), nn.Linear(4, 1))
+    with pytest.raises(
+        ConfigError, match=r"^the model's 0 has max_norm=1\.0.*max_norm=None.*renorm_"
+    ):
+        bound(world, model)
+    bound(world, nn.Sequential(kind(6, 4), nn.Linear(4, 1)))  # the remedy
+
+
+def test_a_table_that_a_function_renormalises(world: World) -> None:
+    model = RenormalisedTable()
+    bound(world, model)
+    with pytest.raises(ConfigError, match=r"^RenormalisedTable calls embedding\(\) with max_norm"):
+        in_step(world, lambda: model(torch.tensor([0, 1])))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("how", ["script", "trace"])
+def test_a_torchscript_module(world: World, how: str, inside: bool) -> None:
+    layer: Any = nn.Linear(6, 3)
+    compiled = torch.jit.script(layer) if how == "script" else torch.jit.trace(layer, torch.ones(6))  # type: ignore[no-untyped-call]
+    model, name = (nn.Sequential(compiled), "the model's 0") if inside else (compiled, "the model")
+    with pytest.raises(
+        ConfigError, match=rf"^{name} is a TorchScript module.*torch\.jit\.trace\(\)"
+    ):
+        bound(world, model)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_scripting_a_model_that_is_trained(world: World) -> None:
+    model = nn.Sequential(nn.Linear(6, 3))
+    bound(world, model)
+    with pytest.raises(AttributeError, match=r"after paceline\.parallelize\(\).*jit\.trace\(\)"):
+        torch.jit.script(model)
+    x = torch.ones(2, 6)
+    traced = torch.jit.trace(model, x)  # type: ignore[no-untyped-call]
+    fresh = nn.Sequential(nn.Linear(6, 3))
+    fresh.load_state_dict(model.state_dict())
+    for remedy in (traced, torch.jit.script(fresh)):
+        assert torch.equal(remedy(x), model(x))
+
+
 def test_an_update_outside_of_a_step(world: World, model: nn.Module) -> None:
     optimizer = bound(world, model)
     backward(model)
@@ -343,22 +398,15 @@ def test_a_loader_after_steps_without_one(world: World, model: nn.Module) -> Non
         paceline.loader(samples(), BATCH, world)
 
 
-class Endless(IterableDataset[Tensor]):
-    def __iter__(self) -> Iterator[Tensor]:
-        while True:
-            yield torch.zeros(1)
-
-
 @pytest.mark.parametrize(
     ("dataset", "batch_size", "sentence"),
     [
-        (Endless(), 4, r"map-style.*your own DataLoader.*world\.step\(samples=n\)"),
-        (iter([1, 2]), 4, "map-style"),
+        (iter([1, 2]), 4, r"map-style.*your own DataLoader.*world\.step\(samples=n\)"),
         (DataLoader([1, 2]), 4, r"DataLoader makes its own .* pass its data set \(loader\.dataset"),
         ([], 4, "empty"),
         ([1, 2], 0, "batch_size is 0; it must be at least 1"),
     ],
-    ids=["iterable", "iterator", "loader", "empty", "batch of none"],
+    ids=["iterator", "loader", "empty", "batch of none"],
 )
 def test_data_that_cannot_be_shared_out(
     world: World, dataset: Any, batch_size: int, sentence: str

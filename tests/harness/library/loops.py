@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -476,6 +477,99 @@ def noisy_gradients(loop: Loop) -> Results:
     return weights(model)
 
 
+def never_zeroed(loop: Loop) -> Results:
+    """Gradients that add up over all steps, with shares that change."""
+    model = network()
+    optimizer = sgd(model)
+    loop.bind(model, optimizer)
+    for number in range(STEPS):
+        x, y = loop.batch(number, 5 + 3 * number)
+        with loop.step(x):
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    sums = {f"gradient {name}": p.grad.clone() for name, p in model.named_parameters()}  # type: ignore[union-attr]
+    return {**weights(model), **sums}
+
+
+def stepped_every_other_batch(loop: Loop) -> Results:
+    """Gradients that add up over two steps, of which only the second updates."""
+    model = network()
+    optimizer = sgd(model)
+    loop.bind(model, optimizer)
+    for number in range(STEPS):
+        x, y = loop.batch(number, 5 + 3 * number)
+        with loop.step(x):
+            F.cross_entropy(model(x), y).backward()
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    return weights(model)
+
+
+def averaged_then_zeroed(loop: Loop) -> Results:
+    """An average of weights before the gradients are zeroed, and one after the forward."""
+    model = network()
+    optimizer = sgd(model)
+    loop.bind(model, optimizer)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    for number in range(STEPS):
+        x, y = loop.batch(number, 5 + 3 * number)
+        with loop.step(x):
+            loss = F.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        average.update_parameters(model)
+    return weights(average)
+
+
+def forward_mode(loop: Loop) -> Results:
+    """A penalty on a directional derivative, by forward-mode differentiation."""
+    model = network()
+    optimizer = sgd(model)
+    loop.bind(model, optimizer)
+    for number in range(STEPS):
+        x, y = loop.batch(number)
+        with loop.step(x):
+            out, slope = torch.func.jvp(model, (x,), (torch.ones_like(x),))
+            (F.cross_entropy(out, y) + slope.pow(2).sum(1).mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(model)
+
+
+def dual_numbers(loop: Loop) -> Results:
+    """The same by dual numbers."""
+    model = network()
+    optimizer = sgd(model)
+    loop.bind(model, optimizer)
+    for number in range(STEPS):
+        x, y = loop.batch(number)
+        with loop.step(x):
+            with forward_ad.dual_level():
+                dual = model(forward_ad.make_dual(x, torch.ones_like(x)))
+                out, slope = forward_ad.unpack_dual(dual)
+                (F.cross_entropy(out, y) + slope.pow(2).sum(1).mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(model)
+
+
+def traced_twin(loop: Loop) -> Results:
+    """A traced twin that shares the model's parameters, and that trains them."""
+    model = network()
+    twin = torch.jit.trace(model, torch.randn(4, 12).double())  # type: ignore[no-untyped-call]
+    optimizer = sgd(model)
+    loop.bind(model, optimizer)
+    for number in range(STEPS):
+        x, y = loop.batch(number)
+        with loop.step(x):
+            F.cross_entropy(twin(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(model)
+
+
 LOOPS: dict[str, Callable[[Loop], Results]] = {
     loop.__name__: loop
     for loop in (
@@ -483,6 +577,8 @@ LOOPS: dict[str, Callable[[Loop], Results]] = {
         *(logged_gradients, clamped_weights, weight_penalty, gradient_penalty, sharpness_aware),
         *(two_backward_passes, accumulated, frozen_then_unfrozen, low_rank, distillation, mixup),
         *(curriculum, two_schedulers, closure, noisy_gradients),
+        *(never_zeroed, stepped_every_other_batch, averaged_then_zeroed),
+        *(forward_mode, dual_numbers, traced_twin),
     )
 }
 

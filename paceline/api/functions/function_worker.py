@@ -1,6 +1,6 @@
 """A program of its own: a worker of `paceline.launch`, which calls one function.
 
-    python -m paceline.api.function_worker CALL
+    python -m paceline.api.functions.function_worker CALL
 
 An error of the function is reported as that of a script under `paceline launch` is. A world that
 the function has left open is closed after it.
@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 from types import TracebackType
 
-from paceline.api import function_call
 from paceline.api.exit_handler import ExitHandler
+from paceline.api.functions import function_call
 from paceline.api.open_world import open_world
 from paceline.cluster.environment import read_environment
 from paceline.cluster.supervision.supervisor import print_message

@@ -1,0 +1,116 @@
+"""Batches of one rank's own stream: a user's `IterableDataset`, which has no sample numbers.
+
+    stream ──▶ torch's DataLoader, its workers and collation ──▶ (count, batch), (count, batch), …
+
+A batch's count is its real number of samples: the last one of the stream, and of each worker
+process, may have fewer. In this process, what a data set draws at random for a batch depends on
+the seed, the epoch, the rank and the batch's number. So a stream that is read again from its
+beginning yields the same batches.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.dataloader import default_collate
+
+from paceline.data import splitmix
+from paceline.data.map_style_loader import as_data_errors
+
+_WORKERS, _IN_PROCESS = 6, 7  # purposes of random streams
+_TIMEOUT_S = 600.0  # the longest wait for a batch of the worker processes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stream:
+    """Stream of batches of one rank.
+
+    Attributes:
+        dataset: the rank's data set.
+        batch_size: number of samples of a full batch of this rank.
+        seed: seed of random numbers.
+        drop_last: leave out batches with fewer samples.
+        num_workers: number of worker processes; 0: this process loads.
+        collate: makes a batch from a list of samples; None: torch's default collation.
+        pin_memory: whether batches are put into pinned memory, where there is a GPU.
+    """
+
+    dataset: IterableDataset[Any]
+    batch_size: int
+    seed: int
+    drop_last: bool = False
+    num_workers: int = 0
+    collate: Callable[[list[Any]], Any] | None = None
+    pin_memory: bool = False
+
+    def batches(self, epoch: int, rank: int) -> Generator[tuple[int, Any], None, None]:
+        """Yield an epoch's batches, each with its number of samples; closing it ends the workers.
+
+        Raises:
+            DataError: a worker process ended, or took too long. What the data set itself raises
+                comes through as it is.
+        """
+        options: dict[str, Any] = {}
+        if self.num_workers:
+            options = {"multiprocessing_context": "fork", "timeout": _TIMEOUT_S}
+        base = splitmix.base(self.seed, _WORKERS, epoch, rank)
+        loader = DataLoader(
+            self.dataset,
+            batch_size=self.batch_size,
+            drop_last=self.drop_last,
+            num_workers=self.num_workers,
+            collate_fn=partial(_counted, self.collate or default_collate),
+            pin_memory=self.pin_memory and torch.cuda.is_available(),
+            generator=torch.Generator().manual_seed(base),
+            **options,
+        )
+        number, batches = 0, None
+        try:
+            while True:
+                seed = splitmix.base(self.seed, _IN_PROCESS, epoch, rank, number)
+                with as_data_errors(self.num_workers), _seeded(seed):
+                    if batches is None:
+                        batches = _started(loader)
+                    batch = next(batches, None)
+                if batch is None:
+                    return
+                yield batch
+                number += 1
+        finally:
+            if self.num_workers and batches is not None:
+                with as_data_errors(self.num_workers):
+                    batches._shutdown_workers()  # an error's traceback may refer to them
+
+
+def _started(loader: DataLoader[Any]) -> Any:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+        return iter(loader)
+
+
+def _counted(collate: Callable[[list[Any]], Any], samples: list[Any]) -> tuple[int, Any]:
+    return len(samples), collate(samples)
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed the process's CPU random streams inside, and restore the caller's."""
+    ours, numpys, torchs = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(ours)
+        np.random.set_state(numpys)
+        torch.set_rng_state(torchs)
