@@ -139,7 +139,7 @@ class ReplicaBinder:
         if stateful:
             what = "the broadcast of per-rank state"
             self.restore(broadcast_state(self._communicator(), state, device, what))
-        new.exchanging = old.exchanging
+        new.exchanging, new.kept = old.exchanging, old.kept
         self.settle_before_states()
         return new
 

@@ -68,6 +68,7 @@ class GroupedHooks(ReplicaHooks):
         self._running = False
         self._rested = True
         self.gradients.guard.clear()
+        self._end_kept()
 
     def forget_gradients(self) -> None:
         """Forget gradients that were added but not sent, and are going to be zeroed."""

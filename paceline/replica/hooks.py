@@ -30,6 +30,7 @@ from paceline.replica.model_list import roots_of
 from paceline.replica.read_tracing import Readers, ReadMap, ReadTracer, registering_modules
 from paceline.replica.state_copier import StateCopier
 from paceline.replica.trained_parameters import TrainedParameters
+from paceline.update.kept_gradients import KeptGradients
 from paceline.update.parameter_watch import Gap, ParameterWatch, WriteGuard
 
 
@@ -52,6 +53,7 @@ class ReplicaHooks:
             accumulate.
         reads: which modules read which parameters; None until the first step has traced the reads.
         copier: copies the state before the current step, if a snapshot is taken in it.
+        kept: the gradients that the script keeps after a step.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class ReplicaHooks:
         self._watches_backward = False
         self._versions: list[int] = []  # of the parameters, when a backward reached the first one
         self.gradients = StepGradients(synchronizer.buckets)
+        self.kept, self._weight = KeptGradients(), 1.0
         self.exchanging = True
         self.copier: StateCopier | None = None
         self._model = model
@@ -89,6 +92,9 @@ class ReplicaHooks:
         """Start a step."""
         self._running, self.copier = True, None  # one that a failed step left is given up
         self._watches_backward = False
+        if self.kept.weight is not None and self.kept.weight != weight:
+            self._rescale_kept(weight)
+        self._weight = weight
         self.gradients.begin(number)
         self.synchronizer.begin(number, weight, scale)
 
@@ -131,6 +137,7 @@ class ReplicaHooks:
         """End the step, and update at once the buckets that no module waits for."""
         self._running = False
         self.gradients.guard.clear()
+        self._end_kept()
         for bucket in self._unread:
             self.synchronizer.before_read(bucket)
 
@@ -177,6 +184,8 @@ class ReplicaHooks:
         if not self._running:
             return
         assert isinstance(parameter, nn.Parameter)
+        if self.kept.refused:
+            self._require_zeroed(index, parameter)
         if self.gradients.reduced:
             self._exchange_again()
         if self.exchanging or self.gradients.added:
@@ -193,6 +202,8 @@ class ReplicaHooks:
         if not self._running:
             return
         assert isinstance(parameter, nn.Parameter)
+        if self.kept.refused:
+            self._require_zeroed(index, parameter)
         if self.gradients.reduced:
             self._exchange_again()
         if self.exchanging and not self._watches_backward:
@@ -200,6 +211,32 @@ class ReplicaHooks:
         bucket = self.gradients.add(index, parameter, exchanging=self.exchanging)
         if bucket is not None:
             self.synchronizer.gradient_ready(bucket)
+
+    def note_kept(self) -> None:
+        """Note which gradients are kept, before backward passes outside of a step."""
+        if not self._running:
+            with self._watch.paused():
+                self.kept.note(self.gradients.parameters)
+
+    def expose_gradients(self, parameter: Tensor) -> None:
+        """Make every `.grad` the mean, after a step; as `Synchronizer.expose_gradients`."""
+        self.synchronizer.expose_gradients(parameter)
+        with self._watch.paused():
+            self.kept.expose(self.gradients.parameters)
+
+    def _rescale_kept(self, weight: float) -> None:
+        """Rescale what is kept for a step of another weight."""
+        with self._watch.paused():
+            self.synchronizer.wait_until_gradients_writable()
+            self.kept.rescale(self.gradients.parameters, weight)
+
+    def _end_kept(self) -> None:
+        """Take note that what is kept from now on is of the step that ends."""
+        weight = None if self.gradients.reduced else self._weight
+        if self.kept.refused or self.kept.before is not None:
+            self.kept.end_step(weight)
+        else:
+            self.kept.weight = weight
 
     def _exchange_again(self) -> None:
         """Begin another exchange of the step, in a backward after the first one's was reduced.
@@ -210,18 +247,26 @@ class ReplicaHooks:
         self.synchronizer.begin_again()
         self.gradients.begin_again()
 
-    def require_whole_backward(self) -> None:
-        """Require that no backward pass of the step has ended with an error.
+    def require_gradients(self) -> None:
+        """Require that the gradients may be used for an update.
 
         Raises:
-            ConfigError: the script caught one.
+            ConfigError: a backward pass ended with an error that the script caught, or a gradient
+                is kept that mustn't be sent.
         """
+        if self.kept.refused:
+            for index, parameter in enumerate(self.gradients.parameters):
+                self._require_zeroed(index, parameter)
         if self._watches_backward:
             raise ConfigError(
                 "a backward pass of this step ended with an error that the script caught, so its "
                 "gradients are incomplete: let the error end the script, or end the step without "
                 "optimizer.step() on all ranks alike."
             )
+
+    def _require_zeroed(self, index: int, parameter: nn.Parameter) -> None:
+        name, step = self.gradients.name_and_step(index)
+        self.kept.require_zeroed(parameter, name, step)
 
     def _watch_backward(self) -> None:
         """Watch the parameters until the end of this backward, and the gradients from there on."""
@@ -340,6 +385,10 @@ class StepGradients:
         self.added: set[int] = set()
         self._sample: tuple[nn.Parameter, Tensor] | None = None  # a few values, as they were sent
         self._sample_unchanged: Tensor | None = None  # whether they were equal before the reduction
+
+    def name_and_step(self, index: int) -> tuple[str, int]:
+        """Return a parameter's name, and the step's number."""
+        return self._names[index], self._number
 
     def add(self, index: int, parameter: nn.Parameter, *, exchanging: bool) -> Bucket | None:
         """Add a completed gradient; return its bucket if that is complete now.

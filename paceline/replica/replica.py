@@ -98,7 +98,7 @@ class Replica:
         self._watch = ParameterWatch(
             reduce=self.reduce,
             install=self.settle,
-            expose=lambda parameter: self._binding.synchronizer.expose_gradients(parameter),
+            expose=lambda parameter: self._binding.expose_gradients(parameter),
         )
         self.stepped = False
         self._binder = ReplicaBinder(
@@ -199,6 +199,7 @@ class Replica:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate: gradients of backward passes inside stay here; one outside sends the sum."""
+        self._binding.note_kept()
         self._binding.exchanging = False
         try:
             yield
@@ -437,7 +438,7 @@ class Replica:
 
     def _refuse_unexchanged(self) -> None:
         """Refuse gradients that are incomplete, or not exchanged; a plain step would use them."""
-        self._binding.require_whole_backward()
+        self._binding.require_gradients()
         exchanged = self._binding.gradients.parameters
         for group in self._optimizer.param_groups:
             for p in group["params"]:
@@ -478,6 +479,7 @@ class Replica:
             self.reduce()
         if not set_to_none:
             self._binding.synchronizer.wait_until_gradients_writable()
+            self._binding.kept.forget()
         with self._watch.paused():
             yield
 

@@ -1,8 +1,8 @@
 """Gradients that a script keeps after a step: in the next one, backward adds to them.
 
 In plain torch `.grad` then is the sum over the steps since `zero_grad()`. Rank r has x_r of it, and
-what the ranks send is weighted by their shares w_r of the next step. So where this rank's share
-changes, it rescales what it keeps, and all ranks together send the sum of the means:
+what the ranks send is weighted by their shares w'_r of the next step. So a rank whose share has
+changed rescales what it keeps, and together all ranks send the sum of the means:
 
     sum_r w'_r (w_r / w'_r x_r + g_r) = sum_r w_r x_r + sum_r w'_r g_r
 
@@ -12,95 +12,102 @@ add up to one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.errors import ConfigError
-from paceline.reduce.buckets import Bucket
 
-Noted = dict[Tensor, tuple[ref[Tensor], int]]  # gradient and its count of writes, by parameter
+Noted = dict[
+    nn.Parameter, tuple[ref[Tensor], int]
+]  # a gradient, and autograd's count of its writes
 
 
 class KeptGradients:
     """Gradients that this rank keeps after a step.
 
     Attributes:
-        weight: what their sum over the ranks is weighted by; None if they are the mean.
-        refused: by parameter, gradients to which backward mustn't add, with their counts of writes;
-            empty as long as a script does nothing unusual.
-        reason: why, a clause.
+        weight: this rank's weight in the sum of what the ranks keep; None if that is the mean.
+        before: what was kept before backward passes outside of a step; None: there were none.
+        refused: gradients that mustn't be sent, by parameter; empty as long as nothing unusual
+            happens.
     """
 
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
-        self._parameters = [p for bucket in buckets for p in bucket.parameters]
-        self._before: Noted | None = None  # before backward passes outside of a step
+    def __init__(self) -> None:
         self.weight: float | None = None
+        self.before: Noted | None = None
         self.refused: Noted = {}
-        self.reason = ""
+        self._reason = ""
 
-    def note(self) -> None:
-        """Note what is kept, before backward passes outside of a step add to gradients."""
-        if self._before is None:
-            self._before = self._noted()
+    def note(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Note what is kept, before a backward outside of a step adds to it."""
+        if self.before is None:
+            self.before = _noted(parameters)
 
     @torch.no_grad()
-    def rescale(self, weight: float) -> None:
-        """Rescale what is kept for a step of another weight; nothing reads gradients now.
+    def rescale(self, parameters: Iterable[nn.Parameter], weight: float) -> None:
+        """Rescale what is kept for a step of another weight; no exchange reads gradients now.
 
-        Where it can't be rescaled, `refuse` raises if the script doesn't zero it.
+        What can't be rescaled is refused, if the script doesn't zero it.
         """
         assert self.weight is not None
-        kept = self._noted() if self._before is None else self._before
-        if not weight:
-            reason = "in which this rank has no samples"
-            self._refuse(kept, f"{reason}, so that its part of them would be lost")
+        if any(map(self._left, self.refused)):
             return
-        same = [p for p, (gradient, _) in kept.items() if p.grad is gradient()]
+        kept = _noted(parameters) if self.before is None else self.before
+        same = [
+            p for p, (gradient, _) in kept.items() if p.grad is not None and p.grad is gradient()
+        ]
+        if not weight:
+            self._refuse({p: kept[p] for p in same}, "and this rank has no samples now")
+            return
         added = {p: kept[p] for p in same if p.grad is not None and p.grad._version > kept[p][1]}
-        self._refuse(added, "in which this rank has another share of the samples")
+        self._refuse(added, "when this rank had another share of the samples")
         values = [p.grad for p in same if p not in added and p.grad is not None]
         if values:
             torch._foreach_mul_(values, self.weight / weight)
+        self.weight = weight
 
-    def end(self, *, reduced: bool) -> None:
-        """Take note that a step has ended; `reduced`: its gradients are the mean on all ranks."""
-        self._before = None
-        if self.refused:
-            self.refused = {}
-        if reduced:
-            self.weight = None
+    def expose(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Note that this rank has used the means, and perhaps no other rank."""
+        if self.weight is not None:
+            self._refuse(_noted(parameters), "and was used after optimizer.step()")
 
-    def expose(self) -> None:
-        """Note that this rank alone may have the means."""
-        self._refuse(self._noted(), "whose mean this rank has used after optimizer.step()")
-
-    def require_unadded(self, bucket: Bucket, step: int) -> None:
-        """Require that the bucket has no gradient that can't be sent.
+    def require_zeroed(self, parameter: nn.Parameter, name: str, step: int) -> None:
+        """Require that a parameter's gradient isn't one that mustn't be sent.
 
         Raises:
-            ConfigError: backward has added to it, or it stands for this rank's part; names it.
+            ConfigError: it is; names the remedy.
         """
-        for p, name in zip(bucket.parameters, bucket.names, strict=True):
-            gradient, version = self.refused.get(p, (None, 0))
-            if gradient is None or p.grad is None or p.grad is not gradient():
-                continue
-            if p.grad._version > version or not self.weight:
-                raise ConfigError(
-                    f"the gradient of {name} is kept from an earlier step in step {step}, "
-                    f"{self.reason}: call optimizer.zero_grad() in each step, or world.reduce() "
-                    "before optimizer.step()."
-                )
+        if self._left(parameter):
+            raise ConfigError(
+                f"the gradient of {name} in step {step} includes one that was kept from an earlier "
+                f"step, {self._reason}: call optimizer.zero_grad() in each step, or world.reduce() "
+                "before optimizer.step()."
+            )
+
+    def end_step(self, weight: float | None) -> None:
+        """Forget what was noted, as a step has ended; what is refused stays, if it is still there.
+
+        Args:
+            weight: this rank's in the step; None if the gradients were reduced.
+        """
+        self.before = None
+        if not any(map(self._left, self.refused)):
+            self.refused, self.weight = {}, weight
 
     def forget(self) -> None:
-        """Forget all gradients that were noted: they are about to be zeroed."""
-        self.refused, self._before = {}, None
+        """Forget what is kept, because it is about to be zeroed in place."""
+        self.refused, self.before, self.weight = {}, None, None
 
     def _refuse(self, noted: Noted, reason: str) -> None:
-        if noted:
-            self.refused, self.reason = noted, reason
+        self.refused, self._reason = noted, reason
 
-    def _noted(self) -> Noted:
-        return {p: (ref(p.grad), p.grad._version) for p in self._parameters if p.grad is not None}
+    def _left(self, parameter: nn.Parameter) -> bool:
+        noted = self.refused.get(parameter)
+        return noted is not None and parameter.grad is not None and parameter.grad is noted[0]()
+
+
+def _noted(parameters: Iterable[nn.Parameter]) -> Noted:
+    return {p: (ref(p.grad), p.grad._version) for p in parameters if p.grad is not None}

@@ -157,9 +157,10 @@ class ParameterWatch:
             if self.gap is Gap.GRADIENTS and of_gradient:
                 if not self.left or function == _GET_GRADIENT:
                     self._complete(self._reduce)
-            elif self.gap is Gap.UPDATES and of_gradient and _has_gradient(parameter):
-                assert parameter is not None
-                self._complete(lambda: self._expose(parameter))
+            elif self.gap is Gap.UPDATES and of_gradient:
+                if function == _GET_GRADIENT and _has_gradient(parameter):
+                    assert parameter is not None
+                    self._complete(lambda: self._expose(parameter))
             elif self.gap is Gap.UPDATES and not of_gradient and function not in _CONSTANT:
                 self._complete(self._install)
             return self.gap is Gap.NOTHING

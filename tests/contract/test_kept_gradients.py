@@ -19,6 +19,7 @@ from tests.harness.equivalence.put_synchronizers import KINDS
 from tests.harness.equivalence.rank_threads import run_ranks
 
 SHARES = ((5, 2), (1, 6), (3, 0), (2, 2), (0, 4), (1, 3))  # of two ranks, by step
+FULL = (0, 1, 3, 5)  # steps in which both ranks have samples
 Loop = Callable[[nn.Module, torch.optim.Optimizer, Any, "Batches"], None]
 
 
@@ -72,7 +73,7 @@ def backward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
 
 
 def never_zeroed(model: nn.Module, optimizer: Any, world: Any, batches: Batches) -> None:
-    for number in range(len(SHARES)):
+    for number in FULL:
         with world.step(number, batches.weight(number)):
             backward(model, batches[number])
             optimizer.step()
@@ -122,7 +123,7 @@ def zeroed_in_place_after_the_step(
 
 
 def one_layer_kept(model: Any, optimizer: Any, world: Any, batches: Batches) -> None:
-    for number in range(len(SHARES)):
+    for number in FULL:
         with world.step(number, batches.weight(number)):
             backward(model, batches[number])
             optimizer.step()
@@ -163,21 +164,12 @@ def on_ranks(loop: Loop, bucket_bytes: int, options: Any) -> list[list[Tensor]]:
     return run_ranks(2, train)
 
 
-@pytest.mark.parametrize("kind", ["allreduce", "notified"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bucket_bytes", [1, 10**9])
 @pytest.mark.parametrize("loop", EXACT, ids=lambda loop: loop.__name__)
 def test_kept_gradients_are_those_of_plain_torch(loop: Loop, bucket_bytes: int, kind: str) -> None:
     expected = plain(loop)
     for found in on_ranks(loop, bucket_bytes, KINDS[kind]()):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize(
-    "loop", [stepped_every_other_step, zeroed_after_the_forward], ids=lambda loop: loop.__name__
-)
-def test_sharded_updates_allow_what_zeroes_in_each_update(loop: Loop) -> None:
-    expected = plain(loop)
-    for found in on_ranks(loop, 10**9, KINDS["sharded"]()):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
@@ -210,6 +202,44 @@ def test_kept_gradients_of_one_weight_or_reduced_are_exact(loop: Loop, kind: str
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
-def test_sharded_updates_refuse_gradients_that_are_kept() -> None:
-    with pytest.raises(ConfigError, match=r"last\.bias was added in step 1 .*share.*zero_grad\(\)"):
-        on_ranks(never_zeroed, 10**9, KINDS["sharded"]())
+def accumulated_before_the_step(
+    model: nn.Module, optimizer: Any, world: Any, batches: Batches
+) -> None:
+    """Two backward passes a step, of which the first comes before it."""
+    for number in FULL:
+        with world.no_sync():
+            backward(model, batches[0])
+        with world.step(number, batches.weight(number)):
+            backward(model, batches[0])
+            optimizer.step()
+
+
+def without_samples(model: nn.Module, optimizer: Any, world: Any, batches: Batches) -> None:
+    for number in range(3):
+        with world.step(number, batches.weight(number)):
+            backward(model, batches[number])
+            optimizer.step()
+
+
+def used_on_one_rank(model: nn.Module, optimizer: Any, world: Any, batches: Batches) -> None:
+    for number in FULL:
+        with world.step(number, batches.weight(number)):
+            backward(model, batches[number])
+            optimizer.step()
+        if batches.weight(0) > 0.5:  # on rank 0
+            [p.grad.norm() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize(
+    ("loop", "reason"),
+    [
+        (accumulated_before_the_step, "when this rank had another share of the samples"),
+        (without_samples, "and this rank has no samples now"),
+        (used_on_one_rank, "and was used after optimizer.step()"),
+    ],
+    ids=lambda one: getattr(one, "__name__", ""),
+)
+def test_kept_gradients_that_cant_be_exact_are_refused(loop: Loop, reason: str) -> None:
+    with pytest.raises(ConfigError, match=r"^the gradient of .* in step \d includes") as caught:
+        on_ranks(loop, 10**9, KINDS["allreduce"]())
+    assert reason in str(caught.value)
