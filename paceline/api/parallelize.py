@@ -23,13 +23,13 @@ from paceline.comm.communicator import broadcast_state
 from paceline.comm.nixl.agent import require_nixl
 from paceline.config.world import CHOICES, SyncConfig
 from paceline.errors import ConfigError, Message
-from paceline.replica.module_checks import require_supported_modules
 from paceline.replica.replica import Replica
 from paceline.run.autotune import TrialSetting
 from paceline.run.generation_context import GenerationContext
 from paceline.update.batch_norm import BatchShare, convert_sync_batchnorm
 from paceline.wiring.connections import connect_machine, connect_replica
 from paceline.wiring.exchange import GroupedOptions, refuse_gpu, replicate, replicate_grouped
+from paceline.wiring.module_checks import require_supported_modules
 from paceline.wiring.pairs import Pair, make_pairs, refuse_shared
 
 Model = TypeVar("Model", bound=nn.Module | Sequence[nn.Module])
