@@ -15,6 +15,7 @@ from paceline.comm.communicator import Communicator
 from paceline.recorder import Recorder
 from paceline.reduce.buckets import Bucket
 from paceline.reduce.collectives import Collectives
+from paceline.reduce.dense_and_rows import dense_of, with_rows
 from paceline.update.batch_norm import RunningStatistics
 from paceline.update.updater import OwnStep, Updater
 
@@ -26,6 +27,7 @@ def make_allreduce(
     statistics: RunningStatistics,
     recorder: Recorder | None = None,
     end_startup: Callable[[], None] | None = None,
+    rows: Communicator | None = None,
 ) -> DataParallel:
     """Make a synchronizer that uses NCCL or Gloo collectives.
 
@@ -36,10 +38,12 @@ def make_allreduce(
         statistics: the model's running statistics, exchanged in every step.
         recorder: as of `DataParallel`.
         end_startup: called once, after the first step; by default the communicator's.
+        rows: connects all ranks to exchange row-sparse gradients; None: there are none.
     """
+    collectives = Collectives(dense_of(buckets), communicator, statistics.flat)
     return DataParallel(
         buckets,
-        Collectives(buckets, communicator, statistics.flat),
+        with_rows(collectives, buckets, rows, recorder),
         ReplicatedUpdate(updater),
         statistics,
         communicator.world_size,

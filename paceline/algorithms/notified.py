@@ -23,6 +23,7 @@ from paceline.comm.communicator import Communicator
 from paceline.comm.window import Window
 from paceline.recorder import NullRecorder, Recorder
 from paceline.reduce.buckets import Bucket
+from paceline.reduce.dense_and_rows import dense_of, with_rows
 from paceline.reduce.exchange import Exchange, Timeout
 from paceline.reduce.gpu_staging import GpuStaging, pinned_like
 from paceline.reduce.machine_sums import MachineSums
@@ -54,6 +55,7 @@ class PutOptions:
         intra_machine: communicator of this group's ranks, or None. If it is given, its collectives
             sum the gradients on the GPUs; only the group's first rank copies the sums to the CPU
             and exchanges them through its window.
+        rows: connects all ranks to exchange row-sparse gradients; None: there are none.
     """
 
     open_window: OpenWindow
@@ -64,6 +66,7 @@ class PutOptions:
     recorder: Recorder = field(default_factory=NullRecorder)
     staged: bool = False
     intra_machine: Communicator | None = None
+    rows: Communicator | None = None
 
 
 def make_notified(
@@ -100,8 +103,9 @@ def make_with_puts(
             without a codec or without other machines).
         returns_parameters: buckets may return updated parameters in place of sums.
     """
-    templates: list[list[Tensor]] = [list(bucket.parameters) for bucket in buckets]
-    names = [bucket.names for bucket in buckets]
+    dense = dense_of(buckets)
+    templates: list[list[Tensor]] = [list(bucket.parameters) for bucket in dense]
+    names = [bucket.names for bucket in dense]
     specs = [_spec(tensors, options.codec, returns_parameters) for tensors in templates]
     if statistics.flat is not None:
         specs.append(_spec([statistics.flat], None))
@@ -123,7 +127,7 @@ def make_with_puts(
     if intra_machine is not None:
         ranks = topology.groups[topology.group_of(window.rank)]
         exchange = MachineSums(
-            ranks, intra_machine, make_put_exchange, templates, names, len(buckets), timeout
+            ranks, intra_machine, make_put_exchange, templates, names, len(dense), timeout
         )
         if not put_exchanges:
             window.close()  # it has no peers
@@ -152,7 +156,7 @@ def make_with_puts(
     rule, state = make_rule(put_exchange, residuals)
     return DataParallel(
         buckets,
-        exchange,
+        with_rows(exchange, buckets, options.rows, options.recorder),
         rule,
         statistics,
         window.world_size,

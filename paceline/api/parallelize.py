@@ -60,7 +60,7 @@ def parallelize(
     Args:
         model: on `world.device`, with the same modules and shapes on all ranks; or a list of models
             that the optimizers train together.
-        optimizer: of the model's parameters; any but LBFGS and SparseAdam; or a list of optimizers,
+        optimizer: of the model's parameters; any but LBFGS; or a list of optimizers,
             each of its own parameters.
         world: whose processes train the model.
         sync: how gradients are exchanged: "allreduce", by collectives; "notified", by one-sided
@@ -104,7 +104,9 @@ def parallelize(
         pairs = make_pairs(models, optimizers, world._pairs, config, share)
         whole = pairs[0].model
         number = f" {len(world._pairs) + 1}" if world._pairs else ""
-        session.require_equal(f"model{number}", model_facts(_state(whole)))
+        session.require_equal(
+            f"model{number}", {**model_facts(_state(whole)), **_layout_facts(whole)}
+        )
         kinds = ", ".join(type(one).__name__ for one in optimizers)
         session.require_equal(f"optimizer{number}", {"the optimizer": kinds, **arguments})
         session.require_equal(f"parameter groups{number}", _group_facts(optimizers))
@@ -234,6 +236,15 @@ def _check_model(model: nn.Module, world: World) -> None:
 
 def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return chain(model.named_parameters(), model.named_buffers())
+
+
+def _layout_facts(model: nn.Module) -> dict[str, str]:
+    """Return for each embedding whether its gradient is sparse, which is equal on all ranks."""
+    return {
+        f"the gradient of the model's {name}.weight": "sparse" if module.sparse else "dense"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    }
 
 
 def _group_facts(optimizers: Sequence[Optimizer]) -> dict[str, str]:

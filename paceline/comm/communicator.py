@@ -67,6 +67,14 @@ class Communicator(Protocol):
             into: on rank 0 a target for each rank's, in rank order; elsewhere empty.
         """
 
+    def all_gather(self, tensor: Tensor, into: Sequence[Tensor]) -> Ticket:
+        """Start to copy all ranks' `tensor`, of one shape, to all ranks.
+
+        Args:
+            tensor: this rank's.
+            into: a target for each rank's, in rank order.
+        """
+
     def end_startup(self) -> None:
         """Use the shorter timeout of later steps from now on."""
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import AllgatherOptions, Store
 
 from paceline.comm.communicator import Ticket
 from paceline.comm.forked_children import close_in_children
@@ -152,6 +152,10 @@ class ProcessGroupCommunicator:
         """Start to copy all ranks' tensors to rank 0."""
         targets = [list(into)] if into else []
         return self._start("gather", targets, [tensor], options=dist.GatherOptions())
+
+    def all_gather(self, tensor: Tensor, into: Sequence[Tensor]) -> Ticket:
+        """Start to copy all ranks' tensors to all ranks."""
+        return self._start("allgather", [list(into)], [tensor], options=AllgatherOptions())
 
     def end_startup(self) -> None:
         """Use the shorter timeout from now on."""

@@ -26,6 +26,8 @@ class SingleRankCommunicator:
         into[0].copy_(tensor)
         return _Done()
 
+    all_gather = gather
+
     def end_startup(self) -> None:
         """Change nothing: there is no wait."""
 

@@ -10,6 +10,8 @@ so buckets are filled in that order, and numbered by when they can be complete:
 The next forward reads the first layers first, and their bucket is complete last, when no
 computation is left to hide its exchange. So buckets get smaller towards the first layers.
 
+A parameter whose gradient is row-sparse has a bucket of its own, behind all others.
+
 A bucket's flat memory holds the gradients and behind them, for each parameter, the number of
 ranks that used it: a parameter that no rank used keeps `grad = None`.
 
@@ -18,7 +20,7 @@ ranks that used it: a parameter that no rank used keeps `grad = None`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -38,12 +40,14 @@ class Bucket:
         param_group: the index of the parameters' group in the optimizer.
         parameters: the parameters, those of the last layer first.
         names: the parameters' names, for messages.
+        row_sparse: whether the bucket is one parameter whose gradient is row-sparse.
     """
 
     index: int
     param_group: int
     parameters: tuple[nn.Parameter, ...]
     names: tuple[str, ...]
+    row_sparse: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -122,7 +126,10 @@ def like(parameter: Tensor, flat: Tensor) -> Tensor:
 
 
 def partition(
-    names: Mapping[nn.Parameter, str], param_groups: Mapping[nn.Parameter, int], bucket_bytes: int
+    names: Mapping[nn.Parameter, str],
+    param_groups: Mapping[nn.Parameter, int],
+    bucket_bytes: int,
+    row_sparse: Collection[nn.Parameter] = (),
 ) -> tuple[Bucket, ...]:
     """Partition trainable parameters into buckets of about `bucket_bytes`.
 
@@ -132,8 +139,10 @@ def partition(
         param_groups: the index of each parameter's group in the optimizer.
         bucket_bytes: a bucket is closed before it would exceed this, or, near the first layers,
             less; a larger parameter has a bucket of its own.
+        row_sparse: parameters whose gradients are row-sparse.
     """
-    trained = [p for p in names if p.requires_grad and p in param_groups]
+    every = [p for p in names if p.requires_grad and p in param_groups]
+    trained = [p for p in every if p not in row_sparse]
     ends = accumulate(_bytes([p]) for p in trained)
     before = {p: end - _bytes([p]) for p, end in zip(trained, ends, strict=True)}
     closed: list[tuple[int, int, list[nn.Parameter]]] = []  # (last one's number, group, bucket)
@@ -149,14 +158,17 @@ def partition(
             bucket = filling[key] = []
         bucket.append(p)
     closed += [(numbers[bucket[-1]], key[0], bucket) for key, bucket in filling.items()]
+    dense = [(group, bucket, False) for _, group, bucket in sorted(closed, key=lambda c: c[0])]
+    tables = [(param_groups[p], [p], True) for p in reversed(every) if p in row_sparse]
     return tuple(
         Bucket(
             index=index,
             param_group=group,
             parameters=tuple(bucket),
             names=tuple(names[p] for p in bucket),
+            row_sparse=sparse,
         )
-        for index, (_, group, bucket) in enumerate(sorted(closed, key=lambda c: c[0]))
+        for index, (group, bucket, sparse) in enumerate([*dense, *tables])
     )
 
 

@@ -112,7 +112,8 @@ class ReplicaBinder:
         trained = self.trained()
         fresh = [tensor for tensor in trained.tensors if tensor not in known]
         broadcast_all(self._communicator(), fresh, "the broadcast of rank 0's weights")
-        buckets = partition(trained.names, trained.groups, self._plan.bucket_bytes)
+        size = self._plan.bucket_bytes
+        buckets = partition(trained.names, trained.groups, size, trained.row_sparse)
         synchronizer = self._plan.make_synchronizer(buckets)
         self.bindings += 1
         self.stateful = synchronizer.state is not None

@@ -399,7 +399,7 @@ class StepGradients:
             exchanging: the gradient will be sent; otherwise it accumulates.
 
         Raises:
-            ConfigError: the gradient was sent before, or is sparse.
+            ConfigError: the gradient was sent before, or is sparse and its bucket isn't.
         """
         if not self._expected[index]:
             raise ConfigError(
@@ -411,7 +411,7 @@ class StepGradients:
         gradient = parameter.grad
         if gradient is None:
             raise _stepped_inside(f"the gradient of {self._names[index]} was removed")
-        if gradient.is_sparse:
+        if gradient.is_sparse and not self._buckets[index].row_sparse:
             raise self._sparse(index)
         if not exchanging:
             return None
@@ -436,7 +436,7 @@ class StepGradients:
         gradient = parameter.grad
         if gradient is None:
             raise _stepped_inside(f"the gradient of {self._names[index]} was removed")
-        if gradient.is_sparse:
+        if gradient.is_sparse and not self._buckets[index].row_sparse:
             raise self._sparse(index)
         repeated = index in self.added
         self.added.add(index)
@@ -464,8 +464,10 @@ class StepGradients:
 
     def _sparse(self, index: int) -> ConfigError:
         return ConfigError(
-            f"the gradient of {self._names[index]} is sparse, which is not supported: create "
-            "the layer with sparse=False."
+            f"the gradient of {self._names[index]} is sparse, which is supported for the weights "
+            "of nn.Embedding and nn.EmbeddingBag with SGD, Adagrad or SparseAdam: create the layer "
+            "with sparse=True before parallelize() and use one of these, or create it with "
+            "sparse=False."
         )
 
 
@@ -478,5 +480,6 @@ def _stepped_inside(change: str) -> ConfigError:
 
 
 def _first_values(gradient: Tensor) -> Tensor:
-    """View the first few values of a gradient."""
+    """View the first few values of a gradient, of a sparse one those of its rows."""
+    gradient = gradient._values() if gradient.is_sparse else gradient
     return gradient.detach().reshape(-1)[:16]

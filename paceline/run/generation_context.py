@@ -2,7 +2,7 @@
 
 Run                 for the whole run: the present context, the recorders
 └─ context          for one generation
-├─ communicators of all ranks, of SyncBatchNorm layers, of this machine's workers
+├─ communicators of all ranks, of SyncBatchNorm layers, of row-sparse gradients, of this machine
 ├─ summaries     of steps
 └─ synchronizers the present ones; each has buckets, windows and staging memory
 """
@@ -61,6 +61,7 @@ class GenerationContext:
         communicator: connects all ranks.
         summaries: step summaries, over all ranks.
         layers: connects layers that exchange within forward and backward, if there are any.
+        rows: for each model with row-sparse gradients, what connects all ranks to exchange them.
         intra_machine: connects the workers of this machine, if gradients are first summed inside
             each machine.
         replica_links: where several models or optimizers are exchanged, the connections of each.
@@ -87,6 +88,7 @@ class GenerationContext:
         self.communicator = self._open(group, "steps")
         self.summaries = StepSummaries(self.communicator)
         self.layers: Communicator | None = None
+        self.rows: list[Communicator] = []
         self.intra_machine: Communicator | None = None
         self.replica_links: list[Links] = []
 
@@ -97,6 +99,14 @@ class GenerationContext:
             CommError: a rank didn't come in time.
         """
         self.layers = self._open(self.group, "layers")
+
+    def connect_rows(self) -> None:
+        """Connect all ranks to exchange the row-sparse gradients of a further model; collective.
+
+        Raises:
+            CommError: a rank didn't come in time.
+        """
+        self.rows.append(self._open(self.group, f"rows/{len(self.rows)}"))
 
     def connect_machine(self) -> None:
         """Connect the workers of this machine; collective, once.

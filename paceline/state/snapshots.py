@@ -94,13 +94,13 @@ class Snapshots:
     def nbytes(self) -> int:
         """Bytes of all tensors in memory, those that await their next use included."""
         states = [*(one.state for one in self._snapshots), self._spare]
-        return sum({id(tensor): tensor.nbytes for tensor in _tensors(states)}.values())
+        return sum({id(tensor): _nbytes(tensor) for tensor in _tensors(states)}.values())
 
     @property
     def nbytes_required(self) -> int:
         """Bytes of two snapshots like the newest that is held; 0 before there is one."""
         states = [one.state for one in self._snapshots if one.stage is not _Stage.OPEN]
-        return _RETAINED * sum(tensor.nbytes for tensor in _tensors(states[-1:]))
+        return _RETAINED * sum(_nbytes(tensor) for tensor in _tensors(states[-1:]))
 
     def open(self, name: SnapshotName) -> None:
         """Begin a snapshot; one that is still open is given up. `full` must be False."""
@@ -207,3 +207,10 @@ def _tensors(state: Any) -> Iterator[Tensor]:
     elif isinstance(state, dict | list | tuple):
         for value in state.values() if isinstance(state, dict) else state:
             yield from _tensors(value)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor's memory; of a sparse one (a momentum, say) its rows'."""
+    if tensor.is_sparse:
+        return tensor._indices().nbytes + tensor._values().nbytes
+    return tensor.nbytes

@@ -65,8 +65,8 @@ class KeptGradients:
         added = {p: kept[p] for p in same if p.grad is not None and p.grad._version > kept[p][1]}
         self._refuse(added, "when this rank had another share of the samples")
         values = [p.grad for p in same if p not in added and p.grad is not None]
-        if values:
-            torch._foreach_mul_(values, self.weight / weight)
+        for value in values:
+            value.mul_(self.weight / weight)
         self.weight = weight
 
     def expose(self, parameters: Iterable[nn.Parameter]) -> None:

@@ -64,7 +64,7 @@ class ShardOptimizer:
 
     Raises:
         ConfigError: the optimizer's update is not element-wise, or its `step` was replaced; or
-            parameters share memory.
+            parameters share memory, or get sparse gradients.
     """
 
     def __init__(self, optimizer: Optimizer, buckets: Sequence[Bucket]) -> None:
@@ -86,6 +86,7 @@ class ShardOptimizer:
                     type(optimizer).__name__,
                 )
             )
+        _refuse_row_sparse(buckets)
         _refuse_shared_memory(buckets)
         self._optimizer, self._buckets = optimizer, buckets
         self._state: dict[Tensor, Any] = defaultdict(dict)
@@ -297,6 +298,18 @@ class ShardOptimizer:
                 "with update='sharded', optimizer.state would contain nothing of what other ranks "
                 "own: use update='replicated' to read or change it, or to call optimizer.step() "
                 "outside world.step()."
+            )
+
+
+def _refuse_row_sparse(buckets: Sequence[Bucket]) -> None:
+    for bucket in buckets:
+        if bucket.row_sparse:
+            raise ConfigError(
+                Message(
+                    "{--update} sharded does not support the sparse gradients of {}: use "
+                    "{--update} replicated, or create the layer with sparse=False.",
+                    bucket.names[0],
+                )
             )
 
 

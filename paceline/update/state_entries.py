@@ -23,8 +23,8 @@ def restore_entries(
     """Restore the entries of a parameter; newer ones are removed, and missing ones made.
 
     Args:
-        entries: the optimizer's state of the parameter; its tensors are overwritten where shape and
-            dtype fit.
+        entries: the optimizer's state of the parameter; its tensors are overwritten where shape,
+            dtype and layout fit.
         saved: a copy of the entries, in the CPU's memory; it is not shared afterwards.
         parameter: the parameter, on whose device missing tensors are made, except `SCALARS`.
         group: the parameter's group in the optimizer. If it is `capturable` or `fused`, scalars are
@@ -37,8 +37,12 @@ def restore_entries(
         own = entries.get(name)
         if not isinstance(value, Tensor):
             entries[name] = copy_state(value)
-        elif isinstance(own, Tensor) and (own.shape, own.dtype) == (value.shape, value.dtype):
+        elif isinstance(own, Tensor) and _form(own) == _form(value):
             own.copy_(value)
         else:
             on_cpu = name in SCALARS and not on_device
             entries[name] = value.clone() if on_cpu else value.to(parameter.device, copy=True)
+
+
+def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.layout]:
+    return tensor.shape, tensor.dtype, tensor.layout

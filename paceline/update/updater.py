@@ -43,8 +43,10 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
 )
 """Torch's optimizers that update each value from its own gradient and state."""
 
-BUCKETWISE = ELEMENTWISE | {optim.Adafactor, optim.Muon}
+BUCKETWISE = ELEMENTWISE | {optim.Adafactor, optim.Muon, optim.SparseAdam}
 """Torch's optimizers that update each parameter from its own gradient and state."""
+
+_DENSE_ONLY = BUCKETWISE - {optim.SGD, optim.Adagrad, optim.SparseAdam}
 
 # What a GradScaler sets for the time of a fused optimizer's step, which unscales or skips itself.
 _SCALING = ("grad_scale", "found_inf")
@@ -129,6 +131,32 @@ class Updater:
                 self._sub_optimizers[bucket.index].step(gradients)
 
 
+class SparseUpdater(Updater):
+    """Updater of parameters of which some get sparse gradients, which options may not allow."""
+
+    def update(self, unit: tuple[Bucket, ...], gradients: Sequence[Tensor | None]) -> None:
+        """Update as `Updater` does.
+
+        Raises:
+            ConfigError: a parameter was written since `freeze`; or the optimizer, with its present
+                options, doesn't take the layout of a table's gradient.
+        """
+        (bucket,) = unit
+        if not bucket.row_sparse:
+            super().update(unit, gradients)
+            return
+        try:
+            super().update(unit, gradients)
+        except (RuntimeError, NotImplementedError) as error:
+            layout = "sparse" if any(g is not None and g.is_sparse for g in gradients) else "dense"
+            kind = type(self._optimizer).__name__
+            raise ConfigError(
+                f"{kind} could not update {bucket.names[0]} from its {layout} gradient "
+                f"({str(error).rstrip('.')}): change the options of its parameter group, or create "
+                "the layer with sparse=False."
+            ) from error
+
+
 class OwnStep:
     """Updater that leaves all to the optimizer's own `step()`, which the replica calls.
 
@@ -154,8 +182,8 @@ def make_updater(optimizer: Optimizer, buckets: Sequence[Bucket]) -> Updater | O
     """Make the updater of an optimizer's parameters.
 
     Raises:
-        ConfigError: the optimizer evaluates the loss itself (LBFGS), or needs gradients that can't
-            be exchanged (SparseAdam).
+        ConfigError: the optimizer evaluates the loss itself (LBFGS), or takes sparse gradients only
+            (SparseAdam) and has parameters of other layers.
     """
     if isinstance(optimizer, optim.LBFGS):
         raise ConfigError(
@@ -163,11 +191,22 @@ def make_updater(optimizer: Optimizer, buckets: Sequence[Bucket]) -> Updater | O
             "optimizer that needs one gradient evaluation per step."
         )
     if isinstance(optimizer, optim.SparseAdam):
-        raise ConfigError(
-            "SparseAdam takes sparse gradients only, which can't be exchanged: use Adam, and "
-            "layers with sparse=False."
-        )
-    return Updater(optimizer, buckets) if is_bucketwise(optimizer) else OwnStep(buckets)
+        dense = [name for bucket in buckets if not bucket.row_sparse for name in bucket.names]
+        if dense:
+            raise ConfigError(
+                f"SparseAdam takes sparse gradients only, and {dense[0]} is not the weight of an "
+                "nn.Embedding or nn.EmbeddingBag with sparse=True alone: use SGD or Adagrad for "
+                "all parameters, or Adam and sparse=False."
+            )
+    if not is_bucketwise(optimizer):
+        return OwnStep(buckets)
+    sparse = any(bucket.row_sparse for bucket in buckets)
+    return SparseUpdater(optimizer, buckets) if sparse else Updater(optimizer, buckets)
+
+
+def takes_sparse_gradients(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer may take sparse gradients: SGD, Adagrad, SparseAdam, a user's."""
+    return type(optimizer) not in _DENSE_ONLY
 
 
 def is_bucketwise(optimizer: Optimizer) -> bool:

@@ -54,7 +54,8 @@ def candidates_of(
             bucket_mb=config.bucket_mb or size,
             connections=connections,
         )
-        buckets = partition(trained.names, trained.groups, fixed.bucket_bytes)
+        size = fixed.bucket_bytes
+        buckets = partition(trained.names, trained.groups, size, trained.row_sparse)
         names = tuple(bucket.names for bucket in buckets)
         different.setdefault((sync, names, connections), fixed)
     return list(different.values())

@@ -7,12 +7,14 @@ from contextlib import ExitStack
 from functools import partial
 
 import torch
+from torch import nn
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from paceline.cluster.membership.generation import Group
 from paceline.comm.communicator import Communicator
 from paceline.comm.process_group import ProcessGroupCommunicator
 from paceline.config.train import TrainConfig
+from paceline.replica.trained_parameters import row_sparse_parameters
 from paceline.run.generation_context import GenerationContext
 from paceline.run.run import Run
 
@@ -98,6 +100,22 @@ def connect_replica(context: GenerationContext, device: torch.device, sync: str)
         CommError: a rank didn't come in time.
     """
     context.connect_replica(intra_machine=adds_up_on_gpus(context.group, device, sync))
+
+
+def connect_rows(run: Run, model: nn.Module) -> Callable[[], Communicator | None]:
+    """Connect all ranks for a model's row-sparse gradients, if it may have any; collective.
+
+    Returns:
+        what returns the connection in the present generation, or None.
+
+    Raises:
+        CommError: a rank didn't come in time.
+    """
+    if not row_sparse_parameters(model):
+        return lambda: None
+    number = len(run.context.rows)
+    run.connect(GenerationContext.connect_rows)
+    return lambda: run.context.rows[number]
 
 
 def adds_up_on_gpus(group: Group, device: torch.device, sync: str) -> bool:

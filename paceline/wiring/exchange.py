@@ -15,9 +15,11 @@ from paceline.algorithms.notified import PutOptions, make_notified
 from paceline.algorithms.sharded import make_sharded
 from paceline.algorithms.synchronizer import Synchronizer
 from paceline.codecs.codecs import CODECS
+from paceline.comm.communicator import Communicator
 from paceline.config.world import SyncConfig
 from paceline.errors import ConfigError, Message
 from paceline.reduce.buckets import Bucket
+from paceline.reduce.dense_and_rows import dense_of
 from paceline.reduce.put_engine.layout import Topology
 from paceline.replica.binder import ExchangePlan
 from paceline.replica.grouped_replica import GroupedReplica
@@ -31,6 +33,7 @@ from paceline.update.batch_norm import BatchShare, RunningStatistics
 from paceline.update.shard_optimizer import ShardOptimizer
 from paceline.update.updater import make_updater
 from paceline.wiring.candidates import candidates_of
+from paceline.wiring.connections import connect_rows
 
 
 def _allreduce(
@@ -40,6 +43,7 @@ def _allreduce(
     statistics: RunningStatistics,
     config: SyncConfig,
     links: Links,
+    rows: Communicator | None,
 ) -> Synchronizer:
     return make_allreduce(
         buckets,
@@ -48,6 +52,7 @@ def _allreduce(
         statistics,
         run.recorder,
         partial(_end_startup, run.context, links),
+        rows,
     )
 
 
@@ -58,6 +63,7 @@ def _notified(
     statistics: RunningStatistics,
     config: SyncConfig,
     links: Links,
+    rows: Communicator | None,
 ) -> Synchronizer:
     context = run.context
     alone = config.transport == "nixl" and links.intra_machine is None  # it shares no memory
@@ -76,6 +82,7 @@ def _notified(
         recorder=run.recorder,
         staged=any(p.device.type != "cpu" for bucket in buckets for p in bucket.parameters),
         intra_machine=links.intra_machine,
+        rows=rows,
     )
     if config.update == "sharded":
         return make_sharded(buckets, ShardOptimizer(optimizer, buckets), statistics, options)
@@ -89,6 +96,12 @@ def _end_startup(context: GenerationContext, links: Links) -> None:
 
 
 SYNCHRONIZERS = {"allreduce": _allreduce, "notified": _notified}  # as `config.world.METHODS`
+
+
+def _method(buckets: Sequence[Bucket], config: SyncConfig) -> str:
+    """Return the method: `config.sync`, but where there are tables alone, which no put carries."""
+    only_rows = bool(buckets) and not dense_of(buckets) and config.update != "sharded"
+    return "allreduce" if only_rows else config.sync
 
 
 def refuse_gpu(config: SyncConfig) -> None:
@@ -141,20 +154,21 @@ def replicate(
         ConfigError: model or optimizer can't be exchanged.
         CommError: a peer was lost, or silent.
     """
+    rows = connect_rows(run, model)
 
     def plan(config: SyncConfig) -> ExchangePlan:
-        def make(buckets: Sequence[Bucket]) -> Synchronizer:
+        def bind(buckets: Sequence[Bucket]) -> Synchronizer:
             statistics = RunningStatistics(model)
             names = [bucket.names for bucket in buckets]
             if statistics.flat is not None:
                 names.append(("the running statistics",))
             run.recorder.event("buckets", parameters=names)
-            links = run.context.links(None)
-            made = SYNCHRONIZERS[config.sync](buckets, run, optimizer, statistics, config, links)
+            links, make = run.context.links(None), SYNCHRONIZERS[_method(buckets, config)]
+            made = make(buckets, run, optimizer, statistics, config, links, rows())
             run.context.synchronizers[0] = made
             return made
 
-        return ExchangePlan(make_synchronizer=make, bucket_bytes=config.bucket_bytes)
+        return ExchangePlan(make_synchronizer=bind, bucket_bytes=config.bucket_bytes)
 
     def next_plan() -> ExchangePlan | None:
         config = autotuner.next()
@@ -208,13 +222,13 @@ def replicate_grouped(
         run: the run, whose ranks exchange.
         options: of the replica.
     """
-    index = options.index
+    index, rows = options.index, connect_rows(run, model)
 
-    def make(buckets: Sequence[Bucket]) -> Synchronizer:
+    def bind(buckets: Sequence[Bucket]) -> Synchronizer:
         run.recorder.event("buckets", parameters=[bucket.names for bucket in buckets])
         no_statistics = RunningStatistics(nn.Module())  # the replica exchanges them apart
-        links = run.context.links(index)
-        made = SYNCHRONIZERS[config.sync](buckets, run, optimizer, no_statistics, config, links)
+        links, make = run.context.links(index), SYNCHRONIZERS[_method(buckets, config)]
+        made = make(buckets, run, optimizer, no_statistics, config, links, rows())
         run.context.synchronizers[index] = made
         return made
 
@@ -227,7 +241,7 @@ def replicate_grouped(
         model,
         optimizer,
         lambda: run.context.links(index).communicator,
-        lambda: ExchangePlan(make_synchronizer=make, bucket_bytes=config.bucket_bytes),
+        lambda: ExchangePlan(make_synchronizer=bind, bucket_bytes=config.bucket_bytes),
         share=options.share,
         recorder=run.recorder,
         scope=options.scope,

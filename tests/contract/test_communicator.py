@@ -64,6 +64,13 @@ def of_their_own_length(c: Communicator) -> list[list[float]]:
     return [flat.tolist() for flat in gather_all(c, mine, "a gathering")]
 
 
+def of_all_ranks(c: Communicator) -> list[list[float]]:
+    mine = torch.arange(3.0) + 10 * c.rank
+    into = [torch.empty(3) for _ in range(c.world_size)]
+    c.all_gather(mine, into).wait("a gathering")
+    return [one.tolist() for one in into]
+
+
 def leaves_early(c: Communicator) -> str:
     if c.rank == 1:
         c.abort()
@@ -107,6 +114,12 @@ def test_rank_0_gets_what_each_rank_has(run: Run, world_size: int) -> None:
     first, *others = run(world_size, of_their_own_length)
     assert first == [[], [-1.0, 0.0, 1.0], [-2.0, -1.0, 0.0, 1.0, 2.0, 3.0]][:world_size]
     assert others == [[]] * (world_size - 1)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_all_ranks_get_each_ranks_tensor(run: Run, world_size: int) -> None:
+    expected = [[10.0 * rank + i for i in range(3)] for rank in range(world_size)]
+    assert run(world_size, of_all_ranks) == [expected] * world_size
 
 
 def test_many_sums_may_be_under_way_and_redeemed_in_any_order(run: Run) -> None:

@@ -265,15 +265,15 @@ def test_a_copy_of_the_model_trains_and_evaluates_by_itself(model: nn.Module) ->
     run_ranks(2, train)
 
 
-def test_a_sparse_gradient_is_refused() -> None:
-    model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Flatten(), nn.Linear(6, 2))
+def test_a_sparse_gradient_of_a_layer_without_sparse_is_refused() -> None:
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(6, 2))
 
     def train(communicator: Communicator) -> None:
         own = copy.deepcopy(model)
         optimizer = sgd(own)
         replica = replicate(own, optimizer, communicator, 10**6)
         with replica.step(0, 1.0):
-            own(torch.tensor([[0, 1]])).sum().backward()
+            F.embedding(torch.tensor([[0, 1]]), own[0].weight, sparse=True).sum().backward()
 
     with pytest.raises(ConfigError, match=r"0\.weight is sparse"):
         run_ranks(1, train)

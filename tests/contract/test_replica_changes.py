@@ -170,7 +170,7 @@ def test_a_parameter_without_a_shape_is_refused() -> None:
     ("name", "said"),
     [
         ("LBFGS", "LBFGS evaluates the loss several times"),
-        ("SparseAdam", "SparseAdam takes sparse gradients only.* use Adam"),
+        ("SparseAdam", "SparseAdam takes sparse gradients only.* or Adam and sparse=False"),
     ],
 )
 def test_an_optimizer_that_cant_be_exchanged_is_refused(

@@ -23,6 +23,7 @@ CASES = {
     "seed": r"^seed is 0 on rank 0 \(.*\) and 1 on rank 1",
     "run": r"^run is given on rank 0 .* and not given on rank 1",
     "model": r"^the model's 0.weight is \[16, 6\] float64 on rank 0 .* and \[16, 7\] float64",
+    "layout": r"^the gradient of the model's 0.table.weight is sparse on rank 0 .* and dense on",
     "optimizer": r"^the optimizer is SGD on rank 0 .* and Adam on rank 1",
     "sync": r"^sync is auto on rank 0 .* and notified on rank 1",
     "rate": r"^lr of the optimizer's group 0 is 0.1 on rank 0 .* and 0.2 on rank 1",
@@ -48,7 +49,9 @@ def differ(communicator: Communicator, ports: list[int], folder: Path) -> dict[s
 def differ_in(odd: str, run: Path) -> None:
     given = run if run.name == "run" and odd != "run" else None
     with paceline.join(given, seed=int(odd == "seed")) as world:
-        model = network()
+        model: Any = network(words=run.name == "layout")
+        if odd == "layout":
+            model[0].table.sparse = False
         if odd == "model":
             model[0] = nn.Linear(7, 16).double()
         optimizer = sgd(model)

@@ -53,13 +53,14 @@ def train(
     die_before: int | None = None,
     make_schedule: Schedule = step_lr,
     in_step: bool = False,
+    words: bool = False,
     how: Mapping[str, Any] = PLAIN,
     **options: Any,
 ) -> tuple[dict[int, float], dict[str, Tensor]]:
     """Train; return each step's loss, and the model's state."""
     losses = {}
     with paceline.join(run, **options) as world:
-        model = network(dropout=0.3)
+        model = network(dropout=0.3, words=words)
         optimizer = sgd(model)
         paceline.parallelize(model, optimizer, world, **how)
         schedule = make_schedule(optimizer)
@@ -108,6 +109,15 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path, at: int, how: Mapping[
     losses, resumed = train(tmp_path / "run", how=how, checkpoint_steps=2)
     assert losses == {number: expected[number] for number in losses}
     assert set(losses) >= set(range(at, EPOCHS * STEPS))
+    assert_equal(resumed, state)
+
+
+def test_a_run_with_sparse_momenta_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    expected, state = train(None, words=True)
+    killed(tmp_path / "run", 7, words=True, checkpoint_steps=2)
+    losses, resumed = train(tmp_path / "run", words=True, checkpoint_steps=2)
+    assert losses == {number: expected[number] for number in losses}
+    assert min(losses) > 0
     assert_equal(resumed, state)
 
 

@@ -271,6 +271,30 @@ def test_entries_are_restored_in_their_tensors_and_newer_ones_removed() -> None:
         assert own is not saved[key] or isinstance(own, int), f"{key} is shared"
 
 
+@pytest.mark.parametrize("sparse_first", [True, False])
+def test_an_entry_that_was_sparse_or_dense_is_so_again(sparse_first: bool) -> None:
+    """A momentum has the layout of its first gradient."""
+    dense = torch.tensor([[0.0, 0.0], [1.0, 2.0]])
+    own, saved = (dense + 1, dense.to_sparse(1))[:: 1 if sparse_first else -1]
+    entries = {"momentum_buffer": own}
+    restore_entries(entries, {"momentum_buffer": saved}, torch.zeros(2, 2), {})
+    restored = entries["momentum_buffer"]
+    assert restored.is_sparse == saved.is_sparse
+    assert torch.equal(restored.to_dense(), saved.to_dense())
+    saved.mul_(2)  # which is not shared
+    assert not torch.equal(restored.to_dense(), saved.to_dense())
+
+
+def test_the_memory_of_a_sparse_entry_counts() -> None:
+    momentum = torch.tensor([[0.0, 0.0], [1.0, 2.0]]).to_sparse(1)
+    snapshots = Snapshots()
+    snapshots.open(name := SnapshotName("token", 0))
+    snapshots.add(name, {"optimizer": {"momentum": momentum}})
+    snapshots.hold(name)
+    assert snapshots.nbytes == 8 + 2 * 4  # an index, and a row of two values
+    assert snapshots.nbytes_required == 2 * snapshots.nbytes
+
+
 @pytest.mark.parametrize(
     ("group", "device"), [({}, "cpu"), ({"fused": True}, "meta"), ({"capturable": True}, "meta")]
 )

@@ -113,6 +113,8 @@ class ThreadCommunicator:
             tensor, lambda tensors: [to.copy_(own) for to, own in zip(into, tensors, strict=False)]
         )
 
+    all_gather = gather
+
     def end_startup(self) -> None:
         """Change nothing: there is one limit."""
 

@@ -53,6 +53,7 @@ def notified(
     limit: float = LIMIT,
     staged: bool = False,
     intra_machine: MakeIntraMachine | None = None,
+    rows: IntraMachine | None = None,
 ) -> Callable[..., Any]:
     """Return what makes the synchronizer of each rank, with windows of one group a binding.
 
@@ -64,6 +65,7 @@ def notified(
         limit: seconds that waits may take.
         staged: gradients go as those of a GPU do.
         intra_machine: connects the ranks of a machine, which sum as its GPUs do.
+        rows: connects each rank with all others, for row-sparse gradients.
     """
     groups: dict[int, WindowGroup] = {}
     made: Counter[int] = Counter()
@@ -95,6 +97,7 @@ def notified(
             codec=CODECS[codec],
             staged=staged,
             intra_machine=inside and inside(rank),
+            rows=rows and rows(rank),
         )
         return kind(buckets, *parts, options)
 

@@ -570,13 +570,61 @@ def traced_twin(loop: Loop) -> Results:
     return weights(model)
 
 
+class Tagger(nn.Module):
+    """A table of words with sparse gradients before an LSTM; a sentence is a batch's 12 values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(200, 8, sparse=True)
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+        self.out = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.out(self.lstm(self.words((40 * x).long() % 200))[0][:, -1])
+        return y
+
+
+def sparse_words(loop: Loop) -> Results:
+    torch.manual_seed(5)
+    model = Tagger().double()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    loop.bind(model, optimizer)
+    for number in range(STEPS):
+        x, y = loop.batch(number)
+        with loop.step(x):
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(model)
+
+
+def sparse_words_clipped(loop: Loop) -> Results:
+    """Clip all gradients by their norm, that of the table by its rows, and log it."""
+    torch.manual_seed(5)
+    model, norms = Tagger().double(), []
+    optimizer = sgd(model)
+    loop.bind(model, optimizer)
+    for number in range(STEPS):
+        x, y = loop.batch(number)
+        with loop.step(x):
+            F.cross_entropy(model(x), y).backward()
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            rows = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+            norms.append(torch.stack([values.norm() for values in rows]).norm())
+            for gradient in gradients:
+                gradient.mul_(0.5 / norms[-1])
+            optimizer.step()
+            optimizer.zero_grad()
+    return {**weights(model), "norms": torch.stack(norms)}
+
+
 LOOPS: dict[str, Callable[[Loop], Results]] = {
     loop.__name__: loop
     for loop in (
         *(plain, average_by_hand, averaged_model, best_copy, clipped_norm, clipped_value, scaled),
         *(logged_gradients, clamped_weights, weight_penalty, gradient_penalty, sharpness_aware),
         *(two_backward_passes, accumulated, frozen_then_unfrozen, low_rank, distillation, mixup),
-        *(curriculum, two_schedulers, closure, noisy_gradients),
+        *(curriculum, two_schedulers, closure, noisy_gradients, sparse_words, sparse_words_clipped),
         *(never_zeroed, stepped_every_other_batch, averaged_then_zeroed),
         *(forward_mode, dual_numbers, traced_twin),
     )

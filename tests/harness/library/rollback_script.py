@@ -42,6 +42,7 @@ class Case:
         arguments: of `paceline.parallelize`.
         accumulate: batches a step.
         scaled: whether a loss scaler is used.
+        words: whether the first layer is a table with row-sparse gradients.
         freeze: the step before which the first layer is frozen; -1: none.
         at: the moments at which a generation may end.
         epochs: how many.
@@ -51,6 +52,7 @@ class Case:
     arguments: dict[str, Any]
     accumulate: int = 1
     scaled: bool = False
+    words: bool = False
     freeze: int = -1
     at: tuple[str, ...] = ("begin", "forward", "backward", "update", "end")
     epochs: int = EPOCHS
@@ -66,6 +68,8 @@ CASES = {
     "accumulation": Case(NOTIFIED, accumulate=2, at=("begin", "accumulated", "backward", "end")),
     "loss scaling": Case(NOTIFIED, scaled=True, at=("backward", "unscaled", "update")),
     "frozen layers": Case(NOTIFIED, freeze=6),
+    "sparse rows": Case(NOTIFIED, words=True),
+    "frozen table": Case({"sync": "allreduce"}, words=True, freeze=6),
     "auto": Case({"sync": "auto"}),
 }
 # Trials begin in step 100, and take 24 steps. They begin anew in each further generation until the
@@ -97,7 +101,7 @@ def train(case: Case, moments: Sequence[Sequence[Moment]], run: Path | None) -> 
     generations = Successors(world, *([parked] if world.world_size > 2 else []))
     breaks = Breaks(world, generations, [each[world.rank] for each in moments])
     world._next_generation = generations.decide
-    model = network(norm=bool(case.arguments.get("sync_bn")))
+    model = network(norm=bool(case.arguments.get("sync_bn")), words=case.words)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     paceline.parallelize(model, optimizer, world, **case.arguments)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
@@ -160,7 +164,7 @@ def momenta(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Ten
     """Return copies of the momenta, by parameter."""
     states = optimizer.state
     return {
-        f"momentum of {name}": states[p]["momentum_buffer"].clone()
+        f"momentum of {name}": states[p]["momentum_buffer"].to_dense().clone()
         for name, p in model.named_parameters()
     }
 

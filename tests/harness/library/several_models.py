@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.harness.library.loops import STEPS, Loop, Results, main, network, weights
+from tests.harness.library.loops import STEPS, Loop, Results, Tagger, main, network, weights
 
 NOISE = 4
 
@@ -355,12 +355,30 @@ def two_losses(loop: Loop) -> Results:
     return weights(model)
 
 
+def table_and_layers(loop: Loop) -> Results:
+    """SparseAdam for a table of words, and Adam for the layers behind it."""
+    torch.manual_seed(5)
+    model = Tagger().double()
+    layers = [*model.lstm.parameters(), *model.out.parameters()]
+    of_table = torch.optim.SparseAdam(model.words.parameters(), lr=0.05)
+    of_layers = torch.optim.Adam(layers, lr=0.01)
+    loop.bind(model, [of_table, of_layers])
+    for number in range(STEPS):
+        x, y = loop.batch(number)
+        with loop.step(x):
+            model.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            of_table.step()
+            of_layers.step()
+    return weights(model)
+
+
 LOOPS: dict[str, Callable[[Loop], Results]] = {
     loop.__name__: loop
     for loop in (
         *(dcgan, generator_first, wgan_gp, alternating, cycle, actor_and_critic, two_optimizers),
         *(encoder_and_decoder, joint_backward, scaled_gan, averaged_generator, two_losses),
-        *(without_samples, one_module),
+        *(without_samples, one_module, table_and_layers),
     )
 }
 

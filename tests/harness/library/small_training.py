@@ -32,11 +32,25 @@ def samples(count: int = 50) -> TensorDataset:
     return TensorDataset(x, torch.randint(0, 3, (count,), generator=random))
 
 
-def network(*, norm: bool = False, dropout: float = 0.0) -> nn.Sequential:
+class Words(nn.Module):
+    """A table with row-sparse gradients, of which each value of a sample chooses a row."""
+
+    ROWS = 64
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(self.ROWS, 16, mode="sum", sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows: Tensor = self.table((10 * x).long() % self.ROWS)
+        return rows
+
+
+def network(*, norm: bool = False, dropout: float = 0.0, words: bool = False) -> nn.Sequential:
     """Make a net of two layers in float64, the same at each call."""
     torch.manual_seed(3)
     return nn.Sequential(
-        nn.Linear(6, 16),
+        Words() if words else nn.Linear(6, 16),
         nn.BatchNorm1d(16) if norm else nn.Identity(),
         nn.Tanh(),
         nn.Dropout(dropout),
