@@ -439,6 +439,13 @@ class Replica:
     def _refuse_unexchanged(self) -> None:
         """Refuse gradients that are incomplete, or not exchanged; a plain step would use them."""
         self._binding.require_gradients()
+        for p in self._binding.trained.unowned:
+            if p.grad is not None and p in self._binder.trained().unowned:  # still
+                raise ConfigError(
+                    f"{self._binding.trained.names[p]} has a gradient, but no optimizer that was "
+                    "given to paceline.parallelize() has it: give its optimizer too, in a list, or "
+                    "freeze it by requires_grad_(False)."
+                )
         exchanged = self._binding.gradients.parameters
         for group in self._optimizer.param_groups:
             for p in group["params"]:

@@ -66,6 +66,7 @@ class TrainedParameters:
         buffers: the model's buffers, those in the scope.
         row_sparse: the parameters that get row-sparse gradients; none where the optimizer takes no
             sparse gradients.
+        unowned: the model's parameters that no optimizer has, frozen or not.
     """
 
     fingerprint: Fingerprint
@@ -73,6 +74,7 @@ class TrainedParameters:
     groups: dict[nn.Parameter, int]
     buffers: tuple[Tensor, ...]
     row_sparse: frozenset[nn.Parameter]
+    unowned: tuple[nn.Parameter, ...]
 
     @staticmethod
     def of(model: nn.Module, optimizer: Optimizer, scope: Scope = WHOLE) -> TrainedParameters:
@@ -88,6 +90,7 @@ class TrainedParameters:
         """
         names = scope.names(model, optimizer)
         groups = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        unowned = tuple(p for p in names if p not in groups)
         others = [p for p in groups if p not in names]
         counts: Counter[tuple[int, ...]] = Counter()
         for p in others:
@@ -108,6 +111,7 @@ class TrainedParameters:
             row_sparse=row_sparse_parameters(model)
             if takes_sparse_gradients(optimizer)
             else frozenset(),
+            unowned=unowned,
         )
 
     @property

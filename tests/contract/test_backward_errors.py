@@ -153,3 +153,30 @@ def test_an_update_that_no_forward_has_installed_is_no_write(kind: str, bucket_b
     expected = train(plain, torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9), None)
     for found in run_ranks(2, on_rank):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["allreduce", "notified", "sharded"])
+def test_a_gradient_that_no_optimizer_has_is_refused(kind: str) -> None:
+    """An optimizer that the script doesn't give would use this rank's gradients alone."""
+    torch.manual_seed(1)
+    initial, options = Parts().double(), KINDS[kind]()
+    x = torch.randn(4, 3, dtype=torch.float64)
+
+    def on_rank(c: Communicator) -> str:
+        model = copy.deepcopy(initial)
+        model.b.requires_grad_(False)
+        optimizer = torch.optim.SGD(model.a.parameters(), lr=0.1, momentum=0.9)
+        replica = replicate(model, optimizer, c, 10**6, **options)
+
+        def step(number: int) -> None:
+            with replica.step(number, 0.5):
+                model.b(model.a(x)).square().mean().backward()
+                optimizer.step()
+            optimizer.zero_grad()
+
+        step(0)
+        model.b.requires_grad_(True)
+        return refused(lambda: step(1))
+
+    for text in run_ranks(2, on_rank):
+        assert text.startswith("b.weight has a gradient, but no optimizer that was given")
