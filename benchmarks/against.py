@@ -122,6 +122,7 @@ class Checkout:
 
     Attributes:
         methods: what its rows may name.
+        models: the models that it has beside the zoo's.
     """
 
     def __init__(self, folder: Path, process: subprocess.Popen[str]) -> None:
@@ -130,6 +131,7 @@ class Checkout:
         if Path(said["package"]).parent != folder:
             raise SystemExit(f"{folder}: its benchmark would measure {said['package']}.")
         self.methods: list[str] = said["methods"]
+        self.models: list[str] = said["models"]
 
     @contextmanager
     def start(

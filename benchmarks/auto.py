@@ -19,6 +19,7 @@ from links import LOOPBACK, LinkError
 from rounds import paired_ratio
 from step import measure
 from table import print_table
+from workloads import add_work, settled
 
 from paceline.wiring.candidates import CANDIDATES, CONNECTIONS
 
@@ -31,7 +32,7 @@ LINKS = [LOOPBACK, "2.5gbit", "1gbit", "100mbit"]
 
 
 def main() -> None:
-    options = _parser().parse_args()
+    options = settled(_parser())
     if options.quick:
         options.rounds, options.steps = 2, 1
     for link in options.links:
@@ -61,11 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--rounds", type=int, default=15)
     add("--steps", type=int, default=5)
     add("--links", nargs="+", default=LINKS, metavar="LINK")
-    add("--model", default="resnet50")
-    add("--image-size", type=int, default=64)
-    add("--batch", type=int, default=16, help="images a rank; default: %(default)s")
-    add("--ranks", type=int, default=2)
-    add("--dtype", choices=["float", "bfloat16"], default="float")
+    add_work(parser)
     parser.add_argument("--markdown", action="store_true", help="print tables as markdown")
     parser.set_defaults(rows=[AUTO, *FIXED])
     return parser

@@ -1,6 +1,6 @@
 r"""Program that runs the ranks of another checkout by that checkout's own code, told by lines.
 
-    parent    ◀── {"package": "/…/paceline", "methods": ["none", …]}\n
+    parent    ◀── {"package": "/…/paceline", "methods": ["none", …], "models": ["gpt", …]}\n
               ──▶ {"machines": […], "work": {…}, "ranks": 2}\n           start ranks
               ◀── "ready"\n
               ──▶ {"row": "notified", "steps": 5}\n                      as often as wished
@@ -20,6 +20,8 @@ needs what every checkout has had so far. Renaming one of them cuts older checko
     ranks.start(machines, program, work, ranks)     a context manager; gives what has `turn`
     .turn(row, steps)                               milliseconds a step, over all ranks
     work: rows, model, image_size, batch, dtype
+
+What it may lack is `models.MODELS`, whose keys are the models that the zoo doesn't have.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import links
@@ -38,7 +41,8 @@ import paceline
 
 def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the ranks
-    _answer({"package": str(Path(paceline.__file__).parent), "methods": list(variants.MAKERS)})
+    package, methods = str(Path(paceline.__file__).parent), list(variants.MAKERS)
+    _answer({"package": package, "methods": methods, "models": _models()})
     while line := sys.stdin.readline():
         told = json.loads(line)
         machines = [links.Machine(**machine) for machine in told["machines"]]
@@ -50,6 +54,13 @@ def main() -> None:
         if told is None:  # the parent is gone
             return
         _answer("ended")
+
+
+def _models() -> list[str]:
+    try:
+        return list(import_module("models").MODELS)
+    except ModuleNotFoundError:
+        return []
 
 
 def _answer(value: object) -> None:

@@ -33,6 +33,7 @@ from place import meet
 from ranks import Ranks, start
 from rounds import Interval, median_of
 from variants import Setting, Training, bind
+from workloads import work_of
 
 from paceline.cluster.supervision.allocator import keep_freed_memory
 from paceline.config.world import SyncConfig
@@ -76,7 +77,7 @@ def main() -> None:
     options = _parser().parse_args()
     checkpoints = 3 if options.quick else options.checkpoints
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        work = {name: getattr(options, name) for name in ("model", "image_size", "batch", "dtype")}
+        work = work_of(options)
         work |= {"rows": [], "folder": folder}
         program = Path(__file__)
         with connect(LOOPBACK) as ends, start(ends, program, work, options.ranks) as ranks:

@@ -38,6 +38,7 @@ from ranks import start
 from rounds import median_of
 from table import print_table
 from variants import Setting, Training, bind
+from workloads import work_of
 
 from paceline.cluster.supervision.allocator import keep_freed_memory
 from paceline.config.world import SyncConfig
@@ -101,7 +102,7 @@ def _of_run(run: Path) -> Iterator[list[str]]:
 
 def _measure(options: argparse.Namespace, sync: str, steps: int) -> list[str]:
     """Run the steps of one method; return its line of the table."""
-    work = {name: getattr(options, name) for name in ("model", "image_size", "batch", "dtype")}
+    work = work_of(options)
     with (
         connect(LOOPBACK) as ends,
         start(ends, Path(__file__), work | {"rows": [sync]}, options.ranks) as ranks,

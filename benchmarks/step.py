@@ -1,12 +1,13 @@
 """Milliseconds a training step: Paceline beside torch's DDP, no exchange, and the floor.
 
-    python benchmarks/step.py [--quick] [--against PATH]
+    python benchmarks/step.py [--quick] [--model resnet50|vgg16|lstm|gpt] [--against PATH]
 
 ResNet-50 with 1,000 classes on 64 × 64 random images, 16 a rank, 2 ranks, one thread each, SGD with
-Nesterov momentum; over loopback and over links shaped to 2.5 and 1 Gbit/s (which need root). What
-each row does is in `variants.py`, how it is timed in `ranks.py`. All run in turns, so that ratios
-mean something where milliseconds don't; DDP's best is its row with the smallest median, a link at
-a time, and a row's floor is the one that moves as many bytes. Ratios are of speed: more is better.
+Nesterov momentum; over loopback and over links shaped to 2.5 and 1 Gbit/s (which need root). Other
+models are in `models.py`, what they train on in `workloads.py`. What each row does is in
+`variants.py`, how it is timed in `ranks.py`. All run in turns, so that ratios mean something where
+milliseconds don't; DDP's best is its row with the smallest median, a link at a time, and a row's
+floor is the one that moves as many bytes. Ratios are of speed: more is better.
 
 With `--against` Paceline's own rows run in turn with those of another checkout, an older one say,
 and their ratios are of time: see `against.py`.
@@ -36,7 +37,8 @@ from links import LOOPBACK, LinkError, connect
 from ranks import start
 from rounds import interleaved, paired_ratio
 from table import method_of, one_of, print_table
-from variants import CLASSES, MAKERS, PACELINE, ring_bytes, wire_of
+from variants import MAKERS, PACELINE, ring_bytes, wire_of
+from workloads import MODELS, add_work, settled, title_of, work_of
 
 PROGRAM = Path(__file__).with_name("variants.py")
 DDP, LINE = "ddp", "line"
@@ -52,11 +54,11 @@ WIDTHS = [14, 9, *[22] * 4]
 
 def main() -> None:
     parser = _parser()
-    options = parser.parse_args()
+    options = settled(parser)
     if options.quick:
         options.rounds, options.steps, options.most_rounds = 2, 1, 2
     if options.against is None:
-        print(f"{_title(options)}; {options.rounds} rounds of {options.steps} steps", flush=True)
+        print(f"{title_of(options)}; {options.rounds} rounds of {options.steps} steps", flush=True)
         for link in options.links:
             _report(link, partial(_report_speeds, link, options))
         return
@@ -65,7 +67,7 @@ def main() -> None:
     with run_checkout(options.against) as old:
         rows = _rows_of_both(parser, options, old)
         print(
-            f"{_title(options)}; {options.rounds} to {options.most_rounds} rounds of "
+            f"{title_of(options)}; {options.rounds} to {options.most_rounds} rounds of "
             f"{options.steps} steps, until an interval's half-width is {options.precision:g}%",
             flush=True,
         )
@@ -135,21 +137,15 @@ def floor_of(row: str) -> str:
     return "floor" if wire == "fp32" else f"floor-{wire}"
 
 
-def _title(options: argparse.Namespace) -> str:
-    return (
-        f"{options.model}, {CLASSES} classes, {options.image_size} x {options.image_size}, "
-        f"{options.batch} images a rank, {options.ranks} ranks, {options.dtype}"
-    )
-
-
 def _work(options: argparse.Namespace, rows: Sequence[str]) -> dict[str, object]:
-    work = {name: getattr(options, name) for name in ("model", "image_size", "batch", "dtype")}
-    return {**work, "rows": rows}
+    return {**work_of(options), "rows": rows}
 
 
 def _rows_of_both(
     parser: argparse.ArgumentParser, options: argparse.Namespace, old: Checkout
 ) -> list[str]:
+    if options.model in MODELS and options.model not in old.models:
+        parser.error(f"--model {options.model}: {options.against} doesn't have it")
     own = [row for row in options.rows if method_of(row) in PACELINE]
     both = [row for row in own if method_of(row) in old.methods]
     for row in own:
@@ -198,11 +194,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--steps", type=int, default=5)
     add("--links", nargs="+", default=LINKS, metavar="LINK")
     add("--rows", nargs="+", default=ROWS, metavar="METHOD[:MB[xCONNECTIONS]]", type=one_of(MAKERS))
-    add("--model", default="resnet50")
-    add("--image-size", type=int, default=64)
-    add("--batch", type=int, default=16, help="images a rank; default: %(default)s")
-    add("--ranks", type=int, default=2)
-    add("--dtype", choices=["float", "bfloat16"], default="float")
+    add_work(parser)
     parser.add_argument(
         "--against",
         type=a_checkout,

@@ -13,7 +13,7 @@
     auto           the exchange that `--sync auto` chooses, after its trials
     line           no training: the floor's stream alone
 
-Model, layout, optimizer, loss and images are the same. The *floor* moves the bytes that a ring's
+Model, layout, optimizer, loss and samples are the same. The *floor* moves the bytes that a ring's
 all_reduce moves per rank, 2 (N - 1) / N of the gradients' each way; the stream starts with the
 forward, and a step ends when both its arithmetic and its stream are done: that is the ideal
 max(Tf + Tb, Tc), in which communication hides under the backward and the next forward alike, as
@@ -43,19 +43,17 @@ from table import method_of, size_of
 from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 from torch.nn.parallel import DistributedDataParallel
+from workloads import loss_of, workload_of
 
 from paceline.codecs.codecs import CODECS
 from paceline.config.optim import OptimConfig
 from paceline.config.world import SyncConfig
-from paceline.models.zoo import build_model
 from paceline.replica.replica import Replica
 from paceline.run.autotune import TrialSetting, steps_of_trials
 from paceline.run.precision import DTYPES
 from paceline.wiring import make_optimizer, replicate
 from paceline.wiring.candidates import CANDIDATES
 from paceline.wiring.exchange import SYNCHRONIZERS
-
-CLASSES = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +84,8 @@ class Training:
 
     def __init__(self, setting: Setting) -> None:
         torch.manual_seed(0)
-        model = build_model(setting.model, num_labels=CLASSES, num_channels=3)
+        workload = workload_of(setting.model)
+        model = workload.build()
         self.model: nn.Module = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         # Too slow a rate to fit the batch, whose gradients would end as denormal numbers.
         optim = OptimConfig(base_learning_rate=1e-3)
@@ -94,16 +93,13 @@ class Training:
         for group in self.optimizer.param_groups:
             group["fused"] = True  # torch's fastest, for all rows; Paceline takes it by itself
         torch.manual_seed(1 + setting.rank)
-        size = (setting.batch, 3, setting.image_size, setting.image_size)
-        self._images = torch.randn(size).contiguous(memory_format=torch.channels_last)
-        self._labels = torch.randint(CLASSES, (setting.batch,))
-        self._criterion = nn.CrossEntropyLoss()
+        self._inputs, self._targets = workload.samples(setting.batch, setting.image_size)
         self._dtype = DTYPES[setting.dtype]
 
     def step(self) -> None:
         """Run the plain recipe."""
         with torch.autocast("cpu", self._dtype, enabled=self._dtype is not torch.float32):
-            loss = self._criterion(self.model(self._images), self._labels)
+            loss = loss_of(self.model(self._inputs), self._targets)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -225,7 +221,7 @@ MAKERS: dict[str, Callable[..., Variant]] = {
 def ring_bytes(model: str, ranks: int, wire: str = "fp32") -> int:
     """Return the bytes that a rank sends, and receives, to add up the gradients in a ring."""
     with torch.device("meta"):
-        parameters = build_model(model, num_labels=CLASSES, num_channels=3).parameters()
+        parameters = workload_of(model).build().parameters()
     numel = sum(p.numel() for p in parameters)
     codec = CODECS[wire]
     size = 4 * numel if codec is None else codec.size(numel)

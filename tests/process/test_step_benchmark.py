@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -31,7 +32,9 @@ SMALL = ("--model", "resnet20", "--image-size", "8", "--batch", "2", "--links", 
 EXACT = ("ddp:1", "allreduce", "allreduce:0.1", "notified:0.1")
 
 
-def trained(communicator: Communicator, folder: str) -> dict[str, list[Tensor]]:
+def trained(
+    communicator: Communicator, folder: str, model: str, rows: Sequence[str]
+) -> dict[str, list[Tensor]]:
     """Train by each row's method for three steps; return the weights."""
     sys.path.insert(0, str(BENCHMARKS))
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -44,13 +47,13 @@ def trained(communicator: Communicator, folder: str) -> dict[str, list[Tensor]]:
         company={"127.0.0.1": communicator.world_size},
         store=f"{folder}/store",
         rows=[],
-        model="resnet20",
+        model=model,
         image_size=8,
         batch=2,
         dtype="float",
     )
     weights = {}
-    for row in ("none", "floor-bf16", *EXACT, "ddp-bf16:1"):
+    for row in rows:
         variant = variants.make(setting, row)
         for _ in range(3):
             variant.step()
@@ -60,7 +63,8 @@ def trained(communicator: Communicator, folder: str) -> dict[str, list[Tensor]]:
 
 
 def test_ddp_and_paceline_train_the_same_and_no_exchange_something_else(tmp_path: Path) -> None:
-    first, second = spawn(2, trained, str(tmp_path))
+    rows = ("none", "floor-bf16", *EXACT, "ddp-bf16:1")
+    first, second = spawn(2, trained, str(tmp_path), "resnet20", rows)
     for row in EXACT:
         torch.testing.assert_close(first[row], first["ddp:1"])
         torch.testing.assert_close(second[row], first["ddp:1"])
@@ -72,6 +76,15 @@ def test_ddp_and_paceline_train_the_same_and_no_exchange_something_else(tmp_path
     torch.testing.assert_close(rounded, first["ddp:1"], **error)
     with pytest.raises(AssertionError):
         torch.testing.assert_close(rounded, first["ddp:1"])
+
+
+@pytest.mark.parametrize("model", ["lstm", "gpt"])
+def test_ddp_and_paceline_train_a_model_of_text_the_same(model: str, tmp_path: Path) -> None:
+    first, second = spawn(2, trained, str(tmp_path), model, ("none", "ddp:25", "notified"))
+    for ranks_weights in (first, second):
+        torch.testing.assert_close(ranks_weights["notified"], first["ddp:25"])
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(first["none"], second["none"])
 
 
 def test_a_table_has_a_line_a_row_and_each_row_s_speed_against_the_others() -> None:
@@ -116,6 +129,8 @@ def test_ctrl_c_in_the_middle_leaves_no_process() -> None:
         ("--against /proc", "/proc is no checkout of Paceline: no paceline/__init__.py"),
         ("--against . --rounds 9 --most-rounds 8", "--rounds 9 is more than --most-rounds 8"),
         ("--against . --restart-every 0", "0 is no number of rounds: give 1 or more"),
+        ("--model gpt --image-size 8", "--image-size 8: gpt reads text, no images"),
+        ("--model vgg16 --image-size 31", "--image-size 31: vgg16 takes 32 or more"),
     ],
 )
 def test_an_argument_that_means_nothing_is_refused(

@@ -135,6 +135,7 @@ def test_ranks_of_another_checkout_do_what_they_are_told_and_end(tmp_path: Path)
     before = children()
     with stub(tmp_path) as (checkout, start):
         assert checkout.methods == ["none", "notified"]
+        assert checkout.models == []
         for _ in range(2):
             with start() as ranks:
                 assert ranks.turn("notified", 5) == 12.5
@@ -169,6 +170,15 @@ def test_another_checkout_whose_ranks_fail_is_named(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=f"{tmp_path}: its benchmark ended"):
         failing()
     assert children() == before
+
+
+def test_a_model_that_another_checkout_lacks_is_refused(tmp_path: Path) -> None:
+    with stub(tmp_path):  # writes its files
+        pass
+    with benchmark("step.py", "--model", "gpt", "--against", str(tmp_path)) as process:
+        _, err = process.communicate(timeout=LIMIT)
+    assert process.returncode == 2
+    assert f"--model gpt: {tmp_path} doesn't have it" in err
 
 
 def test_a_checkout_runs_in_turn_with_a_copy_of_itself(tmp_path: Path) -> None:
