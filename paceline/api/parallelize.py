@@ -253,7 +253,9 @@ def _group_facts(optimizers: Sequence[Optimizer]) -> dict[str, str]:
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     for number, group in enumerate(groups):
         for name, value in group.items():
-            text = str(value.tolist() if isinstance(value, Tensor) else value)
+            plain = isinstance(value, str | int | float | tuple | list | None)
+            text = str(value) if plain else type(value).__name__  # an address says nothing
+            text = str(value.tolist()) if isinstance(value, Tensor) else text
             text = f"{len(value)} tensors" if name == "params" else text
             facts[f"{name} of the optimizer's group {number}"] = text
     return facts

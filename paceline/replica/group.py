@@ -65,6 +65,11 @@ class ReplicaGroup:
         """Whether the communicator of all ranks is in use: replicas have their own."""
         return False
 
+    @property
+    def added_to_kept(self) -> bool:
+        """As `Replica.added_to_kept`, of any replica."""
+        return False  # what another model's pass has left is zeroed, as a rule
+
     def begin_batch(self) -> None:
         """Begin a batch in all replicas."""
         for replica in self.replicas:

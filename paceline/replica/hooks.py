@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +55,7 @@ class ReplicaHooks:
         reads: which modules read which parameters; None until the first step has traced the reads.
         copier: copies the state before the current step, if a snapshot is taken in it.
         kept: the gradients that the script keeps after a step.
+        added_to_kept: whether a backward has added to a gradient of an earlier step.
     """
 
     def __init__(
@@ -71,6 +73,8 @@ class ReplicaHooks:
         self._versions: list[int] = []  # of the parameters, when a backward reached the first one
         self.gradients = StepGradients(synchronizer.buckets)
         self.kept, self._weight = KeptGradients(), 1.0
+        self.added_to_kept = False
+        self._last: tuple[ref[Tensor], int] | None = None  # the first gradient after a step
         self.exchanging = True
         self.copier: StateCopier | None = None
         self._model = model
@@ -92,6 +96,8 @@ class ReplicaHooks:
         """Start a step."""
         self._running, self.copier = True, None  # one that a failed step left is given up
         self._watches_backward = False
+        if self.kept.shown:
+            self._hide_means()
         if self.kept.weight is not None and self.kept.weight != weight:
             self._rescale_kept(weight)
         self._weight = weight
@@ -174,7 +180,7 @@ class ReplicaHooks:
         for handle in self._handles:
             handle.remove()
         self._handles = [
-            p.register_post_accumulate_grad_hook(LiveHook(hook, index))
+            _hook_gradient(p, LiveHook(hook, index))
             for index, p in enumerate(self.gradients.parameters)
             if hook is not None
         ]
@@ -184,8 +190,8 @@ class ReplicaHooks:
         if not self._running:
             return
         assert isinstance(parameter, nn.Parameter)
-        if self.kept.refused:
-            self._require_zeroed(index, parameter)
+        if not index and self._last is not None:
+            self._note_added(parameter)
         if self.gradients.reduced:
             self._exchange_again()
         if self.exchanging or self.gradients.added:
@@ -204,6 +210,8 @@ class ReplicaHooks:
         assert isinstance(parameter, nn.Parameter)
         if self.kept.refused:
             self._require_zeroed(index, parameter)
+        if not index and self._last is not None:
+            self._note_added(parameter)
         if self.gradients.reduced:
             self._exchange_again()
         if self.exchanging and not self._watches_backward:
@@ -220,9 +228,15 @@ class ReplicaHooks:
 
     def expose_gradients(self, parameter: Tensor) -> None:
         """Make every `.grad` the mean, after a step; as `Synchronizer.expose_gradients`."""
+        with self._watch.paused():
+            own = {p: p.grad for p in self.gradients.parameters}
         self.synchronizer.expose_gradients(parameter)
         with self._watch.paused():
-            self.kept.expose(self.gradients.parameters)
+            self.kept.show(own)
+
+    def _hide_means(self) -> None:
+        with self._watch.paused():
+            self.kept.hide()
 
     def _rescale_kept(self, weight: float) -> None:
         """Rescale what is kept for a step of another weight."""
@@ -232,6 +246,8 @@ class ReplicaHooks:
 
     def _end_kept(self) -> None:
         """Take note that what is kept from now on is of the step that ends."""
+        first = next(iter(self.gradients.parameters)).grad
+        self._last = None if first is None else (ref(first), first._version)
         weight = None if self.gradients.reduced else self._weight
         if self.kept.refused or self.kept.before is not None:
             self.kept.end_step(weight)
@@ -254,15 +270,28 @@ class ReplicaHooks:
             ConfigError: a backward pass ended with an error that the script caught, or a gradient
                 is kept that mustn't be sent.
         """
-        if self.kept.refused:
-            for index, parameter in enumerate(self.gradients.parameters):
-                self._require_zeroed(index, parameter)
+        self.require_kept_gradients()
         if self._watches_backward:
             raise ConfigError(
                 "a backward pass of this step ended with an error that the script caught, so its "
                 "gradients are incomplete: let the error end the script, or end the step without "
                 "optimizer.step() on all ranks alike."
             )
+
+    def _note_added(self, parameter: nn.Parameter) -> None:
+        """Note whether backward has added to the first gradient of an earlier step, unwritten."""
+        assert self._last is not None
+        (kept, version), self._last = self._last, None
+        with torch._C.DisableTorchFunctionSubclass():  # this is no use of it by the script
+            gradient = parameter.grad
+        if gradient is not None and gradient is kept() and gradient._version == version + 1:
+            self.added_to_kept = True
+
+    def require_kept_gradients(self) -> None:
+        """Require that no gradient is kept that mustn't be sent; raises as `require_gradients`."""
+        if self.kept.refused:
+            for index, parameter in enumerate(self.gradients.parameters):
+                self._require_zeroed(index, parameter)
 
     def _require_zeroed(self, index: int, parameter: nn.Parameter) -> None:
         name, step = self.gradients.name_and_step(index)
@@ -324,6 +353,8 @@ class ReplicaHooks:
         def wait(*_: object) -> None:
             if self._watch.gap is Gap.UPDATES:
                 self._watch.end()
+            if self.kept.shown:
+                self._hide_means()
             if not self._running:  # the forward of a batch whose gradients accumulate, say
                 self.install_statistics()
                 if self._earlier.due:
@@ -469,6 +500,15 @@ class StepGradients:
             "with sparse=True before parallelize() and use one of these, or create it with "
             "sparse=False."
         )
+
+
+def _hook_gradient(parameter: nn.Parameter, hook: LiveHook) -> RemovableHandle:
+    """Call a hook after each accumulation of a gradient, of a frozen parameter once it is not."""
+    trained = parameter.requires_grad
+    parameter.requires_grad_(True)
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
+    parameter.requires_grad_(trained)
+    return handle
 
 
 def _stepped_inside(change: str) -> ConfigError:

@@ -133,6 +133,9 @@ class ReadTracer:
             self._mode.__enter__()  # type: ignore[no-untyped-call]
 
 
+_TABLES = (torch.ops.aten.embedding.default, torch.ops.aten._embedding_bag.default)
+
+
 class _ReadMode(TorchDispatchMode):
     """Dispatch mode that records each read of a parameter for the innermost running module."""
 
@@ -148,6 +151,9 @@ class _ReadMode(TorchDispatchMode):
         if func is torch.ops.aten.embedding_renorm_.default and self._is_alias(args[0]):
             module = type(self._running[-1]).__name__
             raise renormalised(f"{module} calls embedding() with max_norm")
+        if func in _TABLES and len(args) > 3 and args[3] and self._is_alias(args[0]):
+            module = type(self._running[-1]).__name__
+            raise scaled_by_frequency(f"{module} calls embedding() with scale_grad_by_freq=True")
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, Tensor) and (p := self._by_id.get(id(value))) is not None:
                 self.reads[self._running[-1]].append(p)
@@ -156,6 +162,14 @@ class _ReadMode(TorchDispatchMode):
     def _is_alias(self, tensor: Tensor) -> bool:
         memory = tensor.untyped_storage().data_ptr()
         return any(memory == p.untyped_storage().data_ptr() for p in self._by_id.values())
+
+
+def scaled_by_frequency(subject: str) -> ConfigError:
+    """Return the error for an embedding whose gradient depends on how often a batch has a row."""
+    return ConfigError(
+        f"{subject}, which divides a row's gradient by its count in this rank's samples, where one "
+        "process would count all samples: pass scale_grad_by_freq=False."
+    )
 
 
 def renormalised(subject: str) -> ConfigError:

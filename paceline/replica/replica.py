@@ -152,6 +152,11 @@ class Replica:
         """Whether a step is under way, whose exchange uses the communicator of all ranks."""
         return self._number is not None
 
+    @property
+    def added_to_kept(self) -> bool:
+        """Whether a backward has added to a gradient of an earlier step, which no file has."""
+        return self._hooks is not None and self._hooks.added_to_kept
+
     def begin_batch(self) -> None:
         """Let snapshots have the buffers from before the next forward, until a step trains it."""
         self._earlier.due = True
@@ -220,6 +225,7 @@ class Replica:
             )
         if not self._binding.gradients.reduced:
             self._watch.end()
+            self._binding.require_kept_gradients()
             self._binding.gradients.before_reduce()
             self._binding.synchronizer.reduce()
 

@@ -1,9 +1,10 @@
 """Checksums of a replica's state: of each entry that ought to be equal on all ranks.
 
-A tensor's checksum is the sum of its values' bits, read as integers, modulo a power of two: one
-flipped bit always changes it, and a layout of memory (channels last) never does. A plain value's is
-the CRC-32 of its text. All checksums together have a code of 20 bits, which travels in a step's
-summary.
+A small tensor's checksum is the CRC-32 of its values. A large one's is a sum of its bits, read as
+integers and weighted by their places in rows of 1,024, modulo 2^64: it is as fast as memory. One
+flipped bit changes both, and so does an exchange of two values; a layout of memory (channels last)
+changes neither. A plain value's is the CRC-32 of its text. All checksums together have a code of 20
+bits, which travels in a step's summary.
 
 What ranks have of their own isn't compared: shards of an optimizer's state, error-feedback
 residuals, tracked objects, and buffers that no state dict contains.
@@ -30,13 +31,10 @@ Checksums = Mapping[str, int]
 Parts = Mapping[str, Mapping[Any, Any]]
 _Sum = tuple[str, str, Tensor | int]  # part, name and checksum of an entry
 
-# By a value's bytes: an integer as wide, and one to sum in. The conversion of the last two is slow.
-_INTEGERS = {
-    8: (torch.int64, torch.int64),
-    4: (torch.int32, torch.int32),
-    2: (torch.int16, torch.int64),
-    1: (torch.int8, torch.int64),
-}
+_ROW = 1024  # values
+_LARGE = 2**16  # bytes
+_INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}  # by a value's bytes
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
 
 
 class ChecksumParts:
@@ -136,19 +134,45 @@ def _sums(state: Parts) -> Iterator[_Sum]:
             yield BUFFERS, name, _sum(tensor)
     for name, entries in state.get(OPTIMIZER, {}).items():
         for key, value in entries.items() if isinstance(entries, Mapping) else ():
-            yield OPTIMIZER, f"the optimizer's {key} of {name}", _sum(value)
+            for label, total in _leaves(f"the optimizer's {key}", value):
+                yield OPTIMIZER, f"{label} of {name}", total
     for number, options in state.get(GROUPS, {}).items():
         for key, value in options.items():
-            yield GROUPS, f"{key} of the optimizer's group {number}", _sum(value)
+            for label, total in _leaves(str(key), value):
+                yield GROUPS, f"{label} of the optimizer's group {number}", total
 
 
-def _sum(value: Any) -> Tensor | int:
-    if not isinstance(value, Tensor):
-        return zlib.crc32(repr(value).encode())
+def _sum(value: Tensor) -> Tensor | int:
     dense = value.detach() if value.layout is torch.strided else value.detach().to_dense()
-    real = torch.view_as_real(dense) if dense.is_complex() else dense
-    integer, total = _INTEGERS[real.element_size()]
-    return real.view(integer).sum(dtype=total)
+    if dense.is_complex():
+        dense = torch.view_as_real(dense.resolve_conj())
+    words = dense.resolve_neg().contiguous().view(_INTEGERS[dense.element_size()]).flatten()
+    if words.nbytes < _LARGE and words.device.type == "cpu":
+        return zlib.crc32(words.numpy().tobytes())
+    whole, kind = len(words) // _ROW * _ROW, words.dtype
+    rows = words[:whole].view(-1, _ROW)
+    kind = kind if kind.itemsize >= 4 else torch.int64  # a sum in another type is slow
+    total = _weighted(rows.sum(0, dtype=kind)) + _weighted(rows.sum(1, dtype=kind)) * (_ROW + 1)
+    return total + _weighted(words[whole:])
+
+
+def _weighted(sums: Tensor) -> Tensor:
+    """Return the sum of numbers times 1, 2, 3, …, modulo 2^64."""
+    return (sums.long() * torch.arange(1, len(sums) + 1, device=sums.device)).sum()
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Tensor | int]]:
+    """Yield names and checksums of a tree's tensors and plain values, and of no other objects."""
+    if isinstance(value, Tensor):
+        yield name, _sum(value)
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _leaves(f"{name}[{key!r}]", one)
+    elif isinstance(value, list | tuple) and not all(isinstance(one, _PLAIN) for one in value):
+        for index, one in enumerate(value):
+            yield from _leaves(f"{name}[{index}]", one)
+    elif isinstance(value, (*_PLAIN, list, tuple)):
+        yield name, zlib.crc32(repr(value).encode())
 
 
 def _numbers(sums: Iterable[_Sum], entries: Mapping[Any, Any], *, divided: bool) -> dict[str, int]:

@@ -97,7 +97,8 @@ class CheckpointSchedule:
         what = "the broadcast of rank 0's decisions"
         settings = [writer is not None, policy.steps, snapshots.on, snapshots.check.due]
         received = broadcast_state(run.context.communicator, settings, device, what)
-        self._saving, steps, snapshots.enabled, snapshots.check.due = received
+        self._saving: bool = received[0]
+        _, steps, snapshots.enabled, snapshots.check.due = received
         self._policy = replace(policy, steps=steps)
         if writer is not None:
             writer.newest = self._builder.newest
@@ -122,6 +123,11 @@ class CheckpointSchedule:
         self._snapshots.discard()
         self._builder.copied = None
         self._due.clear()
+
+    @property
+    def saving(self) -> bool:
+        """Whether files are written; the same on all ranks."""
+        return self._saving
 
     @property
     def active(self) -> bool:

@@ -34,7 +34,7 @@ from paceline.run.step_summary import StepSummary, all_equal
 
 _COST = 0.0009  # of the time; what is promised is 0.1%
 _COUNTED = 5  # checks whose times are retained
-_NEW = 1.2  # factor by which an interval changes before it is sent
+_CHANGE = 1.2  # factor by which an interval changes before it is sent
 
 
 class ReplicaCheck:
@@ -55,6 +55,7 @@ class ReplicaCheck:
         self.due: float = 0 if enabled else math.inf
         self._equal: int | None = None  # completed steps of the newest state that was equal
         self._interval, self._last = 1, 0  # in steps; the last step that was checked
+        self._first = 0  # step of the generation
         self._sums: dict[int, Checksums] = {}  # whose codes haven't been compared, by step
         self._seconds: deque[float] = deque(maxlen=_COUNTED)
         self._time = 0.0  # of the last check
@@ -69,6 +70,7 @@ class ReplicaCheck:
         self._sums.clear()
         if self.enabled:
             self.due, self._interval, self._last = number, 1, number
+            self._first = number
             self._time = 0.0
 
     def require(self, step: int) -> None:
@@ -93,12 +95,12 @@ class ReplicaCheck:
             code = code_of(sums)
         now = time.monotonic()
         steps, self._last = step - self._last, step
-        self.due = step + self._interval
+        self._schedule()
         interval = 0
         if self._time and steps:  # not the first, which is slower
             self._seconds.append(spent + now - began)
             wanted = math.ceil(median(self._seconds) * steps / (_COST * (now - self._time)))
-            if not self._interval / _NEW <= wanted <= self._interval * _NEW:
+            if not self._interval / _CHANGE <= wanted <= self._interval * _CHANGE:
                 interval = wanted
         self._time = now
         return code, interval if self._run.context.group.rank == 0 else 0
@@ -118,7 +120,7 @@ class ReplicaCheck:
         """
         if summary.check_interval:
             self._interval = summary.check_interval
-            self.due = self._last + self._interval
+            self._schedule()
         if not summary.same_outcome:
             self._refuse_outcome(summary.step, stepped)
         sums = self._sums.pop(summary.step, {})
@@ -146,6 +148,10 @@ class ReplicaCheck:
             self._refuse(step, sums)
         self._equal = step if sums else self._equal
 
+    def _schedule(self) -> None:
+        """Let the next check be due: at first after 1, 3, 9, … steps, to find bugs soon."""
+        self.due = self._last + min(self._interval, max(1, 2 * (self._last - self._first)))
+
     def _refuse_outcome(self, step: int, stepped: int) -> None:
         """Refuse a step that only some ranks have ended by `optimizer.step()`; collective."""
         communicator = self._run.context.communicator
@@ -169,11 +175,13 @@ class ReplicaCheck:
         texts = gather_bytes(communicator, data, self._device, what)
         found = difference([json.loads(text) for text in texts])
         equal = self._equal
-        since = "" if equal is None else f"; they were equal after {many(equal, 'step')}"
+        since = "" if equal is None else f"; in the last comparison, after {many(equal, 'step')}, "
+        since += "they were equal" if since else ""
         raise ReplicasDiffer(
             f"the replicas differ after {many(step, 'step')}: {found}{since}. Usual causes: code "
             "that changes the model, the optimizer or a learning rate on some ranks only, or from "
-            "one rank's own loss; or faulty memory."
+            "one rank's own loss; a buffer that is computed from one rank's samples (register it "
+            "with persistent=False, and it isn't compared); faulty memory."
         )
 
 

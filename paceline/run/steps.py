@@ -249,6 +249,12 @@ class Steps:
             sums = torch.zeros(self._value_count, dtype=torch.float64, device=self._device)
             with span("train"), self._replica.step(number, batch.weight):
                 yield sums
+            if self._replica.added_to_kept and self._checkpoints.saving:
+                raise ConfigError(
+                    f"a backward in step {number} added to gradients of an earlier step, which a "
+                    "resumed run would lack: call optimizer.zero_grad() in each step, accumulate "
+                    "over several batches in world.no_sync(), or train without a run folder."
+                )
         self.run.recorder.event(
             "step",
             generation=self.generation,

@@ -221,6 +221,11 @@ class SyncBatchNorm(_BatchNorm):
         """Return mean and biased variance, (channels,), and the number of values a channel."""
         dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
         channels = x.shape[1]
+        if not x.numel():
+            raise ConfigError(
+                f"{self._name}: the batch of this rank is empty: with sync_bn=True a rank without "
+                "samples runs forward and backward on any other samples, with samples=0."
+            )
         own = x.new_zeros(1 + 2 * channels, dtype=dtype)  # count | mean | M2
         count = x.numel() // channels if self._exchange.share.weight > 0 else 0
         if count:

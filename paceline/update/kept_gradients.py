@@ -7,12 +7,13 @@ changed rescales what it keeps, and together all ranks send the sum of the means
     sum_r w'_r (w_r / w'_r x_r + g_r) = sum_r w_r x_r + sum_r w'_r g_r
 
 Gradients that were reduced are the mean on all ranks. They stay as they are, because the weights
-add up to one.
+add up to one. Where this rank alone has looked at the means after a step, it gets its own part back
+before the next backward, unless the script has changed them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from weakref import ref
 
 import torch
@@ -33,12 +34,14 @@ class KeptGradients:
         before: what was kept before backward passes outside of a step; None: there were none.
         refused: gradients that mustn't be sent, by parameter; empty as long as nothing unusual
             happens.
+        shown: means that the script sees in place of this rank's own gradients, with these.
     """
 
     def __init__(self) -> None:
         self.weight: float | None = None
         self.before: Noted | None = None
         self.refused: Noted = {}
+        self.shown: dict[nn.Parameter, tuple[ref[Tensor], str, Tensor]] = {}
         self._reason = ""
 
     def note(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -53,14 +56,13 @@ class KeptGradients:
         What can't be rescaled is refused, if the script doesn't zero it.
         """
         assert self.weight is not None
-        if any(map(self._left, self.refused)):
-            return
         kept = _noted(parameters) if self.before is None else self.before
         same = [
             p for p, (gradient, _) in kept.items() if p.grad is not None and p.grad is gradient()
         ]
         if not weight:
-            self._refuse({p: kept[p] for p in same}, "and this rank has no samples now")
+            lost = {p: kept[p] for p in same if p.grad is not None and bool(_values(p.grad).any())}
+            self._refuse(lost, "and this rank has no samples now")
             return
         added = {p: kept[p] for p in same if p.grad is not None and p.grad._version > kept[p][1]}
         self._refuse(added, "when this rank had another share of the samples")
@@ -69,10 +71,23 @@ class KeptGradients:
             value.mul_(self.weight / weight)
         self.weight = weight
 
-    def expose(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Note that this rank has used the means, and perhaps no other rank."""
+    def show(self, own: Mapping[nn.Parameter, Tensor | None]) -> None:
+        """Note that `.grad` shows the means now.
+
+        Args:
+            own: this rank's gradients, by parameter.
+        """
         if self.weight is not None:
-            self._refuse(_noted(parameters), "and was used after optimizer.step()")
+            for p, gradient in own.items():
+                if p.grad is not None and gradient is not None and p.grad is not gradient:
+                    self.shown[p] = ref(p.grad), _digest(p.grad), gradient
+
+    def hide(self) -> None:
+        """Put back this rank's own gradients where the script has left the means as they are."""
+        for p, (mean, digest, own) in self.shown.items():
+            if p.grad is not None and p.grad is mean() and _digest(p.grad) == digest:
+                p.grad = own
+        self.shown = {}
 
     def require_zeroed(self, parameter: nn.Parameter, name: str, step: int) -> None:
         """Require that a parameter's gradient isn't one that mustn't be sent.
@@ -83,8 +98,7 @@ class KeptGradients:
         if self._left(parameter):
             raise ConfigError(
                 f"the gradient of {name} in step {step} includes one that was kept from an earlier "
-                f"step, {self._reason}: call optimizer.zero_grad() in each step, or world.reduce() "
-                "before optimizer.step()."
+                f"step, {self._reason}: call optimizer.zero_grad() in each step."
             )
 
     def end_step(self, weight: float | None) -> None:
@@ -99,7 +113,7 @@ class KeptGradients:
 
     def forget(self) -> None:
         """Forget what is kept, because it is about to be zeroed in place."""
-        self.refused, self.before, self.weight = {}, None, None
+        self.refused, self.before, self.weight, self.shown = {}, None, None, {}
 
     def _refuse(self, noted: Noted, reason: str) -> None:
         self.refused, self._reason = noted, reason
@@ -111,3 +125,14 @@ class KeptGradients:
 
 def _noted(parameters: Iterable[nn.Parameter]) -> Noted:
     return {p: (ref(p.grad), p.grad._version) for p in parameters if p.grad is not None}
+
+
+def _values(gradient: Tensor) -> Tensor:
+    """Return the values of a gradient, sparse or not."""
+    return gradient.detach().coalesce().values() if gradient.is_sparse else gradient.detach()
+
+
+def _digest(gradient: Tensor) -> str:
+    """Return a text that changes with the values, also where they are written through `.data`."""
+    values = _values(gradient)
+    return f"{values.sum().item()} {values.abs().sum().item()}"

@@ -6,14 +6,15 @@ import torch
 from torch import nn
 
 from paceline.errors import ConfigError
-from paceline.replica.read_tracing import renormalised
+from paceline.replica.read_tracing import renormalised, scaled_by_frequency
 
 
 def require_supported_modules(model: nn.Module) -> None:
     """Require that all modules train alike on all ranks, and have hooks.
 
     Raises:
-        ConfigError: an embedding renormalises its table, or a module is TorchScript.
+        ConfigError: an embedding renormalises its table or scales its gradient, a module is
+            TorchScript, or a buffer is sparse.
     """
     for name, module in model.named_modules():
         path = f"the model's {name}" if name else "the model"
@@ -23,5 +24,14 @@ def require_supported_modules(model: nn.Module) -> None:
                 "for their update: pass the module itself, which torch.jit.trace() can trace after "
                 "training; to compile it, call torch.compile."
             )
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
-            raise renormalised(f"{path} has max_norm={module.max_norm}")
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            if module.max_norm is not None:
+                raise renormalised(f"{path} has max_norm={module.max_norm}")
+            if module.scale_grad_by_freq:
+                raise scaled_by_frequency(f"{path} has scale_grad_by_freq=True")
+        for key, buffer in module.named_buffers(recurse=False):
+            if buffer.layout is not torch.strided:
+                raise ConfigError(
+                    f"{path} has a buffer {key} of layout {buffer.layout}, which isn't sent to the "
+                    "other ranks: keep its indices and values in two buffers."
+                )

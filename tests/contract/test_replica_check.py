@@ -135,9 +135,10 @@ def test_one_flipped_bit_on_one_rank_ends_the_run(
         train_with(c, tmp_path, {FLIPPED_BEFORE: do}, {hurt}, kind=kind, snapshots=snapshots)
 
     text = error_of(world_size, work)
-    found = re.search(
-        r"differ after (\d+) steps: (.*?); they were equal after (\d+) steps?\.", text
+    parts = (
+        r"differ after (\d+) steps: (.*?); in the last comparison, after (\d+) steps?, they were "
     )
+    found = re.search(parts, text)
     assert found, text
     assert int(found[3]) <= FLIPPED_BEFORE <= int(found[1])
     ranks = f"rank {hurt} differs from the others" if world_size == 3 else "ranks 0 and 1 differ"
@@ -191,6 +192,51 @@ def test_a_learning_rate_of_one_rank_ends_the_run(tmp_path: Path) -> None:
     assert "of rank" not in text
 
 
+def test_two_values_that_are_exchanged_end_the_run(tmp_path: Path) -> None:
+    """Of a small buffer, and of a large one."""
+    torch.manual_seed(1)
+    for size in (8, 70_000):
+        model = Counted()
+        model.register_buffer("order", torch.randperm(size))
+
+        def exchange(rank: Rank) -> None:
+            order = rank.bench.model.order
+            order.data[[1, 5]] = order.data[[5, 1]]
+
+        def work(c: Communicator, model: nn.Module = model) -> None:
+            train_with(c, tmp_path, {6: exchange}, {1}, model=model)
+
+        assert "ranks 0 and 1 differ in order" in error_of(2, work)
+
+
+def test_objects_of_an_optimizer_are_compared_by_their_tensors(tmp_path: Path) -> None:
+    def add_objects(rank: Rank) -> None:
+        states = plain_state(rank.bench.optimizer)
+        for state in states.values():
+            state |= {"own": object(), "names": {"a", "b", f"{rank.communicator.rank}"}}
+            state["history"] = [torch.zeros(2000), {"last": torch.zeros(3)}]
+        rank.bench.optimizer.param_groups[0]["schedule"] = lambda step: step
+
+    def change_one(rank: Rank) -> None:
+        state = plain_state(rank.bench.optimizer)[next(rank.bench.model.parameters())]
+        state["history"][0][1000] += 5
+
+    def work(c: Communicator) -> None:
+        with_objects = {3: add_objects}
+        train_with(c, tmp_path, with_objects, {0, 1})
+        rank = Rank(c, tmp_path, model=Counted())
+        for number in range(STEPS):
+            if number == 3:
+                add_objects(rank)
+            if number == 40 and c.rank == 1:
+                change_one(rank)
+            rank.train(number)
+        rank.steps.end_steps()
+
+    text = error_of(2, work)
+    assert "ranks 0 and 1 differ in the optimizer's history[0] of inner.0.weight" in text
+
+
 def test_without_the_check_nothing_is_compared(tmp_path: Path) -> None:
     def work(c: Communicator) -> None:
         rank = Rank(c, tmp_path, model=Counted(), check=False)
@@ -209,7 +255,7 @@ def test_what_is_saved_is_checked_before(tmp_path: Path) -> None:
         train_with(c, tmp_path, {22: flip_parameter}, {1}, policy=policy)
 
     text = error_of(2, work)
-    assert re.search(r"differ after 2[234] steps: .* equal after 2[012] steps", text), text
+    assert re.search(r"differ after 2[234] steps: .* comparison, after 2[012] steps", text), text
 
 
 def test_a_signal_after_it_saves_no_state_that_differs(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from paceline.algorithms.sharded import make_sharded
 from paceline.comm.communicator import Communicator
 from paceline.data.batch_slice import BatchSlice
 from paceline.data.order import Order
+from paceline.errors import ConfigError
 from paceline.recorder import NullRecorder
 from paceline.replica.state_copier import StateObjects
 from paceline.run.checkpoint_schedule import SavePolicy
@@ -298,3 +299,31 @@ def test_a_checkpoint_is_due_by_steps_or_by_minutes(
 ) -> None:
     policy = SavePolicy(steps=steps, minutes=minutes)
     assert (policy.due_by_steps(number) or policy.due_by_time(seconds)) is due
+
+
+@pytest.mark.parametrize("zeroed", ["never", "every other step", "in place", "after the forward"])
+def test_gradients_that_add_up_over_steps_are_refused_where_files_are_written(
+    tmp_path: Path, zeroed: str
+) -> None:
+    """A resumed run would lack them."""
+
+    def work(communicator: Communicator) -> str:
+        rank = Rank(communicator, tmp_path)
+        for number in range(4):
+            try:
+                with rank.steps.step(rank.place(number)):
+                    loss = rank.bench.loss(number % 4)
+                    if zeroed == "after the forward":
+                        rank.bench.optimizer.zero_grad()
+                    loss.backward()
+                    rank.bench.optimizer.step()
+            except ConfigError as error:
+                return str(error)
+            if zeroed == "in place" or (zeroed == "every other step" and number % 2):
+                rank.bench.optimizer.zero_grad(set_to_none=zeroed != "in place")
+        rank.steps.end_steps()
+        return ""
+
+    expected = zeroed in ("never", "every other step")
+    for text in run_ranks(2, work):
+        assert ("a backward in step 1 added to gradients of an earlier step" in text) is expected

@@ -182,7 +182,7 @@ def test_a_bit_that_flips_on_one_rank_ends_the_run_and_isnt_saved(
     assert "Traceback" not in ended.text
     found = re.findall(
         r"the replicas differ after (\d+) steps: ranks 0 and 1 differ in 4\.bias(?:, and in .*)?; "
-        r"they were equal after (\d+) steps\. Usual causes: ",
+        r"in the last comparison, after (\d+) steps, they were equal\. Usual causes: ",
         ended.text,
     )
     assert len(found) == 1, ended.text

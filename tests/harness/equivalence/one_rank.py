@@ -42,10 +42,13 @@ class Bench:
         batches = [(x.to(dtype), y) for x, y in Training.of(own).batches]
         return Bench(communicator, own, optimizer, replica, batches)
 
-    def backward(self, batch: int) -> None:
+    def loss(self, batch: int) -> torch.Tensor:
         x, y = self.batches[batch]
         local = slice(self.communicator.rank, None, self.communicator.world_size)
-        F.cross_entropy(self.model(x[local]), y[local]).backward()
+        return F.cross_entropy(self.model(x[local]), y[local])
+
+    def backward(self, batch: int) -> None:
+        self.loss(batch).backward()
 
     def step(self, number: int, *, set_to_none: bool = True) -> None:
         with self.replica.step(number, 1 / self.communicator.world_size):

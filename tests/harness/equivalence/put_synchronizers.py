@@ -140,7 +140,7 @@ def notified_by_gloo(machines: Sequence[int], limit: float = LIMIT) -> Callable[
             contexts[rank] = context_on_gloo(machines, communicator, store, limit)
         mine = contexts[rank]
         options = PutOptions(
-            open_window=mine.open_window,
+            open_window=partial(mine.open_window, leaders=mine.intra_machine is not None),
             topology=mine.topology,
             limits=mine.limits,
             staged=True,

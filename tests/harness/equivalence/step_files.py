@@ -6,7 +6,7 @@ Two processes, two machines by their launcher's variables, train by the public l
 (`step_ranks.py`), so that the script fits any checkout. A step is all that happens from one entry
 of `world.step()` to the next, in all threads of both ranks: it holds what runs from the
 synchronizer's `begin` to its next one. Steps 5 to 8 count, by then all that the first steps learn
-is known. Without a run folder and without in-memory snapshots: both come now and then only.
+is known. Without a run folder, in-memory snapshots and replica checks: these come now and then.
 
 A file counts if a line of it ran, a generated method of its dataclass included. Of functions that
 numba has compiled no line is seen: one counts where it is called or still runs, and with it each

@@ -211,7 +211,8 @@ def run_rank(
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, watch: Watch) -> None:
     """Train as the guide's loop does; watch `STEPS`, from each step's begin to the next one's."""
     data = TensorDataset(torch.randn(ALL_STEPS * BATCH, 32), torch.arange(ALL_STEPS * BATCH) % 3)
-    options = {"snapshots": False} if "snapshots" in signature(paceline.join).parameters else {}
+    known = signature(paceline.join).parameters
+    options = {name: False for name in ("snapshots", "replica_check") if name in known}
     limits = {"timeout": LIMIT, "first_iter_timeout": LIMIT}
     with paceline.join(device="cpu", **limits, **options) as world:
         assert (world.world_size, world.local_world_size) == (2, 1), "not on two machines"
