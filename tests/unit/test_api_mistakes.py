@@ -267,6 +267,40 @@ def test_a_table_that_a_function_renormalises(world: World) -> None:
         in_step(world, lambda: model(torch.tensor([0, 1])))
 
 
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_an_embedding_whose_gradient_depends_on_counts(world: World, kind: Any) -> None:
+    model = nn.Sequential(kind(6, 4, scale_grad_by_freq=True), nn.Linear(4, 1))
+    with pytest.raises(ConfigError, match=r"^the model's 0 has scale_grad_by_freq=True, which div"):
+        bound(world, model)
+
+
+class CountedTable(nn.Module):
+    """A table whose gradient is divided by counts, in a call of a function."""
+
+    def __init__(self, *, bag: bool) -> None:
+        super().__init__()
+        self.table, self.bag = nn.Parameter(torch.ones(6, 4)), bag
+
+    def forward(self, index: Tensor) -> Tensor:
+        function = nn.functional.embedding_bag if self.bag else nn.functional.embedding
+        return function(index, self.table, scale_grad_by_freq=True).sum()
+
+
+@pytest.mark.parametrize("bag", [False, True])
+def test_a_function_whose_gradient_depends_on_counts(world: World, bag: bool) -> None:
+    model = CountedTable(bag=bag)
+    bound(world, model)
+    with pytest.raises(ConfigError, match=r"^CountedTable calls embedding\(\) with scale_grad"):
+        in_step(world, lambda: model(torch.tensor([[0, 1, 1]])))
+
+
+def test_a_sparse_buffer(world: World) -> None:
+    model = nn.Linear(3, 3)
+    model.register_buffer("graph", torch.eye(3).to_sparse())
+    with pytest.raises(ConfigError, match=r"^the model has a buffer graph of layout torch\.sparse"):
+        bound(world, model)
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("how", ["script", "trace"])

@@ -345,6 +345,21 @@ def frozen_then_unfrozen(loop: Loop) -> Results:
     return weights(model)
 
 
+def frozen_by_turns(loop: Loop) -> Results:
+    """The first layer is frozen at the end of every other block, that of the first step too."""
+    model: Any = network()
+    optimizer = sgd(model)
+    loop.bind(model, optimizer)
+    for number in range(STEPS):
+        x, y = loop.batch(number)
+        with loop.step(x):
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model[0].requires_grad_(number % 2 == 1)
+    return weights(model)
+
+
 class LowRank(nn.Module):
     """A frozen layer with a trained low-rank addition (Hu et al. 2021)."""
 
@@ -624,6 +639,7 @@ LOOPS: dict[str, Callable[[Loop], Results]] = {
         *(plain, average_by_hand, averaged_model, best_copy, clipped_norm, clipped_value, scaled),
         *(logged_gradients, clamped_weights, weight_penalty, gradient_penalty, sharpness_aware),
         *(two_backward_passes, accumulated, frozen_then_unfrozen, low_rank, distillation, mixup),
+        *(frozen_by_turns,),
         *(curriculum, two_schedulers, closure, noisy_gradients, sparse_words, sparse_words_clipped),
         *(never_zeroed, stepped_every_other_batch, averaged_then_zeroed),
         *(forward_mode, dual_numbers, traced_twin),
