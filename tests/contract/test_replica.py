@@ -281,7 +281,8 @@ def test_a_sparse_gradient_of_a_layer_without_sparse_is_refused() -> None:
 
 def test_a_model_parameter_that_the_optimizer_does_not_know_stays(model: nn.Module) -> None:
     def train(communicator: Communicator) -> bool:
-        own = copy.deepcopy(model)
+        own = copy.deepcopy(model).requires_grad_(False)
+        own[6].requires_grad_(True)  # type: ignore[index]
         optimizer = torch.optim.SGD(own[6].parameters(), lr=0.1)  # type: ignore[index]
         replica = replicate(own, optimizer, communicator, 2_000)
         x, y = Training.of(own).batches[0]

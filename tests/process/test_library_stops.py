@@ -250,6 +250,7 @@ for _ in range(3 + (world.rank == 0)):
     with world.step(samples=2):
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
+        optimizer.zero_grad()
 """
 
 
@@ -288,6 +289,7 @@ for number in range(6):
     with world.step():
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
+        optimizer.zero_grad()
     if number == 3 and world.rank == 0:
         world.checkpoint()
     if number == 3 and world.rank == 1 and sys.argv[2] == "total":

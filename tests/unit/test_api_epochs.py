@@ -129,6 +129,7 @@ def test_a_resumed_run_with_another_drop_last(tmp_path: Path) -> None:
                 with world.step():
                     loss_of(model, x, y).backward()
                     optimizer.step()
+                    optimizer.zero_grad()
 
     train(drop_last=False)
     with pytest.raises(ConfigError, match="drop_last is True, but was False"):

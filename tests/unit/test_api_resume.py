@@ -289,6 +289,7 @@ def loop_of(run: Path, *, batch: int = BATCH, seed: int = 0, track: int = 0) -> 
             with world.step():
                 loss_of(model, x, y).backward()
                 optimizer.step()
+                optimizer.zero_grad()
 
 
 @pytest.mark.parametrize(
