@@ -32,7 +32,7 @@ Parts = Mapping[str, Mapping[Any, Any]]
 _Sum = tuple[str, str, Tensor | int]  # part, name and checksum of an entry
 
 _ROW = 1024  # values
-_LARGE = 2**16  # bytes
+_LARGE = 2**20  # bytes
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}  # by a value's bytes
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
 
@@ -148,7 +148,7 @@ def _sum(value: Tensor) -> Tensor | int:
         dense = torch.view_as_real(dense.resolve_conj())
     words = dense.resolve_neg().contiguous().view(_INTEGERS[dense.element_size()]).flatten()
     if words.nbytes < _LARGE and words.device.type == "cpu":
-        return zlib.crc32(words.numpy().tobytes())
+        return zlib.crc32(words.numpy().data)
     whole, kind = len(words) // _ROW * _ROW, words.dtype
     rows = words[:whole].view(-1, _ROW)
     kind = kind if kind.itemsize >= 4 else torch.int64  # a sum in another type is slow
