@@ -90,10 +90,16 @@ class StreamLoader:
             counts = self._exchange(own)
             while self._go_on(step, of_all := next(counts)):
                 batch_slice = self._slice(step, taken, of_all)
-                count, batch = (0, placeholder[1]) if own is None else own  # type: ignore[index]
+                if (known := own or placeholder) is None:
+                    raise ConfigError(
+                        f"rank {world.rank}'s stream has no batch in epoch {world.epoch}, which "
+                        "the checkpoint has begun: pass the same data, or a different run= to "
+                        "paceline.join()."
+                    )
+                count, batch = 0 if own is None else own[0], known[1]
                 self._step, self._count = step, count
                 world._loop.queue_slice(batch_slice)
-                placeholder, own = own or placeholder, None if own is None else next(batches, None)
+                placeholder, own = known, None if own is None else next(batches, None)
                 counts = self._exchange(own)
                 yield batch
                 step, taken = step + 1, batch_slice.cuts[-1]

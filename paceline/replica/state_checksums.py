@@ -1,10 +1,11 @@
 """Checksums of a replica's state: of each entry that ought to be equal on all ranks.
 
 A small tensor's checksum is the CRC-32 of its values. A large one's is a sum of its bits, read as
-integers and weighted by their places in rows of 1,024, modulo 2^64: it is as fast as memory. One
-flipped bit changes both, and so does an exchange of two values; a layout of memory (channels last)
-changes neither. A plain value's is the CRC-32 of its text. All checksums together have a code of 20
-bits, which travels in a step's summary.
+integers and weighted by their places in rows of 1,024, modulo 2^64: it is as fast as memory. The
+weights are odd, so that one flipped bit, the highest too, always changes the sum; they differ, so
+that an exchange of two values does. A layout of memory (channels last) changes neither checksum. A
+plain value's is the CRC-32 of its text. All checksums together have a code of 20 bits, which
+travels in a step's summary.
 
 What ranks have of their own isn't compared: shards of an optimizer's state, error-feedback
 residuals, tracked objects, and buffers that no state dict contains.
@@ -152,13 +153,14 @@ def _sum(value: Tensor) -> Tensor | int:
     whole, kind = len(words) // _ROW * _ROW, words.dtype
     rows = words[:whole].view(-1, _ROW)
     kind = kind if kind.itemsize >= 4 else torch.int64  # a sum in another type is slow
-    total = _weighted(rows.sum(0, dtype=kind)) + _weighted(rows.sum(1, dtype=kind)) * (_ROW + 1)
-    return total + _weighted(words[whole:])
+    columns = _weighted(rows.sum(0, dtype=kind), 0) + _weighted(words[whole:], 1)
+    return columns + (2 * _ROW + 1) * _weighted(rows.sum(1, dtype=kind), 1)
 
 
-def _weighted(sums: Tensor) -> Tensor:
-    """Return the sum of numbers times 1, 2, 3, …, modulo 2^64."""
-    return (sums.long() * torch.arange(1, len(sums) + 1, device=sums.device)).sum()
+def _weighted(sums: Tensor, first: int) -> Tensor:
+    """Return the sum of numbers times `first`, `first` + 2, `first` + 4, …, modulo 2^64."""
+    weights = torch.arange(first, first + 2 * len(sums), 2, device=sums.device)
+    return (sums.long() * weights).sum()
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Tensor | int]]:
