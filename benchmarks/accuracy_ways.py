@@ -6,8 +6,8 @@
                       then wait for each other for ever
     postlocal:PERIOD  the same with torch's post-localSGD hook and `model_averaging`
     allreduce         Paceline's; `notified`, `notified-bf16` and `notified-int8` as well
-    average:OPTIONS   Paceline's averaging, as sync="average:every=16,outer=diloco"; average-bf16
-                      and average-int8 as well
+    average:OPTIONS   Paceline's averaging, as sync="average:every=16,outer=diloco"; average-bf16,
+                      -int8, -int4 and -topk (the largest 2 %) as well
     none              no exchange: each rank trains alone
 
 Some begin with steps of plain DDP: the *warm-up*. Its steps are timed apart from the others.
@@ -68,6 +68,8 @@ PACELINE = {
     "average": ("average", "fp32"),
     "average-bf16": ("average", "bf16"),
     "average-int8": ("average", "int8"),
+    "average-int4": ("average", "int4"),
+    "average-topk": ("average", "topk:0.02"),
 }
 
 
