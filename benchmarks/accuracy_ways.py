@@ -59,6 +59,7 @@ MEAN = torch.tensor([125.3, 123.0, 113.9]).view(1, 3, 1, 1)
 STD = torch.tensor([63.0, 62.1, 66.7]).view(1, 3, 1, 1)
 ONE_BUCKET = 1e5  # MiB
 UNTIMED = 2  # steps in which DDP rebuilds its buckets, and hooks change
+TIMED_PERIODS = 3
 TIMED_WARM_UP = 4  # steps, in place of the warm-up's own number, where steps are only timed
 PACELINE = {
     "allreduce": ("allreduce", "fp32"),
@@ -323,7 +324,10 @@ def _right(setting: Setting, model: nn.Module) -> int:
 
 
 def measure(setting: Setting, steps: int) -> dict[str, float]:
-    """Time steps; of a way with a warm-up, some of a shorter one first."""
+    """Time steps, three periods at least; of a way with a warm-up, some of a shorter one first.
+
+    What travels when the clock starts stands for what travels when it stops.
+    """
     warm = min(setting.warm_up, TIMED_WARM_UP)
     training = Training(setting := replace(setting, warm_up=warm))
     way = make(setting, training)
@@ -333,15 +337,16 @@ def measure(setting: Setting, steps: int) -> dict[str, float]:
         start = time.perf_counter()
         for _ in range(number):
             way.step(*next(batches))
-        way.finish()
         return time.perf_counter() - start
 
     seconds(UNTIMED)
     in_warm_up = seconds(way.warm_up - UNTIMED) / (way.warm_up - UNTIMED) if way.warm_up else 0.0
     seconds(way.period if way.period > 1 else UNTIMED)
-    steps = math.ceil(steps / way.period) * way.period
+    periods = math.ceil(steps / way.period)
+    steps = (periods if way.period == 1 else max(TIMED_PERIODS, periods)) * way.period
     with _Sent(setting.interface) as sent:
         taken = seconds(steps)
+    way.finish()
     return {
         "warm_up": in_warm_up,
         "step": taken / steps,

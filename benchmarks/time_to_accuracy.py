@@ -11,7 +11,8 @@ gives its steps to the accuracy; on each link its steps are timed. The time to t
 their product. DDP and Paceline's methods with fp32 on the wire are *exact*: they have one curve.
 Evaluations, of the mean of all ranks' weights, are on no clock and send nothing over the link.
 
-What FOLDER has already isn't run again: the same command resumes it.
+With `--links` and no rate, nothing is timed. What FOLDER has already isn't run again: the same
+command resumes it.
 """
 
 from __future__ import annotations
@@ -219,7 +220,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("test", type=Path, help="class folders of the test images")
     parser.add_argument("--results", type=Path, required=True, help="folder for the results")
     add("--model", choices=sorted(MODELS), default="resnet20")
-    add("--links", nargs="+", type=_link, default=["100mbit", "1gbit"])
+    add("--links", nargs="*", type=_link, default=["100mbit", "1gbit"])
     parser.add_argument("--rows", nargs="+", type=_row, default=ROWS, help=", ".join(ROWS))
     add("--accuracy", type=float, default=0.8)
     add("--batch", type=int, default=32, help="images a rank; default: %(default)s")
