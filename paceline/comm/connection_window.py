@@ -147,7 +147,11 @@ class ConnectionWindow(BlockingWindow):
         self._transport.sleep(ANY_PEER if peer is None else peer, ready, limit)
 
     def _lost(self) -> int | None:
-        return None if self._transport.whole else super()._lost()
+        transport = self._transport
+        if transport.whole:
+            return None
+        lost = [p for p in range(self.world_size) if p != self.rank and transport.error(p)]
+        return min(lost, key=transport.ended_as, default=None)
 
 
 def _close_ends(window: ConnectionWindow) -> None:

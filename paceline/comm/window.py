@@ -103,6 +103,13 @@ class Window(Protocol):
             PeerLost: a peer's connection ended.
         """
 
+    def lost_first(self, error: PeerLost) -> PeerLost:
+        """Return the same error, but for the peer whose connection ended before all others.
+
+        A rank ends when it loses another one, and a third rank may notice the ends of both at once:
+        the first one is the cause.
+        """
+
     def flush(self, peer: int, *, limit: float, operation: str) -> None:
         """Return once the sources of all puts to a peer may be written again.
 
@@ -139,6 +146,13 @@ class BlockingWindow(ABC):
             self._require(lost, "waiting for notifications")
         return self._events
 
+    def lost_first(self, error: PeerLost) -> PeerLost:
+        """Name the peer that was lost first."""
+        peer = self._lost()
+        if peer is None or error.cause == THIS_PROCESS_CLOSED or not (cause := self._error(peer)):
+            return error
+        return PeerLost(rank=self.rank, peer=peer, operation=error.operation, cause=cause)
+
     @property
     @abstractmethod
     def _events(self) -> int:
@@ -173,6 +187,7 @@ class BlockingWindow(ABC):
             raise PeerLost(rank=self.rank, peer=peer, operation=operation, cause=error)
 
     def _lost(self) -> int | None:
+        """Return the peer whose connection ended first, as far as that is known; None: none has."""
         others = (peer for peer in range(self.world_size) if peer != self.rank)
         return next((peer for peer in others if self._error(peer)), None)
 
@@ -188,10 +203,11 @@ class WindowWrapper:
         self._window = window
         self.rank, self.world_size = window.rank, window.world_size
         self.memory, self.values = window.memory, window.values
-        self.peer_memory, self.subscribe, self.wake = (
+        self.peer_memory, self.subscribe, self.wake, self.lost_first = (
             window.peer_memory,
             window.subscribe,
             window.wake,
+            window.lost_first,
         )
 
 

@@ -113,6 +113,29 @@ def test_a_peer_that_closes_is_named_by_whoever_waits(
     run_windows(kind(2, 8, MANY), 2, run)
 
 
+@pytest.mark.parametrize("connected", ["tcp", "tcp by three connections", "shared"])
+@pytest.mark.parametrize("first", [1, 2])
+def test_of_two_lost_peers_the_first_one_is_named(connected: str, first: int) -> None:
+    second = 3 - first
+
+    def run(window: Window) -> None:
+        if window.rank == second:
+            window.wait(0, 0, 1, limit=LIMIT, operation="the loss of the first")
+        if window.rank:
+            window.close()
+            return
+        with pytest.raises(PeerLost, match=f"rank 0 lost rank {first}"):
+            window.wait(first, 0, 1, limit=LIMIT, operation="bucket 3")
+        window.put(second, 0, None, 0, 1)
+        with pytest.raises(PeerLost, match=f"rank 0 lost rank {second}") as lost:
+            window.wait(second, 0, 1, limit=LIMIT, operation="bucket 3")
+        assert f"rank 0 lost rank {first} in bucket 3" in str(window.lost_first(lost.value))
+        with pytest.raises(PeerLost, match=f"rank 0 lost rank {first}"):
+            window.wait_for_event(0, LIMIT)
+
+    run_windows(KINDS[connected](3, 8, 1), 3, run)
+
+
 def test_closing_wakes_this_ranks_own_waits(kind: Callable[[int, int, int], Make]) -> None:
     def run(window: Window) -> None:
         if window.rank == 0:

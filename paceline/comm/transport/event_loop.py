@@ -5,7 +5,8 @@ taking the interpreter's lock. Without numba the same source runs as plain Pytho
 system calls in `system_calls_compiled.py` or `system_calls_plain.py`. Its whole state is in arrays
 that Python allocates:
 
-    links   a row a connection       the frame being sent, the frame being received
+    links   a row a connection       the frame being sent, the frame being received; as which of
+                                     all connections it ended
     puts    a row a put's piece      source, bytes left, priority; the most urgent is next
     landed  (links, notifications)   written when a put's last byte on this connection has landed
     values  (peers, notifications)   the minimum of `landed` over a peer's connections
@@ -38,7 +39,7 @@ sendmsg, recv, read, write = _CALLS.sendmsg, _CALLS.recv, _CALLS.read, _CALLS.wr
 
 # The columns of a link, a put and a wait, and the places in `state`.
 FD, ALIVE, ERROR, FULL, PUT, OUT_HAVE, OUT_LEFT, OUT_AT = range(8)
-IN_HAVE, IN_LEFT, IN_AT, IN_WAKE, OF_PEER, FIRST, BEHIND, LINK = range(8, 16)
+IN_HAVE, IN_LEFT, IN_AT, IN_WAKE, OF_PEER, FIRST, BEHIND, ENDED_AS, LINK = range(8, 17)
 STATUS, TO, PRIORITY, ORDER, AT, LEFT, OFFSET, NOTE, VALUE, REST, ONLY, TOLD, BUSY, PUTS = range(14)
 ASLEEP, PEER, EVENT, WAIT = range(4)
 CONTROL, MEMORY, SIZE, CHUNK, TOP, EVENTS, LOCK, GONE, SUBSCRIBED, MARKED, ENDS, STATE = range(12)
@@ -288,6 +289,7 @@ def give_up(i, error, state, links, waits, one):  # type: ignore[no-untyped-def]
         if links[other, ALIVE]:
             links[other, ERROR], links[other, ALIVE] = error, 0
             state[ENDS] += 1
+            links[other, ENDED_AS] = state[ENDS]
     wake(ANY_PEER, True, waits, one)
     unlock(state[LOCK])
 

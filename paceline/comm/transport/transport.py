@@ -173,6 +173,13 @@ class Transport:
         error = int(links[(broken if broken.any() else ended).argmax(), loop.ERROR])
         return known.get(error) or os.strerror(error)
 
+    def ended_as(self, peer: int) -> int:
+        """Return how many connections had ended when the last one of the peer ended, it included.
+
+        0: none has, or this process ended them.
+        """
+        return int(self._links[self._of[peer], loop.ENDED_AS].max(initial=0))
+
     def subscribe(self, below: int) -> None:
         """Count only notifications below a number as events."""
         self._state[loop.SUBSCRIBED] = below

@@ -23,6 +23,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import NoReturn
 
 from torch import Tensor
 
@@ -100,9 +101,8 @@ class PutExchange:
         bucket.local_gradients = gradients = bucket.gradient_views.local_gradients(values, weight)
         try:
             self._put_contributions(bucket, gradients)
-        except PeerLost:  # perhaps only because it lost another before
-            self._raise_reducer_error("a put")
-            raise
+        except PeerLost as error:  # perhaps only because it lost another before
+            self._raise_first_loss(error, "a put")
         return self._reducer.count_sent(bucket)
 
     def send_empty(self, index: int) -> int:
@@ -246,9 +246,13 @@ class PutExchange:
                     self._reducer.check_returned(bucket, peer, version)
                 if time.monotonic() >= deadline:
                     raise self._timed_out(bucket, version, peer) from None
-            except PeerLost:  # perhaps only because it lost another before
-                self._raise_reducer_error(operation)
-                raise
+            except PeerLost as error:  # perhaps only because it lost another before
+                self._raise_first_loss(error, operation)
+
+    def _raise_first_loss(self, error: PeerLost, operation: str) -> NoReturn:
+        """Raise what the reducer's thread noticed, or else the loss that came before all others."""
+        self._raise_reducer_error(operation)
+        raise self._window.lost_first(error)
 
     def _raise_reducer_error(self, operation: str) -> None:
         """Raise what ended the reducer's thread, if anything did: it noticed first who was lost."""

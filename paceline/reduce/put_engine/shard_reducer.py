@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from paceline.codecs.codec import Piece, cut
 from paceline.codecs.codecs import add_up
 from paceline.comm.window import Window
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, PeerLost
 from paceline.reduce.put_engine.bucket_state import BucketState, RankLayout
 from paceline.reduce.put_engine.gradient_views import Flags, LocalGradients
 from paceline.reduce.put_engine.layout import CONTRIBUTION, FLAGS, PARAMETERS, SUM
@@ -179,8 +179,9 @@ class ShardReducer:
                 self._advance()  # as far as events so far allow; later ones end the wait at once
                 events = self._window.wait_for_event(events, _WAIT_SLICE_S)
         except BaseException as error:
+            first = self._window.lost_first(error) if isinstance(error, PeerLost) else error
             with self._changed:
-                self.error = error
+                self.error = first
                 self._changed.notify_all()
 
     def _advance(self) -> None:
