@@ -1,6 +1,7 @@
 """Two workers, one of them limited to a third of a core: equal shares, and shares by speed.
 
     sudo python benchmarks/shares.py [--quick] [--models resnet20 resnet50] [--rounds 3]
+    sudo python benchmarks/shares.py --models resnet20 --plot docs/shares.svg
 
 Each worker has a core of its own, and one thread. The limit is a cgroup's, which needs root and the
 controller `cpu`; where the machine can't make one, the program says so and ends with status 1. Each
@@ -12,8 +13,9 @@ figure is of a run of its own, in interleaved rounds:
 
 A ratio is images/s divided by the sum of fast and slow of the same round; the median has a 95 %
 interval by bootstrap. Then one run is limited in its middle and freed again: for each change the
-program prints after how many steps the shares were within 5 % of the batch of the last ones before
-the next change, and the share of each step.
+program prints after how many steps the shares were within 5 % of the batch, and within 10 % of the
+share itself, of the last ones before the next change, and the share of each step. `--plot FILE`
+makes this last run alone, of one model, and draws it.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from typing import Any
 
 import torch
 from rounds import interleaved, median_of, paired_ratio
+from shares_plot import picture
 from table import print_table
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -55,12 +58,15 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=WORK, default=list(WORK))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="one round of few steps")
+    parser.add_argument("--plot", type=Path, help="draw the run with changes of speed, as SVG")
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         work(**json.loads(options.worker))
         return 0
+    if options.plot and len(options.models) != 1:
+        parser.error("--plot draws one model: give one with --models, such as --models resnet20")
     if len(os.sched_getaffinity(0)) < 2:
         print("shares.py needs two cores, one a worker.")
         return 1
@@ -79,6 +85,9 @@ def compare(model: str, group: Path, options: argparse.Namespace) -> None:
     settling, timed, phase, rounds = SETTLING, TIMED, PHASE, options.rounds
     if options.quick:
         settling, timed, phase, rounds = 20, 3, 15, 1
+    if options.plot:
+        react(model, group, phase, options.plot)
+        return
     speed = partial(images_per_second, model, group, timed=timed)
     contenders = {
         "fast": partial(speed, [False], settling=ALONE_SETTLING),
@@ -97,23 +106,43 @@ def compare(model: str, group: Path, options: argparse.Namespace) -> None:
     react(model, group, phase)
 
 
-def react(model: str, group: Path, phase: int) -> None:
-    """Limit the second worker in the middle of a run and free it again; print its shares."""
+def react(model: str, group: Path, phase: int, plot: Path | None = None) -> None:
+    """Limit the second worker in the middle of a run and free it again; print its shares.
+
+    Args:
+        model: what is trained.
+        group: the cgroup of the second worker.
+        phase: steps before the first change, and between the changes.
+        plot: the file to draw the run into; None: none.
+    """
     release(group)
     batch = WORK[model][0]
-    shares, changes = [], {phase: limit, 2 * phase: release}
+    counts, times, changes = [], [], {phase: limit, 2 * phase: release}
     with workers(model, [False, True], group, steps=3 * phase, shares="measured") as ranks:
         for line in steps_of(ranks[0]):
-            shares.append(line["counts"][1])
+            counts.append(line["counts"])
+            times.append(line["time"])
             if line["step"] + 1 in changes:
                 changes[line["step"] + 1](group)
+    shares = [slow for _, slow in counts]
     for begin, what in ((phase, "limited to a third of a core"), (2 * phase, "freed again")):
         part = shares[begin : begin + phase]
         last = part[-1]
-        outside = [at for at, share in enumerate(part) if abs(share - last) > 0.05 * batch]
-        settled = outside[-1] + 1 if outside else 0
-        print(f"{what}: {settled} steps until within 5 % of the batch of its last share, {last}")
+        print(
+            f"{what}: {_settled(part, 0.05 * batch)} steps until within 5 % of the batch of its "
+            f"last share, {last}, and {_settled(part, 0.1 * last)} until within 10 % of that share"
+        )
     print(f"shares of the limited worker, step by step: {' '.join(map(str, shares))}", flush=True)
+    if plot:
+        each = [None, *(1000 * (end - begin) for begin, end in pairwise(times))]
+        what = {phase: "slowed to a third", 2 * phase: "freed again"}
+        plot.write_text(picture(counts, each, what, ("worker 0", "worker 1, which is slowed")))
+
+
+def _settled(shares: Sequence[int], distance: float) -> int:
+    """Count the steps until shares were and stayed within a distance of the last one."""
+    outside = [at for at, share in enumerate(shares) if abs(share - shares[-1]) > distance]
+    return outside[-1] + 1 if outside else 0
 
 
 def images_per_second(
