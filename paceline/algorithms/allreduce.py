@@ -46,7 +46,6 @@ def make_allreduce(
         with_rows(collectives, buckets, rows, recorder),
         ReplicatedUpdate(updater),
         statistics,
-        communicator.world_size,
         end_startup or communicator.end_startup,
         recorder=recorder,
     )

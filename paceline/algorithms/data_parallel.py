@@ -96,7 +96,6 @@ class DataParallel:
             first, as one more bucket with index len(buckets).
         rule: updates the parameters from the exchanged sums.
         statistics: the model's running statistics.
-        world_size: the number of ranks.
         end_startup: called once, after the first step.
         state: state that a checkpoint must save in addition to model and optimizer, or None.
         recorder: receives this thread's spans `wait` (for peers), `send` and `update`, each with
@@ -112,7 +111,6 @@ class DataParallel:
         exchange: Exchange,
         rule: UpdateRule,
         statistics: RunningStatistics,
-        world_size: int,
         end_startup: Callable[[], None] | None = None,
         state: RankState | None = None,
         recorder: Recorder | None = None,
@@ -121,7 +119,7 @@ class DataParallel:
         self._exchange, self._rule, self._statistics = exchange, rule, statistics
         self.drain = exchange.drain
         self.waited = 0.0
-        self._world_size, self._end_startup = world_size, end_startup
+        self._end_startup = end_startup
         self._recorder = recorder or NullRecorder()
         self._awaited: dict[int, int] = {}  # by bucket, the version that is to be waited for
         self._sent: set[int] = set()  # buckets, in this step
@@ -227,11 +225,11 @@ class DataParallel:
         self.install_statistics()
 
     def install_statistics(self) -> None:
-        """Install the mean of the running statistics, on all ranks between the same steps."""
+        """Install the running statistics' mean by samples, on all ranks between the same steps."""
         index = len(self.buckets)
         if self._ended and index in self._awaited:
             (mean,) = self._wait(index)
-            assert mean is not None
+            assert mean is not None  # some rank has samples
             self._statistics.install(mean)
 
     def synchronize_replicas(self) -> None:
@@ -262,8 +260,8 @@ class DataParallel:
         self._exchange.begin(self._scale)
         self._statistics.pack()
         if self._statistics.flat is not None:
-            values, weight = [self._statistics.flat], 1 / self._world_size
-            self._send(len(self.buckets), values, weight, "running statistics")
+            flat = self._statistics.flat
+            self._send(len(self.buckets), [flat], self._weight, "running statistics")
 
     def _send(self, index: int, values: Sequence[Tensor | None], weight: float, name: str) -> None:
         operation = f"{name} in step {self._step}"

@@ -80,7 +80,6 @@ def make_with_puts(
         with_rows(opened.exchange, buckets, options.rows, options.recorder),
         rule,
         statistics,
-        sum(len(group) for group in options.topology.groups),
         opened.end_startup,
         state,
         options.recorder,

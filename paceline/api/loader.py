@@ -193,11 +193,12 @@ def loader(
             shuffle=train if shuffle is None else shuffle,
             epoch_size=_full_batches(size, batch_size) if drop_last else None,
         )
+        loop = world._loop
         mapped = MappedLoader(
             dataset,
             order,
             rank_and_size=world._run.rank_and_size,
-            shares=world._loop.shares if train else lambda number: None,
+            shares=loop.shares if train else lambda number: loop.present_shares(),
             num_workers=num_workers,
             collate=collate_fn,
             pin_memory=pin_memory,

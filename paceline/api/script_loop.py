@@ -185,6 +185,12 @@ class ScriptLoop:
         waiting = self._position.waiting
         return self.steps.speeds.shares(waiting[0].number if waiting else number)
 
+    def present_shares(self) -> Sequence[int] | None:
+        """Return the shares by which an evaluation's batches are divided; None: equal ones."""
+        if not self._position.measured or self.steps is None or self.steps.speeds is None:
+            return None
+        return self.steps.speeds.present_shares()
+
     def queue_slice(self, batch_slice: BatchSlice) -> None:
         """Queue a slice for the next step, which may train later ones too."""
         self._position.waiting.append(batch_slice)

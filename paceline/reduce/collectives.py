@@ -61,7 +61,10 @@ class Collectives:
         else:
             (statistics,) = values
             assert statistics is not None
-            torch.mul(statistics, weight, out=self._flat[index])
+            if weight:
+                torch.mul(statistics, weight, out=self._flat[index])
+            else:
+                self._flat[index].zero_()  # whatever they are
         self._ready.add(index)
         while self._issued < len(self._order) and self._order[self._issued] in self._ready:
             turn = self._order[self._issued]

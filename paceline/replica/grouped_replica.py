@@ -49,13 +49,14 @@ class GroupedHooks(ReplicaHooks):
     def __init__(self, statistics: ModelStatistics | None, *arguments: Any) -> None:
         self._statistics = statistics
         self._rested = self.exchanged = False
+        self._share = 0.0  # of the step's samples
         super().__init__(*arguments)
         self.install_statistics = self._install_statistics
 
     def begin(self, number: int, weight: float, scale: float) -> None:
         """Start a step."""
         self._install_statistics()
-        self.exchanged = False
+        self.exchanged, self._share = False, weight
         super().begin(number, weight, scale)
 
     def settle(self) -> None:
@@ -81,7 +82,7 @@ class GroupedHooks(ReplicaHooks):
             super().finish_tracing()
         self._rested = False
         if self._statistics is not None:
-            self._statistics.exchange()
+            self._statistics.exchange(self._share)
 
     def close(self) -> None:
         """Remove the hooks and close the synchronizer."""

@@ -35,18 +35,23 @@ class ModelStatistics:
         self._equal = None if flat is None else flat.clone()  # on all ranks
         self._pending: tuple[Tensor, Ticket] | None = None
 
-    def exchange(self) -> None:
-        """Begin to average the present values over the ranks; collective."""
+    def exchange(self, weight: float) -> None:
+        """Begin to average the present values over the ranks; collective.
+
+        Args:
+            weight: local samples / global samples; with 0 this rank's values don't count.
+        """
         self.install()
         if self._equal is None:
             return
-        communicator = self._communicator()
         self._statistics.pack()
         flat = self._statistics.flat
         assert flat is not None
-        moved = (flat != self._equal).to(flat.dtype)  # also where it is NaN
-        packed = torch.cat([flat / communicator.world_size, moved])
-        self._pending = (packed, communicator.all_reduce(packed))
+        packed = flat.new_zeros(2 * flat.numel())
+        if weight:
+            moved = (flat != self._equal).to(flat.dtype)  # also where it is NaN
+            packed = torch.cat([flat * weight, moved])
+        self._pending = (packed, self._communicator().all_reduce(packed))
 
     def install(self) -> None:
         """Install the mean, if an exchange is under way.

@@ -91,6 +91,10 @@ class WorkerSpeeds:
         planned = [shares for first, shares in self._position.shares if first <= number]
         return planned[-1] if planned else None
 
+    def present_shares(self) -> Sequence[int] | None:
+        """Return those of the next step, by which an evaluation's batches are divided, too."""
+        return self.shares(self._position.number)
+
     def times(self, batch: BatchSlice) -> list[float]:
         """Return what this rank reports at the end of a step: its own time in ms, (ranks,).
 

@@ -1,11 +1,12 @@
 """BatchNorm on several ranks: running statistics averaged over the ranks, or one global batch.
 
 Without `--sync_bn` each rank normalises by its own batch slice. A running mean is linear in the
-batches' means, so the mean of the ranks' running means is the running mean of the ranks' means. The
-statistics of a step's forward are sent first in its backward (a ResNet's are 0.2% of its
-gradients) and have arrived when the next step begins. Settling exchanges nothing: it only installs
-what has arrived. So one rank alone may call `state_dict()`. That changes no result, because all
-ranks install the same values between the same steps.
+batches' means, so the mean of the ranks' running means is the running mean of the ranks' means.
+Each rank counts with its share of the global batch; one of weight 0 counts nothing. The statistics
+of a step's forward are sent first in its backward (a ResNet's are 0.2% of its gradients) and have
+arrived when the next step begins. Settling exchanges nothing: it only installs what has arrived. So
+one rank alone may call `state_dict()`. That changes no result, because all ranks install the same
+values between the same steps.
 
 With `--sync_bn` the statistics are those of the global batch, on any device and in any dtype.
 Forward: each rank has n_r values a channel, of mean m_r and sum of squared deviations M2_r; all

@@ -95,7 +95,9 @@ def build_trainer(
     )
     speeds.batch_size = config.global_batch
     train = loader(sources.train, train=True, shares=speeds.shares)
-    test = loader(sources.test, train=False) if sources.test is not None else None
+    test = None
+    if sources.test is not None:
+        test = loader(sources.test, train=False, shares=lambda number: speeds.present_shares())
     optimizer = make_optimizer(model, optim, config.global_batch)
     rate = LearningRate(
         policy=optim.lr_policy,

@@ -15,7 +15,7 @@ from tests.harness.processes.python_program import ROOT
 
 @pytest.mark.usefixtures("one_core")  # the process started here inherits it
 def test_nothing_grows_on_windows_of_shared_memory_and_of_tcp() -> None:
-    words = ["--steps", "1000", "--kinds", "shared", "tcp"]
+    words = ["--steps", "400", "--kinds", "shared", "tcp"]
     ended = subprocess.run(
         [sys.executable, "-m", "tests.harness.equivalence.memory_growth", *words],
         cwd=ROOT,

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from tests.harness.equivalence import deadlock_hunt as hunt
+from tests.harness.processes.fork_server import ServedPopen
 from tests.harness.processes.python_program import ROOT
 
 LOSING = """
@@ -34,9 +35,9 @@ def test_none_hangs_on_windows_between_processes(kind: str) -> None:
 
 
 def test_a_run_that_hangs_is_shown_with_its_stacks() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", LOSING], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    assert ended.returncode == 1
-    assert ended.stderr.startswith("after 5 s this hasn't ended: Draw(seed=1, kind='inprocess'")
-    assert 'paceline/reduce/put_engine/put_exchange.py"' in ended.stderr
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    process = ServedPopen([sys.executable, "-c", LOSING], cwd=ROOT, text=True, **pipes)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert said.startswith("after 5 s this hasn't ended: Draw(seed=1, kind='inprocess'")
+    assert 'paceline/reduce/put_engine/put_exchange.py"' in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -12,9 +13,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from paceline.algorithms.allreduce import make_allreduce
 from paceline.comm.communicator import Communicator
 from paceline.comm.inprocess.communicator import ThreadCommunicator, ThreadGroup
 from paceline.errors import ConfigError
+from paceline.replica.model_statistics import ModelStatistics
 from tests.harness.equivalence.large_batch import (
     Training,
     convnet,
@@ -23,6 +26,7 @@ from tests.harness.equivalence.large_batch import (
     sgd,
 )
 from tests.harness.equivalence.one_rank import Bench
+from tests.harness.equivalence.put_synchronizers import notified
 from tests.harness.equivalence.rank_threads import run_ranks
 
 
@@ -169,6 +173,53 @@ def test_one_rank_alone_may_look_at_the_statistics() -> None:
     looked, plain = (run_ranks(2, partial(train, looks=looks)) for looks in (True, False))
     assert largest_difference(looked[0], plain[0]) == 0
     assert largest_difference(looked[1], looked[0]) == 0
+
+
+@pytest.mark.parametrize("by_puts", [False, True], ids=["allreduce", "notified"])
+def test_running_statistics_are_weighted_by_samples(by_puts: bool) -> None:
+    """A rank whose share is empty computes on a placeholder, which counts nothing."""
+    torch.manual_seed(8)
+    model = nn.Sequential(nn.BatchNorm1d(4, momentum=0.5), nn.Linear(4, 2)).double()
+    x, cuts = torch.randn(5, 12, 4, dtype=torch.float64), [0, 7, 7, 12]
+    kind = notified(True) if by_puts else make_allreduce
+
+    def train(communicator: Communicator) -> dict[str, torch.Tensor]:
+        own = copy.deepcopy(model)
+        optimizer = sgd(own)
+        replica = replicate(own, optimizer, communicator, 10**6, kind)
+        begin, end = cuts[communicator.rank : communicator.rank + 2]
+        for number in range(5):
+            with replica.step(number, (end - begin) / 12):
+                part = x[number, begin:end]
+                own(part if begin < end else torch.full((2, 4), math.inf).double()).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        state = own.eval().state_dict()
+        replica.drain()
+        replica.close()
+        return state
+
+    mean, var = torch.zeros(4).double(), torch.ones(4).double()
+    for batch in x:
+        slices = [(batch[:7], 7 / 12), (batch[7:], 5 / 12)]
+        mean = 0.5 * mean + 0.5 * sum(w * part.mean(0) for part, w in slices)
+        var = 0.5 * var + 0.5 * sum(w * part.var(0) for part, w in slices)
+    for state in run_ranks(3, train):
+        torch.testing.assert_close(state["0.running_mean"], mean, rtol=0, atol=1e-12)
+        torch.testing.assert_close(state["0.running_var"], var, rtol=0, atol=1e-12)
+
+
+def test_statistics_of_one_model_among_several_are_weighted_by_samples() -> None:
+    def exchange(communicator: Communicator) -> torch.Tensor:
+        model = nn.BatchNorm1d(2, affine=False).double()
+        statistics = ModelStatistics(model, lambda: communicator)
+        model.running_mean.fill_((1.0, 4.0, math.nan)[communicator.rank])  # type: ignore[union-attr, operator]
+        statistics.exchange((0.75, 0.25, 0.0)[communicator.rank])
+        statistics.install()
+        return torch.cat([model.running_mean, model.running_var])  # type: ignore[list-item]
+
+    for found in run_ranks(3, exchange):
+        assert found.tolist() == [1.75, 1.75, 1.0, 1.0]
 
 
 def test_frozen_statistics_stay_to_the_bit() -> None:

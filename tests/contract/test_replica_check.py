@@ -89,11 +89,12 @@ def train_with(
     folder: Path,
     before: dict[int, Flip],
     ranks: set[int],
+    steps: int = STEPS,
     **options: Any,
 ) -> Rank:
     """Train, and hurt the state of some ranks before some steps."""
     rank = Rank(c, folder, model=options.pop("model", Counted()), **options)
-    for number in range(STEPS):
+    for number in range(steps):
         if number in before and c.rank in ranks:
             before[number](rank)
         rank.train(number)
@@ -176,7 +177,7 @@ def test_equal_replicas_train_to_the_end(tmp_path: Path, sync: str) -> None:
 
     def work(c: Communicator) -> None:
         before = {7: lower, 9: rewrite}
-        rank = train_with(c, tmp_path, before, set(range(3)), kind=kind)
+        rank = train_with(c, tmp_path, before, set(range(3)), steps=70, kind=kind)
         assert rank.steps._check._equal is not None
         assert rank.steps._check._equal > 9
 

@@ -27,9 +27,11 @@ def test_contexts_that_end_in_mid_step_change_no_bit(name: str, machines: tuple[
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("sync", ["allreduce", "notified"])
-def test_thirty_contexts_leave_nothing_behind(sync: str) -> None:
+def test_many_contexts_leave_nothing_behind(sync: str) -> None:
+    # Eight contexts after the first four show a descriptor, thread or mapping that each leaves.
+    words = ["--sync", sync, "--contexts", "12"]
     ended = subprocess.run(
-        [sys.executable, "-m", "tests.harness.equivalence.rollbacks", "--sync", sync],
+        [sys.executable, "-m", "tests.harness.equivalence.rollbacks", *words],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -128,6 +128,18 @@ def test_a_position_continues_with_its_shares_and_those_that_are_planned() -> No
     run_ranks(2, work)
 
 
+def test_an_evaluation_has_the_shares_of_the_next_step_on_all_ranks() -> None:
+    def work(communicator: Communicator) -> list[tuple[Any, tuple[int, ...]]]:
+        rank = Rank(communicator, (1.0, 3.0))
+        return [(rank.speeds.present_shares(), *rank.train(1)) for _ in range(30)]
+
+    found, others = run_ranks(2, work)
+    assert found == others
+    assert found[0] == (None, (32, 32))
+    assert found[-1][0] == list(found[-1][1]) == [48, 16]
+    assert all(shares is None or tuple(shares) == made for shares, made in found)
+
+
 def test_other_numbers_of_ranks_begin_with_equal_shares() -> None:
     def work(communicator: Communicator) -> None:
         position = Position(number=40, shares=[(20, [48, 16])])

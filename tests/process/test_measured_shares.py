@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from paceline.cli import ledger
 from paceline.state.checkpoint_files import Checkpoints, read_checkpoint
@@ -18,10 +19,12 @@ from tests.harness.library.measured_shares import (
     BATCH,
     CASES,
     MISTAKES,
+    TESTED,
     mistakes,
     train_all,
     train_twice,
 )
+from tests.harness.library.small_training import samples
 from tests.harness.network.ports import free_ports
 from tests.harness.processes.command import Command, run
 from tests.harness.processes.gloo_processes import spawn
@@ -46,13 +49,23 @@ def test_a_loop_with_a_slow_rank_trains_as_plain_torch_does(
 ) -> None:
     expected, counts = CASES[name].alone(), trained[0][name][1]
     for rank in trained:
-        state, own = rank[name]
+        state, own, _ = rank[name]
         assert largest_difference(state, expected) < 1e-10
         assert own == counts
     full = [step for step in counts if sum(step) == BATCH]
     assert max(full[0]) - min(full[0]) <= 1
     slow, *others = full[-1]
     assert slow < 0.75 * min(others)  # rank 0 loads samples in four times the time
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_evaluation_is_divided_by_the_shares(name: str, trained: list[dict[str, Any]]) -> None:
+    inputs = [rank[name][2] for rank in trained]
+    for at, parts in zip((0, BATCH), zip(*inputs, strict=True), strict=True):
+        expected, _ = samples(TESTED)[torch.arange(TESTED)[at : at + BATCH]]
+        assert torch.equal(torch.cat(parts), expected)
+        slow, *others = map(len, parts)
+        assert slow < 0.75 * min(others)
 
 
 def sentences() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Rollbacks: a training whose contexts end in mid-step, and what thirty of them leave behind.
+"""Rollbacks: a training whose contexts end in mid-step, and what many of them leave behind.
 
     python -m tests.harness.equivalence.rollbacks [--sync notified]
 
@@ -234,19 +234,24 @@ def drawn(seed: int, contexts: int, ranks: int, steps: int) -> Moments:
 
 
 def main() -> int:
-    """Make thirty contexts; return 1 if the last twenty leave something behind."""
+    """Make contexts; return 1 if those after the first third leave something behind."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--sync", choices=CONFIGS, default="notified")
+    parser.add_argument("--contexts", type=int, default=30)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rollbacks = Rollbacks(CONFIGS[options.sync], (2, 1), 93, drawn(7, 30, 3, 93), (9, 29))
+    contexts, early = options.contexts, options.contexts // 3
+    steps, measured = 3 * (contexts + 1), (early - 1, contexts - 1)
+    moments = drawn(7, contexts, 3, steps)
+    rollbacks = Rollbacks(CONFIGS[options.sync], (2, 1), steps, moments, measured)
     rollbacks.run()
     before, after = rollbacks.usages
-    print(f"after 10 contexts {before}\nafter 30 contexts {after}")
+    print(f"after {early} contexts {before}\nafter {contexts} contexts {after}")
     kept = {
         "descriptors": after.files != before.files,
         "threads": after.threads != before.threads,
-        "objects": after.objects >= before.objects + 20 * 10,  # less than ten a context
+        "objects": after.objects
+        >= before.objects + (contexts - early) * 10,  # less than ten a context
         "mappings": after.mappings > before.mappings + 3,  # the allocator's own come and go
         "memory": after.memory > 1.02 * before.memory,
     }

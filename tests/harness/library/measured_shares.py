@@ -24,6 +24,7 @@ from paceline.recorder import NullRecorder
 from tests.harness.library.small_training import SEED, copied, loss_of, network, place, samples, sgd
 
 BATCH, SAMPLES, EPOCHS = 32, 32 * 12 + 20, 3  # of an epoch's 13 steps the last one is short
+TESTED = 50  # samples of an evaluation, in two batches
 SLOW = 4.0  # times as slow as the others
 
 
@@ -134,8 +135,13 @@ class Case:
 
     def by_library(
         self, run: Path | None = None, epochs: int = EPOCHS, slow: int | None = 0
-    ) -> tuple[Mapping[str, Tensor], list[tuple[int, ...]]]:
-        """Train by the library; return the model's state, and the ranks' counts in each step."""
+    ) -> tuple[Mapping[str, Tensor], list[tuple[int, ...]], list[Tensor]]:
+        """Train by the library.
+
+        Returns:
+            the model's state, the ranks' counts in each step, and this rank's inputs of each batch
+            of an evaluation at the end.
+        """
         with paceline.join(run, seed=SEED) as world:
             model = network(norm=self.norm)
             optimizer = sgd(model)
@@ -149,7 +155,8 @@ class Case:
             loader = paceline.loader(data, BATCH, world)
             for _ in range(loader.epoch, epochs):
                 self.loop(world, model, optimizer, loader)
-            return copied(model), cuts.counts
+            test = paceline.loader(samples(TESTED), BATCH, world, train=False)
+            return copied(model), cuts.counts, [x for x, _ in test]
 
 
 CASES: dict[str, Case] = {
