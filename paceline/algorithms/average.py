@@ -6,28 +6,33 @@
     `delay` steps later  apply: own, anchor, state = rule.merge(own, anchor, mean, state)
 
 The anchor is what all workers agreed on at the last merge; it is equal on all of them, bit for bit.
-Where steps were made since the weights were taken, the result is blended with this worker's newer
-weights, as in Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512, section 2.3):
+Where steps were made since the weights were taken, what they changed is added to the result, as in
+CoCoD-SGD (Shen et al. 2019, arXiv 1906.12043). With `mix` the newer weights are blended with it, as
+in Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512, section 2.3):
 
-    own = mix * own + (1 - mix) * merged
+    own = merged + (own - taken)                without `mix`
+    own = mix * own + (1 - mix) * merged        with it
 
 The model may be merged in fragments, each at another step of the round, so that the link carries an
-even stream. Running statistics of BatchNorm layers are merged by their mean, with fragment 0.
+even stream. Running statistics of BatchNorm layers are merged by their mean, with fragment 0. Where
+momenta are averaged, they are in their parameters' fragments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from time import perf_counter
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from paceline.algorithms.merged_bucket import STATISTICS, MergedBucket, make_buckets
+from paceline.algorithms.merged_momenta import MergedMomenta
 from paceline.algorithms.open_exchange import PutOptions, bucket_spec, open_exchange
 from paceline.errors import CommError
 from paceline.recorder import Recorder
@@ -35,6 +40,7 @@ from paceline.reduce.buckets import Bucket
 from paceline.reduce.exchange import Exchange
 from paceline.reduce.rank_state import RankState
 from paceline.update.batch_norm import RunningStatistics
+from paceline.update.momenta import find_momenta
 from paceline.update.outer.fragments import cut_into_fragments
 from paceline.update.outer.outer_rule import OuterRule
 
@@ -76,7 +82,8 @@ class WeightAverage:
         fragments: the indices of each fragment's buckets; each bucket is in one.
         exchange: sums the buckets over the workers.
         schedule: of the rounds.
-        mix: the fraction of this worker's newer weights that a delayed merge retains.
+        mix: the fraction of this worker's newer weights that a delayed merge retains; None: what
+            the newer steps changed is added to the merged weights.
         recorder: receives the spans `send`, `wait` and `update`, each with its bucket, the numbers
             of bytes `sent` and `received`, and the event `merge`.
         end_startup: called once, after the first merge.
@@ -88,17 +95,18 @@ class WeightAverage:
 
     def __init__(
         self,
-        buckets: Sequence[MergedBucket],
+        buckets: Sequence[MergedBucket | MergedMomenta],
         fragments: Sequence[Sequence[int]],
         exchange: Exchange,
         schedule: Schedule,
         *,
-        mix: float,
+        mix: float | None,
         recorder: Recorder,
         end_startup: Callable[[], None],
         residuals: RankState | None = None,
     ) -> None:
         self._buckets, self._exchange, self._schedule = tuple(buckets), exchange, schedule
+        self._of_model = {i: b for i, b in enumerate(buckets) if isinstance(b, MergedBucket)}
         self._fragments = [_Fragment(buckets=tuple(indices)) for indices in fragments]
         self._mix, self._recorder, self._residuals = mix, recorder, residuals
         self._end_startup: Callable[[], None] | None = end_startup
@@ -163,8 +171,10 @@ class WeightAverage:
         """Let the model have the weights of the last merge, until the next step; local."""
         if not self._shows:
             self._shows = True
-            for bucket in self._buckets:
+            for bucket in self._of_model.values():
                 bucket.show()
+            for bucket in self._of_model.values():
+                bucket.watch()
 
     def hide_anchor(self) -> None:
         """Let the model have this worker's own weights again.
@@ -174,7 +184,9 @@ class WeightAverage:
         """
         if self._shows:
             self._shows = False
-            for bucket in self._buckets:
+            for bucket in self._of_model.values():
+                bucket.check()
+            for bucket in self._of_model.values():
                 bucket.hide()
 
     @property
@@ -211,9 +223,8 @@ class WeightAverage:
     def _apply(self, number: int) -> None:
         fragment = self._fragments[number]
         assert fragment.taken_after is not None
-        self._receive(fragment)
         steps = self._step - 1 - fragment.taken_after
-        for index in fragment.buckets:
+        for index in chain(list(fragment.sums), self._received(fragment)):  # others still travel
             with self._recorder.span("update", bucket=index):
                 sums = fragment.sums.pop(index)
                 self._buckets[index].apply(sums, steps=steps, mix=self._mix)
@@ -227,13 +238,20 @@ class WeightAverage:
 
     def _receive(self, fragment: _Fragment) -> None:
         """Wait for the sums of a fragment."""
+        for _ in self._received(fragment):
+            pass
+
+    def _received(self, fragment: _Fragment) -> Iterator[int]:
+        """Wait for the sums of a fragment, and yield each bucket whose are there."""
         while fragment.versions:
-            index = self._exchange.first_to_wait_for(next(iter(fragment.versions)))
+            last = next(reversed(fragment.versions))  # the most urgent, which arrives first
+            index = self._exchange.first_to_wait_for(last)
             began = perf_counter()
             with self._recorder.span("wait", bucket=index):
                 (sums,) = self._exchange.wait(index, fragment.versions.pop(index))
             self.waited += perf_counter() - began
-            fragment.sums[index] = self._buckets[index].change * 0 if sums is None else sums
+            fragment.sums[index] = self._buckets[index].without_samples() if sums is None else sums
+            yield index
 
     def local(self) -> dict[str, Any]:
         """Return this worker's state between two steps, besides what the optimizer has.
@@ -248,8 +266,8 @@ class WeightAverage:
         for fragment in self._fragments:
             self._receive(fragment)
         residual = None if self._residuals is None else self._residuals.local(in_step=False)
-        own = {index: torch.empty_like(b.anchor) for index, b in enumerate(self._buckets)}
-        for index, bucket in enumerate(self._buckets):
+        own = {index: torch.empty_like(b.anchor) for index, b in self._of_model.items()}
+        for index, bucket in self._of_model.items():
             bucket.values.read(own[index])
         under_way = [i for f in self._fragments if f.taken_after is not None for i in f.buckets]
         return {
@@ -268,7 +286,7 @@ class WeightAverage:
         }
         sums = {index: one for f in self._fragments for index, one in f.sums.items()}
         return {
-            "anchor": self._by_name({i: b.anchor for i, b in enumerate(self._buckets)}),
+            "anchor": self._by_name({i: b.anchor for i, b in self._of_model.items()}),
             "outer": {name: self._by_name(flats) for name, flats in outer.items()},
             "sums": self._by_name(sums),
             "samples": [fragment.samples[1] for fragment in self._fragments],
@@ -287,7 +305,7 @@ class WeightAverage:
             False where fragments, workers or wires are others, so that what was under way in the
             round, or what rounding missed, is dropped.
         """
-        for index, bucket in enumerate(self._buckets):
+        for index, bucket in self._of_model.items():
             self._copy_named(shared["anchor"], index, bucket.anchor)
             for name, flat in bucket.outer.items():
                 if name in shared["outer"]:
@@ -295,7 +313,7 @@ class WeightAverage:
             bucket.values.write(bucket.anchor)
         if own is None:
             return False
-        for index, bucket in enumerate(self._buckets):
+        for index, bucket in self._of_model.items():
             weights = bucket.anchor.clone()  # of a parameter that was frozen then, say
             self._copy_named(own["own"], index, weights)
             bucket.values.write(weights)
@@ -307,9 +325,9 @@ class WeightAverage:
             if fragment.taken_after is None:
                 continue
             for index in fragment.buckets:
-                bucket = self._buckets[index]
-                self._copy_named(own["taken"], index, bucket.taken)
-                fragment.sums[index] = torch.zeros_like(bucket.anchor)
+                taken = self._buckets[index].taken
+                self._copy_named(own["taken"], index, taken)
+                fragment.sums[index] = torch.zeros_like(taken)
                 self._copy_named(shared["sums"], index, fragment.sums[index])
         if self._residuals is None or own["residual"] is None:
             return own["residual"] is None
@@ -317,7 +335,7 @@ class WeightAverage:
 
     def anchors(self) -> dict[str, Tensor]:
         """Return the parameters of the last merge by name, flat; views."""
-        flats = {index: bucket.anchor for index, bucket in enumerate(self._buckets)}
+        flats = {index: bucket.anchor for index, bucket in self._of_model.items()}
         named = self._by_name(flats)
         named.pop(STATISTICS, None)
         return named
@@ -353,7 +371,8 @@ def make_average(
     schedule: Schedule,
     *,
     fragments: int = 1,
-    mix: float = 0.5,
+    mix: float | None = None,
+    averaged: Optimizer | None = None,
 ) -> WeightAverage:
     """Open a window, and make what merges a model's weights over it; collective.
 
@@ -365,12 +384,22 @@ def make_average(
         schedule: of the rounds.
         fragments: number of fragments.
         mix: as of `WeightAverage`.
+        averaged: the optimizer whose momenta are averaged, too, unencoded; None: they stay.
 
     Raises:
-        ConfigError: there are more fragments than buckets.
+        ConfigError: there are more fragments than buckets, or the optimizer has no momenta.
         CommError: a rank didn't come in time.
     """
-    merged = make_buckets(buckets, statistics, rule)
+    of_model = make_buckets(buckets, statistics, rule)
+    momenta = [] if averaged is None else find_momenta(averaged, buckets)
+    merged: list[MergedBucket | MergedMomenta] = [*of_model]
+    parts = _fragments(buckets, of_model, fragments)
+    for index, each in enumerate(momenta):
+        indices = next(part for part in parts if index in part)
+        for values in each:
+            indices.append(len(merged))
+            flat = of_model[index].anchor.new_empty(sum(values.lengths), dtype=values.dtype)
+            merged.append(MergedMomenta(values, flat))
     plain = replace(options, codec=None)
     specs = [bucket_spec(list(bucket.parameters), options) for bucket in buckets]
     specs = [replace(spec, lengths=(sum(spec.lengths),)) for spec in specs]
@@ -381,7 +410,7 @@ def make_average(
     opened = open_exchange(templates, names, specs, options, count=len(merged))
     return WeightAverage(
         merged,
-        _fragments(buckets, merged, fragments),
+        parts,
         opened.exchange,
         schedule,
         mix=mix,

@@ -40,6 +40,9 @@ class Values(Protocol):
     def write(self, flat: Tensor) -> None:
         """Copy `flat` into the model."""
 
+    def add(self, flat: Tensor) -> None:
+        """Add `flat` to what the model has."""
+
     def versions(self) -> tuple[int, ...]:
         """Return numbers that change when the values are written."""
 
@@ -60,6 +63,11 @@ class ParameterValues:
     def write(self, flat: Tensor) -> None:
         """Copy `flat` into the parameters."""
         torch._foreach_copy_(list(self._parameters), self._views(flat))
+
+    @torch.no_grad()
+    def add(self, flat: Tensor) -> None:
+        """Add `flat` to the parameters."""
+        torch._foreach_add_(list(self._parameters), self._views(flat))
 
     def versions(self) -> tuple[int, ...]:
         """Return autograd's version counters."""
@@ -89,6 +97,12 @@ class StatisticsValues:
         """Copy `flat` into the model."""
         self._statistics.replace(flat)
 
+    def add(self, flat: Tensor) -> None:
+        """Add `flat` to the statistics."""
+        self._statistics.pack()
+        assert self._statistics.flat is not None
+        self._statistics.replace(self._statistics.flat + flat)
+
     def versions(self) -> tuple[int, ...]:
         """Return nothing: each forward writes them, in evaluation too if a script wants it."""
         return ()
@@ -115,7 +129,7 @@ class MergedBucket:
         values.read(self.anchor)
         self.taken, self.change = self.anchor.clone(), torch.zeros_like(self.anchor)
         self.outer: Mapping[str, Tensor] = rule.begin(self.anchor)
-        self._shown: tuple[int, ...] | None = None  # versions of the shown anchor
+        self._shown: tuple[int, ...] = ()  # versions of the shown anchor
         self._own: Tensor | None = None  # in the meantime
 
     @torch.no_grad()
@@ -124,8 +138,12 @@ class MergedBucket:
         self.values.read(self.taken)
         torch.sub(self.taken, self.anchor, out=self.change)
 
+    def without_samples(self) -> Tensor:
+        """Return what stands for the mean change where no worker had samples: zeros."""
+        return torch.zeros_like(self.anchor)
+
     @torch.no_grad()
-    def apply(self, sums: Tensor, *, steps: int, mix: float) -> None:
+    def apply(self, sums: Tensor, *, steps: int, mix: float | None) -> None:
         """Merge.
 
         Args:
@@ -133,41 +151,51 @@ class MergedBucket:
             steps: number of steps made since the values were taken.
             mix: as of `WeightAverage`.
         """
-        mean = self.anchor + sums
+        mean = torch.add(self.anchor, sums, out=self.change)  # which is summed by now
         merged, anchor, self.outer = self._rule.merge(self.taken, self.anchor, mean, self.outer)
-        if steps and self.values.names != (STATISTICS,):  # whose own are of newer batches
-            own = torch.empty_like(self.anchor)
-            self.values.read(own)
-            merged = mix * own + (1 - mix) * merged
-        if not steps or self.values.names != (STATISTICS,):
+        if not steps:
             self.values.write(merged)
+        elif self.values.names != (STATISTICS,):  # whose own are of newer batches
+            if mix is None:
+                self.values.add(torch.sub(merged, self.taken, out=self.taken))
+            else:
+                own = torch.empty_like(self.anchor)
+                self.values.read(own)
+                self.values.write(mix * own + (1 - mix) * merged)
         self.anchor.copy_(anchor)
 
     def show(self) -> None:
         """Copy the anchor into the model, until `hide`."""
-        if self._shown is None:
-            own = torch.empty_like(self.anchor)
-            self.values.read(own)
-            self._own = own
-            self.values.write(self.anchor)
-            self._shown = self.values.versions()
+        own = torch.empty_like(self.anchor)
+        self.values.read(own)
+        self._own = own
+        self.values.write(self.anchor)
 
-    def hide(self) -> None:
-        """Copy this worker's own values back.
+    def watch(self) -> None:
+        """Remember that the anchor is in the model unchanged, once all buckets are shown.
+
+        Parameters that are views of one tensor have one version counter.
+        """
+        self._shown = self.values.versions()
+
+    def check(self) -> None:
+        """Require that the model wasn't written since `watch`.
 
         Raises:
-            ConfigError: the model was written in between.
+            ConfigError: it was.
         """
-        if self._shown is not None:
-            assert self._own is not None
-            if self._shown != self.values.versions():
-                raise ConfigError(
-                    f"{self.values.names[0]} or a parameter beside it was written while the model "
-                    "had the merged weights, for an evaluation or a state dict: with sync="
-                    '"average" write parameters after model.train(), before the next step.'
-                )
-            self.values.write(self._own)
-            self._own = self._shown = None
+        if self._shown != self.values.versions():
+            raise ConfigError(
+                f"{self.values.names[0]} or a parameter beside it was written while the model had "
+                'the merged weights, for an evaluation or a state dict: with sync="average" write '
+                "parameters after model.train(), before the next step."
+            )
+
+    def hide(self) -> None:
+        """Copy this worker's own values back."""
+        assert self._own is not None
+        self.values.write(self._own)
+        self._own = None
 
 
 def make_buckets(

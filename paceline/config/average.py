@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from paceline.config.rules import positive, within
 from paceline.errors import ConfigError, Message
@@ -39,7 +39,7 @@ ARGUMENTS: Mapping[str, str] = {
 """Names of the flags in a script: fields of `Average` and of its rule."""
 
 OuterName = Literal["mean", "easgd", "bmuf", "diloco", "sparseloco"]
-Momenta = Literal["keep", "reset"]
+Momenta = Literal["keep", "reset", "average"]
 
 UNSET = -1.0
 """A number that isn't given; a run's configuration file can't hold None."""
@@ -71,22 +71,23 @@ class AverageConfig:
     the network carries an even stream."""
 
     average_delay: int = -1
-    """Number of steps that run while a merge travels, before it is applied. -1: as many as there
-    are until the next fragment is merged, where --outer allows a delay."""
+    """Number of steps that run while a merge travels, before it is applied. More hide a longer
+    transfer and cost accuracy. -1: a quarter of those until the next fragment is merged, where
+    --outer allows a delay."""
 
     average_mix: float = UNSET
     """With a delay, the fraction of its own weights that a worker retains when a merge is applied,
-    as in Streaming DiLoCo. -1: 0.5."""
+    as in Streaming DiLoCo. -1: what its newer steps changed is added to the merged weights."""
 
     average_momenta: Momenta = "keep"
     """What becomes of each worker's optimizer state at a merge. keep: it stays as it is. reset: it
-    is cleared."""
+    is cleared. average: momenta are averaged, as the weights are; they travel unencoded."""
 
     def __post_init__(self) -> None:
         delay = None if self.average_delay == -1 else self.average_delay
         check_rounds(self.average_every, self.fragments, delay)
         check_choice("outer", self.outer, tuple(OUTER_RULES))
-        check_choice("average_momenta", self.average_momenta, ("keep", "reset"))
+        check_choice("average_momenta", self.average_momenta, get_args(Momenta))
         self._check_numbers()
         for option in ("lr", "momentum"):
             flag = f"outer_{option}"

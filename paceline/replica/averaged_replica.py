@@ -51,7 +51,8 @@ class AveragedReplica:
         bucket_bytes: approximate size of a bucket in bytes; less where the model is so small that
             there would be fewer buckets than fragments.
         fragments: number of fragments that `make_average` divides the buckets into.
-        momenta: "keep": a worker's optimizer retains its state at a merge; "reset": it forgets it.
+        momenta: "keep": a worker's optimizer retains its state at a merge; "reset": it forgets it;
+            "average": `make_average` merges it.
 
     Attributes:
         stepped: always True: ranks may skip updates (loss scaling) by themselves.

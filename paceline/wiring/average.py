@@ -41,7 +41,7 @@ def average_weights(
         steps: the number of the run's steps, if it is known.
 
     Raises:
-        ConfigError: there are more fragments than buckets.
+        ConfigError: there are more fragments than buckets, or there are no momenta to average.
         CommError: a peer was lost, or silent.
     """
     context = run.context
@@ -75,7 +75,8 @@ def average_weights(
             rule,
             average.schedule(steps),
             fragments=average.fragments,
-            mix=average.retained_fraction,
+            mix=average.mix,
+            averaged=optimizer if average.momenta == "average" else None,
         )
 
     return AveragedReplica(

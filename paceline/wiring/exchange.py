@@ -149,7 +149,7 @@ def refuse_gpu(config: SyncConfig) -> None:
                 "leave out {--shares}, or use CPUs with {--use_cpu}."
             )
         )
-    if config.put_options and config.sync != "notified":
+    if config.put_options and config.sync not in ("notified", "average"):
         flag = config.put_options[0]
         raise ConfigError(
             Message(

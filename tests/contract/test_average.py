@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,7 +24,16 @@ from paceline.update.outer.diloco import DiLoCo
 from paceline.update.outer.easgd import EASGD
 from paceline.update.outer.mean import Mean
 from paceline.update.outer.sparseloco import SparseLoCo
-from tests.harness.equivalence.averaging import State, Task, Worker, by_plain_torch, cuts, on_ranks
+from tests.harness.equivalence.averaging import (
+    State,
+    Task,
+    Worker,
+    by_plain_torch,
+    cuts,
+    momentum_sgd,
+    net,
+    on_ranks,
+)
 from tests.harness.processes.worlds import run_of
 
 CPU = torch.device("cpu")
@@ -78,17 +88,98 @@ def test_twenty_steps_equal_workers_in_plain_torch(
         assert all(torch.equal(found[name], results[0][1][name]) for name in found)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 4])
-def test_merging_after_each_step_of_sgd_equals_one_process(workers: int) -> None:
-    def plain_net() -> nn.Module:
-        torch.manual_seed(3)
-        return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4)).double()
+def plain_net() -> nn.Module:
+    """Make a net without running statistics."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4)).double()
+
+
+def amsgrad(model: nn.Module) -> torch.optim.Optimizer:
+    """Make an optimizer with three momenta and a step count."""
+    return torch.optim.AdamW(model.parameters(), lr=0.02, betas=(0.8, 0.9), amsgrad=True)
+
+
+MOMENTA = {
+    momentum_sgd: {"momentum_buffer": 0.8},
+    amsgrad: {"exp_avg": 0.8, "exp_avg_sq": 0.9, "max_exp_avg_sq": 1.0},
+}
+
+
+@pytest.mark.parametrize("make_optimizer", MOMENTA)
+@pytest.mark.parametrize(
+    "rounds", [{"every": 1}, {"every": 4}, {"every": 5, "delay": 3, "fragments": 2}], ids=str
+)
+def test_averaged_momenta_equal_those_of_workers_in_plain_torch(
+    rounds: dict[str, Any], make_optimizer: Any
+) -> None:
+    def momenta(worker: Worker, communicator: Communicator) -> tuple[list[list[str]], State, State]:
+        fragments, merged, own = train(worker, communicator)
+        for name, p in worker.model.named_parameters():
+            for entry in worker.task.momenta:
+                merged[f"{entry} of {name}"] = worker.optimizer.state[p][entry]
+        return fragments, merged, own
 
     task = Task(
-        average=Average(every=1),
+        average=Average(outer="bmuf", momenta="average", **rounds),
+        cuts=cuts(20, 3, seed=4),
+        make_model=plain_net,  # BatchNorm's biases have gradients of 1e-17, which Adam scales to 1
+        make_optimizer=make_optimizer,
+        momenta=MOMENTA[make_optimizer],
+    )
+    results = on_ranks(task, momenta)
+    merged, own = by_plain_torch(task, results[0][0])
+    for rank, (_, found, weights) in enumerate(results):
+        require_same({name: found[name] for name in merged}, merged)
+        require_same(weights, dict(own[rank]))
+        equal = [name for name in found if " of " in name]
+        assert len(equal) == len(task.momenta) * len(own[rank])
+        for name in equal:  # after a last merge without a delay
+            torch.testing.assert_close(found[name], results[0][1][name], rtol=0, atol=1e-14)
+
+
+def test_a_worker_without_an_update_begins_with_the_others_momenta() -> None:
+    def states(worker: Worker, _: Communicator) -> list[Any]:
+        worker.train(range(1))
+        worker.replica.merge()
+        worker.model.train()
+        return [worker.optimizer.state[p] for p in worker.model.parameters()]
+
+    average = Average(every=2, momenta="average")
+    task = Task(average=average, cuts=[[0, 0, 8]], make_optimizer=amsgrad)
+    without, others = on_ranks(task, states)
+    for one, other in zip(without, others, strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(value, other[entry]) for entry, value in one.items())
+
+
+@pytest.mark.parametrize(
+    ("make_optimizer", "sentence"),
+    [
+        (torch.optim.SGD, "SGD has no such state with its present options; use"),
+        (torch.optim.LBFGS, "LBFGS can't be tried with a small parameter"),
+        (torch.optim.SparseAdam, "SparseAdam can't be tried with a small parameter"),
+    ],
+)
+def test_averaged_momenta_without_momenta_are_refused(make_optimizer: Any, sentence: str) -> None:
+    task = Task(
+        average=Average(momenta="average"),
+        cuts=[[0, 8]],
+        make_optimizer=lambda model: make_optimizer(list(model.parameters())),
+    )
+    with pytest.raises(ConfigError, match=f"--average_momenta average: {sentence}"):
+        on_ranks(task, train)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.8])
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+def test_merging_after_each_step_of_sgd_equals_one_process(workers: int, momentum: float) -> None:
+    task = Task(
+        average=Average(every=1, momenta="average" if momentum else "keep"),
         cuts=cuts(20, workers, seed=7),
         make_model=plain_net,
-        make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.3),
+        make_optimizer=lambda model: torch.optim.SGD(
+            model.parameters(), lr=0.1, momentum=momentum, weight_decay=0.01
+        ),
     )
     model = plain_net()
     optimizer = task.make_optimizer(model)
@@ -128,7 +219,21 @@ def test_a_lossy_wire_follows_the_exact_merges(wire: str, machines: tuple[int, .
             torch.testing.assert_close(value, merged[name].view_as(value), rtol=0, atol=near)
 
 
-def test_an_evaluation_changes_no_bit_of_the_workers_own_weights() -> None:
+def net_of_views() -> nn.Module:
+    """Make a net whose parameters are views of one tensor, with one version counter."""
+    model = net()
+    values = [p.detach() for p in model.parameters()]
+    views = torch.cat([v.flatten() for v in values]).split([v.numel() for v in values])
+    for (name, p), view in zip(list(model.named_parameters()), views, strict=True):
+        module, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(module), leaf, nn.Parameter(view.view_as(p)))
+    return model
+
+
+@pytest.mark.parametrize("make_model", [net, net_of_views])
+def test_an_evaluation_changes_no_bit_of_the_workers_own_weights(
+    make_model: Callable[[], nn.Module],
+) -> None:
     def evaluate(worker: Worker, _: Communicator) -> State:
         for step in range(9):
             worker.train(range(step, step + 1))
@@ -143,7 +248,8 @@ def test_an_evaluation_changes_no_bit_of_the_workers_own_weights() -> None:
         worker.train(range(9))
         return worker.own()
 
-    task = Task(average=Average(every=4, delay=1), cuts=cuts(9, 2))
+    average = Average(every=4, delay=1, fragments=3)  # of one bucket or more
+    task = Task(average=average, cuts=cuts(9, 2), make_model=make_model)
     for evaluated, plain in zip(on_ranks(task, evaluate), on_ranks(task, straight), strict=True):
         assert all(torch.equal(evaluated[name], plain[name]) for name in plain)
 
@@ -165,7 +271,8 @@ def test_parameters_that_are_written_while_the_merged_ones_show_are_refused() ->
 @pytest.mark.parametrize("wire", ["fp32", "int8", "topk:0.1"])
 def test_a_resume_in_mid_round_gives_the_same_bits(rule: Any, wire: str) -> None:
     delay = 2 if rule.allows_delay else 0
-    average = Average(every=6, fragments=2, delay=delay, outer=rule)
+    momenta = "average" if isinstance(rule, DiLoCo) else "keep"
+    average = Average(every=6, fragments=2, delay=delay, outer=rule, momenta=momenta)
     dtype = torch.float64 if wire == "fp32" else torch.float32
 
     def net_of() -> nn.Module:
@@ -174,22 +281,26 @@ def test_a_resume_in_mid_round_gives_the_same_bits(rule: Any, wire: str) -> None
         return nn.Sequential(*layers).to(dtype)
 
     task = Task(average=average, cuts=cuts(20, 3), wire=wire, dtype=dtype, make_model=net_of)
-    for stop in range(1, 14, 2 if isinstance(rule, DiLoCo) else 6):
-        saved: dict[str, Any] = {}
+    saved: dict[int, dict[str, Any]] = {}
 
-        def before(worker: Worker, communicator: Communicator) -> State:
-            worker.train(range(stop))  # noqa: B023 - called before the next one
-            if (state := worker.replica.state()) is not None:
-                saved.update(state)  # noqa: B023
-            worker.train(range(stop, 20))  # noqa: B023
-            return worker.own() | worker.merged()
+    def before(worker: Worker, communicator: Communicator) -> State:
+        for step in range(20):
+            if step in stops and (state := worker.replica.state()) is not None:
+                saved[step] = state
+            worker.train(range(step, step + 1))
+        return worker.own() | worker.merged()
+
+    stops = range(1, 14, 2 if isinstance(rule, DiLoCo) else 6)
+    straight = on_ranks(task, before)
+    assert [*saved] == [*stops]
+    for stop in stops:
 
         def after(worker: Worker, communicator: Communicator) -> State:
-            assert worker.replica.restore(saved)  # noqa: B023
+            assert worker.replica.restore(saved[stop])  # noqa: B023 - called before the next one
             worker.train(range(stop, 20))  # noqa: B023
             return worker.own() | worker.merged()
 
-        for one, other in zip(on_ranks(task, before), on_ranks(task, after), strict=True):
+        for one, other in zip(straight, on_ranks(task, after), strict=True):
             assert all(torch.equal(one[name], other[name]) for name in one), stop
 
 

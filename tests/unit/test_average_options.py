@@ -80,10 +80,10 @@ def test_with_another_exchange_flags_of_averaging_are_refused() -> None:
 
 
 def test_a_merge_travels_until_the_next_fragment_is_taken_where_the_rule_allows_it() -> None:
-    assert Average(every=50).steps_of_delay == 49
-    assert Average(every=50, fragments=4).steps_of_delay == 11
+    assert Average(every=50).steps_of_delay == 12
+    assert Average(every=50, fragments=4).steps_of_delay == 3
     assert Average(every=2, fragments=4).steps_of_delay == 0
-    assert Average(every="1@0,20@9").steps_of_delay == 19
+    assert Average(every="1@0,20@9").steps_of_delay == 5
     assert Average(every=50, outer=EASGD()).steps_of_delay == 0
     assert Average(every=50, delay=3).steps_of_delay == 3
 
@@ -182,7 +182,7 @@ SCHEDULE = "must be a number of steps, or phases such as 1@0,50@1000."
         ),
         (
             lambda: from_flags(average_momenta="drop"),
-            "--average_momenta drop: must be one of keep, reset.",
+            "--average_momenta drop: must be one of keep, reset, average.",
         ),
         (
             lambda: Average(every=0),

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, is_dataclass
-from typing import Any
+from typing import Any, get_args
 
 from paceline.config.average import (
     ARGUMENTS,
@@ -43,9 +43,6 @@ _FIELDS = {"easgd": {"lr": "beta"}}
 """Names of a rule's numbers where they aren't the flags', without "outer_"."""
 
 
-_DEFAULT_MIX = 0.5  # of Streaming DiLoCo
-
-
 @dataclass(frozen=True, kw_only=True)
 class Average:
     """Rare exchange: workers train apart and merge their weights every H steps.
@@ -56,11 +53,12 @@ class Average:
         outer: the outer rule, which makes new weights of the workers' mean; or its name: "mean",
             "easgd", "bmuf", "diloco" or "sparseloco".
         fragments: the number of fragments of the model, merged one after another in each round.
-        delay: the number of steps that run while a merge travels, less than H; None: as many as
-            there are until the next fragment is taken, where the rule allows a delay.
+        delay: the number of steps that run while a merge travels, less than H; None: a quarter of
+            those until the next fragment is taken, where the rule allows a delay.
         mix: with a delay, the fraction of its own weights that a worker retains when a merge is
-            applied, as in Streaming DiLoCo; None: 0.5.
-        momenta: what becomes of the optimizers' state at a merge: "keep" or "reset".
+            applied, as in Streaming DiLoCo; None: what its newer steps changed is added to the
+            merged weights.
+        momenta: what becomes of the optimizers' state at a merge: "keep", "reset" or "average".
 
     Raises:
         ConfigError: a value breaks its rule.
@@ -89,7 +87,7 @@ class Average:
             if self.delay and not self.rule.allows_delay:
                 raise no_delay(self.delay, type(self.rule).__name__)
             check_mix(self.mix, self.delay)
-            check_choice("average_momenta", self.momenta, ("keep", "reset"))
+            check_choice("average_momenta", self.momenta, get_args(Momenta))
             phases = phases_of(self.every)
             object.__setattr__(self, "every", phases if len(phases) > 1 else phases[0][1])
 
@@ -111,12 +109,7 @@ class Average:
             return self.delay
         if not self.rule.allows_delay:
             return 0
-        return max(1, max(h for _, h in self.phases) // self.fragments) - 1
-
-    @property
-    def retained_fraction(self) -> float:
-        """The fraction of its own weights that a worker retains when a delayed merge is applied."""
-        return _DEFAULT_MIX if self.mix is None else self.mix
+        return max(h for _, h in self.phases) // self.fragments // 4
 
     def schedule(self, steps: int | None = None) -> RoundSchedule:
         """Return the round schedule of a run of `steps` steps; None: their number isn't known."""
@@ -129,7 +122,7 @@ class Average:
             **vars(self),
             "outer": rule,
             "delay": self.steps_of_delay,
-            "mix": self.retained_fraction,
+            "mix": self.mix,
         }
         return {name: str(value) for name, value in options.items()}
 

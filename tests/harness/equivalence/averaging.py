@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from threading import Lock
 from typing import Any
 
@@ -51,6 +52,8 @@ class Task:
         machines: how many workers each machine has; by default one.
         wire: the codec between machines.
         dtype: of the model.
+        momenta: the entries of the optimizer's state that are averaged, and what an update
+            multiplies them by.
     """
 
     average: Average
@@ -60,6 +63,7 @@ class Task:
     machines: Sequence[int] = ()
     wire: str = "fp32"
     dtype: torch.dtype = torch.float64
+    momenta: Mapping[str, float] = field(default_factory=lambda: {"momentum_buffer": 0.8})
 
     @property
     def workers(self) -> int:
@@ -103,8 +107,10 @@ class _Merged:
     outer: dict[str, Tensor]
     samples: list[int]
     taken: list[Tensor] = field(default_factory=list)  # by worker, while a merge is under way
+    momenta: list[dict[str, list[Tensor]]] = field(default_factory=list)  # the same
     mean: Tensor | None = None
     taken_after: int = 0
+    weights: list[float] = field(default_factory=list)
 
 
 def by_plain_torch(task: Task, fragments: Sequence[Sequence[str]]) -> tuple[State, list[State]]:
@@ -134,6 +140,26 @@ def by_plain_torch(task: Task, fragments: Sequence[Sequence[str]]) -> tuple[Stat
         for name, part in zip(names, values.split([own[n].numel() for n in names]), strict=True):
             own[name].data.copy_(part.view_as(own[name]))
 
+    def momenta(worker: int, names: Sequence[str]) -> dict[str, list[Tensor]]:
+        """Copy a worker's momenta, by entry and name; zeros where there are none."""
+        own, state = dict(models[worker].named_parameters()), optimizers[worker].state
+        return {
+            entry: [state[own[n]].get(entry, torch.zeros_like(own[n])).clone() for n in names]
+            for entry in task.momenta
+        }
+
+    def apply_momenta(part: _Merged, late: int) -> None:
+        for model, optimizer, taken in zip(models, optimizers, part.momenta, strict=True):
+            own = dict(model.named_parameters())
+            for (entry, decay), k in product(task.momenta.items(), range(len(part.names))):
+                each = zip(part.weights, part.momenta, strict=True)
+                mean = sum((w * m[entry][k] for w, m in each), torch.zeros(()))
+                state = optimizer.state[own[part.names[k]]]
+                if entry not in state:
+                    state |= {"step": torch.tensor(1.0)} if "exp_avg" in task.momenta else {}
+                    state[entry] = torch.zeros_like(own[part.names[k]])
+                state[entry] += decay**late * (mean - taken[entry][k])
+
     def take(number: int, step: int) -> None:
         part = parts[number]
         total = sum(part.samples)
@@ -145,6 +171,9 @@ def by_plain_torch(task: Task, fragments: Sequence[Sequence[str]]) -> tuple[Stat
                 values = [dict(m.named_buffers())[name].clone() for m in models]
                 each = zip(values, part.samples, strict=True)
                 means[name] = sum((n / total * v for v, n in each), torch.zeros_like(values[0]))
+        if task.average.momenta == "average":
+            part.momenta = [momenta(worker, part.names) for worker in range(task.workers)]
+        part.weights = [n / total for n in part.samples]
         part.samples, part.taken_after = [0] * task.workers, step
 
     def apply(number: int, step: int) -> None:
@@ -153,12 +182,14 @@ def by_plain_torch(task: Task, fragments: Sequence[Sequence[str]]) -> tuple[Stat
         late = step - 1 - part.taken_after
         for model, taken in zip(models, part.taken, strict=True):
             own, anchor, outer = rule.merge(taken, part.anchor, part.mean, part.outer)
-            now, mix = flat(model, part.names), task.average.mix or 0.5
+            now, mix = flat(model, part.names), task.average.mix
             if late:
-                own = mix * now + (1 - mix) * own
+                own = own + now - taken if mix is None else mix * now + (1 - mix) * own
             write(model, part.names, own)
             for name in () if late or number else statistics:
                 dict(model.named_buffers())[name].copy_(means[name])
+        if part.momenta:
+            apply_momenta(part, late)
         part.anchor, part.outer, part.mean = anchor, outer, None
         if not number:
             merged_statistics.update(means)
@@ -204,7 +235,8 @@ class Worker:
                 [name for i in part for name in forward[i].names]
                 for part in cut_into_fragments(sizes, task.average.fragments)
             ]
-            average: WeightAverage = make(buckets, communicator, RunningStatistics(self.model))
+            statistics = RunningStatistics(self.model)
+            average: WeightAverage = make(buckets, communicator, statistics, self.optimizer)
             return average
 
         self.replica = AveragedReplica(
@@ -241,7 +273,7 @@ def on_ranks(task: Task, work: Callable[[Worker, Communicator], Any]) -> list[An
     average = task.average
     rule, schedule = average.rule.for_workers(task.workers), average.schedule(len(task.cuts))
 
-    def kind(buckets: Any, statistics: Any, options: PutOptions) -> WeightAverage:
+    def kind(buckets: Any, statistics: Any, optimizer: Any, options: PutOptions) -> WeightAverage:
         return make_average(
             buckets,
             statistics,
@@ -249,7 +281,8 @@ def on_ranks(task: Task, work: Callable[[Worker, Communicator], Any]) -> list[An
             rule,
             schedule,
             fragments=average.fragments,
-            mix=average.retained_fraction,
+            mix=average.mix,
+            averaged=optimizer if average.momenta == "average" else None,
         )
 
     make = notified(False, task.machines, task.wire, kind, error_decay=rule.error_decay)
