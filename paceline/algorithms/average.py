@@ -22,27 +22,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from time import perf_counter
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from paceline.algorithms.merged_bucket import STATISTICS, MergedBucket, make_buckets
+from paceline.algorithms.merged_bucket import STATISTICS, MergedBucket
 from paceline.algorithms.merged_momenta import MergedMomenta
-from paceline.algorithms.open_exchange import PutOptions, bucket_spec, open_exchange
 from paceline.errors import CommError
 from paceline.recorder import Recorder
-from paceline.reduce.buckets import Bucket
 from paceline.reduce.exchange import Exchange
 from paceline.reduce.rank_state import RankState
-from paceline.update.batch_norm import RunningStatistics
-from paceline.update.momenta import find_momenta
-from paceline.update.outer.fragments import cut_into_fragments
-from paceline.update.outer.outer_rule import OuterRule
 
 
 class Schedule(Protocol):
@@ -111,7 +104,7 @@ class WeightAverage:
         self._mix, self._recorder, self._residuals = mix, recorder, residuals
         self._end_startup: Callable[[], None] | None = end_startup
         self._step = 0  # the next one
-        self._shows = False
+        self._shows_anchor = False
         self.waited = 0.0
         self.close = exchange.close
 
@@ -169,8 +162,8 @@ class WeightAverage:
 
     def show_anchor(self) -> None:
         """Let the model have the weights of the last merge, until the next step; local."""
-        if not self._shows:
-            self._shows = True
+        if not self._shows_anchor:
+            self._shows_anchor = True
             for bucket in self._of_model.values():
                 bucket.show()
             for bucket in self._of_model.values():
@@ -182,8 +175,8 @@ class WeightAverage:
         Raises:
             ConfigError: the model was written in between.
         """
-        if self._shows:
-            self._shows = False
+        if self._shows_anchor:
+            self._shows_anchor = False
             for bucket in self._of_model.values():
                 bucket.check()
             for bucket in self._of_model.values():
@@ -361,71 +354,3 @@ class WeightAverage:
         for name, start, stop in zip(values.names, [0, *ends], ends, strict=False):
             if name in named and named[name].numel() == stop - start:
                 flat[start:stop] = named[name].flatten()
-
-
-def make_average(
-    buckets: Sequence[Bucket],
-    statistics: RunningStatistics,
-    options: PutOptions,
-    rule: OuterRule,
-    schedule: Schedule,
-    *,
-    fragments: int = 1,
-    mix: float | None = None,
-    averaged: Optimizer | None = None,
-) -> WeightAverage:
-    """Open a window, and make what merges a model's weights over it; collective.
-
-    Args:
-        buckets: of the parameters.
-        statistics: the model's running statistics.
-        options: of the exchange; ranks of a machine share memory, on GPUs too.
-        rule: merges each bucket.
-        schedule: of the rounds.
-        fragments: number of fragments.
-        mix: as of `WeightAverage`.
-        averaged: the optimizer whose momenta are averaged, too, unencoded; None: they stay.
-
-    Raises:
-        ConfigError: there are more fragments than buckets, or the optimizer has no momenta.
-        CommError: a rank didn't come in time.
-    """
-    of_model = make_buckets(buckets, statistics, rule)
-    momenta = [] if averaged is None else find_momenta(averaged, buckets)
-    merged: list[MergedBucket | MergedMomenta] = [*of_model]
-    parts = _fragments(buckets, of_model, fragments)
-    for index, each in enumerate(momenta):
-        indices = next(part for part in parts if index in part)
-        for values in each:
-            indices.append(len(merged))
-            flat = of_model[index].anchor.new_empty(sum(values.lengths), dtype=values.dtype)
-            merged.append(MergedMomenta(values, flat))
-    plain = replace(options, codec=None)
-    specs = [bucket_spec(list(bucket.parameters), options) for bucket in buckets]
-    specs = [replace(spec, lengths=(sum(spec.lengths),)) for spec in specs]
-    specs += [bucket_spec([bucket.change], plain) for bucket in merged[len(buckets) :]]
-    templates = [[bucket.change] for bucket in merged]
-    names = [(f"the weights of bucket {index}",) for index in range(len(merged))]
-    options.recorder.event("buckets", parameters=[bucket.values.names for bucket in merged])
-    opened = open_exchange(templates, names, specs, options, count=len(merged))
-    return WeightAverage(
-        merged,
-        parts,
-        opened.exchange,
-        schedule,
-        mix=mix,
-        recorder=options.recorder,
-        end_startup=opened.end_startup,
-        residuals=opened.residuals,
-    )
-
-
-def _fragments(
-    buckets: Sequence[Bucket], merged: Sequence[MergedBucket], count: int
-) -> list[list[int]]:
-    """Divide the buckets, in the model's order; running statistics are in the first fragment."""
-    forward = list(reversed(buckets))
-    sizes = [merged[bucket.index].anchor.nbytes for bucket in forward]
-    fragments = [[forward[i].index for i in part] for part in cut_into_fragments(sizes, count)]
-    fragments[0] += range(len(buckets), len(merged))
-    return fragments

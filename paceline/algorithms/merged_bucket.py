@@ -40,9 +40,6 @@ class Values(Protocol):
     def write(self, flat: Tensor) -> None:
         """Copy `flat` into the model."""
 
-    def add(self, flat: Tensor) -> None:
-        """Add `flat` to what the model has."""
-
     def versions(self) -> tuple[int, ...]:
         """Return numbers that change when the values are written."""
 
@@ -97,12 +94,6 @@ class StatisticsValues:
         """Copy `flat` into the model."""
         self._statistics.replace(flat)
 
-    def add(self, flat: Tensor) -> None:
-        """Add `flat` to the statistics."""
-        self._statistics.pack()
-        assert self._statistics.flat is not None
-        self._statistics.replace(self._statistics.flat + flat)
-
     def versions(self) -> tuple[int, ...]:
         """Return nothing: each forward writes them, in evaluation too if a script wants it."""
         return ()
@@ -155,7 +146,9 @@ class MergedBucket:
         merged, anchor, self.outer = self._rule.merge(self.taken, self.anchor, mean, self.outer)
         if not steps:
             self.values.write(merged)
-        elif self.values.names != (STATISTICS,):  # whose own are of newer batches
+        elif isinstance(
+            self.values, ParameterValues
+        ):  # a worker's own statistics are of newer batches
             if mix is None:
                 self.values.add(torch.sub(merged, self.taken, out=self.taken))
             else:

@@ -135,11 +135,11 @@ class ShardedState:
             MISSED not in state if self._residuals is None else self._residuals.restore_local(state)
         )
 
-    def merge(self, parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """Merge both; residuals of a world that had them, in one that has none, are dropped."""
+    def combine(self, parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Combine both; residuals of a world that had them, in one that has none, are dropped."""
         agreed(part.get("updates") for part in parts)
-        optimizer = self._shards.merge([part.get(OPTIMIZER, {}) for part in parts])
+        optimizer = self._shards.combine([part.get(OPTIMIZER, {}) for part in parts])
         if not any(MISSED in part for part in parts):
             return {OPTIMIZER: optimizer}
-        residual = {MISSED: []} if self._residuals is None else self._residuals.merge(parts)
+        residual = {MISSED: []} if self._residuals is None else self._residuals.combine(parts)
         return {**residual, OPTIMIZER: optimizer}

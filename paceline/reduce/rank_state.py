@@ -2,7 +2,7 @@
 
 gather: all ranks' present parts ──┐
                                    ├─▶ the whole state, by parameter ── restore ──▶ this rank's
-local, of all ranks ── merge ──────┘
+local, of all ranks ── combine ────┘
   └─ restore_local, where this rank has the same ranges again
 """
 
@@ -157,11 +157,11 @@ class RankState(Protocol):
 
         Returns:
             False where this rank's part is another now (other buckets, ranks or machines): then the
-            parts of all ranks must be divided anew, by `merge` and `restore`.
+            parts of all ranks must be divided anew, by `combine` and `restore`.
         """
 
-    def merge(self, parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """Merge all ranks' parts of one snapshot into what `gather` would have returned; local.
+    def combine(self, parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Combine all ranks' parts of one snapshot into what `gather` would have returned; local.
 
         The parts' world may have been another one. Trained parameters are as they were in it.
 

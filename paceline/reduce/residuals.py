@@ -78,7 +78,7 @@ class Residuals:
         device = self._buckets[0].templates[0].device
         part = self._part(lambda feedback: feedback.residual)
         parts = gather_parts(communicator, part, device, what)
-        return self.merge(parts) if parts else None
+        return self.combine(parts) if parts else None
 
     def restore(self, state: Mapping[str, Any]) -> bool:
         """Take the residuals of this rank's group, or of its shard those of all groups."""
@@ -121,8 +121,8 @@ class Residuals:
             feedback.restore(flat, state["scale"], owned_by=None)
         return True
 
-    def merge(self, parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """Merge the residuals of all ranks, by parameter and group.
+    def combine(self, parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Combine the residuals of all ranks, by parameter and group.
 
         In a world of one group no rank has residuals, and a part has none.
         """

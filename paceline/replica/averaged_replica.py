@@ -36,7 +36,7 @@ from paceline.replica.trained_parameters import TrainedParameters, fingerprint_o
 from paceline.state.state_copy import copy_state
 
 AVERAGE = "average"  # key of the state in a checkpoint
-RANKS, SHARED = "workers", "merged"  # its parts
+WORKERS, MERGED = "workers", "merged"  # its parts
 
 
 class AveragedReplica:
@@ -47,12 +47,12 @@ class AveragedReplica:
             other ranks.
         optimizer: trains it on each rank.
         communicator: returns what connects all ranks.
-        make_average: makes what merges a model's buckets; collective.
+        open_average: makes what merges a model's buckets; collective.
         bucket_bytes: approximate size of a bucket in bytes; less where the model is so small that
             there would be fewer buckets than fragments.
-        fragments: number of fragments that `make_average` divides the buckets into.
+        fragments: number of fragments that `open_average` divides the buckets into.
         momenta: "keep": a worker's optimizer retains its state at a merge; "reset": it forgets it;
-            "average": `make_average` merges it.
+            "average": `open_average` merges it.
 
     Attributes:
         stepped: always True: ranks may skip updates (loss scaling) by themselves.
@@ -72,7 +72,7 @@ class AveragedReplica:
         model: nn.Module,
         optimizer: Optimizer,
         communicator: Callable[[], Communicator],
-        make_average: Callable[[Sequence[Bucket]], WeightAverage],
+        open_average: Callable[[Sequence[Bucket]], WeightAverage],
         *,
         bucket_bytes: int,
         fragments: int = 1,
@@ -84,7 +84,7 @@ class AveragedReplica:
         broadcast_all(communicator(), trained.tensors, "the broadcast of rank 0's weights")
         total = sum(p.nbytes for p in trained.groups if p.requires_grad)
         size = min(bucket_bytes, max(1, total // fragments))
-        self._average = make_average(partition(trained.names, trained.groups, size))
+        self._average = open_average(partition(trained.names, trained.groups, size))
         self._weight, self._stepping = 1.0, False
         self._updated = False  # the optimizer has stepped in this step
         self._undo = ExitStack()
@@ -219,7 +219,7 @@ class AveragedReplica:
         gathered = gather_parts(self._communicator(), copy_state(own), device, what)
         if not gathered:
             return None
-        return {AVERAGE: {RANKS: gathered, SHARED: copy_state(self._average.shared())}}
+        return {AVERAGE: {WORKERS: gathered, MERGED: copy_state(self._average.shared())}}
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> bool:
@@ -230,12 +230,12 @@ class AveragedReplica:
         """
         communicator, saved = self._communicator(), state[AVERAGE]
         own = None
-        if len(saved[RANKS]) == communicator.world_size:
-            own = saved[RANKS][communicator.rank]
+        if len(saved[WORKERS]) == communicator.world_size:
+            own = saved[WORKERS][communicator.rank]
             self._optimizer.load_state_dict(own["optimizer"])
             for name, buffer in self._model.named_buffers():
                 buffer.copy_(own["buffers"][name])
-        return self._average.restore(saved[SHARED], own)
+        return self._average.restore(saved[MERGED], own)
 
     def leave_generation(self) -> None:
         """Raise: the loss of a peer ends the run."""

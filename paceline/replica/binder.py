@@ -239,5 +239,5 @@ class ReplicaBinder:
             return True
         of_all = gather_parts(communicator, list(parts), device, what)
         full = [part for some in of_all for part in some if part]  # a new member has none
-        merged = own.merge(full) if of_all else None
+        merged = own.combine(full) if of_all else None
         return own.restore(broadcast_state(communicator, merged, device, what))

@@ -218,9 +218,9 @@ class ShardOptimizer:
         device = self._buckets[0].parameters[0].device
         what = "the gather of the optimizer state (collective: all ranks must call it)"
         parts = gather_parts(communicator, self.local(), device, what)
-        return self.merge(parts) if parts else None
+        return self.combine(parts) if parts else None
 
-    def merge(self, parts: Sequence[Ranges]) -> dict[str, Any]:
+    def combine(self, parts: Sequence[Ranges]) -> dict[str, Any]:
         """Return the whole optimizer's plain state dict, given what `local` returned on all ranks.
 
         Its hyperparameters are the present ones.

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.algorithms.average import WeightAverage, make_average
+from paceline.algorithms.average import WeightAverage
+from paceline.algorithms.open_average import open_average
 from paceline.algorithms.open_exchange import PutOptions
 from paceline.codecs.merge_codecs import merge_codec, return_codec
 from paceline.config.world import SyncConfig
@@ -68,7 +69,7 @@ def average_weights(
             staged=device.type != "cpu",
             tables=table_parameters(model),
         )
-        return make_average(
+        return open_average(
             buckets,
             RunningStatistics(model),
             options,

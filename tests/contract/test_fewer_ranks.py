@@ -154,7 +154,7 @@ class Elastic:
                 replica = replicate(member.model, member.optimizer, run, self.config)
                 try:
                     state = replica._binding.synchronizer.state
-                    assert state is None or not parts or state.restore(state.merge(parts))
+                    assert state is None or not parts or state.restore(state.combine(parts))
                     self._train_steps(number, member, replica, c)
                 finally:
                     replica.close()

@@ -155,7 +155,7 @@ def divided(case: Case, old: Snapshot, parts: Parts) -> list[tuple[Any, bool, An
         restore_state(old.ranks[0], rank.objects)
         rank.bind()
         present = set(plain_state(rank.optimizer))
-        merged = copy_state(state_of(rank).merge(parts))
+        merged = copy_state(state_of(rank).combine(parts))
         assert set(plain_state(rank.optimizer)) == present, "others' shards stay in memory"
         whole = state_of(rank).restore(merged)
         return unscaled(merged), whole, unscaled(copy_state(rank.replica.state()))
@@ -297,7 +297,7 @@ def test_parts_that_are_not_one_snapshot_of_all_are_refused(name: str, reason: s
             rank.train(number)
         before = copy_state(rank.replica.state())
         with pytest.raises(RankStateError, match=sentence):
-            state_of(rank).merge(parts)
+            state_of(rank).combine(parts)
         assert same(copy_state(rank.replica.state()), before)
         rank.train(STEP)
 
@@ -344,7 +344,7 @@ def test_what_was_missed_is_sent_once_by_the_ranks_of_another_world(
                 feedback=exchange.feedbacks[0],
             )
             residuals = Residuals([bucket], topology, c.rank)
-            assert residuals.restore(residuals.merge(parts))
+            assert residuals.restore(residuals.combine(parts))
             got = [sums(exchange, c.rank, n, weight_of(c.rank)).double() for n in steps]
             exchange.begin(1.0)
             part = copy_state(residuals.local())

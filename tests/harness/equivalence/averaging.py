@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 
-from paceline.algorithms.average import WeightAverage, make_average
+from paceline.algorithms.average import WeightAverage
+from paceline.algorithms.open_average import open_average
 from paceline.algorithms.open_exchange import PutOptions
 from paceline.comm.communicator import Communicator
 from paceline.reduce.buckets import Bucket
@@ -274,7 +275,7 @@ def on_ranks(task: Task, work: Callable[[Worker, Communicator], Any]) -> list[An
     rule, schedule = average.rule.for_workers(task.workers), average.schedule(len(task.cuts))
 
     def kind(buckets: Any, statistics: Any, optimizer: Any, options: PutOptions) -> WeightAverage:
-        return make_average(
+        return open_average(
             buckets,
             statistics,
             options,
