@@ -49,7 +49,7 @@ CGROUPS = (Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup"))
 SETTLING, TIMED = 30, 10  # steps
 ALONE_SETTLING = 3
 PHASE = 30  # steps between two changes of the limit
-WORK = {"resnet20": (64, 32, 10), "resnet50": (96, 64, 100)}  # batch, image size, labels
+WORK = {"resnet20": (128, 32, 10), "resnet50": (96, 64, 100)}  # batch, image size, labels
 TITLES = ["", "images/s", "of the sum of both"]
 
 

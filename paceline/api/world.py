@@ -454,6 +454,7 @@ class World:
             report=print_message_for_scripts,
         )
         self._position.measured = pairs[0].config.shares == "measured"
+        # Workers that average don't wait in each step; a GPU's waits aren't measured.
         speeds = WorkerSpeeds(
             self._run,
             self._position.position,
@@ -474,9 +475,7 @@ class World:
             device=session.device,
             snapshots=snapshots,
             next_generation=self._next_generation,
-            speeds=speeds
-            if session.device.type == "cpu"
-            else None,  # a GPU's waits aren't measured
+            speeds=None if averaged or session.device.type != "cpu" else speeds,
         )
         self._loop.use(steps)
 

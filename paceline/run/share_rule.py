@@ -30,6 +30,19 @@ _FIRST_NOISE, _FIRST_STEPS = 0.05, 10  # assumed until so many steps have been s
 LEAST = 2  # samples a rank, where the batch has as many: BatchNorm needs more than one value
 
 
+def shares_for(count: int, milliseconds: Sequence[float]) -> tuple[int, ...]:
+    """Return the shares with which all ranks take as long, of at least `LEAST` samples if possible.
+
+    Args:
+        count: number of samples of a full batch.
+        milliseconds: (ranks,) time a sample, above 0.
+
+    Returns:
+        (ranks,) numbers of samples, which sum to `count`.
+    """
+    return balanced(count, milliseconds, least=min(LEAST, count // len(milliseconds)))
+
+
 class ShareRule:
     """Share rule: decides when the ranks' shares change, and to what.
 
@@ -64,16 +77,12 @@ class ShareRule:
                 break
             newest = list(self._rows)[-steps:]
             each = [median(column) for column in zip(*newest, strict=True)]
-            wanted = self._balanced(each)
+            wanted = shares_for(sum(self.shares), each)
             if self._gain(wanted, each) > LEAST_GAIN + factor * noise:
                 self.shares = wanted
                 self._rows.clear()
                 return wanted
         return None
-
-    def _balanced(self, each: Sequence[float]) -> tuple[int, ...]:
-        count = sum(self.shares)
-        return balanced(count, each, least=min(LEAST, count // len(self.shares)))
 
     def _gain(self, shares: Sequence[int], each: Sequence[float]) -> float:
         """Return the part of the slowest rank's time that other shares would save."""

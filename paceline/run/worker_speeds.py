@@ -18,11 +18,11 @@ from statistics import median
 from time import perf_counter
 
 from paceline.data.batch_slice import BatchSlice
-from paceline.data.shares import balanced, divide
+from paceline.data.shares import divide
 from paceline.errors import Message
 from paceline.run.position import Position
 from paceline.run.run import Run
-from paceline.run.share_rule import ShareRule
+from paceline.run.share_rule import ShareRule, shares_for
 from paceline.run.step_summary import StepSummary
 
 LEAD = 3  # steps from a measured one to the first that may have other shares
@@ -151,7 +151,7 @@ class WorkerSpeeds:
             return
         now, then = (
             max(ms * n for ms, n in zip(each, shares, strict=True))
-            for shares in (present, balanced(self.batch_size, each, 1))
+            for shares in (present, shares_for(self.batch_size, each))
         )
         if now < LEAST_MS:
             return
