@@ -56,9 +56,9 @@ def open_average(
             flat = of_model[index].anchor.new_empty(sum(values.lengths), dtype=values.dtype)
             merged.append(MergedMomenta(values, flat))
     plain = replace(options, codec=None)
-    specs = [bucket_spec(list(bucket.parameters), options) for bucket in buckets]
-    specs = [replace(spec, lengths=(sum(spec.lengths),)) for spec in specs]
-    specs += [bucket_spec([bucket.change], plain) for bucket in merged[len(buckets) :]]
+    specs = [bucket_spec([each.change], options) for each in merged[: len(buckets)]]
+    specs += [bucket_spec([each.change], plain) for each in merged[len(buckets) :]]
+    specs = [replace(spec, suppresses_zeros=True) for spec in specs]  # of unchanged values
     templates = [[bucket.change] for bucket in merged]
     names = [(f"the weights of bucket {index}",) for index in range(len(merged))]
     options.recorder.event("buckets", parameters=[bucket.values.names for bucket in merged])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline.comm.communicator import Communicator
@@ -228,6 +228,41 @@ def net_of_views() -> nn.Module:
         module, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(module), leaf, nn.Parameter(view.view_as(p)))
     return model
+
+
+class PartlyTrained(nn.Sequential):
+    """A net with a wide layer that no loss uses."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        super().__init__(nn.Linear(6, 9), nn.Linear(9, 4), nn.Linear(9, 500))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self[1](self[0](x))
+        return scores
+
+
+@pytest.mark.parametrize("wire", ["fp32", "int8"])
+def test_weights_that_nobody_changed_do_not_travel(wire: str) -> None:
+    def traffic(worker: Worker, _: Communicator) -> int:
+        worker.train(range(4))
+        sizes = worker.replica._average._exchange.traffic
+        return sum(sent for sent, _ in sizes)
+
+    def make() -> nn.Module:
+        return PartlyTrained().double() if wire == "fp32" else PartlyTrained()
+
+    task = Task(
+        average=Average(every=2),
+        cuts=cuts(4, 2),
+        make_model=make,
+        machines=(1, 1),
+        wire=wire,
+        dtype=torch.float64 if wire == "fp32" else torch.float32,
+    )
+    trained = 6 * 9 + 9 + 9 * 4 + 4
+    for sent in on_ranks(task, traffic):
+        assert 0 < sent < 3 * 8 * trained  # of 8 bytes a value, the shards' headers included
 
 
 @pytest.mark.parametrize("make_model", [net, net_of_views])

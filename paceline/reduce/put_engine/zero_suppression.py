@@ -116,7 +116,8 @@ class _Restored:
     """
 
     def __init__(self, size: int) -> None:
-        self._bytes = np.zeros(size, np.uint8)
+        self._tensor = torch.zeros(size, dtype=torch.uint8)
+        self._bytes = self._tensor.numpy()
         self._written: NDArray[np.int32] = np.zeros(0, np.int32)  # indices of nonzero blocks
 
     def write(self, blocks: _Blocks, indices: NDArray[np.int32], rest: NDArray[np.uint8]) -> Tensor:
@@ -126,7 +127,7 @@ class _Restored:
         own[indices] = blocks
         self._bytes[own.nbytes :] = rest
         self._written = indices.copy()
-        return torch.from_numpy(self._bytes)
+        return self._tensor
 
 
 def _nonzero(blocks: _Blocks) -> NDArray[np.intp] | None:
