@@ -1,4 +1,4 @@
-"""What a merge of `average` costs: its share of the line rate, and how much it slows local steps.
+"""What a merge of `--sync average` costs: its fraction of the line rate, and slower local steps.
 
     sudo python benchmarks/merges.py [--quick] [--worlds 2 4 8] [--links 100mbit 1gbit]
 

@@ -11,10 +11,10 @@ figure is of a run of its own, in interleaved rounds:
     equal         both, each with half of the batch
     measured      both, `shares="measured"`, after the shares have settled
 
-A ratio is images/s divided by the sum of fast and slow of the same round; the median has a 95 %
-interval by bootstrap. Then one run is limited in its middle and freed again: for each change the
-program prints after how many steps the shares were within 5 % of the batch, and within 10 % of the
-share itself, of the last ones before the next change, and the share of each step. `--plot FILE`
+A ratio is images/s divided by the sum of fast and slow of the same round; the median has a 95%
+interval by bootstrap. Then one run is limited in its middle and freed again. For each change the
+program prints the number of steps until the shares stay within 5% of the batch of their last value,
+and within 10% of that value. It also prints the limited worker's share of each step. `--plot FILE`
 makes this last run alone, of one model, and draws it.
 """
 

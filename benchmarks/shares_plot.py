@@ -1,4 +1,4 @@
-"""Picture of one run's shares and step times over its steps, as SVG.
+"""Plot of a run as SVG: each worker's share and the time of a step, by step.
 
 samples a step │ one line a worker   ┊ a change of speed
 ms a step      │ of both together    ┊

@@ -9,7 +9,8 @@ The two machines are network namespaces with a shaped link between them, and a c
 What a way computes doesn't depend on the link. So each way is trained once, on a fast link, which
 gives its steps to the accuracy; on each link its steps are timed. The time to the accuracy is
 their product. DDP and Paceline's methods with fp32 on the wire are *exact*: they have one curve.
-Evaluations, of the mean of all ranks' weights, are on no clock and send nothing over the link.
+Evaluations are on no clock and send nothing over the link. They have the mean of all ranks'
+weights; with averaging, the weights of the last merge that was applied, as `model.eval()` does.
 
 With `--links` and no rate, nothing is timed. What FOLDER has already isn't run again: the same
 command resumes it.

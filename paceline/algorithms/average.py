@@ -1,8 +1,8 @@
 """`average`: workers train locally; every H steps their weights are merged by an outer rule.
 
     step, step, …        local: torch's own optimizer, on this worker's part of the global batch
-    end of a round       take: put the change since the last merge, weighted by samples
-    the next steps       train on, while the changes are summed
+    end of a round       take: put own - anchor, weighted by samples
+    the next steps       train on, while these are summed
     `delay` steps later  apply: own, anchor, state = rule.merge(own, anchor, mean, state)
 
 The anchor is what all workers agreed on at the last merge; it is equal on all of them, bit for bit.
@@ -14,8 +14,9 @@ in Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512, section 2.3):
     own = mix * own + (1 - mix) * merged        with it
 
 The model may be merged in fragments, each at another step of the round, so that the link carries an
-even stream. Running statistics of BatchNorm layers are merged by their mean, with fragment 0. Where
-momenta are averaged, they are in their parameters' fragments.
+even stream. Running statistics of BatchNorm layers are merged by their mean, with fragment 0; after
+a delayed merge a worker trains on with its own, and the anchor has the mean. Where momenta are
+averaged, they are in their parameters' fragments.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class _Fragment:
         buckets: their indices.
         samples: this worker's samples since the last take, and those of all workers.
         taken_after: the step after which the merge under way was taken; None: there is none.
-        versions: of the exchange, by bucket, that are still awaited.
-        sums: by bucket, those that aren't.
+        versions: of the exchange, by the index of a bucket whose sums are awaited.
+        sums: (values,), by the index of a bucket: received, and not applied yet.
     """
 
     buckets: Sequence[int]
@@ -68,7 +69,7 @@ class _Fragment:
 
 
 class WeightAverage:
-    """Weight averaging of one model: takes, exchanges and applies what is due.
+    """Weight averaging of one model: begins merges, exchanges them, and applies them when due.
 
     Args:
         buckets: what is merged, one for each bucket of the exchange.
@@ -131,8 +132,8 @@ class WeightAverage:
 
         Args:
             step: its number.
-            samples: this worker's.
-            of_all: those of all workers.
+            samples: this worker's, in this step.
+            of_all: those of all workers, in this step.
 
         Raises:
             CommError: a peer was lost, or silent.
@@ -252,6 +253,10 @@ class WeightAverage:
         Merges under way are awaited, and applied later all the same. Tensors are views of the state
         itself.
 
+        Returns:
+            "own", and of merges under way "taken": values by name, flat; "samples": (fragments,)
+            this worker's since the last take; "residual": as of `RankState.local`, or None.
+
         Raises:
             CommError: a peer was lost, or silent.
         """
@@ -271,7 +276,13 @@ class WeightAverage:
         }
 
     def shared(self) -> dict[str, Any]:
-        """Return what all workers have alike, after `local`."""
+        """Return what all workers have alike, after `local`.
+
+        Returns:
+            "anchor", "outer" (by the name of the rule's tensor) and "sums": values by name, flat;
+            for each fragment, "samples" of all workers since the last take, "taken_after" and the
+            names that it has, "fragments".
+        """
         states = {name for bucket in self._buckets for name in bucket.outer}
         outer = {
             name: {i: b.outer[name] for i, b in enumerate(self._buckets) if name in b.outer}
@@ -289,6 +300,8 @@ class WeightAverage:
 
     def restore(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> bool:
         """Restore what `local` and `shared` returned, between two steps.
+
+        Values that they lack, or have in another size, stay as they are.
 
         Args:
             shared: what all workers had alike.

@@ -100,7 +100,7 @@ class StatisticsValues:
 
 
 class MergedBucket:
-    """Bucket of values that are merged: as they were taken, as all agreed on them, their change.
+    """Merged bucket: the anchor of the last merge, this worker's values, and their difference.
 
     Args:
         values: the model's.
@@ -110,7 +110,8 @@ class MergedBucket:
     Attributes:
         anchor: (values,), what all workers agreed on at the last merge.
         taken: (values,), this worker's values when they were taken.
-        change: (values,), what of `taken` differs from the anchor; read until it is summed.
+        change: (values,), taken - anchor, the negative of the outer gradient: what travels. The
+            exchange reads it until the sum has arrived; `apply` overwrites it.
         outer: state of the rule, by name.
     """
 

@@ -1,10 +1,10 @@
-"""Bucket of momenta that workers average with the weights that they belong to.
+"""Merged momenta: one entry of the optimizer's state of a bucket, averaged with its weights.
 
 taken    this worker's values when the merge began; they travel themselves, unencoded
 mean     that of all workers, weighted by samples
 
 Steps that were made since then have multiplied the values by the decay and added what is new. The
-result is what they would have made of the mean:
+result is what their gradients would have made of the mean:
 
     own = own + decay^steps * (mean - taken)
 
@@ -30,7 +30,8 @@ class MergedMomenta:
 
     Attributes:
         taken: (values,), this worker's values when they were taken; read until they are summed.
-        change: the same: what travels.
+        change: the same tensor, by the name under which `MergedBucket` sends: the values travel
+            themselves, not a difference.
         outer: nothing.
     """
 

@@ -33,19 +33,19 @@ def divide(count: int, shares: Sequence[int]) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def balanced(count: int, seconds: Sequence[float], least: int = 0) -> tuple[int, ...]:
-    """Return shares with which all ranks take as long, at their present times a sample.
+def balanced(count: int, times: Sequence[float], least: int = 0) -> tuple[int, ...]:
+    """Return the shares that give all ranks equal computation times.
 
     Args:
         count: number of samples of a full batch; at least `least` for each rank.
-        seconds: (ranks,) time a sample, above 0.
+        times: (ranks,) time a sample, above 0, in any one unit.
         least: the smallest share.
 
     Returns:
         (ranks,) numbers of samples, which sum to `count`.
     """
-    fastest = min(seconds)
-    speeds = [max(1, round(_SCALE * fastest / each)) for each in seconds]
+    fastest = min(times)
+    speeds = [max(1, round(_SCALE * fastest / each)) for each in times]
     shares = divide(count, speeds)
     while raised := [r for r, share in enumerate(shares) if speeds[r] and share < least]:
         for rank in raised:

@@ -1,7 +1,7 @@
 """The rule of `--shares measured`: new shares of the global batch, from the ranks' measured times.
 
     n_r  samples of rank r     t_r  its own milliseconds a sample, the median of some steps
-    n'_r proportional to n_r / (n_r t_r) = 1 / t_r
+    n'_r its new samples, in proportion to 1 / t_r
 
 All ranks are equally fast at the fixed point, also where a step has costs that don't grow with its
 samples: each change leaves only the part of the difference that these costs cause.
@@ -31,7 +31,7 @@ LEAST = 2  # samples a rank, where the batch has as many: BatchNorm needs more t
 
 
 def shares_for(count: int, milliseconds: Sequence[float]) -> tuple[int, ...]:
-    """Return the shares with which all ranks take as long, of at least `LEAST` samples if possible.
+    """Return the shares that give all ranks equal computation times, at least `LEAST` if possible.
 
     Args:
         count: number of samples of a full batch.
@@ -63,7 +63,11 @@ class ShareRule:
         """Take a step's times; return new shares where they are due, which are then the present.
 
         Args:
-            times: (ranks,) the ranks' own times of a full batch with the present shares; above 0.
+            times: (ranks,) the ranks' own milliseconds of a full batch with the present shares;
+                above 0.
+
+        Returns:
+            (ranks,) samples of a full batch; None: the shares stay.
         """
         counted = zip(times, self.shares, strict=True)
         row = tuple(time / max(1, share) for time, share in counted)  # a placeholder for 0

@@ -155,7 +155,7 @@ class WorkerSpeeds:
         )
         if now < LEAST_MS:
             return
-        gain = f"a step would compute for {_ms(then)} instead of {_ms(now)} ms"
+        gain = f"the slowest would compute for {_ms(then)} ms a step instead of {_ms(now)} ms"
         self._say(
             Message(
                 "workers differ in speed: {} needs {} ms a sample, and the fastest {} ms. With "

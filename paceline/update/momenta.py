@@ -1,9 +1,13 @@
 """Momenta: entries of an optimizer's state that can be averaged over workers, as weights are.
 
-They have their parameter's shape, and are running sums: an update multiplies what it finds by a
-number of the parameter's group, the decay, and adds something of its gradient.
+They have their parameter's shape; torch calls those of Adam *moments*. Most are linear recurrences:
+an update multiplies what it finds by a number of the parameter's group, the decay, and adds
+something of the gradient.
 
     momentum_buffer = momentum * momentum_buffer + gradient
+
+Maxima (`exp_inf` of Adamax, `max_exp_avg_sq` of AMSGrad) are merged by the same formula, which is
+approximate for them.
 
 Other entries, such as step counts and the rows and columns of Adafactor, are this worker's own.
 """
@@ -34,7 +38,7 @@ DECAYS: Mapping[str, Callable[[Options], Any]] = {
     "acc_delta": lambda options: options["rho"],
     "sum": lambda options: 1.0,
 }
-"""What an update multiplies each entry by, as in torch's optimizers."""
+"""Decay of each entry: what an update of torch's multiplies it by, from its group's options."""
 
 _SIZES = (2, 3, 5, 7, 11, 13)  # of a small parameter; no two alike
 
@@ -155,7 +159,10 @@ def find_momenta(optimizer: Optimizer, buckets: Sequence[Bucket]) -> list[list[M
                 )
         found.append(values)
     if not any(found):
-        raise _refusal(f"{type(optimizer).__name__} has no such state with its present options")
+        raise _refusal(
+            f"{type(optimizer).__name__} with its present options has no momenta, such as a "
+            "momentum_buffer or exp_avg"
+        )
     return found
 
 
@@ -173,7 +180,9 @@ def _state_after_a_step(optimizer: Optimizer, group: Options, parameter: Tensor)
         twin.step()
     except Exception as error:
         name = type(optimizer).__name__
-        raise _refusal(f"{name} can't be tried with a small parameter ({error})") from error
+        raise _refusal(
+            f"{name} was tried with a small parameter, to find its momenta, and failed: {error}"
+        ) from error
     return {
         name: value
         for name, value in twin.state.get(small, {}).items()

@@ -177,7 +177,7 @@ def test_equal_shares_say_once_which_rank_is_slow(costs: tuple[float, float], na
         return
     assert first == [
         "workers differ in speed: rank 1 on machine 0 (a) needs 3 ms a sample, and the fastest 1 "
-        "ms. With --shares measured, a step would compute for 48 instead of 96 ms."
+        "ms. With --shares measured, the slowest would compute for 48 ms a step instead of 96 ms."
     ]
 
 

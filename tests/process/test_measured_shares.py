@@ -154,7 +154,8 @@ def test_equal_shares_name_the_slow_worker_once(tmp_path: Path) -> None:
     assert ended.status == 0, ended.text
     found = re.findall(
         r"workers differ in speed: rank 0 on machine 0 \(.+\) needs \S+ ms a sample, and the "
-        r"fastest \S+ ms\. With --shares measured, a step would compute for \S+ instead of \S+ ms",
+        r"fastest \S+ ms\. With --shares measured, the slowest would compute for \S+ ms a "
+        r"step instead of \S+ ms",
         ended.text,
     )
     assert len(found) == 1

@@ -69,7 +69,7 @@ def test_a_step_without_gradient_multiplies_momenta_by_their_decay(
 
 def test_entries_of_other_shapes_stay_the_workers_own() -> None:
     named = parameters()
-    with pytest.raises(ConfigError, match="Adafactor has no such state"):
+    with pytest.raises(ConfigError, match="Adafactor with its present options has no momenta"):
         momenta(named, torch.optim.Adafactor(named.values()))
 
 

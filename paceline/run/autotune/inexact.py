@@ -13,6 +13,7 @@ from paceline.config.world import SyncConfig
 from paceline.errors import Message
 
 ROUND = 50  # steps between merges
+_DELAY = ROUND // 4  # steps while which a merge travels, as is the default
 _SLOW = 0.7  # of a step computes, or more: the link is fast enough
 _GAIN = 0.9  # of the seconds, or less: worth a word
 
@@ -31,7 +32,7 @@ def inexact_note(
         seconds: those of a step with it.
         compute: seconds of a step that exchanges nothing.
         predict: returns the predicted seconds of a step with another exchange.
-        merge_seconds: those that the bytes of one merge keep the link busy.
+        merge_seconds: those for which the bytes of one merge occupy the link.
     """
     if compute >= _SLOW * seconds or merge_seconds < (1 - _SLOW) * seconds:
         return None  # in the second case the exchange's own work is what takes long
@@ -39,12 +40,12 @@ def inexact_note(
     if fastest.wire == "fp32":
         wire = predict(replace(fastest, sync="notified", wire="int8"))
         options.append(("{--sync} notified {--wire} int8", wire))
-    average = max(compute, merge_seconds / ROUND)
+    average = compute + max(0.0, merge_seconds - _DELAY * compute) / ROUND
     options.append((f"{{--sync}} average {{--average_every}} {ROUND}", average))
     gains = ", ".join(f"{name} {1000 * s:.3g} ms" for name, s in options if s <= _GAIN * seconds)
     if not gains:
         return None
     return Message(
         f"the link is slow: of a step of {1000 * seconds:.3g} ms, {1000 * compute:.3g} ms are "
-        f"computation, by prediction. Not exact, but faster: {gains}."
+        f"computation, by prediction. Faster, but not exact: {gains} a step."
     )

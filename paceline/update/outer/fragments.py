@@ -9,13 +9,12 @@ from paceline.errors import ConfigError, Message
 
 
 def cut_into_fragments(sizes: Sequence[int], fragments: int) -> list[range]:
-    """Divide buckets or parameters into fragments: ranges of indices, balanced by bytes.
+    """Divide buckets into fragments: ranges of indices, balanced by bytes.
 
     Of all divisions into contiguous ranges, none empty, this is one whose largest fragment is
-    smallest, so that the peak of the traffic is lowest. The paper also has strided fragments, every
-    P-th layer, with slightly better losses for transformers, whose layers have equal sizes. Here
-    sizes differ widely, and a contiguous fragment is one range of the flat weights: one memory for
-    its anchor, its outer state and what travels, without gathering.
+    smallest, so that the peak of the traffic is lowest. Streaming DiLoCo
+    (arXiv 2501.18512) also has strided fragments, every P-th layer, with slightly better losses for
+    transformers, whose layers have equal sizes. Here sizes differ widely.
 
     Args:
         sizes: bytes of each bucket, in the model's order.

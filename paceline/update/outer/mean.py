@@ -17,8 +17,8 @@ class Mean(OuterRule):
         own = anchor = mean
 
     Post-local SGD (Lin et al. 2018, "Don't Use Large Mini-Batches, Use Local SGD",
-    arXiv 1808.07217) is this rule with a schedule whose first phase merges after each step, such as
-    `every="1@0,50@1000"`.
+    arXiv 1808.07217) is this rule without a delay, with a schedule whose first phase merges after
+    each step: `Average(every="1@0,50@1000", delay=0)`.
 
     With plain SGD and a merge after each step it equals training in one process: the mean of the
     workers' steps from equal weights is the step with the mean of their gradients.

@@ -1,16 +1,18 @@
-"""The `OuterRule` protocol: what becomes of a fragment of the weights at a merge.
+"""The `OuterRule` protocol: new weights of a bucket from the workers' mean, at each merge.
 
 Between merges each worker trains its own copy of the weights with its own optimizer (the *inner*
-one). At a merge the workers compute the mean of their copies, and the outer rule makes of it new
-weights for everybody:
+one). At a merge the workers compute the mean of their copies, and the outer rule makes of it the
+weights from which the workers continue:
 
     own      this worker's weights, as they were taken for the merge
     anchor   the weights that all workers agreed on at the last merge
-    mean     the mean of all workers' weights, each weighted by its samples since the last merge
+    mean     the mean of all workers' weights, each weighted by its samples since the last take
 
     own, anchor, state = rule.merge(own, anchor, mean, state)
 
-All tensors are flat, (n,), of one fragment of the model.
+All tensors are flat, (n,), of one bucket. A rule must treat each value by itself, because
+`--bucket_mb` decides what a bucket has. Running statistics are merged by their mean, whatever the
+rule.
 """
 
 from __future__ import annotations
@@ -28,10 +30,11 @@ Merged = tuple[Tensor, Tensor, dict[str, Tensor]]  # new own, new anchor, new st
 
 
 class OuterRule(Protocol):
-    """Protocol of an outer rule; a pure function of its arguments, in a frozen dataclass.
+    """Protocol of an outer rule: a pure function of its arguments.
 
     A rule of one's own derives from this class and has the method `merge`; it has `begin`, too, if
-    it keeps a state.
+    it keeps a state. If it has numbers, make it a frozen dataclass: only the fields of a dataclass
+    are compared between the ranks and at a resume.
 
     The new anchor and the new state must not depend on `own`: then they are equal on all workers.
 
@@ -90,7 +93,7 @@ def replaced_by(weights: Tensor, own: Tensor, anchor: Tensor, state: dict[str, T
 
 
 def outer_gradient(anchor: Tensor, mean: Tensor) -> Tensor:
-    """Return anchor - mean, (n,): the direction that the workers moved away from, on average."""
+    """Return the outer gradient, anchor - mean, (n,), in float32 at least (arXiv 2311.08105)."""
     dtype = wide_dtype(anchor, mean)
     return anchor.to(dtype) - mean.to(dtype)
 
