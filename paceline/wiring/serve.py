@@ -98,6 +98,8 @@ def serve(
         )
         try:
             served.serve(_reporting(served, report))
+            registered.close()  # before the run ends, and removes what it has in the store
+            served.release()
         except PeerLost as error:
             peer = error.peer
             lost = "a worker" if peer is None else invitation.names[peer]

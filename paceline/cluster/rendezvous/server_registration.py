@@ -103,6 +103,7 @@ class RegisteredServer:
         self._store, self._registration = store, registration
         self._lease_store = store.clone()  # a wait on one blocks its other users
         self._heartbeat = Heartbeat(self._beat, no_report)
+        self._invited = False
 
     def register(self, run_id: str, deadline: Deadline) -> None:
         """Become the start's server.
@@ -131,6 +132,7 @@ class RegisteredServer:
 
     def answer(self, refusal: str = "") -> None:
         """Answer the invitation: with "", the server serves."""
+        self._invited = True
         self._store.set(self._key("answer"), refusal or "serves")
 
     def addresses(self, number: int, timeout: float) -> list[str]:
@@ -151,8 +153,10 @@ class RegisteredServer:
         return texts
 
     def close(self) -> None:
-        """Give up the registration."""
+        """Give up the registration; before an answer, another server may then take its place."""
         self._heartbeat.close()
+        if self._invited:  # the run ends with its server, and what it has in the store goes
+            return
         with suppress(*STORE_ERRORS):
             self._lease_store.set(lease_key(self._registration), ENDED)
 

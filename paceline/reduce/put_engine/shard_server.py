@@ -6,7 +6,7 @@
 
 The server's shard reducer sums in the order of the groups, as an owner among the workers does. Sums
 return as they are, so the server has no state between two versions of a bucket. Workers announce
-their end as in `PutExchange.drain`; the server announces its own once it has heard of all.
+their end as in `PutExchange.drain`, and wait for the server's announcement, which `release` makes.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ShardServer:
         return sent, sum(n * traffic[1] for traffic, n in counts)
 
     def serve(self, check: Callable[[], None] = lambda: None) -> None:
-        """Return once all workers have announced their end, and have all sums.
+        """Return once all workers have announced their end; `release` lets them end.
 
         Args:
             check: called every half second or more often; what it raises ends the wait.
@@ -78,6 +78,10 @@ class ShardServer:
                 events = window.wait_for_event(events, _WAIT_SLICE_S)
         except PeerLost as error:  # perhaps only because it lost another before
             raise window.lost_first(error).during("a merge") from error
+
+    def release(self) -> None:
+        """Let the workers end, which wait for it."""
+        window = self._window
         with suppress(CommError):  # a worker that has gone needs nothing
             for peer in self._ranks.peers:
                 window.put(peer, 0, None, self._last, 1)

@@ -65,6 +65,7 @@ class ServerThread:
         assert self.server is not None
         try:
             self.server.serve()
+            self.server.release()
         except BaseException as error:
             self.error = error
         finally:
