@@ -42,8 +42,9 @@ from paceline.wiring.serve import refusal, serve
 DESCRIPTION = """\
 Merge the weights of a run's workers, as the server of --average_through server.
 
-The server trains nothing and needs no data. A run has one server. It ends when the run ends; when
-it ends early, the run ends too, and resumes from its last checkpoint with another server.
+The server trains nothing and needs no data. It ends when the run ends.
+
+When it ends early, the run ends too, and resumes from its last checkpoint.
 
 Without --average_server apart, `paceline train` starts the server itself.
 
@@ -53,8 +54,8 @@ examples:
     paceline train --train_data train-lmdb --sync average
         --average_through server --average_server apart --num_shards 2
         --shard_id 0 --run_id first --file_store_path /shared/meet
-  a script that torchrun starts, whose store is at the address of its rank 0:
-    paceline serve --run_id job7 --master 10.0.0.5:29500
+  a script: its rank 0 prints the command that it waits for, such as
+    paceline serve --run_id torchrun-job7.0 --master 10.0.0.5:29500
 """
 
 

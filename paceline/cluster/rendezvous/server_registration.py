@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from shlex import quote
 from urllib.parse import unquote
 
 from torch._C._distributed_c10d import Store
@@ -320,5 +321,5 @@ def serve_command(store: PolledStore) -> str:
         )
         place = f"--redis_host {host}" + (f" --redis_port {port}" if port else "")
     elif address.startswith("/"):
-        place = f"--file_store_path {address}"
-    return f"paceline serve --run_id {run_id} {place}"
+        place = f"--file_store_path {quote(address)}"
+    return f"paceline serve --run_id {quote(run_id)} {place}"
