@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 from paceline.cli.main import COMMANDS
 from paceline.config.db import DbConvertConfig, DbCreateConfig, DbInfoConfig
 from paceline.config.ledger import LedgerConfig
+from paceline.config.serve import ServeConfig
 from paceline.config.train import TrainConfig
 
 TARGET = Path(__file__).with_name("commands.md")
@@ -57,13 +58,15 @@ def document() -> str:
         parts += [f"### {part.capitalize()}\n", f"{config.__doc__}\n", *_flags(config)]
     parts.append(LAUNCH)
     others = {
+        "serve": ServeConfig,
         "db create": DbCreateConfig,
         "db convert": DbConvertConfig,
         "db info": DbInfoConfig,
         "ledger": LedgerConfig,
     }
     for name, config in others.items():
-        parts += [f"## paceline {name}\n", f"`paceline {name} {_positionals(config)}`\n"]
+        usage = f"paceline {name} {_positionals(config) or '[FLAGS]'}"
+        parts += [f"## paceline {name}\n", f"`{usage}`\n"]
         parts += _flags(config)
     return "\n".join(parts)
 

@@ -129,6 +129,7 @@ class PeerLost(CommError):
         operation: the interrupted operation, with the step if there is one, such as "bucket 3 in
             step 7".
         cause: why the connection ended.
+        name: what the lost peer is called; "": by its rank.
     """
 
     def __init__(
@@ -139,10 +140,12 @@ class PeerLost(CommError):
         peer: int | None = None,
         operation: str = "",
         cause: str = "",
+        name: str = "",
     ) -> None:
         self.rank, self.peer, self.operation, self.cause = rank, peer, operation, cause
+        self.name = name
         if operation:
-            lost = "a peer" if peer is None else f"rank {peer}"
+            lost = name or ("a peer" if peer is None else f"rank {peer}")
             message = f"rank {rank} lost {lost} in {operation}: {cause}."
         super().__init__(message)
 
@@ -150,7 +153,20 @@ class PeerLost(CommError):
         """Return the same loss, noticed in another operation."""
         if not self.operation:
             return self
-        return PeerLost(rank=self.rank, peer=self.peer, operation=operation, cause=self.cause)
+        return self._changed(operation=operation)
+
+    def named(self, name: str) -> PeerLost:
+        """Return the same loss, of a peer with a name."""
+        return self._changed(name=name) if self.operation else self
+
+    def _changed(self, *, operation: str = "", name: str = "") -> PeerLost:
+        return PeerLost(
+            rank=self.rank,
+            peer=self.peer,
+            operation=operation or self.operation,
+            cause=self.cause,
+            name=name or self.name,
+        )
 
 
 class CommTimeout(CommError):

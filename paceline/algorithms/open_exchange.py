@@ -21,7 +21,7 @@ from paceline.reduce.buckets import mostly_tables
 from paceline.reduce.exchange import Exchange, Timeout
 from paceline.reduce.gpu_staging import GpuStaging, pinned_like
 from paceline.reduce.machine_sums import MachineSums
-from paceline.reduce.put_engine.layout import BucketSpec, Topology, lay_out
+from paceline.reduce.put_engine.layout import BucketSpec, Layout, Topology, lay_out
 from paceline.reduce.put_engine.put_exchange import PutExchange
 from paceline.reduce.residuals import EncodedBucket, Residuals
 
@@ -48,6 +48,7 @@ class PutOptions:
             sum the gradients on the GPUs; only the group's first rank copies the sums to the CPU
             and exchanges them through its window.
         rows: connects all ranks to exchange row-sparse gradients; None: there are none.
+        announce: called with the window's layout before the window is opened: invites a server.
         tables: parameters whose gradients may be zero but for some rows. Buckets of which more than
             half of the values are in tables suppress zeros in puts between groups.
     """
@@ -63,6 +64,7 @@ class PutOptions:
     staged: bool = False
     intra_machine: Communicator | None = None
     rows: Communicator | None = None
+    announce: Callable[[Layout], None] = lambda layout: None
     tables: frozenset[Tensor] = frozenset()
 
 
@@ -106,6 +108,7 @@ def open_exchange(
     topology, intra_machine = options.topology, options.intra_machine
     put_topology = topology if intra_machine is None else topology.leaders
     layout = lay_out(specs, put_topology)
+    options.announce(layout)
     window = options.open_window(layout.size, layout.notifications)
     timeout = Timeout(*options.limits)
     options.recorder.event("notifications", texts=layout.notification_names)
@@ -144,7 +147,7 @@ def open_exchange(
         )
         if bucket.spec.codec is not None and len(put_topology.groups) > 1
     ]
-    residuals = Residuals(encoded, put_topology, window.rank) if encoded else None
+    residuals = Residuals(encoded, put_topology.workers, window.rank) if encoded else None
     return OpenedExchange(
         exchange=exchange, own=put_exchange, residuals=residuals, end_startup=end_startup
     )

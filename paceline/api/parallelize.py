@@ -142,7 +142,8 @@ def parallelize(
         for pair in pairs:
             _restore(pair, world)
         _bind(pairs, world)
-        notes = config.idle_on_one_machine
+        served = average is not None and average.through == "server"  # which is reached by TCP
+        notes = [] if served else config.idle_on_one_machine
         if len(context.group.generation.workers_per_machine) == 1 and world.rank == 0:
             for note in notes:
                 print_message_for_scripts(note)

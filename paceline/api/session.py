@@ -92,7 +92,8 @@ class Session:
 
         first, later = self.timeouts
         context = contexts((first, later))(self.joined.group)
-        run = Run(context=context, make_context=contexts((later, later)))
+        store = self.joined.store
+        run = Run(context=context, make_context=contexts((later, later)), store=store)
         return self.resources.enter_context(run)
 
     def post_end(self, steps: int) -> None:

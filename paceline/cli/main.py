@@ -19,6 +19,7 @@ from paceline.errors import ConfigError, PacelineError
 COMMANDS = {
     "train": ("paceline.cli.train", "train a model on one or more machines"),
     "launch": ("paceline.cli.launch", "run your own command in several worker processes"),
+    "serve": ("paceline.cli.serve", "merge the weights of a run's workers, as its server"),
     "db": ("paceline.cli.db", "create, convert and inspect image databases"),
     "ledger": ("paceline.cli.ledger", "verify that a run trained each sample exactly once"),
 }

@@ -27,7 +27,8 @@ def notes(config: TrainConfig, gpus: int, launcher: str = "") -> Iterator[str]:
             f"--batch_size {batch} is not divisible by {workers} workers: {more} of them "
             f"process {small + 1} image{'s' if small else ''} per step and the others {small}."
         )
-    if world.num_shards == 1 and not launcher:
+    served = config.average.average_through == "server"  # which is reached by TCP
+    if world.num_shards == 1 and not launcher and not served:
         yield from map(str, config.sync.idle_on_one_machine)
     if launcher == "torchrun":
         for flag in ("file_store_path", "redis_host", "redis_url"):

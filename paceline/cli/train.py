@@ -26,6 +26,7 @@ from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.supervision.supervisor import finished_sentence, print_message, supervise
 from paceline.cluster.supervision.worker import run_worker
 from paceline.config.train import TrainConfig
+from paceline.errors import ConfigError, Message
 from paceline.state.run_folder import RunFolder, choose_run_id
 
 DESCRIPTION = """Train a model on the GPUs or CPUs of one machine, or of several.
@@ -77,6 +78,7 @@ def _supervise(config: TrainConfig, argv: Sequence[str]) -> int:
     config = config.with_run_id(run_id)
     folder = RunFolder(output / run_id, shard_id=config.world.shard_id)
     folder.check(config.identity(), anew=anew)
+    _check_server(config)
     plan = replace(RunPlan.of(config.world, workers=config.world.workers), begun=folder.begun)
     if folder.finished_as(config.identity()):
         print_message(finished_sentence(run_id))
@@ -85,12 +87,31 @@ def _supervise(config: TrainConfig, argv: Sequence[str]) -> int:
         return 0
     for note in [*notes(config, gpus), *wiring.check(config, gpus)]:
         print_message(note)
+    command = [sys.executable, "-m", "paceline.cli.main"]
+    averaging = config.average
+    serves = averaging.average_through == "server" and plan.machine == 0
     try:
         return supervise(
             plan,
-            [sys.executable, "-m", "paceline.cli.main", "train", *argv],
+            [*command, "train", *argv],
             formed=lambda: folder.open(config.identity()),
             finish=folder.finish,
+            server=[*command, "serve"] if serves and averaging.average_server == "run" else (),
         )
     finally:
         folder.close()
+
+
+def _check_server(config: TrainConfig) -> None:
+    """Require that a server that runs apart can find the run."""
+    world = config.world
+    if config.average.average_server == "apart" and RunPlan.of(world, workers=1).rendezvous is None:
+        raise ConfigError(
+            flag="average_server",
+            value="apart",
+            rule="the server finds the run by a rendezvous",
+            remedy=Message(
+                "add {--file_store_path}, {--redis_host}, {--redis_url} or {--master}, and give "
+                "paceline serve the same, or leave out {--average_server}"
+            ),
+        )

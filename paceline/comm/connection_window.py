@@ -19,7 +19,7 @@ from paceline.comm.forked_children import close_in_children
 from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.comm.transport.event_loop import ANY_PEER
 from paceline.comm.transport.shared_memory import connect_locally, share_memory
-from paceline.comm.transport.tcp import connect_by_tcp
+from paceline.comm.transport.tcp import connect_by_tcp, probe_silent_peers
 from paceline.comm.transport.transport import Transport
 from paceline.comm.window import BlockingWindow, PutEvent, Source, bytes_of
 
@@ -32,6 +32,7 @@ def connect_window(
     notifications: int,
     marks: int = 0,
     connections: int = 1,
+    silence_limit: float = 0.0,
 ) -> ConnectionWindow:
     """Open a window: shared memory with the ranks of this machine, TCP with others; collective.
 
@@ -43,6 +44,8 @@ def connect_window(
         notifications: how many each peer has.
         marks: how many put events to keep, the newest.
         connections: TCP connections to each rank of another machine.
+        silence_limit: seconds after which a machine that the network can't reach counts as lost,
+            where nothing is sent and no wait has a limit; 0: none.
 
     Raises:
         CommError: a rank did not connect in time, or cannot be reached.
@@ -56,6 +59,8 @@ def connect_window(
             stack.callback(end.close)
         memory, mapped = share_memory(intra_machine, ends, size)
         streams = connect_by_tcp(inter_machine, address, connections)
+        if silence_limit:
+            probe_silent_peers(streams, silence_limit)
         for peer, local_end in enumerate(ends):
             if local_end is not None:
                 streams[peer] = [local_end]

@@ -31,6 +31,7 @@ ARGUMENTS: Mapping[str, str] = {
     "average_delay": "delay",
     "average_mix": "mix",
     "average_momenta": "momenta",
+    "average_through": "through",
     "outer_lr": "lr",
     "outer_momentum": "momentum",
     "outer": "outer",
@@ -40,6 +41,8 @@ ARGUMENTS: Mapping[str, str] = {
 
 OuterName = Literal["mean", "easgd", "bmuf", "diloco", "sparseloco"]
 Momenta = Literal["keep", "reset", "average"]
+Through = Literal["workers", "server"]
+ServerPlace = Literal["run", "apart"]
 
 UNSET = -1.0
 """A number that isn't given; a run's configuration file can't hold None."""
@@ -83,11 +86,30 @@ class AverageConfig:
     """What becomes of each worker's optimizer state at a merge. keep: it stays as it is. reset: it
     is cleared. average: momenta are averaged, as the weights are; they travel unencoded."""
 
+    average_through: Through = "workers"
+    """What merges. workers: each worker merges its shard of the model. server: a process that
+    trains nothing; all workers send it their changes, and it returns the sums. The result is the
+    same. A resumed run may change between the two."""
+
+    average_server: ServerPlace = "run"
+    """With --average_through server, what starts the server. run: `paceline train`, on machine 0.
+    apart: a user, with `paceline serve`, on any machine. Under another launcher it is always
+    apart."""
+
     def __post_init__(self) -> None:
         delay = None if self.average_delay == -1 else self.average_delay
         check_rounds(self.average_every, self.fragments, delay)
         check_choice("outer", self.outer, tuple(OUTER_RULES))
         check_choice("average_momenta", self.average_momenta, get_args(Momenta))
+        check_choice("average_through", self.average_through, get_args(Through))
+        check_choice("average_server", self.average_server, get_args(ServerPlace))
+        if self.average_server != "run" and self.average_through != "server":
+            raise ConfigError(
+                flag="average_server",
+                value=self.average_server,
+                rule="there is no server without a merge through one",
+                remedy=Message("leave it out, or give {--average_through} server"),
+            )
         self._check_numbers()
         for option in ("lr", "momentum"):
             flag = f"outer_{option}"

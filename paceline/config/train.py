@@ -26,7 +26,7 @@ _OWN = frozenset(
         *("resume", "checkpoint_steps", "checkpoint_minutes", "keep_checkpoints"),
         *("snapshots", "snapshot_memory_mb", "replica_check"),
         *("trace_steps", "tracker"),
-        *("max_loss_at", "shares"),
+        *("max_loss_at", "shares", "average_through", "average_server"),
     }
 )
 

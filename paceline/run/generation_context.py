@@ -9,9 +9,10 @@ Run                 for the whole run: the present context, the recorders
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Self
 
@@ -42,6 +43,19 @@ class Links:
 
     communicator: Communicator
     intra_machine: Communicator | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerLink:
+    """Link to a server, which is the last rank of a window.
+
+    Attributes:
+        address: the address of this machine at which the other ranks and the server reach it.
+        publish: gives the server what the ranks have gathered; called on rank 0.
+    """
+
+    address: str
+    publish: Callable[[Sequence[str]], None]
 
 
 class GenerationContext:
@@ -152,6 +166,15 @@ class GenerationContext:
         return communicator
 
     @property
+    def served_purpose(self) -> str:
+        """The purpose of the window that a server is a rank of."""
+        return f"{self._purpose}/served"
+
+    @property
+    def _purpose(self) -> str:
+        return f"{self.group.generation.key_prefix}/window"
+
+    @property
     def topology(self) -> Topology:
         """The ranks of each machine are a group."""
         return Topology.of(self.group.generation.workers_per_machine)
@@ -165,6 +188,7 @@ class GenerationContext:
         connections: int = 1,
         trace: Trace | None = None,
         leaders: bool = False,
+        server: ServerLink | None = None,
     ) -> Window:
         """Open a window, over memory shared inside a machine unless by NIXL; collective.
 
@@ -175,6 +199,7 @@ class GenerationContext:
             connections: number of TCP connections to each rank of another machine.
             trace: records the window's puts, if the run is traced.
             leaders: only the first worker of each machine has peers there: GPUs sum first.
+            server: a server is a rank of the window, the last one; with "tcp".
 
         Raises:
             ConfigError: NIXL isn't installed.
@@ -183,16 +208,17 @@ class GenerationContext:
         group, number = self.group, next(self._windows)
         exchanging = self.topology.leaders if leaders else self.topology
         alone = group.rank not in exchanging.ranks
+        servers = () if server is None else (group.size,)
         bootstrap = Bootstrap(
-            share=self._share,
+            share=self._share if server is None else partial(self._share, publish=server.publish),
             rank=group.rank,
-            world_size=group.size,
+            world_size=group.size + len(servers),
             token=group.generation.token,
-            purpose=f"{group.generation.key_prefix}/window/{number}",
+            purpose=f"{self._purpose}/{number}" if server is None else self.served_purpose,
             limit=self.limits[1 if number else 0],  # a later one opens in mid-run
-            only=(group.rank,) if alone else exchanging.ranks,
+            only=(group.rank,) if alone else (*exchanging.ranks, *servers),
         )
-        where = (group.address, size, notifications)
+        where = (group.address if server is None else server.address, size, notifications)
         if transport == "nixl":  # which doesn't report when puts leave and arrive
             window: Window = nixl_window(bootstrap, *where)
         else:
@@ -234,8 +260,13 @@ class GenerationContext:
                 ends.callback(synchronizer.close)
             self._communicators, self.synchronizers, self.replica_links = [], {}, []
 
-    def _share(self, text: str) -> list[str]:
+    def _share(
+        self, text: str, publish: Callable[[Sequence[str]], None] | None = None
+    ) -> list[str]:
         """Gather a text from all ranks, by the communicator: the store may be gone by now."""
         what = "the addresses of windows"
         received = gather_bytes(self.communicator, text.encode(), self._device, what)
-        return [data.decode() for data in received]
+        texts = [data.decode() for data in received]
+        if publish is not None and self.group.rank == 0:
+            publish(texts)
+        return texts

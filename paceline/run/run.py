@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Self
 
+from torch._C._distributed_c10d import Store
+
 from paceline.cluster.membership.generation import Group
 from paceline.comm.communicator import Communicator
 from paceline.observe.trace.step_trace import Trace
@@ -28,6 +30,7 @@ class Run:
         record_number: called with the group of a further generation, before its ranks connect.
         recorder: receives spans, counts and events.
         trace: recorder of the trace; None if the run is not traced.
+        store: the store of the run's start; None: what needs it doesn't work.
     """
 
     context: GenerationContext
@@ -35,6 +38,7 @@ class Run:
     record_number: Callable[[Group], None] = lambda group: None
     recorder: Recorder = field(default_factory=NullRecorder)
     trace: Trace | None = None
+    store: Store | None = None
     _connects: list[Callable[[GenerationContext], None]] = field(default_factory=list)
 
     def __enter__(self) -> Self:

@@ -21,6 +21,7 @@ from paceline.replica.trained_parameters import table_parameters
 from paceline.run.run import Run
 from paceline.update.batch_norm import RunningStatistics
 from paceline.update.outer.average import Average
+from paceline.wiring.average_server import meet_server
 
 
 def average_weights(
@@ -42,12 +43,16 @@ def average_weights(
         steps: the number of the run's steps, if it is known.
 
     Raises:
-        ConfigError: there are more fragments than buckets, or there are no momenta to average.
-        CommError: a peer was lost, or silent.
+        ConfigError: there are more fragments than buckets, there are no momenta to average, or
+            the run can't have a server.
+        CommError: a peer was lost, or silent, or no server came.
     """
     context = run.context
     alone = config.transport == "nixl"  # it shares no memory
     topology = Topology.of([1] * context.group.size) if alone else context.topology
+    met = meet_server(run, model, config, average) if average.through == "server" else None
+    if met is not None:
+        topology = topology.served_by(met.name)
     rule, codec = average.rule.for_workers(context.group.size), merge_codec(config.wire)
     device = next(model.parameters(), torch.empty(0)).device
 
@@ -58,6 +63,7 @@ def average_weights(
                 transport=config.transport,
                 connections=config.connections or 1,
                 trace=run.trace,
+                server=None if met is None else met.link,
             ),
             topology=topology,
             limits=context.limits,
@@ -67,6 +73,7 @@ def average_weights(
             error_decay=rule.error_decay,
             recorder=run.recorder,
             staged=device.type != "cpu",
+            announce=lambda layout: None if met is None else met.invite(context, layout),
             tables=table_parameters(model),
         )
         return open_average(

@@ -17,6 +17,7 @@ from paceline.replica.compiled_modules import check_compiler
 from paceline.run.precision import capabilities_of
 from paceline.state.weights import check_weights
 from paceline.update.outer.average import average_from_flags
+from paceline.wiring.average_server import refuse_server
 from paceline.wiring.exchange import check_shares, refuse_gpu
 from paceline.wiring.model import refuse_emulation
 from paceline.wiring.resume import check_order, check_origin
@@ -54,6 +55,7 @@ def check(config: TrainConfig, gpus: int) -> list[str]:
     average = average_from_flags(config.sync.sync, config.average)
     if average is not None:
         merge_codec(config.sync.wire)
+        refuse_server(config.sync, average)
     if average is not None and config.model.sync_bn:
         raise ConfigError(
             Message(

@@ -43,7 +43,8 @@ def make_run(config: TrainConfig, group: Group, store: Store, device: torch.devi
 
     first, later = config.world.first_iter_timeout, config.world.timeout
     with ExitStack() as undo:
-        run = Run(context=contexts((first, later))(group), make_context=contexts((later, later)))
+        context = contexts((first, later))(group)
+        run = Run(context=context, make_context=contexts((later, later)), store=store)
         undo.push(run)
         if config.model.sync_bn:
             run.connect(GenerationContext.connect_layers)

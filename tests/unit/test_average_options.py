@@ -110,7 +110,8 @@ def test_the_table_of_flags_is_the_classes() -> None:
         names = {"beta" if (name, option) == ("easgd", "lr") else option for option in options}
         assert names == parameters & {"lr", "momentum", "beta"}
         assert (name in WITHOUT_DELAY) != RULES[name]().allows_delay
-    assert ARGUMENTS.keys() == {field.name for field in fields(AverageConfig)}
+    flags = {field.name for field in fields(AverageConfig)} - {"average_server"}  # of `train` alone
+    assert ARGUMENTS.keys() == flags
     assert {f.name for f in fields(Average)} | {"lr", "momentum"} == set(ARGUMENTS.values())
 
 
@@ -227,12 +228,12 @@ SCHEDULE = "must be a number of steps, or phases such as 1@0,50@1000."
             lambda: parse_average("average:every=5,every=6"),
             "sync='average:every=5,every=6': 'every=6' must be an option with its value, such as "
             "every=50, given once; the options are delay, every, fragments, lr, mix, momenta, "
-            "momentum, outer.",
+            "momentum, outer, through.",
         ),
         (
             lambda: parse_average("average:"),
             "sync='average:': '' must be an option with its value, such as every=50, given once; "
-            "the options are delay, every, fragments, lr, mix, momenta, momentum, outer.",
+            "the options are delay, every, fragments, lr, mix, momenta, momentum, outer, through.",
         ),
         (
             lambda: parse_average("average:fragments=two"),

@@ -100,3 +100,20 @@ def test_each_rank_is_in_the_group_of_its_machine(machines: list[int]) -> None:
     assert topology.local_shards == min(machines)
     alone = Topology.of([1] * len(machines))
     assert alone.groups == tuple((rank,) for rank in range(len(machines)))
+
+
+def test_a_server_owns_all_shards_and_its_window_alone_receives_contributions() -> None:
+    specs = [BucketSpec(lengths=(1000,), dtype=torch.float32, codec=merge_codec("int8"))]
+    topology = Topology.of([2, 1]).served_by("the server")
+    assert topology.ranks == (0, 1, 2, 3)
+    assert (topology.server_rank, topology.workers) == (3, Topology.of([2, 1]))
+    layout = lay_out(specs, topology)
+    (bucket,) = layout.buckets
+    assert bucket.shards == ((0, 0, 0, 1000),)
+    assert bucket.returned_sums.count == 0
+    assert (bucket.from_groups.offset, bucket.from_groups.count) == (layout.size, 2)
+    assert bucket.from_groups.end == layout.server_size
+    contribution, sums = bucket.spec.header_size + specs[0].encoded_size(1000), 4000
+    assert bucket.traffic(0, 0) == bucket.traffic(0, 1) == (contribution, sums)
+    assert bucket.traffic(0, 2) == (2 * sums, 2 * contribution)
+    assert bucket.traffic(None, 0) == (0, 0)

@@ -78,7 +78,12 @@ def compare(
 
 def configuration_facts(config: TrainConfig) -> dict[str, str]:
     """Return the flags that make a run this run, and what all ranks do together besides."""
-    besides = {"trace_steps": config.output.trace_steps, "shares": config.sync.shares}
+    besides = {
+        "trace_steps": config.output.trace_steps,
+        "shares": config.sync.shares,
+        "average_through": config.average.average_through,
+        "average_server": config.average.average_server,
+    }
     options = config.identity() | besides
     return {f"--{name}": str(value) or "not given" for name, value in sorted(options.items())}
 

@@ -43,6 +43,14 @@ Ranks write these into the space of a start, whatever started them; <g> is `Gene
     <g>/ended/<i>                                        rank i closed its world after so many steps
     <g>/last/<i>, .../posted                             its checksums then; how many have posted
 
+A server of merges (`server_registration.py`) and rank 0 write these, in the start's own space:
+
+    server/registration          the registration of the server                 Registration
+    lease/<id>                   its lease
+    server/<id>/invitation       what rank 0 invites it to serve                Invitation
+    server/<id>/answer           "serves", or why it refuses
+    server/<id>/shared/<k>       the addresses of the workers, of their k-th connections
+
 Ranks are counted machine by machine; a launcher's may go round the machines:
 
     the launcher's rank      0    1    2    3        machine 0: a    machine 1: b

@@ -79,6 +79,7 @@ def supervise(
     report: Callable[[str], None] = print_message,
     formed: Callable[[], None] = lambda: None,
     finish: Callable[[], None] | None = None,
+    server: Sequence[str] = (),
 ) -> int:
     """Run this machine's workers to their end; errors are reported, not raised. Main thread only.
 
@@ -90,6 +91,7 @@ def supervise(
             it ends the run on all machines.
         finish: writes down that the run is finished; called once that is certain. None: no mark
             is needed.
+        server: the command of a server of merges that runs beside the workers; none: there is none.
 
     Returns:
         the exit status: 0, that of the run's failure, 130 for SIGINT, 143 for SIGTERM.
@@ -103,6 +105,7 @@ def supervise(
             report_failure=lambda failure: report(failure.text),
             formed=formed,
             finish=finish,
+            server=server,
         )
     return 0 if failure is None else failure.status
 
@@ -116,6 +119,7 @@ def run_workers(
     report_failure: Callable[[FailureReport], None] = lambda failure: None,
     formed: Callable[[], None] = lambda: None,
     finish: Callable[[], None] | None = None,
+    server: Sequence[str] = (),
 ) -> FailureReport | None:
     """Run this machine's workers to their end; return why they didn't end well, or None.
 
@@ -127,6 +131,7 @@ def run_workers(
         report_failure: called with the failure, before the workers are ended.
         formed: called once all machines are there.
         finish: writes down that the run is finished.
+        server: the command of a server of merges; none: there is none.
     """
     try:
         run = open_run(
@@ -143,13 +148,17 @@ def run_workers(
     except Finished:
         failure = _finish_late(plan, finish)
     else:
-        return _Workers(plan, run, events, report, report_failure).work(argv, formed, finish)
+        commands = [argv] * plan.workers + [server] * bool(server)
+        return _Workers(plan, run, events, report, report_failure).work(commands, formed, finish)
     report_failure(failure)
     return failure
 
 
 class _Workers:
-    """Worker processes of one machine, from their start to their end."""
+    """Worker processes of one machine, from their start to their end; a server may be beside them.
+
+    The server's local rank follows the workers'.
+    """
 
     def __init__(
         self,
@@ -168,12 +177,12 @@ class _Workers:
 
     def work(
         self,
-        argv: Sequence[str],
+        commands: Sequence[Sequence[str]],
         formed: Callable[[], None],
         finish: Callable[[], None] | None,
     ) -> FailureReport | None:
         try:
-            failure = self._work(argv, formed, finish)
+            failure = self._work(commands, formed, finish)
             if failure is not None:
                 # The run's reason, this one or another machine's, before the others see workers
                 # end because of it.
@@ -192,14 +201,14 @@ class _Workers:
 
     def _work(
         self,
-        argv: Sequence[str],
+        commands: Sequence[Sequence[str]],
         formed: Callable[[], None],
         finish: Callable[[], None] | None,
     ) -> FailureReport | None:
         """Do all that ends well (None) or with a reason for the run's end."""
         try:
             formed()
-            failure = self._start(argv) or self._first_failure()
+            failure = self._start(commands) or self._first_failure()
             if failure is None and finish is not None:
                 self._run.finish(finish, self._events.pause, self._plan.timeout)
         except Interrupted as end:
@@ -210,11 +219,11 @@ class _Workers:
                 failure = failure.by(self._machine())
         return failure
 
-    def _start(self, argv: Sequence[str]) -> FailureReport | None:
+    def _start(self, commands: Sequence[Sequence[str]]) -> FailureReport | None:
         if self._plan.machines > 1:
             first = self._run.generation.leader.host
             self._report(f"all {self._plan.machines} machines have joined; rank 0 is on {first}.")
-        for local_rank in range(self._plan.workers):
+        for local_rank, argv in enumerate(commands):
             memory = os.memfd_create(f"paceline error file {local_rank}")
             self._error_files.callback(os.close, memory)
             worker = self._run.worker_environment(local_rank, f"/proc/{os.getpid()}/fd/{memory}")
@@ -307,6 +316,8 @@ class _Workers:
             worker.send(number)
 
     def _name(self, local_rank: int) -> str:
+        if local_rank == self._plan.workers:
+            return f"the averaging server on {self._machine()}"
         generation = self._run.generation
         return generation.describe(generation.rank_of(self._plan.machine, local_rank))
 

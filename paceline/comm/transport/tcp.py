@@ -66,6 +66,17 @@ def tune(streams: Iterable[Sequence[socket.socket]]) -> None:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, few)
 
 
+def probe_silent_peers(streams: Iterable[Sequence[socket.socket]], limit: float) -> None:
+    """Let TCP end connections whose other machine doesn't answer for about `limit` seconds."""
+    idle, every = max(1, round(limit / 2)), max(1, round(limit / 8))
+    for end in chain.from_iterable(streams):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle)
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every)
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * limit))
+
+
 def in_flight(round_trip: float, connections: int) -> int | None:
     """Return the bytes that each connection may have in flight; None: TCP decides.
 

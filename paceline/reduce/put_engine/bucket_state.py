@@ -41,13 +41,19 @@ class RankLayout:
         group_ranks: the ranks of this rank's group.
         group_peers: the other ranks of this rank's group.
         leader: the first rank of this rank's group; its window holds the sums.
-        leaders: for each group, its first rank. The first leader sends the summed flags to the
-            others.
+        leaders: for each group, its first rank.
+        flags_sender: the rank that sends the summed flags to all leaders: the first leader, or the
+            server.
         local_shard: index of the local shard that this rank owns; None if its group has more ranks
             than local shards and this rank owns none.
         owners: the ranks of this rank's group that own local shards.
-        peer_owners: for each other group, by its number: the rank that owns the same local shard
-            there.
+        peer_owners: for each other group that owns a shard of this rank's local shard, by its
+            number: the rank that owns it there. Contributions are sent to these ranks.
+        contributors: the ranks of other groups whose contributions to its shard this rank sums, and
+            to which the sums return: the peer owners; with a server, all leaders on the server, and
+            none on a worker.
+        server: the rank of the server; None: there is none.
+        server_name: its name, for errors.
         peers: all other ranks.
     """
 
@@ -63,11 +69,19 @@ class RankLayout:
         local = self.group_ranks.index(self.rank)
         self.local_shard = local if local < topology.local_shards else None
         self.owners = self.group_ranks[: topology.local_shards]
-        self.peer_owners = {
+        others = {
             number: group[self.local_shard]
             for number, group in enumerate(topology.groups)
             if self.local_shard is not None and number != self.group
         }
+        self.server, self.server_name = topology.server_rank, topology.server
+        self.flags_sender = self.leaders[0]
+        self.peer_owners, self.contributors = others, list(others.values())
+        if self.server is not None:
+            self.flags_sender = self.server
+            self.peer_owners = {n: owner for n, owner in others.items() if owner == self.server}
+            if self.rank != self.server:
+                self.contributors = []
         self.peers = [rank for rank in topology.ranks if rank != self.rank]
         self._memory = {peer: _memory(window, peer) for peer in self.group_ranks}
 
@@ -155,12 +169,13 @@ class BucketState:
             relative to the start of the local shard.
         from_group_ranks: for each rank of the group, in rank order, the receive buffer of its
             contribution to the local shard; None for this rank. Empty if the group has one rank.
-        from_groups: for each group, in order, the receive buffer of its contribution to the shard;
-            None for this group. Empty if there is one group.
+        codec: codec of contributions from other groups; None: they are unencoded.
+        from_groups: for each contributing group, in order, the receive buffer of its contribution
+            to the shard; None for this group. Empty if no other group contributes.
         contributed_at: offset of this group's contribution in the other owners' windows, in bytes;
-            doesn't exist if there is one group.
-        returned_at: offset of this shard's sums in the other owners' windows, in bytes; doesn't
-            exist if there is one group.
+            doesn't exist if there are none.
+        returned_at: offset of this shard's sums in the contributors' windows, in bytes; doesn't
+            exist if there are none.
         returned: for each other group: the sums of its shard, the receive buffer for them as
             bytes, and a view of it as values. The view is empty where only encoded sums or payloads
             of `ZeroSuppression` are received. There is no entry if `direct_return`.
@@ -240,20 +255,22 @@ class BucketState:
             if ranks.group_peers
         ]
         size = spec.contribution_size(own.stop - own.start)
+        self.codec = spec.codec
         self.from_groups: list[ReceiveBuffer | None] = [
             None if n == group else ranks.receive_buffer(rank, layout.from_groups[n], size, layout)
             for n in ranks.groups
-            if ranks.peer_owners
+            if ranks.contributors and not (n == group and ranks.rank == ranks.server)
         ]
-        if ranks.peer_owners:
-            self.contributed_at = layout.from_groups[group]
+        if ranks.contributors:
             in_sums = layout.sums + own.start * spec.dtype.itemsize
             self.returned_at = in_sums if self.direct_return else layout.returned_sums[group]
+        if ranks.peer_owners:
+            self.contributed_at = layout.from_groups[group]
             if spec.codec is not None:
                 self.feedback = ErrorFeedback(layout, local_shard, group)
-            if spec.suppresses_zeros:
-                self.suppression = ZeroSuppression(len(self.to_groups))
-                self.sum_suppression = self.suppression if spec.suppresses_sums else None
+        if spec.suppresses_zeros and (ranks.peer_owners or ranks.contributors):
+            self.suppression = ZeroSuppression(len(self.to_groups))
+            self.sum_suppression = self.suppression if spec.suppresses_sums else None
         receives_values = self.defers_return or (spec.codec is None and not spec.suppresses_sums)
         self.returned = [
             (sums, received, plain.view(spec.dtype))

@@ -21,6 +21,13 @@ A window holds, for each bucket,
                       read
     flags             which parameters any rank used, behind the sums
 
+A *server* may own all shards. It is the last rank, in a group of its own, and contributes nothing:
+
+    local shard   [ of group 0: empty | of group 1: empty | … | of the server: all values ]
+
+Sums return from it as they are, directly into `sums`. Its window alone has `from_groups`, behind
+all that it has in common with the workers' windows.
+
 A contribution begins with a header: the weight (float64) that its values are still to be multiplied
 by, and a flag for each parameter. A peer's notification `kind * buckets + i` announces its
 contribution to bucket i, a sum of it, or flags; the last notification announces that it drains.
@@ -29,7 +36,7 @@ contribution to bucket i, a sum of it, or flags; the last notification announces
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -49,9 +56,12 @@ class Topology:
     Attributes:
         groups: the groups, each a sequence of ranks in rank order. A rank is in at most one group;
             a rank in none takes no part in the exchange.
+        server: name of the server, for errors: it is the only rank of the last group, owns all
+            shards and contributes nothing. "": there is none, and all groups own shards.
     """
 
     groups: tuple[tuple[int, ...], ...]
+    server: str = ""
 
     @classmethod
     def of(cls, machines: Sequence[int]) -> Topology:
@@ -60,10 +70,25 @@ class Topology:
         spans = zip([0, *ends], ends, strict=False)
         return cls(groups=tuple(tuple(range(a, b)) for a, b in spans))
 
+    def served_by(self, name: str) -> Topology:
+        """Return this topology of workers with a server behind the last rank."""
+        return Topology(groups=(*self.groups, (self.ranks[-1] + 1,)), server=name)
+
+    @property
+    def workers(self) -> Topology:
+        """The topology of the ranks that contribute: without the server, if there is one."""
+        return Topology(groups=self.groups[:-1]) if self.server else self
+
+    @property
+    def server_rank(self) -> int | None:
+        """The rank of the server; None: there is none."""
+        return self.groups[-1][0] if self.server else None
+
     @property
     def leaders(self) -> Topology:
         """A topology of each group's first rank alone; the others are in no group."""
-        return Topology(groups=tuple((group[0],) for group in self.groups))
+        groups = tuple((group[0],) for group in self.groups)
+        return Topology(groups=groups, server=self.server)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -105,6 +130,7 @@ class BucketSpec:
     error_decay: float = 1.0
     returns_parameters: bool = False
     suppresses_zeros: bool = False
+    returns_plain: bool = False
 
     @property
     def header_size(self) -> int:
@@ -117,13 +143,15 @@ class BucketSpec:
 
     def encoded_sum_size(self, numel: int) -> int:
         """Return the bytes of so many values of sums that are sent back to another group."""
+        if self.returns_plain:
+            return numel * self.dtype.itemsize
         codec = self.return_codec
         return self.encoded_size(numel) if codec is None else codec.size(numel)
 
     @property
     def suppresses_sums(self) -> bool:
         """Whether sums may leave out blocks of zeros."""
-        return self.suppresses_zeros and not self.returns_parameters
+        return self.suppresses_zeros and not (self.returns_parameters or self.returns_plain)
 
     def contribution_size(self, numel: int) -> int:
         """Return the most bytes of a contribution to another group, behind its header."""
@@ -172,6 +200,7 @@ class BucketLayout:
         returned_sums: receive buffers for returned sums.
         sums: offset of the sums in the window, in bytes.
         flags: offset of the flags in the window, in bytes.
+        served: whether the last group is a server.
     """
 
     index: int
@@ -182,6 +211,7 @@ class BucketLayout:
     returned_sums: BufferArray
     sums: int
     flags: int
+    served: bool = False
 
     @property
     def numel(self) -> int:
@@ -204,7 +234,7 @@ class BucketLayout:
         counted are frames' headers and flags of parameters that some ranks didn't use. With
         `--update sharded`, `reduce` returns sums before the updated parameters return; these sums
         aren't counted either, nor are contributions and sums that leave out zeros: see
-        `ZeroSuppression.traffic`.
+        `ZeroSuppression.traffic`. With a server, a rank exchanges with it alone.
 
         Args:
             local_shard: the one that the rank owns; None: it sends nothing to other groups.
@@ -212,6 +242,11 @@ class BucketLayout:
         """
         if local_shard is None:
             return 0, 0
+        if self.served:
+            contribution = self.spec.header_size + self._contribution_size(self.numel)
+            returned, workers = self._returned_size(self.numel), len(self.shards[0]) - 2
+            served = workers * returned, workers * contribution
+            return served if group == workers else (contribution, returned)
         others = [b - a for a, b in pairwise(self.shards[local_shard])]
         own = others.pop(group)
         spec, returned = self.spec, self._returned_size(own)
@@ -239,11 +274,13 @@ class Layout:
         buckets: the layouts of the buckets, in order.
         topology: the groups of ranks.
         size: size of the window in bytes.
+        server_size: size of the server's window, in bytes, if there is a server.
     """
 
     buckets: tuple[BucketLayout, ...]
     topology: Topology
     size: int
+    server_size: int = 0
 
     @property
     def notifications(self) -> int:
@@ -264,22 +301,34 @@ def lay_out(specs: Sequence[BucketSpec], topology: Topology) -> Layout:
         bucket = _lay_out_bucket(index, spec, topology, offset)
         buckets.append(bucket)
         offset = _aligned(bucket.flags + len(spec.lengths))
-    return Layout(buckets=tuple(buckets), topology=topology, size=offset)
+    size = end = offset
+    for index, bucket in enumerate(buckets if topology.server else ()):
+        contribution = bucket.spec.header_size + bucket.spec.contribution_size(bucket.numel)
+        from_groups = _buffers(end, contribution, len(topology.groups) - 1)
+        buckets[index], end = replace(bucket, from_groups=from_groups), from_groups.end
+    return Layout(buckets=tuple(buckets), topology=topology, size=size, server_size=end)
 
 
 def _lay_out_bucket(index: int, spec: BucketSpec, topology: Topology, offset: int) -> BucketLayout:
     groups, group_size = len(topology.groups), max(map(len, topology.groups))
+    served = bool(topology.server)
+    if served:
+        spec = replace(spec, returns_plain=True)
     head, item, numel = spec.header_size, spec.dtype.itemsize, sum(spec.lengths)
     slices = _boundaries(0, numel, topology.local_shards, item)
-    shards = tuple(_boundaries(start, stop, groups, item) for start, stop in pairwise(slices))
+    if served:
+        shards: tuple[tuple[int, ...], ...] = ((0,) * groups + (numel,),)
+    else:
+        shards = tuple(_boundaries(start, stop, groups, item) for start, stop in pairwise(slices))
     widest = max(b - a for a, b in pairwise(slices))
     longest = max(b - a for shard in shards for a, b in pairwise(shard))
-    needs_return_buffers = groups > 1 and (
+    among_workers = groups > 1 and not served
+    needs_return_buffers = among_workers and (
         group_size > 1 or spec.codec is not None or spec.suppresses_sums
     )
     from_group_ranks = _buffers(offset, head + widest * item, group_size if group_size > 1 else 0)
     contribution = head + spec.contribution_size(longest)
-    from_groups = _buffers(from_group_ranks.end, contribution, groups if groups > 1 else 0)
+    from_groups = _buffers(from_group_ranks.end, contribution, groups if among_workers else 0)
     returned = spec.sum_size(longest)
     if spec.returns_parameters:
         returned = max(returned, longest * item)
@@ -293,6 +342,7 @@ def _lay_out_bucket(index: int, spec: BucketSpec, topology: Topology, offset: in
         returned_sums=returned_sums,
         sums=returned_sums.end,
         flags=returned_sums.end + _aligned(numel * item),
+        served=served,
     )
 
 

@@ -14,6 +14,9 @@ sends version v + 1 of a bucket only after it has read version v of all its sums
 has version v + 1 of all contributions knows that no rank still needs anything of version v. Flags
 may still be on their way to ranks that don't need them; they keep their order.
 
+A server may own all shards: then it alone receives contributions of other groups, and returns sums
+(`shard_server.py`).
+
 A sum needs all ranks. So a wait for one peer ends as well when another one is lost, and a timeout
 names the ranks whose contributions are missing, rather than an owner that waits for them too.
 """
@@ -143,7 +146,7 @@ class PutExchange:
             return list(bucket.views)
         sender = self._ranks.leader
         if sender == self._ranks.rank:
-            sender = self._ranks.leaders[0]
+            sender = self._ranks.flags_sender
         if sender != self._ranks.rank:
             self._wait_for(bucket, version, sender, FLAGS)
         used = bucket.used.tolist()
@@ -252,7 +255,7 @@ class PutExchange:
     def _raise_first_loss(self, error: PeerLost, operation: str) -> NoReturn:
         """Raise what the reducer's thread noticed, or else the loss that came before all others."""
         self._raise_reducer_error(operation)
-        raise self._window.lost_first(error)
+        raise self._named(self._window.lost_first(error))
 
     def _raise_reducer_error(self, operation: str) -> None:
         """Raise what ended the reducer's thread, if anything did: it noticed first who was lost."""
@@ -261,9 +264,15 @@ class PutExchange:
             raise PeerLost(rank=rank, operation=operation, cause=THIS_PROCESS_CLOSED)
         error = self._reducer.error
         if isinstance(error, PeerLost):
-            raise error.during(operation) from error
+            raise self._named(error.during(operation)) from error
         if error is not None:
             raise error
+
+    def _named(self, error: PeerLost) -> PeerLost:
+        """Name the server, if it is the peer that was lost."""
+        ranks = self._ranks
+        served = ranks.server is not None and error.peer == ranks.server
+        return error.named(ranks.server_name) if served else error
 
     def _timed_out(self, bucket: BucketState, version: int, awaited: int | None) -> CommTimeout:
         """Name the ranks whose contributions, or sums, have not come."""
@@ -273,10 +282,13 @@ class PutExchange:
         def missing(peers: Sequence[int], kind: int) -> list[int]:
             return [p for p in peers if values[p, kind * count + bucket.index] < version]
 
-        missing_ranks = missing([*ranks.group_peers, *peer_owners], CONTRIBUTION)
+        missing_ranks = missing([*ranks.group_peers, *ranks.contributors], CONTRIBUTION)
         if not missing_ranks:
             returned = missing([*peer_owners], bucket.returns)
             missing_ranks = returned if awaited is None else [awaited]
+        if missing_ranks == [ranks.server]:
+            peer = f"{ranks.server_name}, or a worker that it waits for,"
+            return timed_out(ranks.rank, self._timeout.seconds, peer, bucket.operation)
         names = ", ".join(map(str, sorted(missing_ranks)))
         peer = f"rank{'s' if len(missing_ranks) > 1 else ''} {names}" if missing_ranks else "itself"
         return timed_out(ranks.rank, self._timeout.seconds, peer, bucket.operation)

@@ -9,6 +9,9 @@ Each bucket passes these stages, and the thread counts how many versions have pa
 
 The thread sleeps until the window has a notification, then advances whatever it can, the most
 urgent bucket first.
+
+With a server, the stages `summed` and `returned` are its own, and a worker passes them at once.
+The server contributes nothing: it has passed `gathered` from the start.
 """
 
 from __future__ import annotations
@@ -62,12 +65,16 @@ class ShardReducer:
         )
         deferred = np.array([bucket.defers_return for bucket in buckets], bool)
         self._return_allowed = np.where(deferred, 0, np.iinfo(np.int64).max)  # versions
-        self._direct_return = np.array([bucket.direct_return for bucket in buckets], bool)
-        self._all_direct = bool(self._direct_return.all())
         self._peer_owners = list(rank_layout.peer_owners.values())
-        self._group_peers = rank_layout.group_peers
-        leads = rank_layout.rank == rank_layout.leader != rank_layout.leaders[0]
+        self._group_peers, self._contributors = rank_layout.group_peers, rank_layout.contributors
+        # The caller's thread waits for these sums. Where a group reads them, this one notifies it.
+        direct = [bucket.direct_return and not self._group_peers for bucket in buckets]
+        self._direct_return = np.array(direct, bool)
+        self._all_direct = bool(self._direct_return.all())
+        leads = rank_layout.rank == rank_layout.leader != rank_layout.flags_sender
         self._relays_flags = leads and bool(rank_layout.group_peers)
+        if rank_layout.rank == rank_layout.server:
+            self.sent[:] = self._gathered[:] = np.iinfo(np.int64).max
         self.error: BaseException | None = None
         self._changed = threading.Condition()
         self.closed = False
@@ -81,7 +88,7 @@ class ShardReducer:
         index, values = bucket.index, self._window.values
         self.sent[index] += 1
         version = int(self.sent[index])
-        awaited = self._group_peers or (self._peer_owners if bucket.feedback is None else ())
+        awaited = self._group_peers or (self._contributors if bucket.feedback is None else ())
         if all(values[peer, index] >= version for peer in awaited):
             self._window.wake()
         return version
@@ -192,7 +199,7 @@ class ShardReducer:
         contributed = _least(values, self._group_peers, 0, count, self.sent)
         for index in _indices(self._gathered < contributed):
             self._gather(self._buckets[index])
-        contributed_by_groups = _least(values, self._peer_owners, 0, count, self._gathered)
+        contributed_by_groups = _least(values, self._contributors, 0, count, self._gathered)
         for index in _indices(self._summed < contributed_by_groups):
             self._sum(self._buckets[index])
         for index in _indices(self._returned < np.minimum(self._summed, self._return_allowed)):
@@ -206,7 +213,7 @@ class ShardReducer:
         for index in _indices(self.done < returned):
             self._finish(self._buckets[index])
         if self._relays_flags:
-            self._relay_flags(values[ranks.leaders[0], 2 * count : 3 * count])
+            self._relay_flags(values[ranks.flags_sender, 2 * count : 3 * count])
 
     def _gather(self, bucket: BucketState) -> None:
         """Sum the group's contributions to this rank's local shard: reduce-scatter inside it."""
@@ -245,11 +252,11 @@ class ShardReducer:
         """Sum the groups' contributions to this rank's shard."""
         version = int(self._summed[bucket.index]) + 1
         if not bucket.empty:
-            if self._peer_owners:
+            if self._contributors:
                 self._sum_groups(bucket)
-            elif not self._group_peers:
+            elif not (self._group_peers or self._peer_owners):
                 add_up([bucket.gathered], [bucket.weight], bucket.sums)
-            if self._ranks.rank == self._ranks.leaders[0]:
+            if self._ranks.rank == self._ranks.flags_sender:
                 self._send_flags(bucket, version)
         self._summed[bucket.index] = version
 
@@ -258,24 +265,24 @@ class ShardReducer:
         if bucket.suppression is not None:
             bucket.restore_contributions(bucket.suppression)
         ours = cut(bucket.gathered, bucket.own_shard)
-        if bucket.feedback is None:
+        if bucket.codec is None:
             contributions = [
                 ours if r is None else [(0, len(own), r.values.view(own.dtype))] for r in buffers
             ]
             add_up(contributions, [bucket.weight if r is None else r.weight for r in buffers], own)
-        elif not bucket.defers_return:
+        elif bucket.feedback is not None and not bucket.defers_return:
             encoded = [None if r is None else r.values for r in buffers]
             bucket.feedback.reduce(self._ranks.group, encoded, ours, bucket.weight, own)
-        else:  # an update gets the sum before it is encoded
+        else:  # an update, or a server's contributors, get the sum before it is encoded
             for number, buffer in enumerate(buffers):
                 if buffer is not None:
-                    bucket.feedback.codec.decode(buffer.values, own, add=number > 0)
+                    bucket.codec.decode(buffer.values, own, add=number > 0)
                 elif number:
                     add_up([[(0, len(own), own)], ours], [1.0, bucket.weight], own)
                 else:
                     add_up([ours], [bucket.weight], own)
-        assert bucket.flags is not None
-        bucket.flags = _union([bucket.flags if r is None else r.flags for r in buffers])
+        flags = [bucket.flags if r is None else r.flags for r in buffers]
+        bucket.flags = _union([each for each in flags if each is not None])
 
     def _return_sums(self, bucket: BucketState) -> None:
         """Put the shard's sums, or updated parameters, to the other owners: the all-gather."""
@@ -291,7 +298,7 @@ class ShardReducer:
         self._returned[bucket.index], data = version, [source]
         if bucket.sum_suppression is not None:
             data = bucket.sum_suppression.suppress(RETURNED, data)
-        for peer in self._peer_owners:
+        for peer in self._contributors:
             self._put(bucket, peer, bucket.returned_at, data, bucket.returns, version)
 
     def _finish(self, bucket: BucketState) -> None:
@@ -321,8 +328,9 @@ class ShardReducer:
             return
         bucket.used[:] = flags
         source = torch.from_numpy(flags.copy())
-        for peer in self._ranks.leaders[1:]:
-            self._put(bucket, peer, bucket.used_at, source, FLAGS, version)
+        for peer in self._ranks.leaders:
+            if peer != self._ranks.rank:
+                self._put(bucket, peer, bucket.used_at, source, FLAGS, version)
         for peer in self._group_peers:
             self._put(bucket, peer, 0, None, FLAGS, version)
 

@@ -15,6 +15,7 @@ from paceline.config.average import (
     Every,
     Momenta,
     OuterName,
+    Through,
     check_choice,
     check_mix,
     check_rounds,
@@ -59,6 +60,7 @@ class Average:
             applied, as in Streaming DiLoCo; None: what its newer steps changed is added to the
             merged weights.
         momenta: what becomes of the optimizers' state at a merge: "keep", "reset" or "average".
+        through: what merges: the "workers" themselves, or a "server" that `paceline serve` starts.
 
     Raises:
         ConfigError: a value breaks its rule.
@@ -70,6 +72,7 @@ class Average:
     delay: int | None = None
     mix: float | None = None
     momenta: Momenta = "keep"
+    through: Through = "workers"
 
     def __post_init__(self) -> None:
         with _errors_name_arguments():
@@ -88,6 +91,7 @@ class Average:
                 raise no_delay(self.delay, type(self.rule).__name__)
             check_mix(self.mix, self.delay)
             check_choice("average_momenta", self.momenta, get_args(Momenta))
+            check_choice("average_through", self.through, get_args(Through))
             phases = phases_of(self.every)
             object.__setattr__(self, "every", phases if len(phases) > 1 else phases[0][1])
 
@@ -156,6 +160,7 @@ def average_from_flags(sync: str, config: AverageConfig) -> Average | None:
         delay=None if config.average_delay == UNSET else config.average_delay,
         mix=None if config.average_mix == UNSET else config.average_mix,
         momenta=config.average_momenta,
+        through=config.average_through,
     )
 
 

@@ -22,7 +22,7 @@ from paceline.replica.averaged_replica import AveragedReplica
 from paceline.update.batch_norm import RunningStatistics
 from paceline.update.outer.average import Average
 from paceline.update.outer.fragments import cut_into_fragments
-from tests.harness.equivalence.put_synchronizers import notified
+from tests.harness.equivalence.put_synchronizers import ServerThread, notified
 from tests.harness.equivalence.rank_threads import run_ranks
 
 State = dict[str, Tensor]
@@ -269,8 +269,21 @@ class Worker:
         return {n: v.clone() for n, v in self.model.state_dict().items() if v.is_floating_point()}
 
 
-def on_ranks(task: Task, work: Callable[[Worker, Communicator], Any]) -> list[Any]:
-    """Call `work` on each rank, a thread; return the results."""
+def on_ranks(
+    task: Task,
+    work: Callable[[Worker, Communicator], Any],
+    server: ServerThread | None = None,
+    *,
+    faults: bool = False,
+) -> list[Any]:
+    """Call `work` on each rank, a thread; return the results.
+
+    Args:
+        task: what is trained.
+        work: of a rank.
+        server: merges; None: the ranks do among themselves.
+        faults: puts are late and overtake each other.
+    """
     average = task.average
     rule, schedule = average.rule.for_workers(task.workers), average.schedule(len(task.cuts))
 
@@ -286,7 +299,9 @@ def on_ranks(task: Task, work: Callable[[Worker, Communicator], Any]) -> list[An
             averaged=optimizer if average.momenta == "average" else None,
         )
 
-    make = notified(False, task.machines, task.wire, kind, error_decay=rule.error_decay)
+    make = notified(
+        faults, task.machines, task.wire, kind, error_decay=rule.error_decay, server=server
+    )
 
     def run(communicator: Communicator) -> Any:
         worker = Worker(task, communicator, make)
@@ -297,4 +312,8 @@ def on_ranks(task: Task, work: Callable[[Worker, Communicator], Any]) -> list[An
         finally:
             worker.replica.close()
 
-    return run_ranks(task.workers, run)
+    try:
+        return run_ranks(task.workers, run)
+    finally:
+        if server is not None:
+            server.join()

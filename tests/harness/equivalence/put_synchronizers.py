@@ -25,7 +25,8 @@ from paceline.comm.inprocess.window import WindowGroup
 from paceline.comm.transport.bootstrap import Bootstrap
 from paceline.comm.window import Window
 from paceline.reduce.buckets import Bucket
-from paceline.reduce.put_engine.layout import Topology
+from paceline.reduce.put_engine.layout import Layout, Topology
+from paceline.reduce.put_engine.shard_server import ShardServer
 from paceline.run.generation_context import GenerationContext
 from paceline.update.shard_optimizer import ShardOptimizer
 from paceline.update.updater import make_updater
@@ -35,6 +36,44 @@ from tests.harness.processes.worlds import world_of
 LIMIT = 90.0  # generous: the machine may be busy, and a fresh clone compiles the kernels
 IntraMachine = Callable[[int], Communicator]  # connects a rank with those of its machine
 MakeIntraMachine = Callable[[Sequence[int]], IntraMachine]  # of machines with so many ranks
+
+
+class ServerThread:
+    """A server of an exchange, in a thread.
+
+    Attributes:
+        error: what ended it; None: it ended well.
+        server: itself, once it is started.
+    """
+
+    name = "the averaging server"
+
+    def __init__(self, faults: Faults | None = None) -> None:
+        self._faults = faults
+        self.error: BaseException | None = None
+        self.server: ShardServer | None = None
+
+    def start(self, window: Window, layout: Layout) -> None:
+        """Start to serve."""
+        if self._faults is not None:
+            window = FaultyWindow(window, self._faults)
+        self.server = ShardServer(window, layout)
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        assert self.server is not None
+        try:
+            self.server.serve()
+            self.server.release()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.server.close()
+
+    def join(self) -> None:
+        """Wait for its end."""
+        self._thread.join()
 
 
 def in_threads(machines: Sequence[int], limit: float = LIMIT) -> IntraMachine:
@@ -57,6 +96,7 @@ def notified(
     rows: IntraMachine | None = None,
     tables: Collection[str] = (),
     error_decay: float = 1.0,
+    server: ServerThread | None = None,
 ) -> Callable[..., Any]:
     """Return what makes the synchronizer of each rank, with windows of one group a binding.
 
@@ -71,6 +111,7 @@ def notified(
         rows: connects each rank with all others, for row-sparse gradients.
         tables: names of parameters whose zeros are suppressed.
         error_decay: of the residuals.
+        server: owns all shards, in a thread that the first rank starts.
     """
     groups: dict[int, WindowGroup] = {}
     made: Counter[int] = Counter()
@@ -80,6 +121,19 @@ def notified(
     def make(buckets: Sequence[Bucket], communicator: Communicator, *parts: Any) -> Any:
         rank, world_size = communicator.rank, communicator.world_size
         topology = Topology.of(machines or [1] * world_size)
+        if server is not None:
+            topology = topology.served_by(server.name)
+
+        def announce(layout: Layout) -> None:
+            if server is None:
+                return
+            with lock:
+                if 0 not in groups:
+                    ranks, simulated = len(topology.ranks), (*(machines or [1] * world_size), 1)
+                    groups[0] = WindowGroup(
+                        ranks, layout.server_size, layout.notifications, simulated
+                    )
+                    server.start(groups[0].window(world_size), layout)
 
         def open_window(size: int, notifications: int) -> Window:
             if inside is not None and rank not in topology.leaders.ranks:
@@ -102,6 +156,7 @@ def notified(
             codec=merge_codec(codec),
             return_codec=return_codec(merge_codec(codec), len(topology.groups)),
             error_decay=error_decay,
+            announce=announce,
             staged=staged,
             intra_machine=inside and inside(rank),
             rows=rows and rows(rank),
