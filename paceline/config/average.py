@@ -59,7 +59,7 @@ class AverageConfig:
     outer: OuterName = "mean"
     """Outer rule, which makes new weights of the workers' mean. mean: the mean itself. easgd:
     elastic averaging. bmuf: Caffe2's blockwise model-update filtering. diloco: SGD with Nesterov
-    momentum. sparseloco: SGD, for wires that send little and keep the rest."""
+    momentum. sparseloco: SGD for --wire topk and int4, whose error feedback decays."""
 
     outer_lr: float = UNSET
     """Learning rate of the outer rule; for easgd, the moving rate of the center. -1: the rule's
@@ -74,9 +74,9 @@ class AverageConfig:
     the network carries an even stream."""
 
     average_delay: int = -1
-    """Number of steps that run while a merge travels, before it is applied. More hide a longer
-    transfer and cost accuracy. -1: a quarter of those until the next fragment is merged, where
-    --outer allows a delay."""
+    """Number of steps that run while a merge travels, before it is applied. A longer
+    delay hides a slower transfer, but costs accuracy. -1: H / fragments / 4, rounded down; 0 with
+    easgd."""
 
     average_mix: float = UNSET
     """With a delay, the fraction of its own weights that a worker retains when a merge is applied,
@@ -123,6 +123,10 @@ class AverageConfig:
                 )
         if delay and self.outer in WITHOUT_DELAY:
             raise no_delay(delay, self.outer)
+        if delay is None:
+            delay = 0
+            if self.outer not in WITHOUT_DELAY:
+                delay = default_delay(phases_of(self.average_every), self.fragments)
         check_mix(None if self.average_mix == UNSET else self.average_mix, delay)
 
     def _check_numbers(self) -> None:
@@ -130,7 +134,8 @@ class AverageConfig:
             positive("outer_lr", self.outer_lr)
             if self.outer == "easgd" and self.outer_lr > 1:
                 rule = Message("must be at most 1 with {--outer} easgd")
-                raise ConfigError(flag="outer_lr", value=self.outer_lr, rule=rule)
+                remedy = Message("use 0.9, the paper's, or another {--outer}")
+                raise ConfigError(flag="outer_lr", value=self.outer_lr, rule=rule, remedy=remedy)
         if self.outer_momentum != UNSET:
             within("outer_momentum", self.outer_momentum, 0, 1)
 
@@ -207,14 +212,20 @@ def check_rounds(every: Every, fragments: int, delay: int | None) -> None:
             flag="average_delay",
             value=delay,
             rule=Message(
-                "must be less than {--average_every}, {}: a merge is applied before the next one "
-                "is taken",
+                "must be less than the longest round of {--average_every}, {} steps: a merge is "
+                "applied before the next one is taken",
                 longest,
             ),
+            remedy=f"use at most {longest - 1}, or longer rounds",
         )
 
 
-def check_mix(mix: float | None, delay: int | None) -> None:
+def default_delay(phases: Sequence[tuple[int, int]], fragments: int) -> int:
+    """Return the default delay: a quarter of the steps between the merges of two fragments."""
+    return max(h for _, h in phases) // fragments // 4
+
+
+def check_mix(mix: float | None, delay: int) -> None:
     """Require a fraction, and a delay if it is given.
 
     Raises:
@@ -229,8 +240,11 @@ def check_mix(mix: float | None, delay: int | None) -> None:
         raise ConfigError(
             flag="average_mix",
             value=mix,
-            rule="it mixes in what a worker trained while a merge travelled",
-            remedy=Message("leave it out, or give another {--average_delay}"),
+            rule="needs a delay: without one a worker has no newer weights to mix in",
+            remedy=Message(
+                "leave it out, or set {--average_delay} to 1 or more, with an {--outer} that "
+                "allows it"
+            ),
         )
 
 

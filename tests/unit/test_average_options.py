@@ -79,7 +79,7 @@ def test_with_another_exchange_flags_of_averaging_are_refused() -> None:
     )
 
 
-def test_a_merge_travels_until_the_next_fragment_is_taken_where_the_rule_allows_it() -> None:
+def test_a_merge_travels_for_a_quarter_of_the_steps_until_the_next_take() -> None:
     assert Average(every=50).steps_of_delay == 12
     assert Average(every=50, fragments=4).steps_of_delay == 3
     assert Average(every=2, fragments=4).steps_of_delay == 0
@@ -155,7 +155,8 @@ SCHEDULE = "must be a number of steps, or phases such as 1@0,50@1000."
         ),
         (
             lambda: from_flags(outer="easgd", outer_lr=1.5),
-            "--outer_lr 1.5: must be at most 1 with --outer easgd.",
+            "--outer_lr 1.5: must be at most 1 with --outer easgd; use 0.9, the paper's, or "
+            "another --outer.",
         ),
         (
             lambda: from_flags(outer="diloco", outer_momentum=1.0),
@@ -164,8 +165,8 @@ SCHEDULE = "must be a number of steps, or phases such as 1@0,50@1000."
         (lambda: from_flags(fragments=0), "--fragments 0: must be a whole number of at least 1."),
         (
             lambda: from_flags(average_every="5", average_delay=5),
-            "--average_delay 5: must be less than --average_every, 5: a merge is applied before "
-            "the next one is taken.",
+            "--average_delay 5: must be less than the longest round of --average_every, 5 steps: a "
+            "merge is applied before the next one is taken; use at most 4, or longer rounds.",
         ),
         (
             lambda: from_flags(outer="easgd", average_delay=1),
@@ -174,8 +175,14 @@ SCHEDULE = "must be a number of steps, or phases such as 1@0,50@1000."
         ),
         (
             lambda: from_flags(average_mix=0.5, average_delay=0),
-            "--average_mix 0.5: it mixes in what a worker trained while a merge travelled; leave "
-            "it out, or give another --average_delay.",
+            "--average_mix 0.5: needs a delay: without one a worker has no newer weights to mix "
+            "in; leave it out, or set --average_delay to 1 or more, with an --outer that "
+            "allows it.",
+        ),
+        (
+            lambda: Average(mix=0.5, outer=EASGD()),
+            "mix 0.5: needs a delay: without one a worker has no newer weights to mix in; leave it "
+            "out, or set delay to 1 or more, with an outer that allows it.",
         ),
         (
             lambda: from_flags(average_mix=1.0, average_delay=1),
@@ -222,7 +229,7 @@ SCHEDULE = "must be a number of steps, or phases such as 1@0,50@1000."
             lambda: parse_average("average:every"),
             "sync='average:every': 'every' must be an option with its value, such as every=50, "
             "given once; the options are delay, every, fragments, lr, mix, momenta, momentum, "
-            "outer.",
+            "outer, through.",
         ),
         (
             lambda: parse_average("average:every=5,every=6"),

@@ -19,6 +19,7 @@ from paceline.config.average import (
     check_choice,
     check_mix,
     check_rounds,
+    default_delay,
     no_delay,
     phases_of,
 )
@@ -46,7 +47,7 @@ _FIELDS = {"easgd": {"lr": "beta"}}
 
 @dataclass(frozen=True, kw_only=True)
 class Average:
-    """Rare exchange: workers train apart and merge their weights every H steps.
+    """Local SGD: workers train apart and merge their weights every H steps.
 
     Args:
         every: H, the number of steps between merges; or phases, ((first step, H), …) or
@@ -54,8 +55,8 @@ class Average:
         outer: the outer rule, which makes new weights of the workers' mean; or its name: "mean",
             "easgd", "bmuf", "diloco" or "sparseloco".
         fragments: the number of fragments of the model, merged one after another in each round.
-        delay: the number of steps that run while a merge travels, less than H; None: a quarter of
-            those until the next fragment is taken, where the rule allows a delay.
+        delay: the number of steps that run while a merge travels, less than H; None:
+            H / fragments / 4, rounded down, of the longest H; 0 if the rule allows no delay.
         mix: with a delay, the fraction of its own weights that a worker retains when a merge is
             applied, as in Streaming DiLoCo; None: what its newer steps changed is added to the
             merged weights.
@@ -89,11 +90,11 @@ class Average:
                 )
             if self.delay and not self.rule.allows_delay:
                 raise no_delay(self.delay, type(self.rule).__name__)
-            check_mix(self.mix, self.delay)
             check_choice("average_momenta", self.momenta, get_args(Momenta))
             check_choice("average_through", self.through, get_args(Through))
             phases = phases_of(self.every)
             object.__setattr__(self, "every", phases if len(phases) > 1 else phases[0][1])
+            check_mix(self.mix, self.steps_of_delay)
 
     @property
     def rule(self) -> OuterRule:
@@ -113,7 +114,7 @@ class Average:
             return self.delay
         if not self.rule.allows_delay:
             return 0
-        return max(h for _, h in self.phases) // self.fragments // 4
+        return default_delay(self.phases, self.fragments)
 
     def schedule(self, steps: int | None = None) -> RoundSchedule:
         """Return the round schedule of a run of `steps` steps; None: their number isn't known."""
