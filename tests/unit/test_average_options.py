@@ -222,7 +222,7 @@ SCHEDULE = "must be a number of steps, or phases such as 1@0,50@1000."
             lambda: parse_average("average:every"),
             "sync='average:every': 'every' must be an option with its value, such as every=50, "
             "given once; the options are delay, every, fragments, lr, mix, momenta, momentum, "
-            "outer.",
+            "outer, through.",
         ),
         (
             lambda: parse_average("average:every=5,every=6"),
