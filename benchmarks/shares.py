@@ -44,9 +44,9 @@ from torch.utils.data import TensorDataset
 import paceline
 from paceline.models.zoo import build_model
 
-PERIOD_US, CORE_PART = 20_000, 1 / 3  # of the limit
+PERIOD_US, CORE_PART = 5_000, 1 / 3  # of the limit; a short period, as of a core that is slow
 CGROUPS = (Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup"))
-SETTLING, TIMED = 30, 10  # steps
+SETTLING, TIMED = 40, 10  # steps
 ALONE_SETTLING = 3
 PHASE = 30  # steps between two changes of the limit
 WORK = {"resnet20": (128, 32, 10), "resnet50": (96, 64, 100)}  # batch, image size, labels
