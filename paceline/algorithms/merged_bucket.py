@@ -180,9 +180,9 @@ class MergedBucket:
         """
         if self._shown != self.values.versions():
             raise ConfigError(
-                f"{self.values.names[0]} or a parameter beside it was written while the model had "
-                'the merged weights, for an evaluation or a state dict: with sync="average" write '
-                "parameters after model.train(), before the next step."
+                f"{self.values.names[0]} or another parameter of its bucket was written while the "
+                "model had the merged weights, after model.eval() or for a state dict. The write "
+                'would be lost: with sync="average" call model.train() first.'
             )
 
     def hide(self) -> None:

@@ -83,15 +83,15 @@ def parallelize(
             changes of weights are: also "int4", an eighth, or "topk:0.02", the largest 2%.
         update: where a parameter is updated: "replicated", on every rank; or "sharded", with
             "notified", on the rank that owns its shard and keeps the shard's optimizer state.
-        transport: how puts travel, with "notified": "tcp", with shared memory inside a machine, or
-            "nixl", by NVIDIA's library for RDMA.
+        transport: how puts travel, with "notified" and "average": "tcp", with shared memory
+            inside a machine, or "nixl", by NVIDIA's library for RDMA.
         connections: the number of TCP connections to each rank of another machine, with
             "notified"; 0: one, or the number that "auto" selects.
         bucket_mb: the size of a bucket, the unit of communication, in MiB; 0: the default of the
             method, or the size that "auto" selects.
-        shares: how the ranks divide the loader's global batches: "equal"; or "measured", as many
-            samples as each rank's measured speed allows, on CPUs and the same for all models. The
-            result is as exact.
+        shares: how the ranks divide the loader's global batches: "equal"; or "measured", in
+            proportion to each rank's measured speed, on CPUs and the same for all models. The
+            result is that of equal shares, up to the order of summation.
         sync_bn: compute BatchNorm's statistics over the global batch.
 
     Raises:

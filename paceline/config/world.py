@@ -184,23 +184,23 @@ class SyncConfig:
     the shard that it reduces and stores only that shard's optimizer state."""
 
     transport: Transport = "tcp"
-    """With notified, the transport of the puts. tcp: TCP between machines and shared memory inside
-    a machine. nixl: NVIDIA's RDMA library for both (pip install 'paceline[nixl]')."""
+    """With notified or average, the transport of the puts. tcp: TCP between machines and shared
+    memory inside a machine. nixl: NVIDIA's RDMA library for both (pip install 'paceline[nixl]')."""
 
     connections: int = 0
-    """With notified, the number of TCP connections to each worker of another machine. Use several
-    if one cannot fill the link (high latency or packet loss). 0: with --sync auto, selected by
-    autotuning; otherwise, one."""
+    """With notified or average, the number of TCP connections to each worker of another machine.
+    Use several if one cannot fill the link (high latency or packet loss). 0: with --sync auto,
+    selected by autotuning; otherwise, one."""
 
     bucket_mb: float = 0.0
     """Bucket size in MiB. 0: with --sync auto, selected by autotuning; otherwise, the method's
     default (allreduce: 8, notified: 16, average: 4)."""
 
     shares: Shares = "equal"
-    """How the workers divide the global batch. equal: all train as many samples. measured: as many
-    as each worker's measured speed allows, so that unlike machines train at the sum of their
-    speeds; the result is as exact. Shares change a few steps after a speed has changed. CPUs only.
-    """
+    """How the workers divide the global batch. equal: all train as many samples. measured: in
+    proportion to each worker's measured speed, so that all need equally long for a step; the result
+    is that of equal shares, up to the order of summation. Shares change a few steps after a speed
+    has changed. Not with GPUs, with one worker, or with --sync average."""
 
     def __post_init__(self) -> None:
         at_least(self, 0, "bucket_mb")
@@ -210,7 +210,8 @@ class SyncConfig:
             raise ConfigError(
                 flag="wire",
                 value=self.wire,
-                rule=Message(f"must be one of {names}; {{--sync}} average has further ones"),
+                rule=f"must be one of {names}",
+                remedy=Message("use {--sync} average for int4 and topk:FRACTION"),
             )
         if self.sync == "allreduce" and self.put_options:
             flag = self.put_options[0]
@@ -230,8 +231,9 @@ class SyncConfig:
         if self.sync == "average" and self.shares == "measured":
             raise ConfigError(
                 Message(
-                    "{--shares} measured needs a {--sync} that exchanges gradients in each step: "
-                    "with average workers wait for each other at merges only; leave out {--shares}."
+                    "{--shares} measured can't be used with {--sync} average, whose workers wait "
+                    "for each other at merges only: leave out {--shares}, or use {--sync} notified "
+                    "or allreduce."
                 )
             )
         if self.transport == "nixl" and self.connections > 1:

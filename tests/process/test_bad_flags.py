@@ -131,8 +131,8 @@ FLAGS = {
     ),
     "shares by speed where weights are averaged": Bad(
         command="--shares measured --sync average --num_workers 2",
-        message="--shares measured needs a --sync that exchanges gradients in each step: with "
-        "average workers wait for each other at merges only; leave out --shares.",
+        message="--shares measured can't be used with --sync average, whose workers wait for each "
+        "other at merges only: leave out --shares, or use --sync notified or allreduce.",
     ),
     "shares that there aren't": Bad(
         command="--shares halves",
