@@ -145,13 +145,17 @@ class WeightAverage:
         for number in self._schedule.taken_after(step):
             self._take(number)
 
-    def merge(self) -> None:
+    def merge(self) -> bool:
         """Merge at once what was trained since the last merges; collective.
+
+        Returns:
+            whether there was something to merge.
 
         Raises:
             CommError: a peer was lost, or silent.
         """
         self.hide_anchor()
+        merges = self.unmerged
         for number, fragment in enumerate(self._fragments):
             if fragment.taken_after is not None:
                 self._apply(number)
@@ -160,6 +164,7 @@ class WeightAverage:
             self._take(number)
         for number in trained:
             self._apply(number)
+        return merges
 
     def show_anchor(self) -> None:
         """Let the model have the weights of the last merge, until the next step; local."""
@@ -280,8 +285,8 @@ class WeightAverage:
 
         Returns:
             "anchor", "outer" (by the name of the rule's tensor) and "sums": values by name, flat;
-            for each fragment, "samples" of all workers since the last take, "taken_after" and the
-            names that it has, "fragments".
+            "step", the next one; for each fragment, "samples" of all workers since the last take,
+            "taken_after" and the names that it has, "fragments".
         """
         states = {name for bucket in self._buckets for name in bucket.outer}
         outer = {
@@ -294,6 +299,7 @@ class WeightAverage:
             "outer": {name: self._by_name(flats) for name, flats in outer.items()},
             "sums": self._by_name(sums),
             "samples": [fragment.samples[1] for fragment in self._fragments],
+            "step": self._step,
             "taken_after": [fragment.taken_after for fragment in self._fragments],
             "fragments": self._names_of_fragments(),
         }
@@ -317,6 +323,7 @@ class WeightAverage:
                 if name in shared["outer"]:
                     self._copy_named(shared["outer"][name], index, flat)
             bucket.values.write(bucket.anchor)
+        self._step = shared.get("step", 0)
         if own is None:
             return False
         for index, bucket in self._of_model.items():
@@ -331,7 +338,11 @@ class WeightAverage:
             if fragment.taken_after is None:
                 continue
             for index in fragment.buckets:
-                taken = self._buckets[index].taken
+                each, taken = self._buckets[index], self._buckets[index].taken
+                if index not in self._of_model and each.values.names[0] not in own["taken"]:
+                    each.take()  # momenta that were not averaged then stay as they are
+                    fragment.sums[index] = taken.clone()
+                    continue
                 self._copy_named(own["taken"], index, taken)
                 fragment.sums[index] = torch.zeros_like(taken)
                 self._copy_named(shared["sums"], index, fragment.sums[index])
@@ -348,9 +359,12 @@ class WeightAverage:
 
     def _names_of_fragments(self) -> list[list[str]]:
         return [
-            sorted(name for i in fragment.buckets for name in self._buckets[i].values.names)
+            sorted(n for i in fragment.buckets if i in self._of_model for n in self._names(i))
             for fragment in self._fragments
         ]
+
+    def _names(self, index: int) -> tuple[str, ...]:
+        return self._buckets[index].values.names
 
     def _by_name(self, flats: Mapping[int, Tensor]) -> dict[str, Tensor]:
         """Return the tensors in flat ones of buckets, by name; views, flat."""

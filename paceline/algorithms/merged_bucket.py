@@ -18,7 +18,7 @@ from paceline.errors import ConfigError
 from paceline.reduce.buckets import Bucket, like
 from paceline.update.batch_norm import RunningStatistics
 from paceline.update.outer.mean import Mean
-from paceline.update.outer.outer_rule import OuterRule
+from paceline.update.outer.outer_rule import OuterRule, require_merged, require_state
 
 STATISTICS = "the running statistics"  # name of their bucket
 
@@ -120,7 +120,7 @@ class MergedBucket:
         self.anchor = torch.empty_like(flat)
         values.read(self.anchor)
         self.taken, self.change = self.anchor.clone(), torch.zeros_like(self.anchor)
-        self.outer: Mapping[str, Tensor] = rule.begin(self.anchor)
+        self.outer: Mapping[str, Tensor] = require_state(rule, rule.begin(self.anchor), self.anchor)
         self._shown: tuple[int, ...] = ()  # versions of the shown anchor
         self._own: Tensor | None = None  # in the meantime
 
@@ -144,7 +144,8 @@ class MergedBucket:
             mix: as of `WeightAverage`.
         """
         mean = torch.add(self.anchor, sums, out=self.change)  # which is summed by now
-        merged, anchor, self.outer = self._rule.merge(self.taken, self.anchor, mean, self.outer)
+        result = self._rule.merge(self.taken, self.anchor, mean, self.outer)
+        merged, anchor, self.outer = require_merged(self._rule, result, self.anchor)
         if not steps:
             self.values.write(merged)
         elif isinstance(

@@ -264,6 +264,8 @@ class World:
         self._tracked.add({**self._tracked.default_names(objects), **named})
         with errors_name_arguments():  # a new scheduler has reset the optimizers' rates
             self._start.restore({pair.entries[1]: pair.optimizer for pair in self._pairs})
+        if isinstance(self._loop.replica, AveragedReplica):
+            self._start.restore_optimizer(self._loop.replica)
 
     def log(self, **values: float | Tensor) -> None:
         """Show values of this step in the trackers that `paceline.join(tracker=…)` names.
@@ -353,7 +355,10 @@ class World:
     def _note_unmerged(self) -> None:
         """Print a note on rank 0 if the merged weights lack the last steps."""
         replica = self._loop.replica
-        if isinstance(replica, AveragedReplica) and replica.unmerged and self.rank == 0:
+        stopped = self._session.signals.status != 0
+        if not isinstance(replica, AveragedReplica) or stopped or self.rank > 0:
+            return
+        if replica.unmerged:
             print_message_for_scripts(
                 "the merged weights lack the steps since the last merge: call world.merge() after "
                 "the last step."

@@ -186,7 +186,12 @@ def _parse(text: str) -> tuple[tuple[int, int], ...] | None:
     phases = []
     for word in text.split(","):
         h, at, first = (part.strip() for part in word.partition("@"))
-        if not h.isdecimal() or (at and not first.isdecimal()) or (not at and "," in text):
+        if (
+            not h.isdecimal()
+            or len(h + first) > 30
+            or (at and not first.isdecimal())
+            or (not at and "," in text)
+        ):
             return None
         phases.append((int(first or 0), int(h)))
     return tuple(phases)

@@ -176,7 +176,8 @@ class AveragedReplica:
         Raises:
             CommError: a peer was lost, or didn't answer in time.
         """
-        self._average.merge()
+        if self._average.merge() and self._resets:
+            self._optimizer.state.clear()
         self._average.show_anchor()
 
     def drain(self) -> None:
@@ -234,8 +235,18 @@ class AveragedReplica:
             own = saved[WORKERS][communicator.rank]
             self._optimizer.load_state_dict(own["optimizer"])
             for name, buffer in self._model.named_buffers():
-                buffer.copy_(own["buffers"][name])
+                if name in own["buffers"]:
+                    value = own["buffers"][name]
+                    if buffer.shape != value.shape:  # a buffer that its first use makes larger
+                        buffer.resize_(value.shape)
+                    buffer.copy_(value)
         return self._average.restore(saved[MERGED], own)
+
+    def restore_optimizer(self, state: Mapping[str, Any]) -> None:
+        """Restore this worker's own optimizer state of what `state` returned, if it has it."""
+        communicator, workers = self._communicator(), state[AVERAGE][WORKERS]
+        if len(workers) == communicator.world_size:
+            self._optimizer.load_state_dict(workers[communicator.rank]["optimizer"])
 
     def leave_generation(self) -> None:
         """Raise: the loss of a peer ends the run."""

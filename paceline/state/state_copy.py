@@ -7,6 +7,7 @@ from copy import deepcopy
 from itertools import chain, repeat
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,6 +60,8 @@ def copy_state(state: Any, into: Any = None, *, pinned: bool = False) -> Any:
             olds = chain(into if isinstance(into, list | tuple) else (), repeat(None))
             values = [copied(*pair) for pair in zip(state, olds, strict=False)]
             return tuple(values) if isinstance(state, tuple) else values
+        if isinstance(state, np.generic):
+            return state.item()  # which a checkpoint can have
         return deepcopy(state)
 
     tree = copied(state, into)

@@ -48,7 +48,7 @@ class MomentumValues:
 
     Args:
         optimizer: has them; before a parameter's first update it has none.
-        options: of the parameters' group, such as its momentum.
+        index: of the parameters' group, whose options may change.
         entry: the entry's name in the state.
         parameters: their parameters.
         names: of the parameters.
@@ -64,13 +64,13 @@ class MomentumValues:
     def __init__(
         self,
         optimizer: Optimizer,
-        options: Options,
+        index: int,
         entry: str,
         parameters: Sequence[nn.Parameter],
         names: Sequence[str],
         first: Sequence[Mapping[str, Any]],
     ) -> None:
-        self._optimizer, self._options, self._entry = optimizer, options, entry
+        self._optimizer, self._index, self._entry = optimizer, index, entry
         self._parameters, self._first = tuple(parameters), tuple(first)
         self.names = tuple(f"{entry} of {name}" for name in names)
         self.lengths = tuple(p.numel() for p in parameters)
@@ -79,7 +79,7 @@ class MomentumValues:
     @property
     def decay(self) -> float:
         """What an update multiplies the values by, with the present options."""
-        return float(DECAYS[self._entry](self._options))
+        return float(DECAYS[self._entry](self._optimizer.param_groups[self._index]))
 
     @torch.no_grad()
     def read(self, flat: Tensor) -> None:
@@ -150,7 +150,7 @@ def find_momenta(optimizer: Optimizer, buckets: Sequence[Bucket]) -> list[list[M
                 values.append(
                     MomentumValues(
                         optimizer,
-                        optimizer.param_groups[bucket.param_group],
+                        bucket.param_group,
                         entry,
                         [bucket.parameters[i] for i in indices],
                         [bucket.names[i] for i in indices],

@@ -73,6 +73,12 @@ class Start:
                     remedy=f"give the {name} that it was trained with",
                 ) from error
 
+    def restore_optimizer(self, replica: AveragedReplica) -> None:
+        """Restore a worker's own optimizer state, where its checkpoint is of an averaging run."""
+        state = None if self.state is None else self.state.get(exchange_entry(0))
+        if state is not None and AVERAGE in state:
+            replica.restore_optimizer(state)
+
     def restore_exchange(
         self, replica: Replica | AveragedReplica, pair: int = 0
     ) -> tuple[str, ...]:

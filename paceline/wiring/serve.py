@@ -151,8 +151,5 @@ def _reporting(server: ShardServer, report: Callable[[str], None]) -> Callable[[
 
 
 def _account(server: ShardServer) -> str:
-    sent, received = (size / 2**20 for size in server.traffic)
-    return (
-        f"{many(min(server.versions), 'merge')}: {received:,.1f} MiB received, "
-        f"{sent:,.1f} MiB sent."
-    )
+    size = server.nbytes / 2**20
+    return f"{many(min(server.versions), 'merge')} of {size:,.1f} MiB, sent to each worker."

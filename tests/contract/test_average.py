@@ -23,6 +23,7 @@ from paceline.update.outer.bmuf import BMUF
 from paceline.update.outer.diloco import DiLoCo
 from paceline.update.outer.easgd import EASGD
 from paceline.update.outer.mean import Mean
+from paceline.update.outer.outer_rule import OuterRule
 from paceline.update.outer.sparseloco import SparseLoCo
 from tests.harness.equivalence.averaging import (
     State,
@@ -301,7 +302,9 @@ def test_parameters_that_are_written_while_the_merged_ones_show_are_refused() ->
         worker.train(range(3, 4))
 
     task = Task(average=Average(every=2), cuts=cuts(5, 1))
-    with pytest.raises(ConfigError, match=r"0\.weight or a parameter beside it was written"):
+    with pytest.raises(
+        ConfigError, match=r"0\.weight or another parameter of its bucket was written"
+    ):
         on_ranks(task, write)
 
 
@@ -340,6 +343,70 @@ def test_a_resume_in_mid_round_gives_the_same_bits(rule: Any, wire: str) -> None
 
         for one, other in zip(straight, on_ranks(task, after), strict=True):
             assert all(torch.equal(one[name], other[name]) for name in one), stop
+
+
+@pytest.mark.parametrize("mix", [None, 0.25])
+def test_a_merge_at_once_after_a_resume_gives_the_same_bits(mix: float | None) -> None:
+    saved: dict[str, Any] = {}
+
+    def state(worker: Worker) -> State:
+        momenta = {
+            f"momentum of {name}": worker.optimizer.state[p]["momentum_buffer"].clone()
+            for name, p in worker.model.named_parameters()
+        }
+        return worker.own() | worker.merged() | momenta
+
+    def straight(worker: Worker, _: Communicator) -> State:
+        worker.train(range(7))  # a merge is under way
+        if (found := worker.replica.state()) is not None:
+            saved.update(found)
+        worker.replica.merge()
+        return state(worker)
+
+    def resumed(worker: Worker, _: Communicator) -> State:
+        assert worker.replica.restore(saved)
+        worker.replica.merge()
+        return state(worker)
+
+    average = Average(every=5, delay=4, mix=mix, momenta="average")
+    task = Task(average=average, cuts=cuts(9, 2))
+    for one, other in zip(on_ranks(task, straight), on_ranks(task, resumed), strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_momenta_that_a_merge_resets_are_reset_by_a_merge_at_once() -> None:
+    def work(worker: Worker, _: Communicator) -> int:
+        worker.train(range(3))
+        worker.replica.merge()
+        return len(worker.optimizer.state)
+
+    assert on_ranks(Task(average=Average(momenta="reset"), cuts=cuts(5, 2)), work) == [0, 0]
+
+
+class TwoValues(OuterRule):
+    """A rule that returns no state."""
+
+    def merge(self, own: Tensor, anchor: Tensor, mean: Tensor, state: Any) -> Any:
+        return mean, mean
+
+
+class Scalar(OuterRule):
+    """A rule whose state is a number."""
+
+    def begin(self, anchor: Tensor) -> Any:
+        return {"count": 0}
+
+
+@pytest.mark.parametrize(
+    ("rule", "sentence"),
+    [
+        (TwoValues(), r"The outer rule TwoValues must return a tuple: own weights, anchor, state"),
+        (Scalar(), r"The outer rule Scalar must return a state by name, of tensors"),
+    ],
+)
+def test_an_outer_rule_with_other_results_is_refused(rule: Any, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        on_ranks(Task(average=Average(every=2, outer=rule), cuts=cuts(5, 1)), train)
 
 
 def test_fewer_workers_resume_with_the_merged_weights() -> None:

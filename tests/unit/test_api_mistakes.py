@@ -218,6 +218,11 @@ def test_an_unknown_way_to_exchange(world: World, model: nn.Module) -> None:
         ConfigError, match="sync is 'ring'; it must be one of auto, allreduce, notified"
     ):
         paceline.parallelize(model, sgd(model), world, sync="ring")
+    for sync in (None, 3, paceline.Average, paceline.DiLoCo()):
+        with pytest.raises(ConfigError, match=r"^sync is .+; it must be a text, or a paceline.Ave"):
+            paceline.parallelize(model, sgd(model), world, sync=sync)
+    with pytest.raises(ConfigError, match=r"^wire is None; it must be a text\.$"):
+        paceline.parallelize(model, sgd(model), world, sync="average", wire=None)
     with pytest.raises(ConfigError, match="wire is 'fp8'; it must be one of fp32, bf16, int8"):
         paceline.parallelize(model, sgd(model), world, wire="fp8")
     with pytest.raises(ConfigError, match=r"^wire int8 needs sync notified"):

@@ -67,6 +67,22 @@ def test_a_step_without_gradient_multiplies_momenta_by_their_decay(
             torch.testing.assert_close(new, old * values.decay, rtol=1e-5, atol=1e-9)
 
 
+def test_the_decay_follows_the_options_of_the_group() -> None:
+    named = parameters()
+    optimizer = torch.optim.SGD(
+        [{"params": [p], "momentum": 0.5 + 0.1 * i} for i, p in enumerate(named.values())], 0.1
+    )
+    names = {p: name for name, p in named.items()}
+    buckets = partition(names, {p: i for i, p in enumerate(names)}, 2**20)
+    found = {v.names[0]: v for each in find_momenta(optimizer, buckets) for v in each}
+    weight, bias = found["momentum_buffer of weight"], found["momentum_buffer of bias"]
+    assert (weight.decay, bias.decay) == (0.5, 0.6)
+    state = optimizer.state_dict()
+    state["param_groups"][1]["momentum"] = 0.9
+    optimizer.load_state_dict(state)  # which makes new groups
+    assert (weight.decay, bias.decay) == (0.5, 0.9)
+
+
 def test_entries_of_other_shapes_stay_the_workers_own() -> None:
     named = parameters()
     with pytest.raises(ConfigError, match="Adafactor with its present options has no momenta"):

@@ -53,12 +53,9 @@ class ShardServer:
         return versions
 
     @property
-    def traffic(self) -> tuple[int, int]:
-        """The bytes that were sent and received so far; contributions count as if all came."""
-        ranks, pairs = self._ranks, list(zip(self._layout.buckets, self.versions, strict=True))
-        counts = [(bucket.traffic(ranks.local_shard, ranks.group), n) for bucket, n in pairs]
-        sent = sum(n * traffic[0] for traffic, n in counts)
-        return sent, sum(n * traffic[1] for traffic, n in counts)
+    def nbytes(self) -> int:
+        """The bytes of the sums of all buckets."""
+        return sum(b.spec.dtype.itemsize * b.numel for b in self._layout.buckets)
 
     def serve(self, check: Callable[[], None] = lambda: None) -> None:
         """Return once all workers have announced their end; `release` lets them end.

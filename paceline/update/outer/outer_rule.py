@@ -17,7 +17,7 @@ rule.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -98,6 +98,42 @@ def outer_gradient(anchor: Tensor, mean: Tensor) -> Tensor:
     return anchor.to(dtype) - mean.to(dtype)
 
 
+def require_state(rule: OuterRule, state: object, anchor: Tensor) -> dict[str, Tensor]:
+    """Require that a rule's state has tensors like the anchor, by name.
+
+    Raises:
+        ConfigError: it hasn't.
+    """
+    if not isinstance(state, Mapping) or not all(_fits(one, anchor) for one in state.values()):
+        raise _unfit_result(rule, "a state by name, of tensors of the anchor's shape", anchor)
+    return dict(state)
+
+
+def require_merged(rule: OuterRule, merged: object, anchor: Tensor) -> Merged:
+    """Require that a rule's `merge` has returned weights, an anchor and a state.
+
+    Raises:
+        ConfigError: it hasn't.
+    """
+    if not isinstance(merged, tuple) or len(merged) != 3:
+        raise _unfit_result(rule, "a tuple: own weights, anchor, state", anchor)
+    own, new, state = merged
+    if not _fits(own, anchor) or not _fits(new, anchor):
+        raise _unfit_result(rule, "own weights and an anchor of the old one's shape", anchor)
+    return own, new, require_state(rule, state, anchor)
+
+
+def _fits(value: object, anchor: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == anchor.shape
+
+
+def _unfit_result(rule: OuterRule, what: str, anchor: Tensor) -> ConfigError:
+    return ConfigError(
+        f"The outer rule {type(rule).__name__} must return {what}, ({len(anchor)},); see "
+        "paceline.OuterRule for what begin() and merge() return."
+    )
+
+
 def require_positive(rule: object, name: str) -> None:
     """Require that a field of a rule is a finite number greater than 0.
 
@@ -105,7 +141,7 @@ def require_positive(rule: object, name: str) -> None:
         ConfigError: it isn't.
     """
     value = getattr(rule, name)
-    if not _is_number(value) or not 0 < value < math.inf:
+    if not _is_number(value) or not 0 < value <= sys.float_info.max:
         raise _unfit(rule, name, "must be a finite number greater than 0")
 
 

@@ -66,7 +66,7 @@ class RoundSchedule:
             _Phase(first, end, h) for (first, h), end in zip(phases, [*ends, steps], strict=True)
         ]
         self._firsts = [phase.first for phase in self._phases]
-        self._all = tuple(range(fragments))
+        self._all = range(fragments)
         self._delay = delay
 
     def every_at(self, step: int) -> int:
@@ -77,7 +77,7 @@ class RoundSchedule:
         """Return the fragments that are taken after a step, in order."""
         phase = self._phase(step)
         if step + 1 == phase.end:
-            return self._all
+            return tuple(self._all)
         number = phase.number(step)
         return tuple(p for p in self._all if self._offset(p, phase.every) == number)
 
@@ -86,6 +86,12 @@ class RoundSchedule:
 
         In a run of T steps, those "before step T" are applied after the last one.
         """
+        if step == 0:
+            return ()
+        phase = self._phase(step - 1)
+        if phase.end is None or step < phase.end - 1:  # the end of a phase moves no merge
+            taken = step - 1 - self._delay_in(phase)
+            return self.taken_after(taken) if taken >= phase.first else ()
         return tuple(p for due, p in self._merges_before(step) if due == step)
 
     def under_way_before(self, step: int) -> tuple[int, ...]:
@@ -104,13 +110,16 @@ class RoundSchedule:
         if step == 0:
             return
         phase = self._phase(step - 1)
-        delay = min(self._delay, phase.every - 1)
+        delay = self._delay_in(phase)
         for taken in range(max(phase.first, step - 1 - delay), step):
             due = taken + 1 + delay
             if phase.end is not None:
                 due = max(taken + 1, min(due, phase.end - 1))
             for fragment in self.taken_after(taken):
                 yield due, fragment
+
+    def _delay_in(self, phase: _Phase) -> int:
+        return min(self._delay, phase.every - 1)
 
     def _phase(self, step: int) -> _Phase:
         return self._phases[bisect_right(self._firsts, step) - 1]
