@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from paceline.config.rules import positive
@@ -46,6 +47,13 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         positive("first_iter_timeout", self.first_iter_timeout)
+        if self.model and not re.fullmatch("[0-9a-f]{8}", self.model):
+            raise ConfigError(
+                flag="model",
+                value=self.model,
+                rule="must be a model's digest, eight hexadecimal digits",
+                remedy="copy it from the line that a server prints, or leave it out to serve any",
+            )
         self.world  # noqa: B018 - raises where the rendezvous is wrong
 
     def require_run(self) -> None:

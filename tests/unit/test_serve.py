@@ -63,6 +63,11 @@ def test_flags_arguments_and_the_short_form_say_the_same() -> None:
             "--redis_url or --master, as the run does.",
         ),
         (
+            "serve --run_id r --model net",
+            "--model net: must be a model's digest, eight hexadecimal digits; copy it from the "
+            "line that a server prints, or leave it out to serve any.",
+        ),
+        (
             "serve --run_id r --master h:1 --redis_host h",
             "--redis_host and --master select different rendezvous methods: use one.",
         ),
