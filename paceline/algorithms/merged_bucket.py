@@ -120,7 +120,7 @@ class MergedBucket:
         self.anchor = torch.empty_like(flat)
         values.read(self.anchor)
         self.taken, self.change = self.anchor.clone(), torch.zeros_like(self.anchor)
-        self.outer: Mapping[str, Tensor] = require_state(rule, rule.begin(self.anchor), self.anchor)
+        self.outer = self._kept(require_state(rule, rule.begin(self.anchor), self.anchor))
         self._shown: tuple[int, ...] = ()  # versions of the shown anchor
         self._own: Tensor | None = None  # in the meantime
 
@@ -145,12 +145,11 @@ class MergedBucket:
         """
         mean = torch.add(self.anchor, sums, out=self.change)  # which is summed by now
         result = self._rule.merge(self.taken, self.anchor, mean, self.outer)
-        merged, anchor, self.outer = require_merged(self._rule, result, self.anchor)
+        merged, anchor, state = require_merged(self._rule, result, self.anchor)
+        self.outer = self._kept(state)
         if not steps:
             self.values.write(merged)
-        elif isinstance(
-            self.values, ParameterValues
-        ):  # a worker's own statistics are of newer batches
+        elif isinstance(self.values, ParameterValues):  # own statistics are of newer batches
             if mix is None:
                 self.values.add(torch.sub(merged, self.taken, out=self.taken))
             else:
@@ -158,6 +157,16 @@ class MergedBucket:
                 self.values.read(own)
                 self.values.write(mix * own + (1 - mix) * merged)
         self.anchor.copy_(anchor)
+
+    def _kept(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Copy what of a rule's state shares memory with its inputs, which are written again."""
+        inputs = {
+            one.untyped_storage().data_ptr() for one in (self.anchor, self.taken, self.change)
+        }
+        return {
+            name: value.clone() if value.untyped_storage().data_ptr() in inputs else value
+            for name, value in state.items()
+        }
 
     def show(self) -> None:
         """Copy the anchor into the model, until `hide`."""

@@ -103,12 +103,10 @@ def parallelize(
         session = world._session
         run, context = world._run, world._run.context
         world._end.require_open("paceline.parallelize()")
-        if not isinstance(sync, str | Average) or not isinstance(wire, str):
-            name, value = ("wire", wire) if isinstance(sync, str | Average) else ("sync", sync)
-            raise ConfigError(
-                f"{name} is {value!r}; it must be a text"
-                + (", or a paceline.Average(…)." if name == "sync" else ".")
-            )
+        if not isinstance(sync, str | Average):
+            raise ConfigError(f"sync is {sync!r}; it must be a text, or a paceline.Average(…).")
+        if not isinstance(wire, str):
+            raise ConfigError(f"wire is {wire!r}; it must be a text.")
         average = sync if isinstance(sync, Average) else parse_average(sync)
         arguments: dict[str, Any] = {
             "sync": sync if average is None else "average",

@@ -383,6 +383,23 @@ def test_momenta_that_a_merge_resets_are_reset_by_a_merge_at_once() -> None:
     assert on_ranks(Task(average=Average(momenta="reset"), cuts=cuts(5, 2)), work) == [0, 0]
 
 
+class Remembers(OuterRule):
+    """A rule whose state is the last mean itself."""
+
+    def begin(self, anchor: Tensor) -> dict[str, Tensor]:
+        return {"last": anchor}
+
+    def merge(self, own: Tensor, anchor: Tensor, mean: Tensor, state: Any) -> Any:
+        new = mean + 0.1 * (mean - state["last"])
+        return new, new, {"last": mean}
+
+
+def test_a_rules_state_may_be_one_of_its_inputs() -> None:
+    task = Task(average=Average(every=3, outer=Remembers()), cuts=cuts(20, 2))
+    (fragments, merged, _), _ = on_ranks(task, train)
+    require_same(merged, by_plain_torch(task, fragments)[0])
+
+
 class TwoValues(OuterRule):
     """A rule that returns no state."""
 

@@ -76,7 +76,7 @@ def test_a_server_that_is_killed_ends_the_run_with_its_name_and_the_run_resumes(
     assert "was killed by SIGKILL" in ended.text
     assert all_end(family)
     speed(here, 1)
-    for through in (SERVED, ()):  # the second is told that the run is finished
+    for through in (SERVED, ()):  # the second finds the run finished
         again = run(*TRAIN, *through, "--run_id", "served", folder=here)
         assert again.status == 0, again.text
     told = losses(here / "runs" / "served")

@@ -244,9 +244,9 @@ def _newest_start(
     record = RunRecord.from_text(text)
     space = rendezvous.subspace(record.generation)
     leader = LeaseWatch(open_store(space, STORE_LIMIT), record.leader, own_process)
-    deadline = Deadline(2 * STORE_LIMIT.total_seconds(), no_report, time.sleep, "")
+    deadline = Deadline(2 * STORE_LIMIT.total_seconds(), no_report, time.sleep, "check machine 0")
     while (state := leader.verdict().state) == "unknown":
-        deadline.check_and_pause("")
+        deadline.check_and_pause("a heartbeat of the run's machine 0")
     if state == "dead":
         return None
     return space, lambda: peek(store, "run") != text or leader.verdict().state == "dead"

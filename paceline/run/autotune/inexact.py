@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from paceline.config.average import default_delay
 from paceline.config.world import SyncConfig
 from paceline.errors import Message
 
 ROUND = 50  # steps between merges
-_DELAY = ROUND // 4  # steps while which a merge travels, as is the default
+_DELAY = default_delay(((0, ROUND),), fragments=1)  # steps while a merge travels
 _SLOW = 0.7  # of a step computes, or more: the link is fast enough
 _GAIN = 0.9  # of the seconds, or less: worth a word
 
