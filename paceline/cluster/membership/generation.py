@@ -47,6 +47,19 @@ class Member:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Ancestor:
+    """Generation from which a later one descends.
+
+    Attributes:
+        id: the generation's id.
+        start: the number of completed steps from which it went on.
+    """
+
+    id: str
+    start: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Generation(JsonRecord):
     """Generation: one membership of the world, the same value on all ranks.
 
@@ -56,11 +69,21 @@ class Generation(JsonRecord):
         token: a secret, another one in each generation, with which its members authenticate each
             other.
         members: the members, in rank order.
+        ancestors: all generations from which this one descends, the oldest first.
+        start: the number of completed steps from which it continues.
+        start_token: the token in the name of the snapshot that it continues from; "" for the first
+            generation of a start.
+        witness: the nonce of the witness, which is one more acceptor of the vote on the next
+            generation; "" without one.
     """
 
     number: int
     token: str = field(repr=False)
     members: tuple[Member, ...]
+    ancestors: tuple[Ancestor, ...] = ()
+    start: int = 0
+    start_token: str = ""
+    witness: str = ""
 
     def __post_init__(self) -> None:
         places = [(member.machine, member.local_rank) for member in self.members]
@@ -134,10 +157,25 @@ class Generation(JsonRecord):
         return tuple(range(self.world_size))
 
     @property
-    def key_prefix(self) -> str:
-        """Prefix of this generation's keys in the store; it doesn't reveal the token."""
+    def id(self) -> str:
+        """Name of the generation, unlike those of all others; it doesn't reveal the token."""
         text = f"paceline generation {self.token}"
-        return f"generation/{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def key_prefix(self) -> str:
+        """Prefix of this generation's keys in the store, and of its snapshots' names."""
+        return f"generation/{self.id}"
+
+    @property
+    def machines(self) -> tuple[int, ...]:
+        """The numbers of its machines, in order."""
+        return tuple(sorted({member.machine for member in self.members}))
+
+    @property
+    def lineage(self) -> tuple[Ancestor, ...]:
+        """Its ancestors and itself: the ancestors of a generation that follows it."""
+        return (*self.ancestors, Ancestor(id=self.id, start=self.start))
 
     def rank_of(self, machine: int, local_rank: int) -> int:
         """Return the rank of a machine's process."""
