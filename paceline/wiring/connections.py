@@ -30,16 +30,36 @@ def device_of(config: TrainConfig, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def make_run(config: TrainConfig, group: Group, store: Store, device: torch.device) -> Run:
+def make_run(
+    config: TrainConfig,
+    group: Group,
+    store: Store,
+    device: torch.device,
+    later_store: Callable[[Group], Store] | None = None,
+) -> Run:
     """Connect this worker with all others of its generation; collective.
+
+    Args:
+        config: the flags.
+        group: all ranks of the generation, as this one sees them.
+        store: where its ranks find each other.
+        device: this worker's.
+        later_store: returns where the ranks of a later generation find each other; without it, in
+            `store`.
 
     Raises:
         CommError: a rank didn't come in time.
     """
 
     def contexts(limits: tuple[float, float]) -> Callable[[Group], GenerationContext]:
-        connecting = partial(connect, store=store, device=device, limits=limits)
+        def connecting(group: Group, purpose: str) -> Communicator:
+            first = group.generation.token == token
+            place = store if first or later_store is None else later_store(group)
+            return connect(group, purpose, store=place, device=device, limits=limits)
+
         return partial(GenerationContext, connect=connecting, device=device, limits=limits)
+
+    token = group.generation.token
 
     first, later = config.world.first_iter_timeout, config.world.timeout
     with ExitStack() as undo:
