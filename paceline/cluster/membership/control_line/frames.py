@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, Union
 
-JSON: TypeAlias = Union[None, bool, int, float, str, "Sequence[JSON]", "Mapping[str, JSON]"]
+JSON: TypeAlias = Union[bool, int, float, str, "Sequence[JSON]", "Mapping[str, JSON]", None]
 
 MAX_BODY = 2**24  # bytes of a frame's JSON
 PIECE = 2**18  # bytes of a piece at most
