@@ -225,8 +225,9 @@ class ControlStore(PolledStore):
             self._answer(peer, number, _Answer([self._table[key] for key in keys]))
 
     def _answer(self, peer: str, number: int, answer: _Answer) -> None:
-        body = {"store": self.space, "answer": number, "number": answer.number}
-        self._line.send(peer, STORE, {**body, "values": _encode(answer.values)})
+        values = _encode(answer.values)
+        body = {"store": self.space, "answer": number, "values": values, "number": answer.number}
+        self._line.send(peer, STORE, body)
 
     def _fail(self, reason: str) -> None:
         with self._changed:

@@ -67,18 +67,20 @@ class Greeting(ABC):
         assert len(data) <= self.missing
         self._message += data
         self.missing -= len(data)
-        self._check_beginning(self._message)
+        if not self._may_begin(self._message):
+            raise GreetingError("the first bytes are those of another protocol")
         if self.missing:
             return b""
         message, self._message = self._message, b""
         return self._read(message)
 
+    def _may_begin(self, message: bytes) -> bool:
+        """Return whether a message may begin with these bytes."""
+        return True
+
     @abstractmethod
     def _read(self, message: bytes) -> bytes:
         """Read a message; set `missing` to the next one's size; return the answer."""
-
-    def _check_beginning(self, message: bytes) -> None:
-        """Refuse an incomplete message if its first bytes are wrong."""
 
     def _digest(self, side: bytes) -> bytes:
         return hmac.digest(self._secret, side + b"\0" + self._transcript, "sha256")
@@ -140,9 +142,8 @@ class AcceptorGreeting(Greeting):
         super().__init__(secret, _HELLO.size)
         self._name, self._accepts = name, accepts
 
-    def _check_beginning(self, message: bytes) -> None:
-        if not self._transcript and not _MAGIC.startswith(message[: len(_MAGIC)]):
-            raise GreetingError("the first bytes are those of another protocol")
+    def _may_begin(self, message: bytes) -> bool:
+        return bool(self._transcript) or _MAGIC.startswith(message[: len(_MAGIC)])
 
     def _read(self, message: bytes) -> bytes:
         if not self._transcript:

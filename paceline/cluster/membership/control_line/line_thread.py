@@ -122,9 +122,8 @@ class LineThread:
         try:
             while not self._stopping:
                 for key, events in self._selector.select(self._pause()):
-                    if (
-                        self._selector.get_map().get(key.fd) is key
-                    ):  # else an earlier call changed it
+                    # Otherwise a call before has changed or closed the file.
+                    if self._selector.get_map().get(key.fd) is key:
                         key.data(events)
                 self._make_calls()
         finally:
