@@ -226,7 +226,8 @@ class ControlStore(PolledStore):
 
     def _answer(self, peer: str, number: int, answer: _Answer) -> None:
         values = _encode(answer.values)
-        body = {"store": self.space, "answer": number, "values": values, "number": answer.number}
+        body: dict[str, JSON] = {"store": self.space, "answer": number, "values": values}
+        body["number"] = answer.number
         self._line.send(peer, STORE, body)
 
     def _fail(self, reason: str) -> None:

@@ -44,19 +44,16 @@ class Greeting(ABC):
         session: of a connection for beats, the session that it belongs to; of one for frames, the
             session that it begins, once the greeting has ended.
         missing: the number of bytes that this side still expects in the present message.
+        ended: whether both sides have authenticated each other.
     """
 
     def __init__(self, secret: bytes, first_message_size: int) -> None:
         self._secret = secret
         self.peer, self.purpose, self.session = "", b"", NO_SESSION
         self.missing = first_message_size
+        self.ended = False
         self._message = b""
         self._transcript = b""  # the hello and the acceptor's nonce
-
-    @property
-    def ended(self) -> bool:
-        """Whether both sides have authenticated each other."""
-        return self.missing == 0
 
     def feed(self, data: bytes) -> bytes:
         """Read at most `missing` bytes; return what to send.
@@ -85,7 +82,8 @@ class Greeting(ABC):
     def _digest(self, side: bytes) -> bytes:
         return hmac.digest(self._secret, side + b"\0" + self._transcript, "sha256")
 
-    def _begin_session(self) -> None:
+    def _end(self) -> None:
+        self.ended = True
         if self.purpose == FRAMES:
             self.session = self._digest(b"session")[: len(NO_SESSION)]
 
@@ -117,7 +115,7 @@ class DialerGreeting(Greeting):
         if self._challenged:
             if message != _WELCOME:
                 raise GreetingError("the acceptor's last message is wrong")
-            self._begin_session()
+            self._end()
             return b""
         nonce, proof = _CHALLENGE.unpack(message)
         self._transcript = self.hello + nonce
@@ -150,9 +148,9 @@ class AcceptorGreeting(Greeting):
             return self._challenge(message)
         if not hmac.compare_digest(message, self._digest(b"dialer")):
             raise GreetingError(f"the process that claims to be {self.peer!r} lacks the secret")
-        self._begin_session()
         if not self._accepts(self):
             raise GreetingError(f"a connection of {self.peer!r} is not expected")
+        self._end()
         return _WELCOME
 
     def _challenge(self, hello: bytes) -> bytes:
