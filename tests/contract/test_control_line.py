@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import socket
 import threading
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from paceline.cluster.membership.control_line import beat_loop, beats
+from paceline.comm.transport import system_calls, system_calls_plain
 from tests.harness.network.control_lines import (
     BEAT,
     HERE,
@@ -82,6 +85,36 @@ def test_beats_arrive_at_each_interval(two: Lines) -> None:
         last = a.last_beat("b")
         assert b.silence("a") < 1
     assert time.monotonic() - last < LIMIT
+
+
+def test_beats_are_exchanged_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system_calls, "CALLS", system_calls_plain)
+    spec = importlib.util.spec_from_file_location("plain_beat_loop", beat_loop.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    plain = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(plain)
+    monkeypatch.setattr(beats, "loop", plain)
+    with connected_lines(2) as made:
+        test_beats_arrive_at_each_interval(made)
+        test_the_end_of_a_connection_for_beats_ends_the_pair(made)
+
+
+def test_a_forked_child_holds_no_descriptors_and_leaves_the_lines_as_they_are() -> None:
+    before = descriptors()
+    with connected_lines(2) as (lines, recorders):
+        assert descriptors() > before
+        child = os.fork()
+        if child == 0:
+            try:
+                holds_none = descriptors() == before and not lines[0].send("b", "vote", {})
+                os._exit(0 if holds_none else 1)
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        lines[0].send("b", "vote", {})
+        recorders[1].wait(lambda r: len(r.frames) == 1)
+        assert recorders[1].events == [("opened", "a")]
 
 
 def test_the_end_of_a_member_is_reported_once_with_its_reason(two: Lines) -> None:

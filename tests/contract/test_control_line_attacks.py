@@ -136,7 +136,7 @@ def test_silent_and_slow_connections_are_closed_at_their_limit(
 
 
 def test_a_flood_of_connections_takes_few_descriptors_and_harms_no_member(two: Lines) -> None:
-    (a, b), _ = two
+    (_, b), _ = two
     before = len(os.listdir("/proc/self/fd"))
     most, own = 0, 0
     with ExitStack() as stack:
@@ -159,7 +159,7 @@ def test_a_flood_of_connections_takes_few_descriptors_and_harms_no_member(two: L
         c = line_of("c")
         stack.callback(c.close)
         c.expect("b", HERE, b.port, dial=True)
-        assert not c.wait_connected(["b"], LIMIT)
+        assert not b.wait_connected(["c"], LIMIT)
         assert b.send("c", "vote", {})
 
 

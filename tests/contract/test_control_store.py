@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -176,7 +177,8 @@ def test_stores_of_two_generations_have_their_own_keys(members: list[Member]) ->
 
 def test_the_leaders_end_ends_waits_at_once(members: list[Member]) -> None:
     members[0].open()
-    threads = [failing(lambda s=m.open(): s.get("never"), "leader") for m in members[1:]]
+    stores = [member.open() for member in members[1:]]
+    threads = [failing(partial(store.get, "never"), "leader") for store in stores]
     wait_for_request(members[0], "wait", 2)
     members[0].line.close()
     joined(threads)
@@ -186,7 +188,7 @@ def test_the_leaders_end_ends_waits_at_once(members: list[Member]) -> None:
 
 def test_a_close_ends_waits_at_once(members: list[Member]) -> None:
     stores = [member.open() for member in members[:2]]
-    threads = [failing(lambda s=store: s.get("never"), "closed the store") for store in stores]
+    threads = [failing(partial(store.get, "never"), "closed the store") for store in stores]
     wait_for_request(members[0], "wait", 1)
     for member, store in zip(members, stores, strict=False):
         member.stores.remove(store)
@@ -213,7 +215,7 @@ def test_a_close_ends_the_forming_of_a_group(members: list[Member]) -> None:
 
 def test_a_lost_members_waits_are_dropped(members: list[Member]) -> None:
     leader = members[0].open()
-    thread = failing(lambda s=members[1].open(): s.get("k"), "leader")
+    thread = failing(partial(members[1].open().get, "k"), "leader")
     wait_for_request(members[0], "wait", 1)
     members[1].line.close()
     members[1].stores.lost("a")

@@ -147,9 +147,7 @@ def test_each_greeting_begins_another_session() -> None:
         (acceptor(accepts=False), "not expected"),
     ],
 )
-def test_a_greeting_ends_where_the_sides_do_not_match(
-    other: AcceptorGreeting, reason: str
-) -> None:
+def test_a_greeting_ends_where_the_sides_do_not_match(other: AcceptorGreeting, reason: str) -> None:
     with pytest.raises(GreetingError, match=reason):
         greet(DialerGreeting(SECRET, "a", "b", FRAMES), other)
     assert not other.ended

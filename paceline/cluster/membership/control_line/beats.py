@@ -34,6 +34,7 @@ class Beats:
     def __init__(self, interval: float) -> None:
         self._sockets: dict[int, socket.socket] = {}  # by row, until the loop has released them
         self._free = list(range(_ROWS - 1, -1, -1))
+        self._closed = False
         self._control = os.pipe()
         self.event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._state = _words(loop.STATE)
@@ -101,7 +102,10 @@ class Beats:
         self.close_descriptors()
 
     def close_descriptors(self) -> None:
-        """Close all descriptors, in a forked child or after the thread's end."""
+        """Close all descriptors, unless they are closed; in a forked child, or without a thread."""
+        if self._closed:
+            return
+        self._closed = True
         for connection in self._sockets.values():
             connection.close()
         for descriptor in (*self._control, self.event):

@@ -103,9 +103,10 @@ class LineThread:
 
     def close_in_child(self) -> None:
         """Close this forked child's descriptors, and leave the parent's event loop as it is."""
-        self._ended = True
-        os.close(self._event)
-        self._selector.close()
+        if not self._ended:
+            self._ended = True
+            os.close(self._event)
+            self._selector.close()
 
     def _wake(self) -> None:
         """End the thread's wait; under the lock."""
