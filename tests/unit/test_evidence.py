@@ -96,6 +96,12 @@ def test_of_those_in_the_earliest_step_the_one_that_waits_for_another_is_not_beh
     assert set(judged(b=waits, c=hangs)) == {"c"}
 
 
+def test_only_those_in_the_earliest_step_are_behind() -> None:
+    later = healthy("b", step=8, progress_at=LATE)
+    earliest = healthy("c", step=7, progress_at=LATE)
+    assert set(judged(b=later, c=earliest)) == {"c"}
+
+
 def test_no_member_is_slow_where_all_wait_for_each_other() -> None:
     late = {"progress_at": LATE}
     everyone = {
@@ -137,13 +143,13 @@ def worlds(draw: st.DrawFn) -> dict[str, MemberEvidence]:
     return {
         member: MemberEvidence(
             name=NAMES[member],
-            last_beat=NOW - draw(ages),
+            last_beat=NOW - draw(st.floats(0, 9) | ages),
             step=draw(st.integers(7, 9)),
             progress_at=NOW - draw(ages),
-            exited=draw(st.sampled_from([None, None, EXIT])),
-            closed_at=draw(st.none() | ages.map(lambda age: NOW - age)),
+            exited=draw(st.sampled_from([None, None, None, EXIT])),
+            closed_at=draw(st.none() | st.none() | ages.map(lambda age: NOW - age)),
             heard_by=draw(some_ids),
-            timed_out=draw(some_ids),
+            timed_out=draw(st.just(()) | some_ids),
         )
         for member in draw(st.lists(st.sampled_from(IDS), unique=True))
     }
