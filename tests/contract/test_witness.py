@@ -42,7 +42,6 @@ def store(spec: StoreSpec) -> Store:
     return open_store(spec, LIMIT)
 
 
-
 def add(record: str) -> tuple[str, int]:
     """Count in the record; answer with the number before."""
     return f"{int(record or 0) + 1}\n", int(record or 0)

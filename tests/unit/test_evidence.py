@@ -118,7 +118,10 @@ def test_the_step_of_a_lost_member_says_nothing_of_the_others() -> None:
 def test_silences_are_counted_from_the_end_of_an_own_pause() -> None:
     observer = Observer.starting("a", NOW - 100).at(NOW - 99.5)
     assert observer.resumed_at == NOW - 100
-    silent = {"b": healthy("b", last_beat=NOW - 99), "c": healthy("c", step=8, progress_at=NOW - 99)}
+    silent = {
+        "b": healthy("b", last_beat=NOW - 99),
+        "c": healthy("c", step=8, progress_at=NOW - 99),
+    }
     assert set(judged(observer, **silent)) == {"b", "c"}
     resumed = observer.at(NOW)
     assert resumed.resumed_at == NOW
