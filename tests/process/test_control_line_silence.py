@@ -16,9 +16,9 @@ import pytest
 from paceline.cluster.membership.control_line.line import ControlLine
 from tests.harness.network.control_lines import HERE, LIMIT, Recorder, line_of
 
-BEAT = 0.2
-HELD_S = 2.0
-STOPPED = 10 * BEAT
+BEAT = 0.4
+HELD_S = 3.0
+STOPPED = 5 * BEAT
 
 
 class Member(Recorder):
