@@ -128,6 +128,7 @@ class Membership:
         self._closing = False
         self._evidence: dict[str, MemberEvidence] = {}
         self._left: set[str] = set()
+        self._timed_out_at: float | None = None  # when the first member reported a timeout
         self._leavers: set[str] = set()
         self._suspicions: dict[str, Suspicion] = {}
         self._detected_at = 0.0
@@ -320,6 +321,7 @@ class Membership:
                 known, name=generation.describe(rank), step=0, progress_at=now, timed_out=()
             )
         self._left.clear()
+        self._timed_out_at = None
 
     def _note(self, member: str, **fields: Any) -> None:
         if member in self._evidence:
@@ -341,6 +343,9 @@ class Membership:
             beat = now - self.line.silence(member)
             self._note(member, last_beat=max(self._evidence[member].last_beat, beat))
         self._note(self._member.id, last_beat=now)
+        if self._timed_out_at is not None and now >= self._timed_out_at + _TIMED_OUT_S:
+            for member in self._evidence:  # those that were interrupted in a wait have left, too
+                self._note(member, timed_out=tuple(sorted(self._left - {member})))
         self._observer = self._observer.at(now)
         judged = judge(now, self._evidence, self._options, self._observer)
         present = {one: each for one, each in judged.items() if one not in self._leavers}
@@ -351,7 +356,7 @@ class Membership:
 
     def _report(self) -> None:
         """Report this member's progress, again and again."""
-        body = {"generation": self._generation.id, "step": self._step}
+        body: dict[str, Any] = {"generation": self._generation.id, "step": self._step}
         self.line.broadcast(PROGRESS, body, list(self._evidence))
         self._note_progress(self._member.id, body)
         if not self._closing:
@@ -376,11 +381,10 @@ class Membership:
         if body["generation"] != self._generation.id:
             return
         self._left.add(member)
-        if body["timed_out"]:
-            for other in self._evidence.keys() - {member}:
-                waiting = {*self._evidence[other].timed_out, member}
-                self._note(other, timed_out=tuple(sorted(waiting)))
-        self._begin_vote(_TIMED_OUT_S if body["timed_out"] else _EVIDENCE_S)
+        if body["timed_out"] and self._timed_out_at is None:
+            self._timed_out_at = time.monotonic()
+            self.line.call_later(_TIMED_OUT_S, self._judge_once)
+        self._begin_vote(_TIMED_OUT_S + _EVIDENCE_S if body["timed_out"] else _EVIDENCE_S)
 
     def _begin_vote(self, delay: float = _EVIDENCE_S, *, anew: bool = False) -> None:
         """Interrupt the present generation, and take part in the vote on its successor."""
