@@ -79,7 +79,7 @@ class MachineWorkers:
     def work(
         self,
         commands: Sequence[Sequence[str]],
-        formed: Callable[[], None],
+        formed: Callable[[FormedRun], None],
         finish: Callable[[], None] | None,
     ) -> FailureReport | None:
         try:
@@ -106,12 +106,12 @@ class MachineWorkers:
     def _work(
         self,
         commands: Sequence[Sequence[str]],
-        formed: Callable[[], None],
+        formed: Callable[[FormedRun], None],
         finish: Callable[[], None] | None,
     ) -> FailureReport | None:
         """Do all that ends well (None) or with a reason for the run's end."""
         try:
-            formed()
+            formed(self._run)
             failure = self._start(commands) or self._first_failure()
             if failure is None and finish is not None:
                 self._run.finish(

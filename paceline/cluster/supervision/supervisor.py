@@ -17,6 +17,7 @@ from paceline.cluster.rendezvous.registered_machine import Finished
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.supervision.event_queue import EventQueue, Interrupted
 from paceline.cluster.supervision.failure_report import FailureReport
+from paceline.cluster.supervision.formed_run import FormedRun
 from paceline.cluster.supervision.machine_workers import (
     MachineWorkers,
     OpenEndpoint,
@@ -56,7 +57,7 @@ def supervise(
     argv: Sequence[str],
     *,
     report: Callable[[str], None] = print_message,
-    formed: Callable[[], None] = lambda: None,
+    formed: Callable[[FormedRun], None] = lambda run: None,
     finish: Callable[[], None] | None = None,
     server: Sequence[str] = (),
     open_endpoint: OpenEndpoint | None = None,
@@ -67,8 +68,8 @@ def supervise(
         plan: this machine's part of the run.
         argv: the command of a worker; its rank is in its environment.
         report: receives lines for the user.
-        formed: called once all machines are there, before a worker starts; a `PacelineError` of
-            it ends the run on all machines.
+        formed: called with the run once all machines are there, before a worker starts; a
+            `PacelineError` of it ends the run on all machines.
         finish: writes down that the run is finished; called once that is certain. None: no mark
             is needed.
         server: the command of a server of merges that runs beside the workers; none: there is none.
@@ -100,7 +101,7 @@ def run_workers(
     *,
     report: Callable[[str], None] = print_message,
     report_failure: Callable[[FailureReport], None] = lambda failure: None,
-    formed: Callable[[], None] = lambda: None,
+    formed: Callable[[FormedRun], None] = lambda run: None,
     finish: Callable[[], None] | None = None,
     server: Sequence[str] = (),
     open_endpoint: OpenEndpoint | None = None,
@@ -113,7 +114,7 @@ def run_workers(
         events: receives signals, which end the run.
         report: receives lines for the user.
         report_failure: called with the failure, before the workers are ended.
-        formed: called once all machines are there.
+        formed: called with the run once all machines are there.
         finish: writes down that the run is finished.
         server: the command of a server of merges; none: there is none.
         open_endpoint: opens the supervisor's end of the connections to the members.

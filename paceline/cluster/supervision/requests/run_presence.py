@@ -6,8 +6,9 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
+from paceline.cluster.membership.generation import Member
 from paceline.cluster.membership.process_identity import ProcessIdentity
 from paceline.cluster.supervision.requests.member_record import MemberRecord
 from paceline.cluster.supervision.requests.run_socket import RunSocket
@@ -58,6 +59,20 @@ class RunPresence:
         except BaseException:
             self._socket.close()
             raise
+
+    @classmethod
+    def of_member(
+        cls,
+        run: Path,
+        member: Member,
+        *,
+        report: Callable[[], RunStatus],
+        stop: Callable[[], None] = stop_this_process,
+    ) -> Self:
+        """Make a member present; the arguments are those of the class."""
+        return cls(
+            run, id=member.id, role=member.role, machine=member.machine, report=report, stop=stop
+        )
 
     def close(self) -> None:
         """Remove the record, and close the socket."""

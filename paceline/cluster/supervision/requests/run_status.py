@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 from paceline.cluster.json_record import JsonRecord
 from paceline.cluster.membership.generation import Generation
@@ -52,28 +53,41 @@ class RunStatus(JsonRecord):
 
     Attributes:
         generation: the number of the present generation.
-        step: the number of completed steps.
+        step: the number of completed steps; None where the reporting process doesn't know it.
         samples_per_second: the recent speed of all ranks together; None: not measured yet.
         members: the members, in rank order.
         losses: the lost members, the earliest first.
     """
 
     generation: int
-    step: int
+    step: int | None
     samples_per_second: float | None = None
     members: tuple[MemberStatus, ...] = ()
     losses: tuple[MemberLoss, ...] = ()
 
-
-def members_of(generation: Generation) -> tuple[MemberStatus, ...]:
-    """Return a generation's members, in rank order; their process ids aren't known here."""
-    return tuple(
-        MemberStatus(
-            id=member.id,
-            rank=rank,
-            role=member.role,
-            machine=member.machine,
-            host=member.host,
+    @classmethod
+    def of(
+        cls,
+        generation: Generation,
+        step: int | None,
+        *,
+        samples_per_second: float | None = None,
+        losses: tuple[MemberLoss, ...] = (),
+    ) -> Self:
+        """Return the status of a run in a generation; its processes' numbers aren't in it."""
+        return cls(
+            generation=generation.number,
+            step=step,
+            samples_per_second=samples_per_second,
+            members=tuple(
+                MemberStatus(
+                    id=member.id,
+                    rank=rank,
+                    role=member.role,
+                    machine=member.machine,
+                    host=member.host,
+                )
+                for rank, member in enumerate(generation.members)
+            ),
+            losses=losses,
         )
-        for rank, member in enumerate(generation.members)
-    )
