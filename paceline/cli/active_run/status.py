@@ -25,7 +25,7 @@ from paceline.observe.last_state import LastState, last_state
 from paceline.state.run_folder import is_finished
 
 _DESCRIPTION = """\
-Show how a run stands: its members, generation, step, speed, and the processes that it lost.
+Show a run's members, generation, step, speed and losses.
 
 A process of the run on this machine is asked.
 

@@ -17,15 +17,15 @@ from paceline.config.active_run import StopConfig
 from paceline.errors import many
 
 _DESCRIPTION = """\
-End a run on all its machines, and save its state, as Ctrl-C in its terminal does.
+End a run on all its machines, and save its state, as Ctrl-C does.
 
-The command finds the run's processes on this machine, also those of a supervisor that was killed.
+The command asks the run's processes on this machine.
 
-Processes on other machines end with them.
+Those on other machines end with them.
 
-The exit status is 0 if no process of the run is left here, and 1 if one is left.
+The exit status is 0 if no process of the run is left here, otherwise 1.
 
-It is 1, too, where the run's processes may be on other machines only.
+It is 1, too, where the run may be active on other machines only.
 
 Examples:
   paceline stop first

@@ -19,6 +19,7 @@ from paceline.cluster.membership.process_identity import ProcessIdentity, ask_ke
 from paceline.errors import CommError
 
 FOLDER = "members"
+_ATTEMPTS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,13 +52,21 @@ class MemberRecord(JsonRecord):
         """
         path = self.path(run)
         with explained_writes(path):
-            path.parent.mkdir(exist_ok=True)
+            for _ in range(_ATTEMPTS):
+                path.parent.mkdir(exist_ok=True)
+                with suppress(FileNotFoundError):  # the last record was removed at this moment
+                    return write_atomically(path, self.to_text())
             write_atomically(path, self.to_text())
 
     def remove(self, run: Path) -> None:
-        """Remove the record; a folder that is gone, or can't be written, keeps none to believe."""
+        """Remove the record, and the folder after the last one.
+
+        A record in a folder that can't be written stays; its process will have ended.
+        """
+        path = self.path(run)
         with suppress(OSError):
-            self.path(run).unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+            path.parent.rmdir()
 
 
 @dataclass(frozen=True, kw_only=True)
