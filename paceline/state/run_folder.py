@@ -114,7 +114,7 @@ class RunFolder:
         """Lock the folder as a worker, while the process that opened it has it locked.
 
         Raises:
-            ConfigError: another start has the folder by now.
+            ConfigError: another process has the worker's byte.
         """
         with explained_writes(self.path):
             self._take_lock(1 + local_rank)
