@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,6 +82,15 @@ def test_a_process_whose_threads_dont_run_gets_a_signal(
     assert all(actor.ended() for actor in orphans)
 
 
+def holder_of(run: Path, byte: int) -> int:
+    """Return the process that has locked a byte of the run folder's lock; 0: none has."""
+    structure = struct.Struct("hhqqi4x")  # struct flock of fcntl(2)
+    with (run / ".alive.0").open("r+b") as file:
+        wanted = structure.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+        kind, *_, pid = structure.unpack(fcntl.fcntl(file, fcntl.F_GETLK, wanted))
+    return 0 if kind == fcntl.F_UNLCK else pid
+
+
 def test_a_run_of_the_command_is_shown_and_stopped(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,6 +107,8 @@ def test_a_run_of_the_command_is_shown_and_stopped(
     assert status["step"] >= 1
     assert [member["rank"] for member in status["members"]] == [0, 1]
     assert {member["pid"] for member in status["members"]} <= {each.pid for each in family}
+    workers = [member["pid"] for member in status["members"]]
+    assert [holder_of(Path("runs/r"), 1 + rank) for rank in (0, 1)] == workers
     with at_most(6):
         assert main(["stop", "r"]) == 0
     assert "run r is stopped: 3 processes on this machine ended." in capfd.readouterr().out
