@@ -14,9 +14,12 @@ from paceline import wiring
 from paceline.cli.garbage_collection import uncollected
 from paceline.cli.preflight import agree_on_inputs, agree_on_model
 from paceline.cluster.membership.generation import Group
+from paceline.cluster.supervision.requests.run_presence import RunPresence
+from paceline.cluster.supervision.requests.run_status import RunStatus
 from paceline.cluster.supervision.stop_signals import StopSignals
 from paceline.cluster.supervision.supervisor import print_message, saved_sentence
 from paceline.config.train import TrainConfig
+from paceline.observe.speed_recorder import SpeedRecorder
 from paceline.run.steps import Stop
 from paceline.trainer import Trainer
 
@@ -45,7 +48,8 @@ def train(config: TrainConfig, group: Group, store: Store) -> None:
         run = stack.enter_context(wiring.make_run(config, group, store, device))
         start = wiring.find_start(config.output, folder, config.identity(), run, device)
         run.trace = wiring.build_trace(config.output, run, folder, device)
-        run.recorder, log = wiring.build_recorder(config, group, folder, start, run.trace)
+        speed = SpeedRecorder()
+        run.recorder, log = wiring.build_recorder(config, group, folder, start, run.trace, speed)
         stack.callback(run.recorder.close)
         trainer = wiring.build_trainer(
             config,
@@ -62,6 +66,16 @@ def train(config: TrainConfig, group: Group, store: Store) -> None:
             if loader is not None:
                 stack.callback(loader.close)
         _announce(config, trainer, start, log)
+
+        def report() -> RunStatus:
+            return RunStatus.of(
+                run.context.group.generation,
+                trainer.steps.position.number,
+                samples_per_second=speed.samples_per_second(),
+            )
+
+        presence = RunPresence.of_member(folder, group.member, report=report)
+        stack.callback(presence.close)
         if not _run(trainer, signals, folder):
             sys.exit(signals.status or _TERMINATED)
         run.recorder.event("end", generation=trainer.steps.generation)
