@@ -14,7 +14,6 @@ from paceline.cluster.membership.voting.acceptor import (
     MachineRecord,
     acknowledge,
     answer,
-    learn,
 )
 from paceline.cluster.membership.voting.messages import Answer, Held, Request, machine_name
 
@@ -52,9 +51,9 @@ class MachineAcceptor:
             return False
         return self._update(lambda record: acknowledge(record, generation, member, held))
 
-    def learn(self, generation: Generation, value: Generation) -> None:
-        """Record the successor of a generation."""
-        self._update(lambda record: (learn(record, generation, value), None))
+    def learn(self, value: Generation) -> None:
+        """Record a decided generation, whose successor is voted upon from now on."""
+        self._update(lambda record: (record.in_generation(value), None))
 
     def has_promised(self, generation: Generation) -> bool:
         """Return whether the machine takes part in the vote on a generation's successor."""

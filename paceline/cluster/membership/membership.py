@@ -487,9 +487,9 @@ class Membership:
     def _learn(self, message: Decided) -> None:
         """Continue with the outcome of a vote."""
         ended, value = self._generation, message.value
-        if value.id == ended.id or value.number <= ended.number:
+        if not value.descends_from(ended.id):
             return
-        self._acceptor.learn(ended, value)
+        self._acceptor.learn(value)
         if self._vote is not None:
             self._vote.end()
             self._vote = None
