@@ -11,6 +11,7 @@ from torch import nn
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from paceline.cluster.membership.generation import Group
+from paceline.cluster.membership.membership import Membership
 from paceline.comm.communicator import Communicator
 from paceline.comm.process_group import ProcessGroupCommunicator
 from paceline.config.train import TrainConfig
@@ -35,7 +36,7 @@ def make_run(
     group: Group,
     store: Store,
     device: torch.device,
-    later_store: Callable[[Group], Store] | None = None,
+    membership: Membership | None = None,
 ) -> Run:
     """Connect this worker with all others of its generation; collective.
 
@@ -44,8 +45,8 @@ def make_run(
         group: all ranks of the generation, as this one sees them.
         store: where its ranks find each other.
         device: this worker's.
-        later_store: returns where the ranks of a later generation find each other; without it, in
-            `store`.
+        membership: interrupts a generation that loses a member, and has the store of later ones;
+            without it, they use `store`, too.
 
     Raises:
         CommError: a rank didn't come in time.
@@ -54,10 +55,16 @@ def make_run(
     def contexts(limits: tuple[float, float]) -> Callable[[Group], GenerationContext]:
         def connecting(group: Group, purpose: str) -> Communicator:
             first = group.generation.token == token
-            place = store if first or later_store is None else later_store(group)
+            place = store if first or membership is None else membership.store_of(group)
             return connect(group, purpose, store=place, device=device, limits=limits)
 
-        return partial(GenerationContext, connect=connecting, device=device, limits=limits)
+        def make_context(group: Group) -> GenerationContext:
+            context = GenerationContext(group, connecting, device=device, limits=limits)
+            if membership is not None:
+                membership.attach(group.generation, context.interrupt)
+            return context
+
+        return make_context
 
     token = group.generation.token
 

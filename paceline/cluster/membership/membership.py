@@ -11,6 +11,7 @@ next communication, which the interrupt ends with an error.
 
 from __future__ import annotations
 
+import hmac
 import random
 import threading
 import time
@@ -148,6 +149,11 @@ class Membership:
             self._witness = WitnessThread(
                 witness, lambda reply: self.line.post(lambda: self._answered(reply))
             )
+
+    @property
+    def id(self) -> str:
+        """The id of this process's member."""
+        return self._member.id
 
     # Calls of the thread that trains.
 
@@ -574,3 +580,13 @@ def supervisor_name(machine: int) -> str:
 
 def _rank_in(generation: Generation, member: str) -> int:
     return [one.id for one in generation.members].index(member)
+
+
+def supervisor_key(generation: Generation, machine: int) -> str:
+    """Return the key in the store under which a machine's supervisor publishes its address."""
+    return f"{generation.key_prefix}/supervisor/{machine}"
+
+
+def control_secret(generation: Generation) -> bytes:
+    """Return the secret of the control line, of the first generation of a start."""
+    return hmac.digest(generation.token.encode(), b"paceline control line", "sha256")
