@@ -100,7 +100,9 @@ class CheckpointBuilder:
         """
         own = Snapshots()
         name = SnapshotName(f"own/{next(self._numbers)}", position.number)
-        copier = StateCopier(own, name, self._objects, {**asdict(position), "sent": {}, "members": ()})
+        copier = StateCopier(
+            own, name, self._objects, {**asdict(position), "sent": {}, "members": ()}
+        )
         self._replica.take_snapshot_between_steps(copier)
         own.commit(name)
         borrowed = own.borrow()

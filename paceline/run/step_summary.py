@@ -23,7 +23,10 @@ from torch import Tensor
 
 from paceline.comm.communicator import Communicator, Ticket
 
-NONE_ACKNOWLEDGED = (False, False)  # at most two snapshots are held and not committed
+NONE_ACKNOWLEDGED: Sequence[bool] = (
+    False,
+    False,
+)  # at most two snapshots are held and not committed
 _MARKS = 10  # numbers behind the sums
 
 

@@ -108,7 +108,7 @@ def _decoded(value: Any, tensors: memoryview, depth: int) -> Any:
         return tuple(_decoded(entry, tensors, depth - 1) for entry in content)
     if kind == "dict":
         pairs = [[_decoded(each, tensors, depth - 1) for each in pair] for pair in content]
-        return {key: entry for key, entry in pairs}
+        return dict(pairs)
     raise ValueError(f"{kind!r} is no kind of value")
 
 
@@ -144,13 +144,13 @@ def _shape_of(tensor: Tensor) -> tuple[str, list[int], list[int]]:
 def _bytes_of(tensor: Tensor) -> memoryview:
     """View the memory of a dense tensor."""
     flat = tensor.as_strided((tensor.numel(),), (1,))
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data
 
 
 def _refused(kind: str) -> ConfigError:
     return ConfigError(
-        f"The optimizer's state has a {kind}, of which another rank can't have a copy: retain plain "
-        "values and dense tensors there, or disable in-memory snapshots."
+        f"The optimizer's state has a {kind}, of which another rank can't have a copy: retain "
+        "plain values and dense tensors there, or disable in-memory snapshots."
     )
 
 

@@ -51,7 +51,8 @@ class RecordHeld(Protocol):
     def __call__(self, held: Mapping[SnapshotName, HeldParts]) -> bool:
         """Replace what is recorded for this member, unless its machine has promised.
 
-        It returns soon; it is called by the main thread, and by the thread that receives parts.
+        It returns soon, and doesn't call the backup. The main thread calls it, and the thread that
+        receives parts.
 
         Returns:
             False where the machine has promised to end the generation: nothing was changed, and the

@@ -99,9 +99,9 @@ class SnapshotBackup:
         with self._changed:
             if self._failure is not None:
                 raise self._failure
-            if name not in self._acknowledged and name in self._own and name in self._confirmed:
-                if self._record():
-                    self._acknowledged.add(name)
+            ready = name in self._own and name in self._confirmed
+            if ready and name not in self._acknowledged and self._record():
+                self._acknowledged.add(name)
             return name in self._acknowledged
 
     def wait(self, name: SnapshotName, limit: float) -> None:

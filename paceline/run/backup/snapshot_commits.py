@@ -84,7 +84,7 @@ class SnapshotCommits:
         return name
 
     def wait(self) -> bool:
-        """Wait until all ranks acknowledge all snapshots that are held; collective.
+        """Wait until all ranks acknowledge all snapshots that all hold; collective.
 
         Returns:
             whether there is one to commit.
@@ -100,9 +100,9 @@ class SnapshotCommits:
             for name in names:
                 if not self._acknowledges(name):
                     self._backup.wait(name, context.limits[1])
-        if not context.summaries.alone:
-            ready = torch.ones(1, device=self._device)
-            total(context.communicator, ready, "the acknowledgement of a snapshot by all ranks")
+            if not context.summaries.alone:
+                ready = torch.ones(1, device=self._device)
+                total(context.communicator, ready, "the acknowledgement of a snapshot")
         self._acknowledged.extend(names)
         return True
 
@@ -136,11 +136,13 @@ class SnapshotCommits:
             self._backup.discard()
 
     def leave_generation(self, start: SnapshotName) -> None:
-        """Forget all snapshots, and all copies, but the one from which the next generation starts."""
+        """Forget all snapshots and copies, but of the one from which the next generation starts."""
         self._reported.clear()
         self._acknowledged.clear()
         if self._backup is not None:
             self._backup.leave_generation(start)
+            if not self._backup.holds(start):  # the step didn't end, or another rank sent it
+                self._hold(self._backup, start, None)
 
     def enter_generation(self, generation: Generation) -> None:
         """Accept copies of a generation's snapshots, before its ranks connect."""
@@ -153,12 +155,16 @@ class SnapshotCommits:
             return True
         if not self._backup.holds(name):
             group = self._run.context.group
-            generation, holder = group.generation, holder_of(group.generation, group.rank)
-            self._backup.hold(
-                name,
-                self.own_part(name),
-                owner=group.member.id,
-                holder=None if holder is None else generation.members[holder].id,
-                whole=self.members(name),
-            )
+            holder = holder_of(group.generation, group.rank)
+            self._hold(self._backup, name, holder)
         return self._backup.acknowledges(name)
+
+    def _hold(self, backup: SnapshotBackup, name: SnapshotName, holder: int | None) -> None:
+        group = self._run.context.group
+        backup.hold(
+            name,
+            self.own_part(name),
+            owner=group.member.id,
+            holder=None if holder is None else group.generation.members[holder].id,
+            whole=self.members(name),
+        )
