@@ -31,11 +31,12 @@ from paceline.data.batch_slice import BatchSlice
 from paceline.errors import CommError, ConfigError, ReplicasDiffer
 from paceline.replica.group import STEPPED_BITS, AnyReplica
 from paceline.replica.state.checksums import Checksums
+from paceline.run.backup.own_part import OwnPart
 from paceline.run.checkpoint_schedule import CheckpointSchedule, SavePolicy
 from paceline.run.position import Position
 from paceline.run.run import Run
-from paceline.run.step_snapshots import OwnPart, StepSnapshots
-from paceline.run.step_summary import StepSummary
+from paceline.run.step_snapshots import StepSnapshots
+from paceline.run.step_summary import NONE_ACKNOWLEDGED, StepSummary
 from paceline.run.worker_speeds import WorkerSpeeds
 from paceline.state.checkpoint_writer import CheckpointWriter
 from paceline.state.snapshots import SnapshotName
@@ -227,6 +228,7 @@ class Steps:
         parts = [own, *successor.parts]
         for field_name, value in position.items():
             setattr(self.position, field_name, value)
+        self._snapshots.commits.enter_generation(successor.group.generation)
         self.run.enter(successor.group)
         whole = self._replica.enter_generation([part.state for part in parts])
         for step in own.sent:
@@ -287,10 +289,10 @@ class Steps:
             **fields,
         )
         self.position.step, self.position.number = batch.step + 1, number + 1
-        request, held, interval = 0, False, 0
+        request, acknowledged, interval = 0, NONE_ACKNOWLEDGED, 0
         if self._keeping:
             seconds = time.perf_counter() - began
-            request, held, interval = self._checkpoints.report(number, seconds)
+            request, acknowledged, interval = self._checkpoints.report(number, seconds)
         code, check_interval = 0, 0
         if number >= self._check.due:
             code, check_interval = self._snapshots.checksum_code(number)
@@ -304,7 +306,7 @@ class Steps:
             sums,
             stop=self._stopping(),
             request=request,
-            held=held,
+            acknowledged=acknowledged,
             interval=interval,
             outcome=outcome,
             code=code,
