@@ -11,13 +11,13 @@ from torch import nn
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from paceline.cluster.membership.generation import Group
-from paceline.cluster.membership.membership import Membership
 from paceline.comm.communicator import Communicator
 from paceline.comm.process_group import ProcessGroupCommunicator
 from paceline.config.train import TrainConfig
 from paceline.replica.trained_parameters import row_sparse_parameters
 from paceline.run.generation_context import GenerationContext
 from paceline.run.run import Run
+from paceline.wiring.membership import MemberLink
 
 
 def device_of(config: TrainConfig, local_rank: int) -> torch.device:
@@ -36,7 +36,7 @@ def make_run(
     group: Group,
     store: Store,
     device: torch.device,
-    membership: Membership | None = None,
+    link: MemberLink | None = None,
 ) -> Run:
     """Connect this worker with all others of its generation; collective.
 
@@ -45,7 +45,7 @@ def make_run(
         group: all ranks of the generation, as this one sees them.
         store: where its ranks find each other.
         device: this worker's.
-        membership: interrupts a generation that loses a member, and has the store of later ones;
+        link: interrupts a generation that loses a member, and has the store of later ones;
             without it, they use `store`, too.
 
     Raises:
@@ -55,13 +55,13 @@ def make_run(
     def contexts(limits: tuple[float, float]) -> Callable[[Group], GenerationContext]:
         def connecting(group: Group, purpose: str) -> Communicator:
             first = group.generation.token == token
-            place = store if first or membership is None else membership.store_of(group)
+            place = store if first or link is None else link.store_of(group)
             return connect(group, purpose, store=place, device=device, limits=limits)
 
         def make_context(group: Group) -> GenerationContext:
             context = GenerationContext(group, connecting, device=device, limits=limits)
-            if membership is not None:
-                membership.attach(group.generation, context.interrupt)
+            if link is not None:
+                link.attach(context)
             return context
 
         return make_context

@@ -7,7 +7,8 @@ a lost peer      next_generation: the vote's outcome, as a successor for the ste
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from time import monotonic
 from typing import Any
 
@@ -27,12 +28,23 @@ from paceline.cluster.membership.membership import (
 )
 from paceline.cluster.membership.witness import Witness
 from paceline.cluster.stores.waiting import await_keys
-from paceline.errors import CommError, Message
+from paceline.cluster.supervision.supervisor import print_message
+from paceline.cluster.membership.voting.messages import Held
+from paceline.errors import CommError, many
+from paceline.run.backup.backup_channel import HeldParts
+from paceline.run.backup.snapshot_backup import SnapshotBackup
+from paceline.run.generation_context import GenerationContext
+from paceline.run.run import Run
+from paceline.run.steps import Successor
+from paceline.state.snapshots import SnapshotName
+
+_BACKUP, _CONFIRMED = "backup", "confirmed"
+
 
 
 def join_membership(
     group: Group, store: Store, *, options: EvidenceOptions, limit: float
-) -> tuple[Group, Membership | None]:
+) -> tuple[Group, MemberLink | None]:
     """Connect a process's control line with those of all members; collective.
 
     Args:
@@ -42,8 +54,8 @@ def join_membership(
         limit: seconds to wait for the other members.
 
     Returns:
-        the group, whose generation names the witness if there is one; and the membership, None in
-        a world of one rank.
+        the group, whose generation names the witness if there is one; and the link to the membership,
+        None in a world of one rank.
 
     Raises:
         CommError: a member didn't come in time, or can't be reached.
@@ -67,7 +79,7 @@ def join_membership(
     except BaseException:
         membership.close()
         raise
-    return group, membership
+    return group, MemberLink(membership, generation)
 
 
 def _open_record(group: Group, store: Store, limit: float) -> AcceptorRecord:
@@ -118,47 +130,120 @@ def _connect(
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class LossReport:
-    """Report of a change of the generation, for the log and for users.
+class MemberLink:
+    """Link of a run to its membership: backups, held snapshots, and the next generation.
+
+    Args:
+        membership: the membership.
+        generation: the first generation.
 
     Attributes:
-        change: the change.
-        waited: seconds from the first evidence to the decision.
+        backup: sends what this rank alone has to its backup holder.
     """
 
-    change: Change
-    waited: float
+    def __init__(self, membership: Membership, generation: Generation) -> None:
+        self._membership, self._generation = membership, generation
+        self._run: Run | None = None
+        self.backup = SnapshotBackup(self, self._record_held)
+        membership.handle(_BACKUP, self._receive)
+        membership.handle(_CONFIRMED, self._confirm)
 
-    @property
-    def text(self) -> Message | str:
-        """The sentence for users."""
-        names = "; ".join(str(reason) for reason in self.change.reasons)
-        lost = len(self.change.lost)
-        what = names or (f"{lost} members left" if lost else "a connection was lost")
-        size = self.change.generation.world_size
-        return (
-            f"{what.rstrip('.')}. {size} {'process continues' if size == 1 else 'processes continue'} "
-            f"as generation {self.change.generation.number} from step "
-            f"{self.change.generation.start:,}; decided {self.waited:.2f} s after the first sign."
+    def begin(self, run: Run) -> None:
+        """Take part in votes from now on; the run's first generation has its number."""
+        self._run, self._generation = run, run.context.group.generation
+        self._membership.begin(self._generation)
+
+    def attach(self, context: GenerationContext) -> None:
+        """Let the loss of a member interrupt a context's waits."""
+
+        def interrupt() -> None:
+            context.interrupt()
+            self.backup.interrupt()
+
+        self._membership.attach(context.group.generation, interrupt)
+
+    def store_of(self, group: Group) -> Store:
+        """Return the store of a later generation."""
+        return self._membership.store_of(group)
+
+    def next_generation(self, error: CommError, held: Sequence[SnapshotName]) -> Successor:
+        """Wait for the decision about the next generation, and report it.
+
+        Raises:
+            OutsideWorld: this member isn't in it, there is none, or it has no state to start from.
+        """
+        assert self._run is not None
+        change = self._membership.next_generation(self._generation, error)
+        generation = self._generation = change.generation
+        if not generation.start_token:
+            raise OutsideWorld(
+                f"{_reasons(change)}. With that, all copies of a part of the state are lost, and "
+                "no snapshot in memory is whole."
+            )
+        ids = [member.id for member in generation.members]
+        group = Group.world(generation, ids.index(self._membership.id))
+        waited = change.decided_at - change.detected_at
+        self._run.recorder.event(
+            "change",
+            generation=generation.number,
+            members=ids,
+            lost=[member.id for member in change.lost],
+            reasons=[str(reason) for reason in change.reasons],
+            start=generation.start,
+            seconds=waited,
         )
+        if group.rank == 0:
+            size, start = many(group.size, "process", "processes"), generation.start
+            verb = "continues" if group.size == 1 else "continue"
+            print_message(
+                f"{_reasons(change)}. {size} {verb} from step {start:,} as generation "
+                f"{generation.number}, decided after {waited:.2f} s."
+            )
+        start_name = SnapshotName(generation.start_token, generation.start)
+        return Successor(group=group, start=start_name)
 
+    def leave(self) -> None:
+        """Report that this member ends well."""
+        self._membership.leave()
 
-def decide_next(
-    membership: Membership, present: Generation, error: CommError
-) -> tuple[Group, LossReport]:
-    """Return the next generation, as this member sees it, and what to report.
+    def close(self) -> None:
+        """End the backups and the membership."""
+        self.backup.interrupt()
+        self.backup.close()
+        self._membership.close()
 
-    Raises:
-        OutsideWorld: this member isn't in it, there is none, or it has no state to continue from.
-    """
-    change = membership.next_generation(present, error)
-    generation = change.generation
-    if not generation.start_token:
-        raise OutsideWorld(
-            f"{'; '.join(str(reason) for reason in change.reasons)}: with them, all copies of a "
-            "part of the state are lost, so that no snapshot in memory is whole."
+    def send(
+        self, holder: str, name: SnapshotName, owner: str, chunks: Sequence[memoryview]
+    ) -> None:
+        """Send a part to its backup holder, as `BackupChannel` does."""
+        body = {"token": name.token, "step": name.step, "owner": owner}
+        self._membership.line.send(holder, _BACKUP, body, b"".join(chunks))
+
+    def _receive(self, peer: str, body: Mapping[str, Any], data: bytes | bytearray) -> None:
+        name = SnapshotName(body["token"], body["step"])
+        if self.backup.receive(name, body["owner"], data):
+            confirmed = {"token": name.token, "step": name.step}
+            self._membership.line.send(peer, _CONFIRMED, confirmed)
+
+    def _confirm(self, peer: str, body: Mapping[str, Any], data: bytes | bytearray) -> None:
+        self.backup.confirm(SnapshotName(body["token"], body["step"]))
+
+    def _record_held(self, held: Mapping[SnapshotName, HeldParts]) -> bool:
+        """Record what is held in the machine's acceptor record, as `RecordHeld` does."""
+        records = tuple(
+            Held(
+                generation=name.token.split("/")[1],
+                token=name.token,
+                step=name.step,
+                parts=tuple(sorted(each.parts)),
+                members=len(each.whole),
+            )
+            for name, each in held.items()
         )
-    ids = [member.id for member in generation.members]
-    group = Group.world(generation, ids.index(membership.id))
-    return group, LossReport(change=change, waited=change.decided_at - change.detected_at)
+        return self._membership.acknowledge(self._generation, records)
+
+
+def _reasons(change: Change) -> str:
+    """Return why members were lost, without the stop."""
+    reasons = "; ".join(str(reason).rstrip(".") for reason in change.reasons)
+    return reasons or "A connection between members was lost"

@@ -96,8 +96,6 @@ class Membership:
         acceptor: this machine as an acceptor.
         witness: the witness, if `generation` names one.
         options: limits of silence.
-        handlers: for each further kind of frame, what handles it: called with the peer, the body
-            and the bulk bytes.
     """
 
     def __init__(
@@ -109,11 +107,11 @@ class Membership:
         acceptor: MachineAcceptor,
         witness: Witness | None = None,
         options: EvidenceOptions,
-        handlers: Mapping[str, Callable[[str, Mapping[str, Any], bytes | bytearray], None]]
-        | None = None,
     ) -> None:
         self._member, self._acceptor, self._options = member, acceptor, options
-        self._handlers = dict(handlers or {})
+        self._handlers: dict[
+            str, Callable[[str, Mapping[str, Any], bytes | bytearray], None]
+        ] = {}
         self._changed = threading.Condition()  # guards what the training thread shares, up to:
         self._changes: dict[str, Change] = {}
         """By the id of the generation that ended."""
@@ -154,6 +152,12 @@ class Membership:
     def id(self) -> str:
         """The id of this process's member."""
         return self._member.id
+
+    def handle(
+        self, kind: str, handler: Callable[[str, Mapping[str, Any], bytes | bytearray], None]
+    ) -> None:
+        """Let frames of a further kind be handled on the line's thread."""
+        self._handlers[kind] = handler
 
     # Calls of the thread that trains.
 
