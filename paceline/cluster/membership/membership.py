@@ -109,9 +109,7 @@ class Membership:
         options: EvidenceOptions,
     ) -> None:
         self._member, self._acceptor, self._options = member, acceptor, options
-        self._handlers: dict[
-            str, Callable[[str, Mapping[str, Any], bytes | bytearray], None]
-        ] = {}
+        self._handlers: dict[str, Callable[[str, Mapping[str, Any], bytes | bytearray], None]] = {}
         self._changed = threading.Condition()  # guards what the training thread shares, up to:
         self._changes: dict[str, Change] = {}
         """By the id of the generation that ended."""
