@@ -37,7 +37,7 @@ class SpeedRecorder(NullRecorder):
             elif name == "evaluate":
                 self._rate.pause(now)
             else:
-                self._rate.step(fields["samples"], now)
+                self._rate.step(fields.get("samples", 0), now)  # a further batch of a step has none
                 if now - self._looked >= _LOOK_S:
                     self._looked = now
                     self._rate.samples_per_second(now)
