@@ -78,11 +78,13 @@ class Session:
         compare(joined.store, joined.group, subject, texts, timeout=self.timeouts[0])
 
     def join_membership(self) -> Self:
-        """Return the session with the link to the membership; collective.
+        """Return the session with the link to the membership, if it has one; collective.
 
         Raises:
             CommError: a rank is late, or can't be reached.
         """
+        if self.joined.launcher != "paceline":  # others end all processes where one is lost
+            return self
         first, later = self.timeouts
         group, link = join_membership(
             self.joined.group,

@@ -128,7 +128,7 @@ def _work(config: TrainConfig, group: Group, store: Store) -> None:
     path = Path(config.output.output_dir, config.world.run_id)
     with closing(RunFolder(path, shard_id=group.machine)) as folder:
         folder.hold(group.local_rank)
-        train(config, group, store)
+        train(config, group, store, survives=True)
 
 
 def _check_server(config: TrainConfig) -> None:

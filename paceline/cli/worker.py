@@ -28,10 +28,16 @@ from paceline.trainer import Trainer
 _TERMINATED = 143  # the status where another worker received the signal
 
 
-def train(config: TrainConfig, group: Group, store: Store) -> None:
+def train(config: TrainConfig, group: Group, store: Store, *, survives: bool = False) -> None:
     """Train as one worker of the world, to the end or until a signal.
 
     Where it doesn't end well, rank 0 saves the newest state in memory.
+
+    Args:
+        config: the flags.
+        group: all ranks, as this one sees them.
+        store: the store of the start.
+        survives: the loss of another worker doesn't end this one.
 
     Raises:
         PacelineError: the run failed.
@@ -47,7 +53,9 @@ def train(config: TrainConfig, group: Group, store: Store) -> None:
         sources = wiring.open_sources(config)
         stack.callback(sources.close)
         agree_on_inputs(config, group, store, sources)
-        group, link = _join_membership(config, group, store)
+        link = None
+        if survives and config.output.snapshots and config.sync.sync != "average":
+            group, link = _join_membership(config, group, store)
         if link is not None:
             stack.callback(link.close)
         run = stack.enter_context(wiring.make_run(config, group, store, device, link))
@@ -97,8 +105,6 @@ def _join_membership(
     config: TrainConfig, group: Group, store: Store
 ) -> tuple[Group, wiring.MemberLink | None]:
     """Join the membership of a world that survives the loss of a worker; collective."""
-    if not config.output.snapshots or config.sync.sync == "average":
-        return group, None
     options = EvidenceOptions(peer_timeout=config.world.peer_timeout, timeout=config.world.timeout)
     limit = config.world.first_iter_timeout
     return wiring.join_membership(group, store, options=options, limit=limit)

@@ -44,6 +44,7 @@ class Successors:
         self, world: World, parked: Callable[[int], Collection[int]] = lambda number: ()
     ) -> None:
         self._world, self._parked = world, parked
+        object.__setattr__(world._session, "link", None)  # no vote, and no backups
         self._first = self._present = world._run.context.group.generation
         self._member, self.generation = world.rank, 0
 
