@@ -170,6 +170,22 @@ def test_a_start_that_contradicts_the_header_is_a_fault() -> None:
     )
 
 
+def test_a_start_within_a_step_of_several_batches_is_where_its_ranks_resumed() -> None:
+    run = LineageHistory()
+    first = run.generation(parent=None, start=0, ends=[6], members=[0])
+    second = run.generation(parent=first, start=4, ends=[7], members=[0])
+    run.generation(parent=second, start=6, ends=[9], members=[0])
+    for event in run.events[0]:  # their headers name the last batch of the step
+        if event["event"] == "run":
+            event["start"] += 1 if event["start"] else 0
+            event["ancestors"] = [
+                [id_, start + 1 if start else 0] for id_, start in event["ancestors"]
+            ]
+    proof = prove(run.files())
+    assert proof.exact, proof.faults
+    assert [each.start for each in proof.generations] == [0, 4, 6]
+
+
 def test_generations_of_one_number_are_told_apart_by_their_ids() -> None:
     run = branched([], [8])
     for event in run.events[1]:
