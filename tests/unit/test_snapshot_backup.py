@@ -133,6 +133,7 @@ def test_entering_a_generation_leaves_its_start_and_its_copies(members: BackupMe
     hold_all(members, name(7))
     backup = members.backups["b"]
     backup.leave_generation(name(5))
+    assert backup.parts(name(7), ["a"]) == []
     assert not backup.receive(name(8), "a", b"")  # between generations
     backup.begin_generation("g1")
     assert not backup.receive(name(8), "a", b"")  # a late one
