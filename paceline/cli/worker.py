@@ -73,7 +73,8 @@ def train(config: TrainConfig, group: Group, store: Store, *, survives: bool = F
             start,
             stopping=lambda: signals.status != 0,
             agree=partial(agree_on_model, config, group, store),
-            link=link,
+            next_generation=None if link is None else link.next_generation,
+            backup=None if link is None else link.backup,
         )
         stack.callback(trainer.replica.close)
         for loader in (trainer.train, trainer.test):

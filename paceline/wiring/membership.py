@@ -198,7 +198,8 @@ class MemberLink:
                 f"{_reasons(change)}. {size} {verb} from step {start:,} as generation "
                 f"{generation.number}, decided after {waited:.2f} s."
             )
-        start_name = SnapshotName(generation.start_token, generation.start)
+        token, _, step = generation.start_token.rpartition(":")
+        start_name = SnapshotName(token, int(step))
         return Successor(group=group, start=start_name)
 
     def leave(self) -> None:
@@ -232,8 +233,8 @@ class MemberLink:
         records = tuple(
             Held(
                 generation=name.token.split("/")[1],
-                token=name.token,
-                step=name.step,
+                token=f"{name.token}:{name.step}",
+                step=each.completed,
                 parts=tuple(sorted(each.parts)),
                 members=len(each.whole),
             )

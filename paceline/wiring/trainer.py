@@ -22,6 +22,7 @@ from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.replica import Replica
 from paceline.replica.state.copier import StateObjects
 from paceline.run.autotune.autotuner import TrialSetting
+from paceline.run.backup.snapshot_backup import SnapshotBackup
 from paceline.run.checkpoint_schedule import SavePolicy
 from paceline.run.learning_rate import LearningRate
 from paceline.run.position import Position
@@ -38,7 +39,6 @@ from paceline.update.batch_norm import BatchShare
 from paceline.update.outer.average import average_from_flags
 from paceline.wiring.average import average_weights
 from paceline.wiring.exchange import replicate
-from paceline.wiring.membership import MemberLink
 from paceline.wiring.model import make_model, make_optimizer
 from paceline.wiring.resume import Start
 from paceline.wiring.sources import Databases, make_loader, order_of
@@ -55,7 +55,7 @@ def build_trainer(
     stopping: Callable[[], bool] = lambda: False,
     agree: Callable[[nn.Module], None] = lambda model: None,
     next_generation: NextGeneration | None = None,
-    link: MemberLink | None = None,
+    backup: SnapshotBackup | None = None,
 ) -> Trainer:
     """Make the model and everything around it; collective, as rank 0's weights are sent to all.
 
@@ -69,7 +69,7 @@ def build_trainer(
         stopping: returns whether this process was asked to stop.
         agree: compares the model with the other ranks', before anything of it is exchanged.
         next_generation: called when a peer is lost; without it, the run ends then.
-        link: decides the next generation instead, and has the backups of snapshots.
+        backup: sends what this rank alone has of a snapshot to its backup holder.
 
     Raises:
         ConfigError: model, weights or checkpoint can't be had as asked for.
@@ -150,8 +150,8 @@ def build_trainer(
         check_sums=watch_of(config, of_losses, folder, lambda: steps.generation, train.steps).check,
         value_count=BATCH_SUMS + 1,
         device=device,
-        snapshots=_snapshots_of(run, replica, parts, device, output, position, link),
-        next_generation=next_generation if link is None else link.next_generation,
+        snapshots=_snapshots_of(run, replica, parts, device, output, position, backup),
+        next_generation=next_generation,
         speeds=speeds if average is None and device.type == "cpu" else None,  # of exact steps
     )
     return Trainer(
@@ -178,7 +178,7 @@ def _snapshots_of(
     device: torch.device,
     output: OutputConfig,
     position: Position,
-    link: MemberLink | None,
+    backup: SnapshotBackup | None,
 ) -> StepSnapshots:
     tracked = {name: part for name, part in parts.items() if name not in ("model", "optimizer")}
     averaged = isinstance(replica, AveragedReplica)
@@ -192,8 +192,8 @@ def _snapshots_of(
         interval=position.snapshot_interval,
         limit_mb=output.snapshot_memory_mb,
         check=output.replica_check,
+        backup=backup,
         report=lambda note: run.recorder.event("note", text=str(note)),
-        backup=None if link is None else link.backup,
     )
 
 
