@@ -1,4 +1,4 @@
-"""Runs of `paceline train` whose processes are killed, with a net that shows what each one computes.
+"""Runs of `paceline train` with killed processes, and a net that shows what each process computes.
 
 The test kills once the event files show a step. No worker leaves step `LAST_KILL` before the file
 `killed` exists: the kill is always in the middle of the run, also on a busy machine. Each worker
@@ -9,7 +9,7 @@ epoch tell which processes trained to the end, and whether their weights are equ
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -80,6 +80,7 @@ class FaultRun:
 
     Attributes:
         folder: where it runs.
+        count: the number of workers.
         pids: by local rank, the processes of the workers, once `reach` has returned.
     """
 
@@ -88,7 +89,7 @@ class FaultRun:
     ) -> None:
         self.folder = folder
         self._words = (*_WORDS, "--num_workers", str(workers), "--num_epochs", str(epochs), *words)
-        self._workers = workers
+        self.count = workers
         self._command = Command(*self._words, folder=folder)
         self.pids: dict[int, int] = {}
 
@@ -103,7 +104,7 @@ class FaultRun:
             variables = environment_of(process)
             worker = WorkerEnvironment.from_text(variables[WORKER_VARIABLE])
             self.pids[worker.local_rank] = process.pid
-        assert sorted(self.pids) == list(range(self._workers))
+        assert sorted(self.pids) == list(range(self.count))
 
     def kill(self, *local_ranks: int, supervisor: bool = False) -> None:
         """Kill workers at once, or the supervisor; the others may leave step `LAST_KILL`."""
@@ -134,15 +135,15 @@ class FaultRun:
         """Return the weights that the run has left."""
         return load(self.run_folder / "observed_model.pt")
 
-    def computed(self) -> set[int]:
+    def evaluated(self) -> set[int]:
         """Return the processes that evaluated at least once."""
         return {int(path.name.split(".")[1]) for path in self.folder.glob("weights.*.pt")}
 
-    def ended_members(self) -> list[int]:
+    def completed(self) -> list[int]:
         """Return the ranks of the first generation whose members trained to the end."""
         return [
             rank
-            for rank in range(self._workers)
+            for rank in range(self.count)
             if any(event["event"] == "end" for event in events(self.run_folder, rank))
         ]
 
@@ -162,8 +163,3 @@ def distance(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float
     """Return the largest difference between two sets of weights."""
     assert first.keys() == second.keys()
     return max(float((first[name] - second[name]).abs().max()) for name in first)
-
-
-def ranks_besides(killed: Sequence[int]) -> list[int]:
-    """Return the local ranks that aren't killed."""
-    return [rank for rank in range(WORKERS) if rank not in killed]
