@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,7 +12,6 @@ from torch import Tensor
 from paceline.cli.main import main
 from tests.harness.processes.command import Result, all_end
 from tests.harness.processes.fault_runs import FIRST_KILL, FaultRun, distance, proof_of
-from tests.harness.processes.supervisor_stage import at_most
 
 SYNCS = {
     "allreduce": ("--sync", "allreduce"),
@@ -25,8 +25,8 @@ EXACT = 1e-10
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Tensor]:
     """The weights of one worker that trains the same data alone."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    (folder / "killed").touch()
     run = FaultRun(folder, *SYNCS["allreduce"], workers=1)
+    run.release()
     ended = run.wait()
     assert ended.status == 0, ended.text
     return run.weights()
@@ -84,6 +84,7 @@ def test_the_others_continue_in_their_processes_where_workers_are_killed(
     run = FaultRun(tmp_path, *SYNCS[sync], workers=workers)
     run.reach(FIRST_KILL)
     run.kill(*lost)
+    run.release()
     ended = run.wait()
     assert ended.status == 0, ended.text
     requires_said(ended, run, lost)
@@ -97,6 +98,7 @@ def test_a_run_that_lost_a_part_of_its_state_says_so_and_the_same_command_resume
     run = FaultRun(tmp_path, *SYNCS[sync])
     run.reach(FIRST_KILL)
     run.kill(*lost)
+    run.release()
     ended = run.wait()
     assert ended.status == 1, ended.text
     assert ended.text.rstrip().endswith(
@@ -109,15 +111,15 @@ def test_a_run_that_lost_a_part_of_its_state_says_so_and_the_same_command_resume
     assert distance(run.weights(), undisturbed) < EXACT
 
 
-@pytest.mark.parametrize("sync", ["sharded"])
 def test_workers_train_to_the_end_without_their_supervisor(
-    tmp_path: Path, undisturbed: Mapping[str, Tensor], sync: str
+    tmp_path: Path, undisturbed: Mapping[str, Tensor]
 ) -> None:
-    run = FaultRun(tmp_path, *SYNCS[sync])
+    run = FaultRun(tmp_path, *SYNCS["sharded"])
     run.reach(FIRST_KILL)
-    run.kill(supervisor=True)
+    run.kill_supervisor()
+    run.release()
     ended = run.wait()
-    assert ended.status == -9, ended.text
+    assert ended.status == -signal.SIGKILL, ended.text
     assert ended.text.count("the supervisor of process ") == 3
     assert "Finished after " in ended.text
     assert all_end(run.workers())
@@ -130,10 +132,10 @@ def test_stop_ends_workers_without_their_supervisor(
 ) -> None:
     run = FaultRun(tmp_path, *SYNCS["replicated"], epochs=100_000)
     run.reach(FIRST_KILL)
-    run.kill(supervisor=True)
+    run.kill_supervisor()
+    run.release()
     capfd.readouterr()
-    with at_most(6):
-        assert main(["stop", str(run.run_folder)]) == 0
+    assert main(["stop", str(run.run_folder)]) == 0
     assert "run r is stopped: 3 processes on this machine ended." in capfd.readouterr().out
     assert all_end(run.workers(), limit=1)
     assert proof_of(run.run_folder).exact

@@ -9,6 +9,7 @@ epoch tell which processes trained to the end, and whether their weights are equ
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from tests.harness.processes.run_folders import events, wait_until, wait_until_s
 
 WORKERS = 3
 FIRST_KILL, LAST_KILL, STEPS, EPOCHS = 8, 20, 6, 5  # steps; of an epoch, the last batch is short
-LIMIT = 40.0
+LIMIT = 90.0
 _WORDS = (
     *("train", "--train_data", "null", "--test_data", "null", "--epoch_size", "70"),
     *("--test_epoch_size", "12", "--image_size", "16", "--augment", "none", "--num_labels", "3"),
@@ -99,20 +100,24 @@ class FaultRun:
 
     def reach(self, step: int) -> None:
         """Wait until rank 0 has completed a step, and find the workers."""
-        wait_until_step(self.run_folder, step, generation=0)
+        wait_until_step(self.run_folder, step, generation=0, limit=LIMIT)
         for process in self._command.family():
             variables = environment_of(process)
             worker = WorkerEnvironment.from_text(variables[WORKER_VARIABLE])
             self.pids[worker.local_rank] = process.pid
         assert sorted(self.pids) == list(range(self.count))
 
-    def kill(self, *local_ranks: int, supervisor: bool = False) -> None:
-        """Kill workers at once, or the supervisor; the others may leave step `LAST_KILL`."""
-        victims = [psutil.Process(self.pids[local_rank]) for local_rank in local_ranks]
-        for victim in victims:
+    def kill(self, *local_ranks: int) -> None:
+        """Kill workers at once."""
+        for victim in [psutil.Process(self.pids[local_rank]) for local_rank in local_ranks]:
             victim.kill()
-        if supervisor:
-            self._command.send(9)
+
+    def kill_supervisor(self) -> None:
+        """Kill the supervisor alone."""
+        self._command.send(signal.SIGKILL)
+
+    def release(self) -> None:
+        """Let the workers leave step `LAST_KILL`: no kill follows."""
         (self.folder / "killed").touch()
 
     def wait(self) -> Result:
