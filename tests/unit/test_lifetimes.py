@@ -31,11 +31,13 @@ PER_GENERATION = (
     "reduce/",
     "run/generation_context.py",
     "run/step_summary.py",
+    "cluster/membership/voting/",  # messages and states of one vote
 )
 
 _LAUNCHER = "what a launcher or supervisor says of a process, before there is a world"
 _READ = "a record that was read from a file"
 _STATUS = "a report of one moment"
+_VOTED = "the newest generation that is decided: what the membership is about"
 _WORLD = "the world that a rendezvous forms, from which the first context is made"
 
 ALLOWED = {
@@ -58,6 +60,13 @@ ALLOWED = {
     "cluster/membership/generation.py Group.rank": "the value itself",
     "cluster/membership/generation.py Group.ranks": "the value itself",
     "cluster/membership/generation.py Member.local_rank": "the value itself",
+    "cluster/membership/membership.py Change.lost": "what is reported of a change",
+    "cluster/membership/membership.py Membership._generation": _VOTED,
+    "cluster/membership/membership.py Membership._member": "its id and machine, which remain",
+    "cluster/membership/vote.py Vote.generation": _VOTED,
+    "cluster/supervision/machine_endpoint.py MachineEndpoint._generation": _VOTED,
+    "wiring/membership.py MemberLink._generation": "what its held snapshots are recorded for",
+    "cluster/membership/membership.py Change.generation": _VOTED,
     "cluster/supervision/event_queue.py Exited.local_rank": "the supervisor's name of a worker",
     "cluster/supervision/requests/run_status.py MemberLoss.generation": _STATUS,
     "cluster/supervision/requests/run_status.py MemberStatus.rank": _STATUS,

@@ -119,7 +119,6 @@ class Membership:
         self._interrupted: set[str] = set()
         self._step = 0
         # What follows is used on the line's thread only.
-        self._training = generation  # of the thread that trains
         self._generation = generation  # that is voted upon next
         self._began = False
         self._closing = False
@@ -163,7 +162,7 @@ class Membership:
         """Take part in votes from now on: the first generation is complete, with its number."""
 
         def start() -> None:
-            self._training = self._generation = generation
+            self._generation = generation
             self._began = True
             now = time.monotonic()
             self._observer = Observer.starting(self._member.id, now)
