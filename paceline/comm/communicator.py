@@ -84,6 +84,12 @@ class Communicator(Protocol):
     def abort(self) -> None:
         """Abort all connections without waiting."""
 
+    def interrupt(self) -> None:
+        """End all waits with an error, now and later; may be called from another thread.
+
+        Nothing is released: the thread that communicates calls `abort` or `close` afterwards.
+        """
+
 
 def total(communicator: Communicator, tensor: Tensor, operation: str) -> Tensor:
     """Return the sum of `tensor` over all ranks; collective.

@@ -99,10 +99,11 @@ class ConnectionWindow(BlockingWindow):
         self._mapped = mapped
         self._transport = transport = Transport(sockets, memory.numpy(), notifications, marks)
         self.values = transport.values
-        self.subscribe, self.wake, self.close = (
+        self.subscribe, self.wake, self.close, self.interrupt = (
             transport.subscribe,
             transport.wake,
             transport.close,
+            transport.interrupt,
         )
         self._ends = [end for ends in sockets for end in ends]
         close_in_children(self, _close_ends)

@@ -123,6 +123,7 @@ class ProcessGroupCommunicator:
         self._timeout = timedelta(seconds=timeout)
         self._loops: list[int] = []  # descriptors of Gloo's event loops
         self._works: deque[dist.Work] = deque()  # collectives that may not have ended
+        self._ending = threading.Lock()  # guards the end of the group against `interrupt`
         try:
             if device.type == "cuda":
                 self._group = _nccl(store, rank, world_size, self._limit)
@@ -167,7 +168,16 @@ class ProcessGroupCommunicator:
         A thread that releases a tensor while the interpreter ends would abort the process.
         """
         self._works.clear()
-        self._group, self._loops = None, []
+        with self._ending:
+            self._group, self._loops = None, []
+
+    def interrupt(self) -> None:
+        """Shut the connections down, from any thread; NCCL's group is aborted."""
+        with self._ending:
+            if self._group is not None and not self._loops:
+                self._group.abort()
+            for number in self._connections():
+                _shut_down(number)
 
     def abort(self) -> None:
         """Abort the collectives in flight, also where a peer is frozen; a thread's wait ends.

@@ -37,6 +37,8 @@ class SingleRankCommunicator:
     def abort(self) -> None:
         """Close nothing."""
 
+    interrupt = abort
+
 
 class _Done:
     """Handle of a completed collective."""

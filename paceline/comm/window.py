@@ -120,6 +120,12 @@ class Window(Protocol):
     def close(self) -> None:
         """Give up connections and memory; waiting threads get `PeerLost`, and no put is sent."""
 
+    def interrupt(self) -> None:
+        """End all waits with `PeerLost`, now and later; may be called from another thread.
+
+        Nothing is released: `close` does that.
+        """
+
 
 class BlockingWindow(ABC):
     """Base class of windows whose waits block until a condition holds or a connection ends.
@@ -203,11 +209,12 @@ class WindowWrapper:
         self._window = window
         self.rank, self.world_size = window.rank, window.world_size
         self.memory, self.values = window.memory, window.values
-        self.peer_memory, self.subscribe, self.wake, self.lost_first = (
+        self.peer_memory, self.subscribe, self.wake, self.lost_first, self.interrupt = (
             window.peer_memory,
             window.subscribe,
             window.wake,
             window.lost_first,
+            window.interrupt,
         )
 
 

@@ -178,10 +178,14 @@ class ReplicaBinder:
         )
 
     def leave(self) -> None:
-        """Remove the hooks and close the synchronizer, without a wait, until `enter`."""
-        self._trained, self._reads = self._bound.trained, self._bound.reads
-        self.unbind()
-        self.hooks = None
+        """Remove the hooks and close the synchronizer, without a wait, until `enter`.
+
+        Where `enter` failed, there may be none.
+        """
+        if self.hooks is not None:
+            self._trained, self._reads = self.hooks.trained, self.hooks.reads
+            self.unbind()
+            self.hooks = None
 
     def enter(self, parts: Sequence[Mapping[str, Any]]) -> tuple[ReplicaHooks, bool]:
         """Bind in the next generation; as `Replica.enter_generation`.

@@ -9,12 +9,14 @@ Run                 for the whole run: the present context, the recorders
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Self
+from weakref import WeakSet
 
 import torch
 
@@ -98,6 +100,9 @@ class GenerationContext:
         self._connect, self._device = connect, device
         self._communicators: list[Communicator] = []
         self._windows = count()
+        self._opened: WeakSet[Window] = WeakSet()  # a synchronizer closes its own
+        self._interrupting = threading.Lock()  # guards what opens and ends against `interrupt`
+        self._interrupted = False
         self.synchronizers: dict[int, Synchronizer] = {}
         self.communicator = self._open(group, "steps")
         self.summaries = StepSummaries(self.communicator)
@@ -228,7 +233,24 @@ class GenerationContext:
             window = linked = connect_window(bootstrap, group_peers, *where, marks, connections)
             if trace is not None:
                 trace.follow(number, lambda: linked.moments)
-        return window if trace is None else TracedWindow(window, number, trace)
+        window = window if trace is None else TracedWindow(window, number, trace)
+        with self._interrupting:
+            self._opened.add(window)
+            if self._interrupted:  # meanwhile
+                window.interrupt()
+        return window
+
+    def interrupt(self) -> None:
+        """End all waits for peers with an error, now and later; may be called from another thread.
+
+        Nothing is released: the thread that communicates gets the error, and then calls `abort`.
+        """
+        with self._interrupting:
+            self._interrupted = True
+            interrupts = [one.interrupt for one in self._communicators]
+            interrupts += [one.interrupt for one in self._opened]
+            for interrupt in interrupts:
+                interrupt()
 
     def close(self) -> None:
         """End the connections after the last collectives have completed."""
@@ -248,17 +270,23 @@ class GenerationContext:
             self.abort()
 
     def _open(self, group: Group, purpose: str) -> Communicator:
-        self._communicators.append(self._connect(group, purpose))
-        return self._communicators[-1]
+        communicator = self._connect(group, purpose)
+        with self._interrupting:
+            self._communicators.append(communicator)
+            if self._interrupted:  # meanwhile
+                communicator.interrupt()
+        return communicator
 
     def _end(self, how: Callable[[Communicator], Callable[[], None]]) -> None:
         """End everything, the newest first, each even if another fails."""
+        with self._interrupting:
+            ending, self._communicators = self._communicators, []
         with ExitStack() as ends:
-            for communicator in self._communicators:
+            for communicator in ending:
                 ends.callback(how(communicator))
             for synchronizer in self.synchronizers.values():
                 ends.callback(synchronizer.close)
-            self._communicators, self.synchronizers, self.replica_links = [], {}, []
+            self.synchronizers, self.replica_links = {}, []
 
     def _share(
         self, text: str, publish: Callable[[Sequence[str]], None] | None = None

@@ -207,12 +207,22 @@ class Steps:
     def go_back(self, error: CommError) -> None:
         """Go back to a snapshot, and enter the next generation; collective among its ranks.
 
+        Where one of them is lost meanwhile, the generation after that is entered.
+
         Raises:
-            CommError: a rank of the next generation was lost too.
+            CommError: there is no next generation.
             RankStateError: members that aren't in it had state that no other has.
         """
         assert self._next_generation is not None
-        successor = self._next_generation(error, self._snapshots.held)
+        while True:
+            successor = self._next_generation(error, self._snapshots.held)
+            try:
+                return self._enter(successor)
+            except CommError as lost:
+                self.leave_generation(lost)
+                error = lost
+
+    def _enter(self, successor: Successor) -> None:
         position, own = self._snapshots.restore(successor.start)
         parts = [own, *successor.parts]
         for field_name, value in position.items():

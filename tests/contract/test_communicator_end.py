@@ -228,3 +228,25 @@ def test_a_wait_that_gloo_does_not_end_ends_soon_after_the_peer_has_closed() -> 
     (sentence, seconds), _ = spawn(2, wait_unwoken)
     assert sentence == "rank 0 lost a peer in a sum: a peer closed the connection."
     assert seconds < LIMIT / 2
+
+
+def wait_until_interrupted(c: Communicator) -> str:
+    """Wait for a sum that rank 1 never starts, until another thread interrupts."""
+    error = ""
+    if c.rank == 0:
+        interrupting = threading.Timer(0.05, c.interrupt)
+        interrupting.start()
+        try:
+            total(c, torch.ones(1000), "a sum")
+        except CommError as lost:
+            error = type(lost).__name__
+        interrupting.join()
+        c.abort()
+        c.interrupt()
+    return error
+
+
+def test_another_thread_interrupts_a_collective() -> None:
+    start = time.monotonic()
+    assert spawn(2, wait_until_interrupted) == ["PeerLost", ""]
+    assert time.monotonic() - start < LIMIT

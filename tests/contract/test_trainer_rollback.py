@@ -16,7 +16,7 @@ from paceline.state.checkpoint_files import read_checkpoint
 from paceline.state.exchange_choice import CHOICE_NAME
 from tests.harness.equivalence.large_batch import largest_difference
 from tests.harness.equivalence.snapshot_ranks import first_difference
-from tests.harness.equivalence.trainer_breaks import Moment, drawn
+from tests.harness.equivalence.trainer_breaks import ANY, Moment, drawn
 from tests.harness.equivalence.trainer_rollbacks import (
     EPOCHS,
     FLOAT32,
@@ -40,6 +40,7 @@ CASES = {
     "loss scaling": ("--sync", "allreduce", "--dtype", "float16"),
     "clipping": ("--sync", "notified", "--clip_norm", "1"),
 }
+RECOVERING = [(ANY, "entering"), (ANY, "entered"), (ANY, "entered")]
 SCORES = ("accuracy", "loss", "test_accuracy")
 DROPPED = "The error-feedback residuals are dropped: no lossy wire is used any more."
 TIMES = ("time_spent", "cumulative_time_spent", "inputs_per_sec")
@@ -185,6 +186,7 @@ def test_residuals_are_dropped_where_no_lossy_wire_is_used_any_more(
         ([[(STEPS, "evaluation")] * 3], "an evaluation"),
         ([[(STEPS, "load"), (STEPS, "forward"), (STEPS, "update")]], "an epoch's first step"),
         ([[(2, "update")] * 3, [(3, "load")] * 3, [(3, "load")] * 3], "again and again"),
+        ([[(5, "update")] * 3, RECOVERING, RECOVERING[::-1]], "the recovery"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -113,6 +113,27 @@ def test_a_peer_that_closes_is_named_by_whoever_waits(
     run_windows(kind(2, 8, MANY), 2, run)
 
 
+def test_another_thread_interrupts_all_waits(kind: Callable[[int, int, int], Make]) -> None:
+    """The window is still there afterwards: only `close` releases it."""
+
+    def run(window: Window) -> None:
+        if window.rank == 0:
+            interrupting = threading.Timer(0.05, window.interrupt)
+            interrupting.start()
+        with pytest.raises(PeerLost, match=r"lost rank [01] in bucket 3"):
+            window.wait(1 - window.rank, 0, 1, limit=LIMIT, operation="bucket 3 of step 7")
+        with pytest.raises(PeerLost):
+            window.wait_for_event(0, LIMIT)
+        if window.rank == 0:
+            interrupting.join()
+            window.interrupt()
+            assert window.memory.tolist() == [0] * 8
+            window.close()
+            window.interrupt()
+
+    run_windows(kind(2, 8, 1), 2, run)
+
+
 @pytest.mark.parametrize("connected", ["tcp", "tcp by three connections", "shared"])
 @pytest.mark.parametrize("first", [1, 2])
 def test_of_two_lost_peers_the_first_one_is_named(connected: str, first: int) -> None:

@@ -139,3 +139,30 @@ def test_a_later_generation_without_a_number_and_a_token_of_its_own_is_a_bug(
     run = Run(context=context_of([], world_of(number=2)), make_context=partial(context_of, []))
     with pytest.raises(AssertionError):
         run.enter(world_of(token=token, number=number))
+
+
+class Interruptible(SingleRankCommunicator):
+    """Communicator of one rank that notes that it was interrupted."""
+
+    def __init__(self, notes: list[str]) -> None:
+        self._notes = notes
+
+    def interrupt(self) -> None:
+        self._notes.append("interrupted")
+
+
+def test_what_opens_after_an_interrupt_is_interrupted_too() -> None:
+    notes: list[str] = []
+    cpu = torch.device("cpu")
+    context = GenerationContext(
+        world_of(), lambda group, purpose: Interruptible(notes), device=cpu, limits=(5.0, 5.0)
+    )
+    context.interrupt()
+    assert notes == ["interrupted"]
+    context.connect_layers()
+    assert notes == ["interrupted"] * 2
+    window = context.open_window(8, 1)
+    context.abort()
+    context.interrupt()
+    assert notes == ["interrupted"] * 2
+    window.close()

@@ -92,7 +92,7 @@ class ThreadCommunicator:
 
     def __init__(self, group: ThreadGroup, rank: int) -> None:
         self.rank, self.world_size = rank, group.world_size
-        self._group, self.abort = group, group.abort
+        self._group, self.abort, self.interrupt = group, group.abort, group.abort
         self._next = 0
 
     def all_reduce(self, tensor: Tensor) -> Ticket:

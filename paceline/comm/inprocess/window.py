@@ -103,6 +103,8 @@ class InProcessWindow(BlockingWindow):
             self._group.closed.add(self.rank)
             self._group.changed.notify_all()
 
+    interrupt = close
+
     @property
     def _events(self) -> int:
         return self._group.events[self.rank]

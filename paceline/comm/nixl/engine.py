@@ -172,6 +172,13 @@ class NixlEngine:
             peer.under_way += 1
             os.eventfd_write(self._wake, 1)
 
+    def interrupt(self) -> None:
+        """Lose all peers, from any thread: the engine's thread sees the ends of their lines."""
+        with self.changed:
+            for _, peer in self._there:
+                with suppress(OSError):  # closed
+                    peer.line.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         """Drop what has not been sent, and end; every waiting thread wakes."""
         with self.changed:

@@ -80,7 +80,7 @@ class NixlWindow(BlockingWindow):
         self.memory = memory
         self.values = np.zeros((len(peers), notifications), np.int64)
         self._engine = NixlEngine(agent, peers, self.values)
-        self.close = self._engine.close
+        self.close, self.interrupt = self._engine.close, self._engine.interrupt
 
     def peer_memory(self, peer: int) -> Tensor | None:
         """Return nothing: peers are reached by puts."""

@@ -271,6 +271,15 @@ class Transport:
                 self._waits[slot, loop.ASLEEP] = 0
                 loop.write_word(int(self._waits[slot, loop.EVENT]), 1)
 
+    def interrupt(self) -> None:
+        """Shut the connections down, from any thread; every sleeping thread wakes."""
+        with self._putting:
+            if self._control == _CLOSED:
+                return
+            for end in self._sockets:  # open: the thread closes them under the lock
+                with suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         """End the event loop and close the connections; every sleeping thread wakes."""
         with self._putting:
@@ -303,9 +312,9 @@ class Transport:
             what = f"{type(error).__name__}: {error}"
             self._failure = f"the transport thread of this process has stopped ({what})"
         self._end_all()
-        for end in self._sockets:
-            end.close()
         with self._putting:
+            for end in self._sockets:
+                end.close()
             for descriptor in self._control:
                 os.close(descriptor)
             self._control = _CLOSED

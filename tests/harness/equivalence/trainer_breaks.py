@@ -11,7 +11,8 @@ from paceline.replica.live_hooks import patch
 from paceline.trainer import Trainer
 
 MOMENTS = ("load", "forward", "backward", "update", "end", "evaluation")
-Moment = tuple[int, str]  # a step's number, and when in it
+Moment = tuple[int, str]  # a step's number or `ANY`, and when in it
+ANY = -1
 
 
 class Breaks:
@@ -23,13 +24,15 @@ class Breaks:
         self._before(trainer.precision, "backward_and_update", "backward")
         self._after(trainer.precision, "backward_and_update", "end")
         self._before(trainer.optimizer, "zero_grad", "update")
+        self._before(trainer.replica, "enter_generation", "entering")
+        self._after(trainer.replica, "enter_generation", "entered")
         trainer.model.register_forward_pre_hook(self._forward)
 
     def pass_by(self, name: str) -> None:
         """Break off here, if this is the present generation's moment."""
         steps = self._trainer.steps
         moment = dict(enumerate(self._moments)).get(steps.generation)
-        if moment == (steps.position.number, name):
+        if moment in ((steps.position.number, name), (ANY, name)):
             raise CommError(f"broken off in step {steps.position.number}: {name}")
 
     def _forward(self, *_: object) -> None:
