@@ -74,7 +74,7 @@ class Steps:
     Args:
         replica: this rank's model replica.
         run: the run, whose recorder receives one event per step, and measures the step.
-        writer: writes checkpoints on rank 0; None on other ranks, and where nothing is saved.
+        writer: writes checkpoints while this process is rank 0; None where nothing is saved.
         seed: seed of the random streams.
         position: the run's position, which each step advances.
         policy: when to save checkpoints within an epoch.
@@ -407,7 +407,7 @@ class Steps:
             the number of completed steps in the newest checkpoint file, from which the run resumes;
             None where there is none, and on ranks that write none.
         """
-        if self._writer is None:
+        if self._writer is None or not self.run.leads:
             return None
         steps = self._writer.rescue()
         self._record_published(self._writer.published)

@@ -11,6 +11,7 @@ cut too, finds it whole or not at all.
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,17 @@ class Checkpoints:
     def __init__(self, run: Path, keep: int) -> None:
         self.folder = run / FOLDER
         self._keep = keep
+        self._lineage: set[Path] = set()
+        self._lock = threading.Lock()  # held while files are removed, or the lineage is replaced
+
+    def begin_generation(self, start: int) -> None:
+        """Begin the files of a generation that continues after `start` steps.
+
+        Its lineage consists of the files that are there, up to this step, and of those that are
+        written from now on. Other files are void: they are neither counted nor removed.
+        """
+        with self._lock:
+            self._lineage = {path for step, path in self._by_step().items() if step <= start}
 
     def newest_first(self) -> list[Path]:
         """List the files, the one with the most steps first."""
@@ -56,16 +68,18 @@ class Checkpoints:
         return max(self._by_step(), default=None)
 
     def _by_step(self) -> dict[int, Path]:
-        named = ((path, _NAME.fullmatch(path.name)) for path in self.folder.glob("step-*.pt"))
-        return {int(match[1]): path for path, match in named if match}
+        found = [path for path in self.folder.glob("step-*.pt") if _NAME.fullmatch(path.name)]
+        return {_step_of(path): path for path in found}
 
     def write(self, step: int, state: Mapping[str, Any], *, best: bool = False) -> Path:
-        """Publish the state before step `step`, and remove files that are too old.
+        """Publish the state before step `step`, and remove old files of the lineage.
+
+        Nothing is removed if a generation has begun meanwhile.
 
         Raises:
             CheckpointError: the disk is full, or the folder can't be written.
         """
-        path = self.folder / f"step-{step:08}.pt"
+        path, lineage = self.folder / f"step-{step:08}.pt", self._lineage
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             # The best first: killed in between, a run repeats the epoch's end.
@@ -74,8 +88,7 @@ class Checkpoints:
                 torch.save({"paceline": FORMAT, **state}, file)
             if best:
                 link_atomically(first, path)
-            for old in self.newest_first()[self._keep :]:
-                old.unlink(missing_ok=True)
+            self._remove_old(path, lineage)
         except OSError as error:
             raise CheckpointError(
                 Message(
@@ -87,11 +100,24 @@ class Checkpoints:
             ) from error
         return path
 
+    def _remove_old(self, path: Path, lineage: set[Path]) -> None:
+        with self._lock:
+            lineage.add(path)
+            if lineage is not self._lineage:
+                return
+            for old in sorted(lineage, key=_step_of, reverse=True)[self._keep :]:
+                old.unlink(missing_ok=True)
+                lineage.discard(old)
+
     def clean(self) -> None:
         """Remove what a killed writer left half done."""
         # Of the run's folder only weights: other machines may be writing the other files.
         for part in (*self.folder.glob(PARTS), *self.folder.parent.glob(f".*.pt{PARTS[2:]}")):
             part.unlink(missing_ok=True)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.stem.removeprefix("step-"))
 
 
 def read_checkpoint(path: Path, *, peek: bool = False) -> dict[str, Any]:

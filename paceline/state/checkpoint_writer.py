@@ -46,7 +46,7 @@ class Checkpoint:
 
 
 class CheckpointWriter:
-    """Checkpoint writer of rank 0.
+    """Checkpoint writer: every member has one, and it writes while the member is rank 0.
 
     Args:
         checkpoints: writes the checkpoint files.
@@ -86,6 +86,10 @@ class CheckpointWriter:
             target=self._write, args=(checkpoint,), name="checkpoint", daemon=True
         )
         self._writer.start()
+
+    def begin_generation(self, start: int) -> None:
+        """Begin the files of a generation that continues after `start` steps, as its leader."""
+        self._checkpoints.begin_generation(start)
 
     def rescue(self) -> int | None:
         """Write the newest state in memory, unless it is written or broken; from any thread.
