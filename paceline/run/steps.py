@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from paceline.cluster.membership.generation import Group
+from paceline.cluster.membership.lineage import as_values
 from paceline.data import splitmix
 from paceline.data.batch_slice import BatchSlice
 from paceline.errors import CommError, ConfigError, ReplicasDiffer
@@ -150,13 +151,17 @@ class Steps:
             fields: of the event `run`, besides the ranks.
         """
         self._start_fields, group = fields, self.run.context.group
+        generation = group.generation
         self.run.recorder.event(
             "run",
             generation=self.generation,
+            id=generation.id,
+            start=generation.start,
+            ancestors=as_values(generation.ancestors),
             rank=group.rank,
             world_size=group.size,
-            members=[member.id for member in group.generation.members],
-            machines=len(group.generation.workers_per_machine),
+            members=[member.id for member in generation.members],
+            machines=len(generation.workers_per_machine),
             **fields,
         )
         self.run.recorder.event(
@@ -223,6 +228,7 @@ class Steps:
                 error = lost
 
     def _enter(self, successor: Successor) -> None:
+        assert successor.group.generation.start == successor.start.step
         position, own = self._snapshots.restore(successor.start)
         parts = [own, *successor.parts]
         for field_name, value in position.items():

@@ -7,6 +7,7 @@
     <name>.pt              weights
     checkpoints/           what the run resumes from
     generation             the number of its newest generation
+    lineage.json           that number, and the generations from which it descends
     finished               there once the run came to its end
 
 A lock, which the system takes back from a dead process, shows whether the run is alive on this
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import tomllib
 from collections.abc import Mapping
@@ -26,6 +28,7 @@ from typing import Any
 import tomli_w
 
 from paceline.atomic_write import explained_writes, write_atomically
+from paceline.cluster.membership.lineage import Lineage, as_values, of_values
 from paceline.config.train import difference
 from paceline.errors import ConfigError, Message, PacelineError
 
@@ -34,6 +37,7 @@ FINISHED_NAME = "finished"
 _FINISHED = b"finished\n"  # the file's content
 _LONGEST_NUMBER = 18  # digits of a generation
 GENERATION_NAME = "generation"
+LINEAGE_NAME = "lineage.json"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -210,6 +214,46 @@ def record_generation(run: Path, generation: int) -> None:
     path = run / GENERATION_NAME
     with explained_writes(path):
         write_atomically(path, f"{generation}\n")
+
+
+def record_lineage(run: Path, number: int, lineage: Lineage) -> None:
+    """Record the lineage of the run's newest generation, before it writes anything.
+
+    Args:
+        run: the run's folder, which exists.
+        number: the generation's number.
+        lineage: its ancestors and itself.
+
+    Raises:
+        PacelineError: the folder can't be written.
+    """
+    path = run / LINEAGE_NAME
+    with explained_writes(path):
+        text = json.dumps({"generation": number, "lineage": as_values(lineage)})
+        write_atomically(path, f"{text}\n")
+
+
+def recorded_lineage(run: Path) -> tuple[int, Lineage] | None:
+    """Return the number and the lineage that `record_lineage` recorded; None without a record.
+
+    Raises:
+        PacelineError: the record can't be read.
+    """
+    path = run / LINEAGE_NAME
+    try:
+        values = json.loads(path.read_bytes())
+        return int(values["generation"]), of_values(values["lineage"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PacelineError(
+            Message(
+                "{} can't be read ({}): restore the file, or remove it if no start of the run had "
+                "to skip a damaged checkpoint.",
+                path,
+                error,
+            )
+        ) from error
 
 
 def choose_run_id(output_dir: Path, digest: str, *older: str, anew: bool) -> str:

@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import HashStore
 
 from paceline import wiring
 from paceline.cli.flags import parse
-from paceline.cluster.membership.generation import Group
+from paceline.cluster.membership.generation import Ancestor, Group
 from paceline.comm.communicator import Communicator
 from paceline.config.train import TrainConfig
 from paceline.errors import CommError
@@ -220,7 +220,15 @@ class TrainerRollbacks:
                 numbers.append(rank)
                 members.append(replace(member, local_rank=places[member.machine]))
                 places[member.machine] += 1
-        generation = replace(group.generation, members=tuple(members))
+        generation = replace(
+            group.generation,
+            members=tuple(members),
+            ancestors=tuple(
+                Ancestor(id=world_of(token=f"token {each}").generation.id, start=start)
+                for each, start in enumerate([0, *self.starts][:number])
+            ),
+            start=[0, *self.starts][number],
+        )
         return Group.world(generation, numbers.index(c.rank))
 
 

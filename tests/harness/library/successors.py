@@ -70,7 +70,7 @@ class Successors:
         of_all = set.intersection(*({SnapshotName(*n) for n in json.loads(t)} for t in texts))
         start = max(of_all, key=lambda name: name.step)
         self.generation += 1
-        self._present = self._following()
+        self._present = self._following(start.step)
         after, parts = self._members, []
         if set(after) - set(before) and member == 0:
             self._put(f"{prefix}/snapshot", packed(state_of_all(self._snapshots, start)))
@@ -86,13 +86,15 @@ class Successors:
         group = Group.world(self._present, after.index(member))
         return Successor(group=group, start=start, parts=parts)
 
-    def _following(self) -> Generation:
+    def _following(self, start: int) -> Generation:
         members = [self._first.members[number] for number in self._members]
         return replace(
             self._present,
             token=hashlib.sha256(self._present.token.encode()).hexdigest(),
             number=self._present.number + 1,
             members=tuple(replace(m, local_rank=rank) for rank, m in enumerate(members)),
+            ancestors=self._present.lineage,
+            start=start,
         )
 
     @property
