@@ -45,7 +45,7 @@ def train(config: TrainConfig, group: Group, store: Store) -> None:
         run = stack.enter_context(wiring.make_run(config, group, store, device))
         start = wiring.find_start(config.output, folder, config.identity(), run, device)
         run.trace = wiring.build_trace(config.output, run, folder, device)
-        run.recorder, log = wiring.build_recorder(config, group, folder, start, run.trace)
+        run.recorder = wiring.build_recorder(config, run, folder, start)
         stack.callback(run.recorder.close)
         trainer = wiring.build_trainer(
             config,
@@ -61,7 +61,7 @@ def train(config: TrainConfig, group: Group, store: Store) -> None:
         for loader in (trainer.train, trainer.test):
             if loader is not None:
                 stack.callback(loader.close)
-        _announce(config, trainer, start, log)
+        _announce(config, trainer, start)
         if not _run(trainer, signals, folder):
             sys.exit(signals.status or _TERMINATED)
         run.recorder.event("end", generation=trainer.steps.generation)
@@ -90,7 +90,7 @@ def _run(trainer: Trainer, signals: StopSignals, folder: Path) -> bool:
         return ended
 
 
-def _announce(config: TrainConfig, trainer: Trainer, start: wiring.Start, log: Path | None) -> None:
+def _announce(config: TrainConfig, trainer: Trainer, start: wiring.Start) -> None:
     trainer.steps.record_start(
         start.origin,
         model=config.model.name,
@@ -100,7 +100,6 @@ def _announce(config: TrainConfig, trainer: Trainer, start: wiring.Start, log: P
         epochs=trainer.epochs,
         labels=trainer.num_labels,
         batch=config.global_batch,
-        log=log,
     )
     for note in start.notes:
         trainer.steps.run.recorder.event("note", text=note)

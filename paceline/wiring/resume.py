@@ -23,6 +23,7 @@ from paceline.config.run import OutputConfig
 from paceline.config.train import difference
 from paceline.data.order import Order
 from paceline.errors import CheckpointError, ConfigError, Message
+from paceline.observe.csv_log import Totals
 from paceline.replica.averaged_replica import AVERAGE, AveragedReplica
 from paceline.replica.replica import Replica
 from paceline.run.position import Position
@@ -52,6 +53,7 @@ class Start:
         origin: the checkpoint's path, if another run wrote it; else None.
         notes: sentences for the user.
         ancestors: the generations from which that generation descends, as [id, start].
+        totals: totals of the CSV log after the epochs before it.
     """
 
     generation: int = 0
@@ -59,6 +61,7 @@ class Start:
     origin: str | None = None
     notes: tuple[str, ...] = ()
     ancestors: Sequence[Sequence[Any]] = ()
+    totals: Totals | None = None
 
     @property
     def position(self) -> Position:

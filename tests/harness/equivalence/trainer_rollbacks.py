@@ -149,7 +149,7 @@ class TrainerRollbacks:
             stack.callback(sources.close)
             run = stack.enter_context(wiring.make_run(config, group, self._store, device))
             start = wiring.Start()
-            run.recorder, log = wiring.build_recorder(config, group, self.folder, start)
+            run.recorder = wiring.build_recorder(config, run, self.folder, start)
             stack.callback(run.recorder.close)
             trainer = wiring.build_trainer(
                 config,
@@ -171,7 +171,6 @@ class TrainerRollbacks:
                 steps=trainer.train.steps,
                 epochs=trainer.epochs,
                 batch=config.global_batch,
-                log=log,
             )
             self._snapshots[c.rank] = trainer.steps._snapshots
             Breaks(trainer, [moments[c.rank] for moments in self.moments])
