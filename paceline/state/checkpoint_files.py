@@ -14,7 +14,7 @@ import re
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -131,9 +131,29 @@ def read_checkpoint(path: Path, *, peek: bool = False) -> dict[str, Any]:
         CheckpointError: the file is torn, damaged, or something else; names it and the reason.
     """
     (check_header if peek else check_integrity)(path)
-    state = load_file(path, mmap=peek)
+    return _checked(load_file(path, mmap=peek), str(path))
+
+
+def load_state(file: BinaryIO, name: str) -> dict[str, Any]:
+    """Load the contents of a checkpoint that another process has read and sent.
+
+    Args:
+        file: the contents.
+        name: of the file, for messages.
+
+    Raises:
+        CheckpointError: they are damaged, or something else.
+    """
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch's unpickler raises a dozen kinds over damage
+        raise CheckpointError(f"{name}: not a file of weights: {reason_of(error)}") from error
+    return _checked(state, name)
+
+
+def _checked(state: object, path: str) -> dict[str, Any]:
     missing = [name for name in _NEEDED if not isinstance(state, dict) or name not in state]
-    if missing:
+    if missing or not isinstance(state, dict):
         raise CheckpointError(
             f"{path}: not a run's checkpoint: it has no {missing[0]!r}; give one that a run wrote, "
             "or load weights with --load_model_path."
@@ -143,5 +163,4 @@ def read_checkpoint(path: Path, *, peek: bool = False) -> dict[str, Any]:
             f"{path}: written by a newer Paceline (format {state['paceline']}, this one reads "
             f"{FORMAT}); update Paceline."
         )
-    assert isinstance(state, dict)
     return state

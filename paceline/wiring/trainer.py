@@ -71,6 +71,7 @@ def build_trainer(
         ConfigError: model, weights or checkpoint can't be had as asked for.
     """
     optim, start = config.optim, start or Start()
+    start.check_order(order_of(config, len(sources.train)), sources.train.fingerprint)
     recorder = run.recorder
     torch.manual_seed(optim.seed)
     share = BatchShare()
