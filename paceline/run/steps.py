@@ -27,6 +27,7 @@ from torch import Tensor
 
 from paceline.cluster.membership.generation import Group
 from paceline.cluster.membership.lineage import as_values
+from paceline.comm.communicator import total
 from paceline.data import splitmix
 from paceline.data.batch_slice import BatchSlice
 from paceline.errors import CommError, ConfigError, ReplicasDiffer
@@ -87,6 +88,10 @@ class Steps:
         snapshots: takes snapshots in memory.
         next_generation: called when a peer is lost; without it, the run ends then.
         speeds: measures the ranks' speeds; None: they aren't measured.
+
+    Attributes:
+        position: the run's position.
+        went_back: whether the run went back to a snapshot since this start.
     """
 
     def __init__(
@@ -108,6 +113,7 @@ class Steps:
     ) -> None:
         self.speeds = speeds
         self._snapshots, self._next_generation = snapshots, next_generation
+        self.went_back = False
         self._check = snapshots.check
         self._start_fields: dict[str, object] = {}
         self._replica, self.run = replica, run
@@ -233,6 +239,7 @@ class Steps:
         parts = [own, *successor.parts]
         for field_name, value in position.items():
             setattr(self.position, field_name, value)
+        self.went_back = True
         self.run.enter(successor.group)
         whole = self._replica.enter_generation([part.state for part in parts])
         for step in own.sent:
@@ -419,20 +426,36 @@ class Steps:
         self._record_published(self._writer.published)
         return steps
 
-    def finish(self, *, stopped: bool = False) -> None:
+    def finish(self, *, stopped: bool = False, together: bool = False) -> None:
         """Return once everything is on the disk, and record the end. All ranks call it.
 
         Args:
             stopped: a signal requested the end.
+            together: where the run survives lost members, all ranks wait for the leader's files.
 
         Raises:
             CommError: a peer was lost, or silent.
             CheckpointError: it couldn't be written.
         """
+        if together and self._next_generation is not None:
+            self._await_leader()
         if self._writer is not None:
             self._writer.wait()
             self._record_published(self._writer.published)
         self.run.recorder.event("finish", stopped=stopped)
+
+    def _await_leader(self) -> None:
+        """Return once rank 0 has written its last checkpoint, so that another one can replace it.
+
+        Ranks meet several times within the timeout, because a file may take longer.
+        """
+        context = self.run.context
+        limit, written = context.limits[1] / 4, False
+        while not written:
+            own = self._writer is None or not self.run.leads or self._writer.written(limit)
+            missing = torch.tensor([not own], dtype=torch.float64, device=self._device)
+            what = "the wait for the last checkpoint"
+            written = not total(context.communicator, missing, what).item()
 
     def _boundary(self, number: int) -> None:
         alone = self.run.context.summaries.alone

@@ -215,7 +215,8 @@ def check_order_of(state: Mapping[str, Any], name: str, order: Order, fingerprin
     Args:
         state: its contents.
         name: of the file, for messages.
-        order, fingerprint: as in `check_order`.
+        order: of the images that the run will train.
+        fingerprint: of these images; checkpoints of earlier versions have none.
 
     Raises:
         ConfigError: its run had other data or batches.
