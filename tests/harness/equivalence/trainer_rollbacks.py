@@ -85,6 +85,7 @@ class TrainerRollbacks:
         machines: the number of members on each machine.
         moments: for each generation but the last, for each member: when it breaks off.
         parked: for each generation but the first, the members that aren't in it; by default none.
+        apart: whether each machine has a run folder of its own, `folder_of`.
         starts: the steps from which generations went on.
         handed_over: for each of them, the members that got a copy of the start snapshot.
     """
@@ -94,6 +95,7 @@ class TrainerRollbacks:
     machines: tuple[int, ...]
     moments: Sequence[Sequence[Moment]] = ()
     parked: Sequence[Collection[int]] = ()
+    apart: bool = False
     starts: list[int] = field(default_factory=list)
     handed_over: list[list[int]] = field(default_factory=list)
     _parts: defaultdict[int, list[OwnPart]] = field(default_factory=lambda: defaultdict(list))
@@ -112,6 +114,10 @@ class TrainerRollbacks:
         save_weights(self.folder / "start.pt", start)
         return run_ranks(sum(self.machines), lambda c: self._train(c, config))
 
+    def folder_of(self, machine: int) -> Path:
+        """Return the run folder of a machine."""
+        return self.folder / f"machine{machine}" if self.apart else self.folder
+
     @property
     def rows(self) -> list[dict[str, str]]:
         """The rows of the CSV log."""
@@ -129,6 +135,7 @@ class TrainerRollbacks:
 
     def _train(self, c: Communicator, config: TrainConfig) -> Mapping[str, Tensor]:
         device, group = torch.device("cpu"), self._group(c, 0)
+        folder = self.folder_of(group.machine)
         numbers = iter(range(1, 99))  # of the next generations
 
         def next_generation(error: CommError, held: Sequence[SnapshotName]) -> Successor:
@@ -141,7 +148,7 @@ class TrainerRollbacks:
                 number = next(numbers)
                 self._held.pop(c.rank, None)
                 start = self._agree(c, number)
-            parts = self._parts[number] if c.rank == 0 else []
+            parts = self._parts[number] if c.rank == self._present(number)[0] else []
             return Successor(group=self._group(c, number), start=start, parts=parts)
 
         with ExitStack() as stack:
@@ -149,14 +156,14 @@ class TrainerRollbacks:
             stack.callback(sources.close)
             run = stack.enter_context(wiring.make_run(config, group, self._store, device))
             start = wiring.Start()
-            run.recorder = wiring.build_recorder(config, run, self.folder, start)
+            run.recorder = wiring.build_recorder(config, run, folder, start)
             stack.callback(run.recorder.close)
             trainer = wiring.build_trainer(
                 config,
                 run,
                 sources,
                 device,
-                self.folder,
+                folder,
                 start,
                 next_generation=next_generation,
             )
@@ -201,9 +208,13 @@ class TrainerRollbacks:
         meet(c)
         if is_in and not was_in and start not in own.held:
             self.handed_over[-1].append(c.rank)
-            hold(own, start, state_of_all(self._snapshots[0], start))
+            hold(own, start, state_of_all(self._snapshots[self._present(number - 1)[0]], start))
         meet(c)
         return start
+
+    def _present(self, number: int) -> list[int]:
+        """Return the members that are in a generation."""
+        return [one for one in range(sum(self.machines)) if one not in self._parked(number)]
 
     def _parked(self, number: int) -> Collection[int]:
         """Return the members that aren't in a generation."""
