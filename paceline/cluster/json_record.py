@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, is_dataclass
+from types import NoneType, UnionType
 from typing import Any, Self, get_args, get_origin, get_type_hints
 
 from paceline.errors import CommError
@@ -39,6 +40,9 @@ def _read(kind: Any, value: Any) -> Any:
     if isinstance(kind, type) and is_dataclass(kind):
         hints = get_type_hints(kind)
         return kind(**{name: _read(hints[name], entry) for name, entry in value.items()})
+    if get_origin(kind) is UnionType:
+        (other,) = (one for one in get_args(kind) if one is not NoneType)
+        return None if value is None else _read(other, value)
     if get_origin(kind) is tuple:
         return tuple(_read(get_args(kind)[0], entry) for entry in value)
     return value

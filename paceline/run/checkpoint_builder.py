@@ -101,7 +101,9 @@ class CheckpointBuilder:
         """
         own = Snapshots()
         name = SnapshotName(f"own/{next(self._numbers)}", position.number)
-        copier = StateCopier(own, name, self._objects, {**asdict(position), "sent": {}})
+        copier = StateCopier(
+            own, name, self._objects, {**asdict(position), "sent": {}, "members": ()}
+        )
         self._replica.take_snapshot_between_steps(copier)
         own.commit(name)
         borrowed = own.borrow()
@@ -146,6 +148,7 @@ class CheckpointBuilder:
         if objects.others:
             of_pairs = [(gathered or {}).get(str(pair)) or {} for pair in range(len(objects.pairs))]
         position = dict(state[POSITION])
+        del position["members"]
         if sent := position.pop("sent"):  # by this rank alone
             position["sums"] = sums[max(sent)]
         generation = self._run.context.group.generation

@@ -95,9 +95,7 @@ def newest_valid(
         if any(apart):
             beaten.add(other if apart[0] else one)
     standing = [header for header in valid if header not in beaten]
-    return tuple(
-        sorted(standing, key=lambda h: (-h.step, -h.number, -len(h.lineage), str(h.path)))
-    )
+    return tuple(sorted(standing, key=lambda h: (-h.step, -h.number, -len(h.lineage), str(h.path))))
 
 
 def ancestors_of_start(

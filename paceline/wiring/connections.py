@@ -17,6 +17,7 @@ from paceline.config.train import TrainConfig
 from paceline.replica.trained_parameters import row_sparse_parameters
 from paceline.run.generation_context import GenerationContext
 from paceline.run.run import Run
+from paceline.wiring.membership import MemberLink
 
 
 def device_of(config: TrainConfig, local_rank: int) -> torch.device:
@@ -30,16 +31,42 @@ def device_of(config: TrainConfig, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def make_run(config: TrainConfig, group: Group, store: Store, device: torch.device) -> Run:
+def make_run(
+    config: TrainConfig,
+    group: Group,
+    store: Store,
+    device: torch.device,
+    link: MemberLink | None = None,
+) -> Run:
     """Connect this worker with all others of its generation; collective.
+
+    Args:
+        config: the flags.
+        group: all ranks of the generation, as this one sees them.
+        store: where its ranks find each other.
+        device: this worker's.
+        link: interrupts a generation that loses a member, and has the store of later ones;
+            without it, they use `store`, too.
 
     Raises:
         CommError: a rank didn't come in time.
     """
 
     def contexts(limits: tuple[float, float]) -> Callable[[Group], GenerationContext]:
-        connecting = partial(connect, store=store, device=device, limits=limits)
-        return partial(GenerationContext, connect=connecting, device=device, limits=limits)
+        def connecting(group: Group, purpose: str) -> Communicator:
+            first = group.generation.token == token
+            place = store if first or link is None else link.store_of(group)
+            return connect(group, purpose, store=place, device=device, limits=limits)
+
+        def make_context(group: Group) -> GenerationContext:
+            context = GenerationContext(group, connecting, device=device, limits=limits)
+            if link is not None:
+                link.attach(context)
+            return context
+
+        return make_context
+
+    token = group.generation.token
 
     first, later = config.world.first_iter_timeout, config.world.timeout
     with ExitStack() as undo:

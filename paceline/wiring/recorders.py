@@ -68,7 +68,9 @@ def build_leader_recorder(
     return recorder
 
 
-def build_recorder(config: TrainConfig, run: Run, folder: Path, start: Start) -> Recorder:
+def build_recorder(
+    config: TrainConfig, run: Run, folder: Path, start: Start, *others: Recorder
+) -> Recorder:
     """Make a member's recorders, and hand over the leader's in each generation.
 
     Args:
@@ -76,6 +78,7 @@ def build_recorder(config: TrainConfig, run: Run, folder: Path, start: Start) ->
         run: the run, whose trace receives all spans and events, too.
         folder: the run's; made.
         start: where the run starts.
+        others: receive all events, too.
     """
     folder.mkdir(parents=True, exist_ok=True)
     optim, group = config.optim, run.context.group
@@ -101,4 +104,5 @@ def build_recorder(config: TrainConfig, run: Run, folder: Path, start: Start) ->
         return [Console(log=log.path), *build_trackers(config.output, folder, config.flat())]
 
     events = EventFile(folder, group.member.id)
-    return StepAccount(events, log, build_leader_recorder(run, open_recorders), trace=run.trace)
+    leader = build_leader_recorder(run, open_recorders)
+    return StepAccount(events, log, leader, *others, trace=run.trace)

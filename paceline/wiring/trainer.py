@@ -37,6 +37,7 @@ from paceline.update.batch_norm import BatchShare
 from paceline.update.outer.average import average_from_flags
 from paceline.wiring.average import average_weights
 from paceline.wiring.exchange import replicate
+from paceline.wiring.membership import MemberLink
 from paceline.wiring.model import make_model, make_optimizer
 from paceline.wiring.resume import Start
 from paceline.wiring.sources import Databases, make_loader, order_of
@@ -53,6 +54,7 @@ def build_trainer(
     stopping: Callable[[], bool] = lambda: False,
     agree: Callable[[nn.Module], None] = lambda model: None,
     next_generation: NextGeneration | None = None,
+    link: MemberLink | None = None,
 ) -> Trainer:
     """Make the model and everything around it; collective, as rank 0's weights are sent to all.
 
@@ -66,6 +68,7 @@ def build_trainer(
         stopping: returns whether this process was asked to stop.
         agree: compares the model with the other ranks', before anything of it is exchanged.
         next_generation: called when a peer is lost; without it, the run ends then.
+        link: decides the next generation instead, and has the backups of snapshots.
 
     Raises:
         ConfigError: model, weights or checkpoint can't be had as asked for.
@@ -146,8 +149,8 @@ def build_trainer(
         check_sums=watch_of(config, run, folder, train.steps).check,
         value_count=BATCH_SUMS + 1,
         device=device,
-        snapshots=_snapshots_of(run, replica, parts, device, output, position),
-        next_generation=next_generation,
+        snapshots=_snapshots_of(run, replica, parts, device, output, position, link),
+        next_generation=next_generation if link is None else link.next_generation,
         speeds=speeds if average is None and device.type == "cpu" else None,  # of exact steps
     )
     return Trainer(
@@ -174,6 +177,7 @@ def _snapshots_of(
     device: torch.device,
     output: OutputConfig,
     position: Position,
+    link: MemberLink | None,
 ) -> StepSnapshots:
     tracked = {name: part for name, part in parts.items() if name not in ("model", "optimizer")}
     averaged = isinstance(replica, AveragedReplica)
@@ -188,6 +192,7 @@ def _snapshots_of(
         limit_mb=output.snapshot_memory_mb,
         check=output.replica_check,
         report=lambda note: run.recorder.event("note", text=str(note)),
+        backup=None if link is None else link.backup,
     )
 
 

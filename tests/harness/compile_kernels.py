@@ -11,6 +11,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "paceline"
 SOURCES = (
+    PACKAGE / "cluster/membership/control_line/beat_loop.py",
     PACKAGE / "codecs/kernels/compiled.py",
     PACKAGE / "codecs/kernels/compiled_int4.py",
     PACKAGE / "codecs/kernels/compiled_topk.py",
@@ -23,6 +24,7 @@ def compile_all() -> None:
     """Call each kernel with the types that it has in a run."""
     import torch
 
+    from paceline.cluster.membership.control_line.beats import Beats
     from paceline.codecs.kernels import compiled
     from paceline.codecs.merge_codecs import MERGE_CODECS, merge_codec
     from tests.harness.network.window_kinds import KINDS, run_windows
@@ -40,6 +42,7 @@ def compile_all() -> None:
         for add in (False, True):
             codec.decode(data, out, add=add)
         codec.reduce([None, data.clone()], sources, 1.0, zeros, data, after, out)
+    Beats(0.5).close()
     make = KINDS["tcp"](2, 80, 2)
     run_windows(make, 2, lambda window: Traffic(window, [40], 1, 1).run())
 

@@ -35,6 +35,7 @@ from urllib.parse import quote
 
 from torch.distributed import DistStoreError
 
+from paceline.atomic_write import sync
 from paceline.cluster.stores.polled_store import CompareAndSetStore, as_bytes
 from paceline.errors import CommError, ConfigError
 
@@ -114,6 +115,13 @@ class FolderStore(CompareAndSetStore):
                 return False
             shutil.rmtree(removed, ignore_errors=True)
             return True
+
+    def persist(self, key: str) -> None:
+        folder = self.path / _key_name(key)
+        with self._translated_errors():
+            for path in (*(folder / name for name in _fresh_names(folder)), folder, self.path):
+                with _unless_gone():
+                    sync(path)
 
     def read_version(self, key: str) -> tuple[str | None, bytes | None]:
         """Return the head's name and the value, or None and None where there is no key."""

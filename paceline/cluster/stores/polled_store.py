@@ -16,7 +16,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
@@ -39,7 +39,7 @@ class PolledStore(Store):
             process ends.
     """
 
-    served_by_run: ClassVar[bool] = False
+    served_by_run: bool = False
 
     def __init__(self, address: str, space: str, timeout: timedelta, *, make: bool = False) -> None:
         super().__init__()
@@ -51,6 +51,13 @@ class PolledStore(Store):
 
     def close(self) -> None:
         """Close the connections."""
+
+    def incarnation(self) -> str:
+        """Return what changes when a server starts anew and may have lost writes; "" for none."""
+        return ""
+
+    def persist(self, key: str) -> None:
+        """Bring a key's value to the disk, in kinds of stores that keep it there."""
 
     @abstractmethod
     def read(self, keys: Sequence[str]) -> list[bytes | None]:

@@ -117,6 +117,12 @@ class RedisStore(PolledStore):
         with self._translated_errors():
             self._client.delete(self.space)
 
+    def incarnation(self) -> str:
+        """Return the server's `run_id`, a new one at each of its starts."""
+        with self._translated_errors():
+            facts: Any = self._client.info("server")
+        return str(facts["run_id"])
+
     def close(self) -> None:
         self._client.close()
 

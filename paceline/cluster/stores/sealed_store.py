@@ -38,6 +38,7 @@ class SealedStore(CompareAndSetStore):
     def __init__(self, inner: PolledStore, secret: str) -> None:
         super().__init__(inner.address, inner.space, timedelta(seconds=inner.limit))
         self._inner, self._secret = inner, secret
+        self.served_by_run = inner.served_by_run
         self._cipher_key, self._proof_key = _split(_keys_of(secret), 32)
 
     def read(self, keys: Sequence[str]) -> list[bytes | None]:
@@ -49,6 +50,12 @@ class SealedStore(CompareAndSetStore):
 
     def delete_key(self, key: str) -> bool:
         return self._inner.delete_key(key)
+
+    def incarnation(self) -> str:
+        return self._inner.incarnation()
+
+    def persist(self, key: str) -> None:
+        self._inner.persist(key)
 
     def clone(self) -> Self:
         return type(self)(self._inner.clone(), self._secret)

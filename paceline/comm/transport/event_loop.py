@@ -26,16 +26,12 @@ notification, so that such puts land in order.
 
 from __future__ import annotations
 
-from importlib import import_module
-from importlib.util import find_spec
-from typing import Any
+from paceline.comm.transport.system_calls import CALLS
 
-_KIND = "plain" if find_spec("numba") is None else "compiled"
-_CALLS: Any = import_module(f"paceline.comm.transport.system_calls_{_KIND}")
-Lock, write_word, jit = _CALLS.Lock, _CALLS.write_word, _CALLS.jit
-address, errno, lock, unlock = _CALLS.address, _CALLS.errno, _CALLS.lock, _CALLS.unlock
-poll, setsockopt, clock_gettime = _CALLS.poll, _CALLS.setsockopt, _CALLS.clock_gettime
-sendmsg, recv, read, write = _CALLS.sendmsg, _CALLS.recv, _CALLS.read, _CALLS.write
+Lock, write_word, jit = CALLS.Lock, CALLS.write_word, CALLS.jit
+address, errno, lock, unlock = CALLS.address, CALLS.errno, CALLS.lock, CALLS.unlock
+poll, setsockopt, clock_gettime = CALLS.poll, CALLS.setsockopt, CALLS.clock_gettime
+sendmsg, recv, read, write = CALLS.sendmsg, CALLS.recv, CALLS.read, CALLS.write
 
 # The columns of a link, a put and a wait, and the places in `state`.
 FD, ALIVE, ERROR, FULL, PUT, OUT_HAVE, OUT_LEFT, OUT_AT = range(8)

@@ -27,6 +27,7 @@ _write.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_int64), ctypes.c_size_t
 
 jit = compiler()
 sendmsg = types.ExternalFunction("sendmsg", _WORD(_I32, _WORD, _I32))
+send = types.ExternalFunction("send", _WORD(_I32, _WORD, _WORD, _I32))
 recv = types.ExternalFunction("recv", _WORD(_I32, _WORD, _WORD, _I32))
 poll = types.ExternalFunction("poll", _I32(_WORD, _WORD, _I32))
 read = types.ExternalFunction("read", _WORD(_I32, _WORD, _WORD))

@@ -65,6 +65,7 @@ def _call(name: str, result: Any, *arguments: Any) -> Callable[..., int]:
 
 
 sendmsg = _call("sendmsg", c_ssize_t, c_int, c_void_p, c_int)
+send = _call("send", c_ssize_t, c_int, c_void_p, c_size_t, c_int)
 recv = _call("recv", c_ssize_t, c_int, c_void_p, c_size_t, c_int)
 poll = _call("poll", c_int, c_void_p, c_ulong, c_int)
 setsockopt = _call("setsockopt", c_int, c_int, c_int, c_int, c_void_p, c_uint)

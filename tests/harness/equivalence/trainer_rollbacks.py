@@ -30,7 +30,8 @@ from paceline.comm.communicator import Communicator
 from paceline.config.train import TrainConfig
 from paceline.errors import CommError
 from paceline.models.zoo import build_model
-from paceline.run.step_snapshots import OwnPart, StepSnapshots
+from paceline.run.backup.own_part import OwnPart
+from paceline.run.step_snapshots import StepSnapshots
 from paceline.run.steps import Successor
 from paceline.state.snapshots import SnapshotName
 from paceline.state.weights import save_weights

@@ -1,0 +1,1 @@
+"""Control line: connections between the members of a run, which outlive generations."""

@@ -1,0 +1,127 @@
+"""Loop of the beat thread: sends one byte per interval on each connection, and notes arrivals.
+
+It is written in the subset of Python that numba compiles, so that it runs without ever taking the
+interpreter's lock: a thread that holds the lock doesn't silence the process. Without numba the same
+source runs as plain Python. Its whole state is in arrays that Python allocates:
+
+    state    words                    what the loop shares with Python
+    rows     a row a connection       descriptor, status, moments in ns of the monotonic clock
+
+Python changes the status of a row by a command on the pipe only; the loop makes all changes.
+
+    FREE -> OPEN -> ENDED -> RELEASED        the last one: the loop uses the descriptor no more
+
+A pause of this process (a stop signal, a suspended machine) is no silence of the peers: after it,
+silence counts from its end.
+"""
+
+from __future__ import annotations
+
+from paceline.comm.transport.system_calls import CALLS
+
+write_word, jit, address, errno = CALLS.write_word, CALLS.jit, CALLS.address, CALLS.errno
+poll, send, recv, read, write = CALLS.poll, CALLS.send, CALLS.recv, CALLS.read, CALLS.write
+clock_gettime = CALLS.clock_gettime
+
+# The columns of a row, and the words of `state`.
+FD, STATUS, ERROR, HEARD, SILENT_SINCE, ROW = range(6)
+CONTROL, EVENT, INTERVAL, TOP, PASSED, STATE = range(6)
+
+FREE, OPEN, ENDED, RELEASED = range(4)
+ADD, REMOVE = range(2)  # commands: row * 2 + command
+STOP = -1
+END_OF_STREAM = -1  # an error of a row beside those of errno(3)
+WORD = 8  # bytes
+
+_IN, _BAD = 0x1, 0x8 | 0x10 | 0x20  # poll(2)
+_FLAGS = 0x40 | 0x4000  # MSG_DONTWAIT, MSG_NOSIGNAL
+_INTERRUPTED, _AGAIN = 4, 11  # errno(3)
+_MONOTONIC = 1  # clock_gettime(2)
+_SECOND, _MILLISECOND = 10**9, 10**6  # ns
+
+
+@jit
+def clock(moment):  # type: ignore[no-untyped-def]
+    """Return the monotonic time in nanoseconds."""
+    clock_gettime(_MONOTONIC, address(moment))
+    return moment[0] * _SECOND + moment[1]
+
+
+@jit
+def take(state, rows, inbox):  # type: ignore[no-untyped-def]
+    """Take commands from the pipe; return whether to continue."""
+    got = read(state[CONTROL], address(inbox), inbox.shape[0] * WORD)
+    for word in range(got // WORD):
+        command = inbox[word]
+        if command == STOP:
+            return False
+        row = rows[command // 2]
+        if command % 2 == ADD:
+            row[STATUS] = OPEN
+            state[TOP] = max(state[TOP], command // 2 + 1)
+        else:
+            row[STATUS] = RELEASED
+    return True
+
+
+@jit
+def receive(row, now, buffer):  # type: ignore[no-untyped-def]
+    """Receive the beats that have arrived; return 0, or an error."""
+    got = recv(row[FD], address(buffer), buffer.shape[0], _FLAGS)
+    if got > 0:
+        row[HEARD] = row[SILENT_SINCE] = now
+        return 0
+    if got == 0:
+        return END_OF_STREAM
+    error = errno()
+    return 0 if error in (_INTERRUPTED, _AGAIN) else error
+
+
+@jit
+def beat(row, buffer):  # type: ignore[no-untyped-def]
+    """Send a beat, unless the buffer is full of earlier ones; return 0, or an error."""
+    if send(row[FD], address(buffer), 1, _FLAGS) >= 0:
+        return 0
+    error = errno()
+    return 0 if error in (_INTERRUPTED, _AGAIN) else error
+
+
+@jit
+def run(state, rows, polled, inbox, buffer, moment, one):  # type: ignore[no-untyped-def]
+    """Send and receive beats until the stop command."""
+    interval = state[INTERVAL]
+    state[PASSED] = clock(moment)
+    next_beat = state[PASSED]
+    while True:
+        top = state[TOP]
+        for r in range(top):
+            polled[r, 0] = rows[r, FD] if rows[r, STATUS] == OPEN else -1
+            polled[r, 1] = _IN
+        polled[top, 0], polled[top, 1] = state[CONTROL], _IN
+        left = max(0, next_beat - clock(moment))
+        poll(address(polled), top + 1, (left + _MILLISECOND - 1) // _MILLISECOND)
+        now = clock(moment)
+        if now - state[PASSED] > 2 * interval:
+            for r in range(top):
+                rows[r, SILENT_SINCE] = now
+        beats, changes = now >= next_beat, False
+        for r in range(top):
+            if rows[r, STATUS] != OPEN:
+                continue
+            error = 0
+            if (polled[r, 1] >> 16) & (_IN | _BAD):
+                error = receive(rows[r], now, buffer)
+            if beats and error == 0:
+                error = beat(rows[r], buffer)
+            if error != 0:
+                rows[r, ERROR], rows[r, STATUS] = error, ENDED
+                changes = True
+        if beats:
+            next_beat = max(next_beat + interval, now)
+        state[PASSED] = now
+        if (polled[top, 1] >> 16) & _IN:
+            changes = True
+            if not take(state, rows, inbox):
+                return
+        if changes:
+            write(state[EVENT], address(one), WORD)

@@ -1,0 +1,111 @@
+"""Dialer: makes the two connections to one peer, and makes them anew when they have ended."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Callable
+
+from paceline.cluster.membership.control_line.connection import OpenSockets, family_of
+from paceline.cluster.membership.control_line.greeters import Greeter
+from paceline.cluster.membership.control_line.greeting import (
+    BEATS,
+    FRAMES,
+    NO_SESSION,
+    DialerGreeting,
+)
+from paceline.cluster.membership.control_line.line_thread import LineThread, Timer
+
+_FIRST_S, _LONGEST_S = 0.05, 2.0  # between two attempts
+
+
+class Dialer:
+    """Dialer of one peer. All methods are called on the line's thread.
+
+    Args:
+        thread: the line's thread.
+        sockets: the line's open sockets.
+        where: the peer's address and port.
+        prepare: sets a connection's options.
+        greeting: makes the greeting of a connection, from its purpose and session.
+        connected: called with the connections for frames and for beats.
+    """
+
+    def __init__(
+        self,
+        thread: LineThread,
+        sockets: OpenSockets,
+        where: tuple[str, int],
+        prepare: Callable[[socket.socket], None],
+        greeting: Callable[[bytes, bytes], DialerGreeting],
+        connected: Callable[[socket.socket, socket.socket], None],
+    ) -> None:
+        self._thread, self._sockets, self._where = thread, sockets, where
+        self._prepare, self._greeting, self._connected = prepare, greeting, connected
+        self._frames: socket.socket | None = None  # authenticated, while that for beats is made
+        self._greeter: Greeter | None = None
+        self._timer: Timer | None = None
+        self._pause = _FIRST_S
+        self._closed = False
+
+    def dial(self) -> None:
+        """Connect now."""
+        self._dial(FRAMES, NO_SESSION)
+
+    def redial(self) -> None:
+        """Connect again, after a pause that grows from one attempt to the next."""
+        if self._closed:
+            return
+        self._timer = self._thread.call_later(self._pause * random.uniform(0.5, 1.5), self.dial)
+        self._pause = min(2 * self._pause, _LONGEST_S)
+
+    def close(self) -> None:
+        """Make no more connections."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._greeter is not None:
+            self._greeter.fail("")
+        self._drop_frames()
+
+    def _dial(self, purpose: bytes, session: bytes) -> None:
+        address = self._where[0]
+        try:
+            connection = socket.socket(family_of(address), socket.SOCK_STREAM)
+        except OSError:  # no descriptor is free
+            self._fail()
+            return
+        self._sockets.add(connection)
+        self._prepare(connection)
+        try:
+            connection.connect(self._where)
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._sockets.close(connection)
+            self._fail()
+            return
+        greeting = self._greeting(purpose, session)
+        self._greeter = Greeter(self._thread, self._sockets, connection, greeting, self._ended)
+
+    def _ended(self, greeter: Greeter, connection: socket.socket | None, _: str) -> None:
+        self._greeter = None
+        if connection is None:
+            self._fail()
+        elif greeter.greeting.purpose == FRAMES:
+            self._frames = connection
+            self._dial(BEATS, greeter.greeting.session)
+        else:
+            frames, self._frames = self._frames, None
+            assert frames is not None
+            self._pause = _FIRST_S
+            self._connected(frames, connection)
+
+    def _fail(self) -> None:
+        self._drop_frames()
+        self.redial()
+
+    def _drop_frames(self) -> None:
+        frames, self._frames = self._frames, None
+        if frames is not None:
+            self._sockets.close(frames)

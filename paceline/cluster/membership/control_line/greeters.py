@@ -1,0 +1,167 @@
+"""Connections whose greeting has not ended: few, and each for a few seconds only."""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from collections.abc import Callable
+
+from paceline.cluster.membership.control_line.connection import (
+    PEER_CLOSED,
+    OpenSockets,
+    reason_of,
+)
+from paceline.cluster.membership.control_line.greeting import (
+    DialerGreeting,
+    Greeting,
+    GreetingError,
+)
+from paceline.cluster.membership.control_line.line_thread import READ, WRITE, LineThread
+
+GREETING_S = 5.0
+MAX_UNAUTHENTICATED = 64
+_ACCEPTED_AT_ONCE = 16
+_NO_DESCRIPTORS_S = 1.0  # without accepting, after the process ran out of descriptors
+
+
+class Greeter:
+    """Connection whose greeting is under way.
+
+    Args:
+        thread: the line's thread.
+        sockets: the line's open sockets.
+        connection: a connection that is open or, for a dialer, being made.
+        greeting: this side's greeting.
+        ended: called once, on the line's thread: with the connection after the greeting; with None
+            and a reason if there was none, after the connection is closed.
+    """
+
+    def __init__(
+        self,
+        thread: LineThread,
+        sockets: OpenSockets,
+        connection: socket.socket,
+        greeting: Greeting,
+        ended: Callable[[Greeter, socket.socket | None, str], None],
+    ) -> None:
+        self.greeting = greeting
+        self._thread, self._sockets, self._connection = thread, sockets, connection
+        self._ended = ended
+        self._timer = thread.call_later(GREETING_S, lambda: self.fail("it did not answer in time"))
+        if isinstance(greeting, DialerGreeting):
+            thread.watch(connection, WRITE, self._on_connected)
+        else:
+            thread.watch(connection, READ, self._on_readable)
+
+    def fail(self, reason: str) -> None:
+        """Close the connection."""
+        self._leave_thread()
+        self._sockets.close(self._connection)
+        self._ended(self, None, reason)
+
+    def _on_connected(self, _: int) -> None:
+        assert isinstance(self.greeting, DialerGreeting)
+        error = self._connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error:
+            self.fail(reason_of(OSError(error, "")))
+            return
+        self._thread.watch(self._connection, READ, self._on_readable)
+        self._send(self.greeting.hello)
+
+    def _on_readable(self, _: int) -> None:
+        try:
+            data = self._connection.recv(self.greeting.missing)
+            if not data:
+                raise GreetingError(PEER_CLOSED)
+            answer = self.greeting.feed(data)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self.fail(reason_of(error))
+            return
+        except GreetingError as error:
+            self.fail(str(error))
+            return
+        if self._send(answer) and self.greeting.ended:
+            self._leave_thread()
+            self._ended(self, self._connection, "")
+
+    def _send(self, data: bytes) -> bool:
+        """Send a message, for which a new connection has room; return False if it has failed."""
+        try:
+            whole = not data or self._connection.send(data) == len(data)
+        except OSError as error:
+            self.fail(reason_of(error))
+            return False
+        if not whole:
+            self.fail("the connection takes no bytes")
+        return whole
+
+    def _leave_thread(self) -> None:
+        self._timer.cancel()
+        self._thread.unwatch(self._connection)
+
+
+class Acceptor:
+    """Acceptor: takes connections from the listening socket and greets the dialers.
+
+    Of too many, the oldest of the address that has the most is closed.
+
+    Args:
+        thread: the line's thread.
+        sockets: the line's open sockets.
+        server: the listening socket.
+        prepare: sets a connection's options.
+        greeting: makes this side's greeting of a connection.
+        authenticated: called with a connection and its greeting, on the line's thread.
+    """
+
+    def __init__(
+        self,
+        thread: LineThread,
+        sockets: OpenSockets,
+        server: socket.socket,
+        prepare: Callable[[socket.socket], None],
+        greeting: Callable[[], Greeting],
+        authenticated: Callable[[socket.socket, Greeting], None],
+    ) -> None:
+        self._thread, self._sockets, self._server = thread, sockets, server
+        self._prepare, self._greeting, self._authenticated = prepare, greeting, authenticated
+        self._greeters: dict[Greeter, str] = {}  # in order of age, with the dialers' addresses
+        thread.watch(server, READ, self._accept)
+
+    def __len__(self) -> int:
+        """Count the unauthenticated connections."""
+        return len(self._greeters)
+
+    def _accept(self, _: int = READ) -> None:
+        for _turn in range(_ACCEPTED_AT_ONCE):
+            try:
+                connection, (address, *_rest) = self._server.accept()
+            except (BlockingIOError, ConnectionError):
+                return
+            except OSError:
+                self._thread.unwatch(self._server)
+                self._thread.call_later(_NO_DESCRIPTORS_S, self._resume)
+                return
+            self._sockets.add(connection)
+            self._prepare(connection)
+            greeter = Greeter(
+                self._thread, self._sockets, connection, self._greeting(), self._ended
+            )
+            self._greeters[greeter] = address
+            if len(self._greeters) > MAX_UNAUTHENTICATED:
+                self._drop_one()
+
+    def _resume(self) -> None:
+        self._thread.watch(self._server, READ, self._accept)
+
+    def _drop_one(self) -> None:
+        address = Counter(self._greeters.values()).most_common(1)[0][0]
+        oldest = next(greeter for greeter, a in self._greeters.items() if a == address)
+        oldest.fail("too many connections are not authenticated")
+
+    def _ended(self, greeter: Greeter, connection: socket.socket | None, _: str) -> None:
+        del self._greeters[greeter]
+        if connection is not None:
+            self._authenticated(connection, greeter.greeting)

@@ -1,0 +1,79 @@
+"""Queue of the frames to one peer: small frames go before the next piece of bulk bytes."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+from paceline.cluster.membership.control_line.frames import PIECE, piece_header
+
+_MAX_SMALL = 2**26  # bytes of queued frames without bulk bytes
+_TOGETHER = 2**16  # bytes of small frames that one system call sends
+
+
+class Outbox:
+    """Outbox: frames that any thread adds and the line's thread sends.
+
+    Args:
+        max_bulk: the bulk bytes that are queued at most.
+    """
+
+    def __init__(self, max_bulk: int) -> None:
+        self._max_bulk = max_bulk
+        self._lock = threading.Lock()  # guards all that follows
+        self._small: deque[bytes] = deque()
+        self._bulk: deque[tuple[bytes, memoryview]] = deque()  # (header of a frame, rest of it)
+        self._small_size = self._bulk_size = 0
+        self._idle = True
+
+    def add(self, frame: bytes, bulk: memoryview | None = None) -> tuple[bool, bool]:
+        """Queue a frame.
+
+        Returns:
+            whether there was room; whether the line's thread has to be woken for it.
+        """
+        with self._lock:
+            if bulk is None:
+                if self._small_size + len(frame) > _MAX_SMALL:
+                    return False, False
+                self._small.append(frame)
+                self._small_size += len(frame)
+            else:
+                if self._bulk_size + len(bulk) > self._max_bulk:
+                    return False, False
+                self._bulk.append((frame, bulk))
+                self._bulk_size += len(bulk)
+            wake, self._idle = self._idle, False
+            return True, wake
+
+    def take(self) -> list[bytes | memoryview]:
+        """Remove and return the bytes to send next; [] marks the outbox as idle."""
+        with self._lock:
+            if self._small:
+                return [self._take_small()]
+            if self._bulk:
+                return self._take_piece()
+            self._idle = True
+            return []
+
+    def is_idle(self) -> bool:
+        """Return whether everything has been taken."""
+        with self._lock:
+            return self._idle
+
+    def _take_small(self) -> bytes:
+        frames = [self._small.popleft()]
+        size = len(frames[0])
+        while self._small and size + len(self._small[0]) <= _TOGETHER:
+            frames.append(self._small.popleft())
+            size += len(frames[-1])
+        self._small_size -= size
+        return b"".join(frames)
+
+    def _take_piece(self) -> list[bytes | memoryview]:
+        head, rest = self._bulk.popleft()
+        piece, rest = rest[:PIECE], rest[PIECE:]
+        if rest:
+            self._bulk.appendleft((b"", rest))
+        self._bulk_size -= len(piece)
+        return [head + piece_header(len(piece)), piece]

@@ -1,0 +1,187 @@
+"""Frames and greetings of the control line, without connections."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from paceline.cluster.membership.control_line.frames import (
+    PIECE,
+    Frame,
+    FrameReader,
+    InvalidFrame,
+    encode,
+    piece_header,
+)
+from paceline.cluster.membership.control_line.greeting import (
+    BEATS,
+    FRAMES,
+    AcceptorGreeting,
+    DialerGreeting,
+    Greeting,
+    GreetingError,
+)
+from paceline.cluster.membership.control_line.outbox import Outbox
+
+BULK = bytes(range(256)) * 2500  # two pieces and a half
+VOTE = encode("vote", {"ballot": [1, "a"], "of": None})
+SECRET = b"s" * 32
+
+
+def written(outbox: Outbox) -> list[bytes]:
+    units = []
+    while parts := outbox.take():
+        units.append(b"".join(parts))
+    return units
+
+
+def with_bulk(kind: str, body: dict[str, int], bulk: bytes) -> bytes:
+    outbox = Outbox(2**20)
+    assert outbox.add(encode(kind, body, len(bulk)), memoryview(bulk)) == (True, True)
+    return b"".join(written(outbox))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_frames_arrive_as_they_were_written_however_the_stream_is_cut(seed: int) -> None:
+    data = VOTE + with_bulk("part", {"rank": 1}, BULK) + VOTE
+    reader, frames, cuts = FrameReader(2**20), [], random.Random(seed)
+    while data:
+        size = cuts.choice([1, 7, 4096, 300_000])
+        frames += reader.feed(memoryview(data[:size]))
+        data = data[size:]
+    vote = Frame("vote", {"ballot": [1, "a"], "of": None}, b"")
+    assert frames == [vote, Frame("part", {"rank": 1}, BULK), vote]
+
+
+def test_small_frames_pass_the_pieces_of_a_large_one() -> None:
+    outbox = Outbox(2**20)
+    outbox.add(encode("part", {}, len(BULK)), memoryview(BULK))
+    first = b"".join(outbox.take())
+    outbox.add(VOTE)
+    outbox.add(VOTE)
+    rest = written(outbox)
+    assert rest[0] == VOTE * 2
+    assert len(rest) == 3
+    reader = FrameReader(2**20)
+    frames = reader.feed(memoryview(first + b"".join(rest)))
+    assert [frame.kind for frame in frames] == ["vote", "vote", "part"]
+    assert frames[-1].bulk == BULK
+
+
+def test_an_outbox_refuses_what_exceeds_its_room_and_wakes_its_thread_once() -> None:
+    outbox = Outbox(len(BULK))
+    head = encode("part", {}, len(BULK))
+    assert outbox.add(head, memoryview(BULK)) == (True, True)
+    assert outbox.add(head, memoryview(b"x")) == (False, False)
+    assert outbox.add(VOTE) == (True, False)
+    written(outbox)
+    assert outbox.is_idle()
+    assert outbox.add(head, memoryview(BULK)) == (True, True)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\n\r\n    ",
+        piece_header(5) + b"12345",  # of no frame
+        encode("part", {}, 2**20 + 1),
+        encode("part", {}, 5) + piece_header(6),
+        encode("part", {}, 5) + encode("part", {}, 5),
+        encode("part", {}, PIECE + 1) + piece_header(PIECE + 1),
+        VOTE[:-1] + b"x",
+        VOTE[:20] + b"vote" + b"[" * (len(VOTE) - 24),
+        encode("part", {}, 0).replace(b"{}", b"[]"),
+        b"PcL1\x00\x01\0\0" + (2**24 + 1).to_bytes(4, "big") + bytes(8),
+    ],
+)
+def test_bytes_that_are_no_frames_are_refused(data: bytes) -> None:
+    with pytest.raises(InvalidFrame):
+        FrameReader(2**20).feed(memoryview(data))
+
+
+def test_deeply_nested_json_is_refused() -> None:
+    text = b"[" * 200_000
+    head = b"PcL1\x00\x01\0\0" + len(text).to_bytes(4, "big") + bytes(8)
+    with pytest.raises(InvalidFrame):
+        FrameReader(2**20).feed(memoryview(head + b"k" + text))
+
+
+def greet(dialer: DialerGreeting, acceptor: Greeting) -> None:
+    """Pass the messages between two sides until both have ended."""
+    message = acceptor.feed(dialer.hello)
+    while message:
+        message = dialer.feed(message)
+        message = acceptor.feed(message) if message else b""
+
+
+def acceptor(secret: bytes = SECRET, name: str = "b", accepts: bool = True) -> AcceptorGreeting:
+    return AcceptorGreeting(secret, name, lambda greeting: accepts)
+
+
+def test_both_sides_of_a_greeting_agree_on_purpose_names_and_session() -> None:
+    a, b = DialerGreeting(SECRET, "a", "b", FRAMES), acceptor()
+    greet(a, b)
+    assert a.ended
+    assert b.ended
+    assert (b.peer, b.purpose, b.session) == ("a", FRAMES, a.session)
+    beats, accepted = DialerGreeting(SECRET, "a", "b", BEATS, a.session), acceptor()
+    greet(beats, accepted)
+    assert (accepted.purpose, accepted.session) == (BEATS, a.session)
+
+
+def test_each_greeting_begins_another_session() -> None:
+    sessions = set()
+    for _ in range(3):
+        a = DialerGreeting(SECRET, "a", "b", FRAMES)
+        greet(a, acceptor())
+        sessions.add(a.session)
+    assert len(sessions) == 3
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        (acceptor(secret=b"t" * 32), "lacks the secret"),
+        (acceptor(name="c"), "looks for another process"),
+        (acceptor(accepts=False), "not expected"),
+    ],
+)
+def test_a_greeting_ends_where_the_sides_do_not_match(other: AcceptorGreeting, reason: str) -> None:
+    with pytest.raises(GreetingError, match=reason):
+        greet(DialerGreeting(SECRET, "a", "b", FRAMES), other)
+    assert not other.ended
+
+
+def test_a_dialer_without_the_secret_is_refused() -> None:
+    b = acceptor()
+    b.feed(DialerGreeting(b"t" * 32, "a", "b", FRAMES).hello)
+    with pytest.raises(GreetingError, match="lacks the secret"):
+        b.feed(bytes(32))
+
+
+def test_the_messages_of_an_earlier_greeting_are_worthless() -> None:
+    a, b = DialerGreeting(SECRET, "a", "b", FRAMES), acceptor()
+    challenge = b.feed(a.hello)
+    proof = a.feed(challenge)
+    b.feed(proof)
+    again = acceptor()
+    again.feed(a.hello)
+    with pytest.raises(GreetingError, match="lacks the secret"):
+        again.feed(proof)
+    with pytest.raises(GreetingError, match="lacks the secret"):
+        DialerGreeting(SECRET, "a", "b", FRAMES).feed(challenge)
+
+
+def test_a_challenge_does_not_prove_the_dialer() -> None:
+    b = acceptor()
+    challenge = b.feed(DialerGreeting(SECRET, "a", "b", FRAMES).hello)
+    with pytest.raises(GreetingError, match="lacks the secret"):
+        b.feed(challenge[32:])
+
+
+def test_the_first_wrong_byte_ends_a_greeting() -> None:
+    b = acceptor()
+    assert b.feed(b"pace") == b""
+    with pytest.raises(GreetingError, match="another protocol"):
+        b.feed(b"r")
