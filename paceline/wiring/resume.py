@@ -31,8 +31,8 @@ from paceline.run.run import Run
 from paceline.state.checkpoint_choice import ancestors_of_start
 from paceline.state.checkpoint_files import Checkpoints, exchange_entry, read_checkpoint
 from paceline.state.run_folder import record_generation, record_lineage
-from paceline.wiring.checkpoint_transfer import fetch_checkpoint
-from paceline.wiring.machine_folders import (
+from paceline.wiring.search.checkpoint_transfer import fetch_checkpoint
+from paceline.wiring.search.machine_folders import (
     Candidate,
     FolderRecord,
     candidates,

@@ -14,8 +14,8 @@ from paceline.errors import CheckpointError, ConfigError
 from paceline.observe.csv_log import COLUMNS, Totals
 from paceline.state.checkpoint_files import Checkpoints
 from paceline.state.run_folder import next_generation, record_generation, recorded_lineage
-from paceline.wiring import checkpoint_transfer
 from paceline.wiring.resume import Start, find_start
+from paceline.wiring.search import checkpoint_transfer
 from tests.harness.equivalence.rank_threads import run_ranks
 from tests.harness.processes.worlds import run_of, world_of
 

@@ -6,6 +6,7 @@ import csv
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
+from typing import Self
 
 import pytest
 
@@ -139,6 +140,12 @@ class Member:
         self.log.hand_over()
         self.log.event("restore", epoch=epoch)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.log.close()
+
 
 def rows(folder: Path) -> list[tuple[str, str]]:
     """Return the epoch and the batches so far of each row."""
@@ -155,23 +162,23 @@ def test_only_the_leader_has_a_file(tmp_path: Path) -> None:
 
 
 def test_the_next_leader_adds_the_row_that_the_lost_one_did_not_write(tmp_path: Path) -> None:
-    lost, other = Member(tmp_path, leads=True), Member(tmp_path, leads=False)
-    for epoch in range(2):
-        lost.end_epoch(epoch)
-    for epoch in range(3):
-        other.end_epoch(epoch)
-    other.become_leader(3)
-    other.end_epoch(3)
+    with Member(tmp_path, leads=True) as lost, Member(tmp_path, leads=False) as other:
+        for epoch in range(2):
+            lost.end_epoch(epoch)
+        for epoch in range(3):
+            other.end_epoch(epoch)
+        other.become_leader(3)
+        other.end_epoch(3)
     assert rows(tmp_path) == [("0", "4"), ("1", "8"), ("2", "12"), ("3", "16")]
 
 
 def test_the_next_leader_removes_rows_to_which_the_run_went_back(tmp_path: Path) -> None:
-    lost, other = Member(tmp_path, leads=True), Member(tmp_path, leads=False)
-    for epoch in range(3):
-        lost.end_epoch(epoch)
-        other.end_epoch(epoch)
-    other.become_leader(1)
-    other.end_epoch(1)
+    with Member(tmp_path, leads=True) as lost, Member(tmp_path, leads=False) as other:
+        for epoch in range(3):
+            lost.end_epoch(epoch)
+            other.end_epoch(epoch)
+        other.become_leader(1)
+        other.end_epoch(1)
     assert rows(tmp_path) == [("0", "4"), ("1", "8")]
 
 
@@ -186,9 +193,9 @@ def test_the_next_leader_begins_a_file_in_its_own_folder_with_the_totals(tmp_pat
 
 
 def test_a_leader_that_is_one_no_longer_writes_nothing(tmp_path: Path) -> None:
-    member = Member(tmp_path, leads=True)
-    member.end_epoch(0)
-    member.leads = False
-    member.log.hand_over()
-    member.end_epoch(1)
+    with Member(tmp_path, leads=True) as member:
+        member.end_epoch(0)
+        member.leads = False
+        member.log.hand_over()
+        member.end_epoch(1)
     assert rows(tmp_path) == [("0", "4")]
