@@ -85,10 +85,7 @@ def test_the_newest_checkpoint_is_on_another_machine_than_rank_0(tmp_path: Path)
 def test_in_a_shared_folder_nothing_is_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise AssertionError("a checkpoint was sent")
-
-    monkeypatch.setattr(checkpoint_transfer, "load_state", refuse)
+    monkeypatch.setattr(checkpoint_transfer, "PIECE", 0)  # which no transfer survives
     newest = save(tmp_path, 8)
     found = start([tmp_path, tmp_path], (2, 1))
     assert [weights(one) for one in found] == [8.0] * 3
