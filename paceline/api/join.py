@@ -36,7 +36,14 @@ from paceline.observe.speed_recorder import SpeedRecorder
 from paceline.observe.step_account import StepAccount
 from paceline.observe.trackers.trackers import require_installed
 from paceline.state.run_folder import RunFolder
-from paceline.wiring import Start, build_trace, build_trackers, cores_per_worker, find_start
+from paceline.wiring import (
+    Start,
+    build_leader_recorder,
+    build_trace,
+    build_trackers,
+    cores_per_worker,
+    find_start,
+)
 
 _FIRST_TIMEOUT, _TIMEOUT = 1200.0, 60.0  # seconds; the defaults of the flags
 
@@ -193,7 +200,7 @@ def _open_world(session: Session) -> World:
         parameters = {**session.identity, "world_size": group.size, "device": session.device.type}
         run.recorder = StepAccount(
             EventFile(path, group.member.id),
-            *build_trackers(output, group, path, parameters),
+            build_leader_recorder(run, partial(build_trackers, output, path, parameters)),
             speed,
             trace=run.trace,
         )

@@ -451,7 +451,7 @@ class World:
         self._loop.replica, self._pairs = replica, list(pairs)
         self._position.several = bool(grouped)
         output, averaged = session.output, isinstance(replica, AveragedReplica)
-        if session.run is not None and self.rank == 0 and self._writer is None:
+        if session.run is not None and self._writer is None:
             self._writer = CheckpointWriter(
                 Checkpoints(session.run, output.keep_checkpoints),
                 constant={"config": session.identity},

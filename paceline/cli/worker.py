@@ -62,7 +62,7 @@ def train(config: TrainConfig, group: Group, store: Store, *, survives: bool = F
         start = wiring.find_start(config.output, folder, config.identity(), run, device)
         run.trace = wiring.build_trace(config.output, run, folder, device)
         speed = SpeedRecorder()
-        run.recorder, log = wiring.build_recorder(config, group, folder, start, run.trace, speed)
+        run.recorder = wiring.build_recorder(config, run, folder, start, speed)
         stack.callback(run.recorder.close)
         trainer = wiring.build_trainer(
             config,
@@ -80,7 +80,7 @@ def train(config: TrainConfig, group: Group, store: Store, *, survives: bool = F
         for loader in (trainer.train, trainer.test):
             if loader is not None:
                 stack.callback(loader.close)
-        _announce(config, trainer, start, log)
+        _announce(config, trainer, start)
 
         def report() -> RunStatus:
             return RunStatus.of(
@@ -134,7 +134,7 @@ def _run(trainer: Trainer, signals: StopSignals, folder: Path) -> bool:
         return ended
 
 
-def _announce(config: TrainConfig, trainer: Trainer, start: wiring.Start, log: Path | None) -> None:
+def _announce(config: TrainConfig, trainer: Trainer, start: wiring.Start) -> None:
     trainer.steps.record_start(
         start.origin,
         model=config.model.name,
@@ -144,7 +144,6 @@ def _announce(config: TrainConfig, trainer: Trainer, start: wiring.Start, log: P
         epochs=trainer.epochs,
         labels=trainer.num_labels,
         batch=config.global_batch,
-        log=log,
     )
     for note in start.notes:
         trainer.steps.run.recorder.event("note", text=note)

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from paceline.cluster.membership.generation import Group
 from paceline.cluster.membership.lineage import as_values
+from paceline.comm.communicator import total
 from paceline.data import splitmix
 from paceline.data.batch_slice import BatchSlice
 from paceline.errors import CommError, ConfigError, ReplicasDiffer
@@ -76,7 +77,7 @@ class Steps:
     Args:
         replica: this rank's model replica.
         run: the run, whose recorder receives one event per step, and measures the step.
-        writer: writes checkpoints on rank 0; None on other ranks, and where nothing is saved.
+        writer: writes checkpoints while this process is rank 0; None where nothing is saved.
         seed: seed of the random streams.
         position: the run's position, which each step advances.
         policy: when to save checkpoints within an epoch.
@@ -88,6 +89,10 @@ class Steps:
         snapshots: takes snapshots in memory.
         next_generation: called when a peer is lost; without it, the run ends then.
         speeds: measures the ranks' speeds; None: they aren't measured.
+
+    Attributes:
+        position: the run's position.
+        went_back: whether the run went back to a snapshot since this start.
     """
 
     def __init__(
@@ -109,6 +114,7 @@ class Steps:
     ) -> None:
         self.speeds = speeds
         self._snapshots, self._next_generation = snapshots, next_generation
+        self.went_back = False
         self._check = snapshots.check
         self._start_fields: dict[str, object] = {}
         self._replica, self.run = replica, run
@@ -234,7 +240,6 @@ class Steps:
                 error = lost
 
     def _enter(self, successor: Successor) -> None:
-        assert successor.group.generation.start == successor.start.step
         position, own = self._snapshots.restore(successor.start)
         members = {member.id for member in successor.group.generation.members}
         commits = self._snapshots.commits
@@ -242,6 +247,7 @@ class Steps:
         parts = [own, *successor.parts, *commits.backup_parts(successor.start, lost)]
         for field_name, value in position.items():
             setattr(self.position, field_name, value)
+        self.went_back = True
         self._snapshots.commits.enter_generation(successor.group.generation)
         self.run.enter(successor.group)
         whole = self._replica.enter_generation([part.state for part in parts])
@@ -423,26 +429,42 @@ class Steps:
             the number of completed steps in the newest checkpoint file, from which the run resumes;
             None where there is none, and on ranks that write none.
         """
-        if self._writer is None:
+        if self._writer is None or not self.run.leads:
             return None
         steps = self._writer.rescue()
         self._record_published(self._writer.published)
         return steps
 
-    def finish(self, *, stopped: bool = False) -> None:
+    def finish(self, *, stopped: bool = False, together: bool = False) -> None:
         """Return once everything is on the disk, and record the end. All ranks call it.
 
         Args:
             stopped: a signal requested the end.
+            together: where the run survives lost members, all ranks wait for the leader's files.
 
         Raises:
             CommError: a peer was lost, or silent.
             CheckpointError: it couldn't be written.
         """
+        if together and self.survives:
+            self._await_leader()
         if self._writer is not None:
             self._writer.wait()
             self._record_published(self._writer.published)
         self.run.recorder.event("finish", stopped=stopped)
+
+    def _await_leader(self) -> None:
+        """Return once rank 0 has written its last checkpoint, so that another one can replace it.
+
+        Ranks meet several times within the timeout, because a file may take longer.
+        """
+        context = self.run.context
+        limit, written = context.limits[1] / 4, False
+        while not written:
+            own = self._writer is None or not self.run.leads or self._writer.written(limit)
+            missing = torch.tensor([not own], dtype=torch.float64, device=self._device)
+            what = "the wait for the last checkpoint"
+            written = not total(context.communicator, missing, what).item()
 
     def _boundary(self, number: int) -> None:
         alone = self.run.context.summaries.alone

@@ -213,31 +213,28 @@ def is_finished(run: Path) -> bool:
     return any(b'"event": "end"' in lines.rpartition(b"\n")[2] for lines in files)
 
 
-def next_generation(run: Path, at_least: int = 0) -> int:
-    """Number a start's first generation: 0 for the first start, else one more than the last.
+def next_generation(run: Path) -> int:
+    """Return the number after that of the run's newest generation; 0 if there is none.
 
     Args:
-        run: the run's folder, which exists.
-        at_least: the generation in the checkpoint that the run resumes from.
+        run: the run's folder.
 
     Raises:
-        PacelineError: the folder can't be written.
+        PacelineError: the record of the number is damaged.
     """
     path = run / GENERATION_NAME
-    generation = at_least
-    if path.exists():
-        text = path.read_bytes().strip()
-        if not text.isdigit() or len(text) > _LONGEST_NUMBER:
-            raise PacelineError(
-                Message(
-                    "{} is damaged; it must contain the number of the run's last generation: "
-                    "write that number into it, or give another {--run_id}.",
-                    path,
-                )
+    if not path.exists():
+        return 0
+    text = path.read_bytes().strip()
+    if not text.isdigit() or len(text) > _LONGEST_NUMBER:
+        raise PacelineError(
+            Message(
+                "{} is damaged; it must contain the number of the run's last generation: "
+                "write that number into it, or give another {--run_id}.",
+                path,
             )
-        generation = max(generation, int(text) + 1)
-    record_generation(run, generation)
-    return generation
+        )
+    return int(text) + 1
 
 
 def record_generation(run: Path, generation: int) -> None:

@@ -17,7 +17,6 @@ from paceline.config.train import TrainConfig
 from paceline.data.source import Source
 from paceline.observe.loss_watch import LossWatch
 from paceline.observe.score_counter import BATCH_SUMS
-from paceline.recorder import NullRecorder, Recorder
 from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.replica import Replica
 from paceline.replica.state.copier import StateObjects
@@ -75,7 +74,8 @@ def build_trainer(
         ConfigError: model, weights or checkpoint can't be had as asked for.
     """
     optim, start = config.optim, start or Start()
-    recorder, leads = run.recorder, run.context.group.rank == 0
+    start.check_order(order_of(config, len(sources.train)), sources.train.fingerprint)
+    recorder = run.recorder
     torch.manual_seed(optim.seed)
     share = BatchShare()
     weights_file = config.model.load_model_path if start.state is None else ""
@@ -138,16 +138,15 @@ def build_trainer(
         recorder.event("note", text=note)
     weights = folder / f"{config.model.weights_name}.pt"
     output = config.output
-    of_losses = recorder if leads else NullRecorder()  # all ranks have the same
     steps = Steps(
         replica,
         run,
-        make_writer(config, folder, sources.train) if leads else None,
+        make_writer(config, folder, sources.train),
         seed=optim.seed,
         position=position,
         policy=SavePolicy(steps=output.checkpoint_steps, minutes=output.checkpoint_minutes),
         stopping=stopping,
-        check_sums=watch_of(config, of_losses, folder, lambda: steps.generation, train.steps).check,
+        check_sums=watch_of(config, run, folder, train.steps).check,
         value_count=BATCH_SUMS + 1,
         device=device,
         snapshots=_snapshots_of(run, replica, parts, device, output, position, backup),
@@ -165,7 +164,7 @@ def build_trainer(
         device=device,
         train=train,
         test=test,
-        save=partial(save_weights, weights, model) if leads else lambda: None,
+        save=lambda: save_weights(weights, model) if run.leads else None,
         epochs=optim.num_epochs,
         num_labels=config.data.num_labels,
     )
@@ -205,17 +204,16 @@ def make_writer(config: TrainConfig, folder: Path, source: Source) -> Checkpoint
     return CheckpointWriter(checkpoints, constant=constant)
 
 
-def watch_of(
-    config: TrainConfig, recorder: Recorder, folder: Path, generation: Callable[[], int], steps: int
-) -> LossWatch:
+def watch_of(config: TrainConfig, run: Run, folder: Path, steps: int) -> LossWatch:
     """Make the watch that records the losses and stops a run that diverges; epochs have `steps`."""
     remedy = (
         "Use a smaller --base_learning_rate or add --warmup_epochs; the checkpoints in "
         f"{folder / FOLDER} are valid."
     )
     return LossWatch(
-        recorder,
-        generation=generation,
+        run.recorder,
+        generation=lambda: run.context.group.generation.number,
+        leads=lambda: run.leads,
         max_loss=config.optim.max_loss,
         remedy=remedy,
         every=steps if config.optim.max_loss_at == "epoch" else 1,

@@ -94,6 +94,7 @@ class TrainerRollbacks:
         backups: the members' backups; None: a member that isn't in the next generation hands over
             its part.
         restored: for each lost member, its own part of a start, and the copy that replaces it.
+        apart: whether each machine has a run folder of its own, `folder_of`.
         starts: the steps from which generations went on.
         handed_over: for each of them, the members that got a copy of the start snapshot.
     """
@@ -104,6 +105,7 @@ class TrainerRollbacks:
     moments: Sequence[Sequence[Moment]] = ()
     parked: Sequence[Collection[int]] = ()
     backups: BackupMembers | None = None
+    apart: bool = False
     starts: list[int] = field(default_factory=list)
     handed_over: list[list[int]] = field(default_factory=list)
     restored: list[tuple[OwnPart, OwnPart]] = field(default_factory=list)
@@ -124,6 +126,10 @@ class TrainerRollbacks:
         save_weights(self.folder / "start.pt", start)
         return run_ranks(sum(self.machines), lambda c: self._train(c, config))
 
+    def folder_of(self, machine: int) -> Path:
+        """Return the run folder of a machine."""
+        return self.folder / f"machine{machine}" if self.apart else self.folder
+
     @property
     def rows(self) -> list[dict[str, str]]:
         """The rows of the CSV log."""
@@ -141,6 +147,7 @@ class TrainerRollbacks:
 
     def _train(self, c: Communicator, config: TrainConfig) -> Mapping[str, Tensor]:
         device, group = torch.device("cpu"), self._group(c, 0)
+        folder = self.folder_of(group.machine)
         numbers = iter(range(1, 99))  # of the next generations
 
         def next_generation(error: CommError, held: Sequence[SnapshotName]) -> Successor:
@@ -155,7 +162,7 @@ class TrainerRollbacks:
                 number = next(numbers)
                 self._held.pop(c.rank, None)
                 start = self._agree(c, number)
-            parts = self._parts[number] if c.rank == 0 else []
+            parts = self._parts[number] if c.rank == self._present(number)[0] else []
             return Successor(group=self._group(c, number), start=start, parts=parts)
 
         with ExitStack() as stack:
@@ -163,7 +170,7 @@ class TrainerRollbacks:
             stack.callback(sources.close)
             run = stack.enter_context(wiring.make_run(config, group, self._store, device))
             start = wiring.Start()
-            run.recorder, log = wiring.build_recorder(config, group, self.folder, start)
+            run.recorder = wiring.build_recorder(config, run, folder, start)
             stack.callback(run.recorder.close)
             backup = None
             if self.backups is not None:
@@ -173,7 +180,7 @@ class TrainerRollbacks:
                 run,
                 sources,
                 device,
-                self.folder,
+                folder,
                 start,
                 next_generation=next_generation,
                 backup=backup,
@@ -189,7 +196,6 @@ class TrainerRollbacks:
                 steps=trainer.train.steps,
                 epochs=trainer.epochs,
                 batch=config.global_batch,
-                log=log,
             )
             self._snapshots[c.rank] = trainer.steps._snapshots
             Breaks(trainer, [moments[c.rank] for moments in self.moments])
@@ -220,7 +226,7 @@ class TrainerRollbacks:
         meet(c)
         if is_in and not was_in and start not in own.held:
             self.handed_over[-1].append(c.rank)
-            hold(own, start, state_of_all(self._snapshots[0], start))
+            hold(own, start, state_of_all(self._snapshots[self._present(number - 1)[0]], start))
         meet(c)
         return start
 
@@ -256,6 +262,10 @@ class TrainerRollbacks:
             raise Parked
         backups.records[member].promised = False
         return Successor(group=self._group(c, number), start=start, parts=parts)
+
+    def _present(self, number: int) -> list[int]:
+        """Return the members that are in a generation."""
+        return [one for one in range(sum(self.machines)) if one not in self._parked(number)]
 
     def _parked(self, number: int) -> Collection[int]:
         """Return the members that aren't in a generation."""
