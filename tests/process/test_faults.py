@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from paceline.cli.main import main
-from tests.harness.processes.command import Result, all_end
+from tests.harness.processes.command import Result, all_end, rows_of
 from tests.harness.processes.fault_runs import FIRST_KILL, FaultRun, distance, proof_of
 
 SYNCS = {
@@ -89,6 +89,8 @@ def test_the_others_continue_in_their_processes_where_workers_are_killed(
     assert ended.status == 0, ended.text
     requires_reported(ended, run, lost)
     requires_trained(run, [rank for rank in range(workers) if rank not in lost], undisturbed)
+    assert distance(run.weights(), undisturbed) < EXACT
+    assert [row["epoch"] for row in rows_of(run.run_folder)] == ["0", "1", "2", "3", "4"]
 
 
 @pytest.mark.parametrize(("sync", "lost"), [("replicated", (1, 2)), ("sharded", (0, 1))], ids=str)
