@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from paceline.cli.main import main
-from tests.harness.processes.command import Result, all_end
+from tests.harness.processes.command import Result, all_end, rows_of
 from tests.harness.processes.fault_runs import FIRST_KILL, FaultRun, distance, proof_of
 
 SYNCS = {
@@ -52,7 +52,7 @@ def requires_trained(
         assert distance(weights, run.weights_of(continued[0])) == 0
 
 
-def requires_said(ended: Result, run: FaultRun, lost: tuple[int, ...]) -> None:
+def requires_reported(ended: Result, run: FaultRun, lost: tuple[int, ...]) -> None:
     """Require that a line names each lost worker, and one the processes that continue."""
     for rank in lost:
         assert f"rank {rank} on machine 0 " in ended.text
@@ -87,12 +87,14 @@ def test_the_others_continue_in_their_processes_where_workers_are_killed(
     run.release()
     ended = run.wait()
     assert ended.status == 0, ended.text
-    requires_said(ended, run, lost)
+    requires_reported(ended, run, lost)
     requires_trained(run, [rank for rank in range(workers) if rank not in lost], undisturbed)
+    assert distance(run.weights(), undisturbed) < EXACT
+    assert [row["epoch"] for row in rows_of(run.run_folder)] == ["0", "1", "2", "3", "4"]
 
 
 @pytest.mark.parametrize(("sync", "lost"), [("replicated", (1, 2)), ("sharded", (0, 1))], ids=str)
-def test_a_run_that_lost_a_part_of_its_state_says_so_and_the_same_command_resumes_it(
+def test_a_run_that_lost_a_part_of_its_state_reports_it_and_the_same_command_resumes_it(
     tmp_path: Path, undisturbed: Mapping[str, Tensor], sync: str, lost: tuple[int, ...]
 ) -> None:
     run = FaultRun(tmp_path, *SYNCS[sync])
