@@ -12,7 +12,7 @@ from paceline.cli import ledger
 from paceline.state.run_folder import next_generation
 from tests.harness.library.gan import SAMPLES
 from tests.harness.library.gan_rollbacks import CASES as GANS
-from tests.harness.library.rollback_script import CASES, EPOCHS, TRIALS
+from tests.harness.library.rollback_script import AVERAGES, CASES, EPOCHS, TRIALS
 from tests.harness.processes.launcher_commands import run
 from tests.harness.processes.run_folders import events
 
@@ -22,9 +22,9 @@ SCRIPT = ("-m", "tests.harness.library.rollback_script")
 def test_a_loop_whose_generations_end_in_mid_step_trains_the_same_bits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ended = run("paceline", *SCRIPT, "2", "runs", *CASES, folder=tmp_path)
+    ended = run("paceline", *SCRIPT, "2", "runs", *CASES, *AVERAGES, folder=tmp_path)
     assert ended.status == 0, ended.text
-    for name in CASES:
+    for name in (*CASES, *AVERAGES):
         assert ended.text.count(f"{name}: equal") == 2
         folder = tmp_path / "runs" / name
         assert samples_trained(folder, capsys) == [50] * EPOCHS
@@ -39,9 +39,10 @@ def test_a_loop_whose_generations_end_in_mid_step_trains_the_same_bits(
 def test_a_loop_continues_with_two_of_three_members_and_with_all_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ended = run("paceline", *SCRIPT, "3", "runs", *CASES, folder=tmp_path, ranks=3)
+    names = (*CASES, *AVERAGES)
+    ended = run("paceline", *SCRIPT, "3", "runs", *names, folder=tmp_path, ranks=3)
     assert ended.status == 0, ended.text
-    for name in CASES:
+    for name in names:
         digests = re.findall(f"{name}: close (\\w+)", ended.text)
         assert len(digests) == 3, ended.text
         assert len(set(digests)) == 1

@@ -38,6 +38,7 @@ class Successors:
 
     Attributes:
         generation: number of the present generation, from 0.
+        starts: the steps from which the later generations continued.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Successors:
         self._world, self._parked = world, parked
         self._first = self._present = world._run.context.group.generation
         self._member, self.generation = world.rank, 0
+        self.starts: list[int] = []
 
     def decide(self, error: CommError, held: Sequence[SnapshotName]) -> Successor:
         """Return the next generation that this member is in."""
@@ -70,6 +72,7 @@ class Successors:
         of_all = set.intersection(*({SnapshotName(*n) for n in json.loads(t)} for t in texts))
         start = max(of_all, key=lambda name: name.step)
         self.generation += 1
+        self.starts.append(start.step)
         self._present = self._following(start.step)
         after, parts = self._members, []
         if set(after) - set(before) and member == 0:
