@@ -64,7 +64,7 @@ def average_weights(
                 transport=config.transport,
                 connections=config.connections or 1,
                 trace=run.trace,
-                server=None if met is None else met.link,
+                server=None if met is None else met.link(context),
             ),
             topology=topology,
             limits=context.limits,

@@ -6,7 +6,7 @@ It trains each case without and with such ends. With two ranks all are in each g
 prints the case with "equal" where all bits of weights, optimizer and loss scale are. With three the
 second one isn't in generations of odd number, and it prints the case with "close" and a digest
 where all values are, to 1e-10. Averaging is compared with a training whose generations end where
-their snapshots were taken, so that nothing is repeated.
+their snapshots were taken, so that nothing is repeated; and without a server, if it has one.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ AVERAGES = {
     "average": Case({"sync": "average:every=2,outer=diloco"}),
     "delayed": Case({"sync": "average:every=4,delay=1,momenta=average"}),
 }
+SERVED = Case({"sync": "average:every=2,outer=diloco,through=server"})
 # Trials begin in step 100, and take 24 steps. They begin anew in each further generation until the
 # choice is made; another 24 steps fit behind the last end.
 TRIALS = Case({"sync": "auto"}, epochs=36, ends=(50, 104, 118, 148))
@@ -191,17 +192,17 @@ def main() -> None:
     """Train each case twice, and compare."""
     ranks, folder, *names = sys.argv[1:]
     for number, name in enumerate(names):
-        case = TRIALS if name == "trials" else {**CASES, **AVERAGES}[name]
+        case = TRIALS if name == "trials" else {**CASES, **AVERAGES, "served": SERVED}[name]
         broken = train(case, drawn(case, number, int(ranks)), Path(folder, name))
         starts: list[int] = broken.pop("starts").tolist()
-        replayed = ranks == "3" and name in AVERAGES
+        replayed = ranks == "3" and "average" in str(case.arguments["sync"])
         moments = [[(start, "begin")] * 3 for start in starts] if replayed else []
-        plain = train(case, moments, None)
+        plain = train(AVERAGES["average"] if case is SERVED else case, moments, None)
         assert plain.pop("starts").tolist() == (starts if replayed else [])
         alike = torch.equal if ranks == "2" or replayed else close
         unlike = [key for key in plain if not alike(plain[key], broken[key])]
         common = {key: value for key, value in broken.items() if "momentum" not in key}
-        of_all = common if name in AVERAGES else broken
+        of_all = common if "average" in str(case.arguments["sync"]) else broken
         answer = "equal" if ranks == "2" else f"close {digest(of_all)}"
         print(f"{name}: {unlike or answer}", flush=True)
 
