@@ -57,6 +57,7 @@ def join(
     device: str | torch.device | None = None,
     first_iter_timeout: float | None = None,
     timeout: float | None = None,
+    peer_timeout: float = 10.0,
 ) -> World:
     """Connect this process to those that were started with it; collective.
 
@@ -94,6 +95,8 @@ def join(
             the launcher's, or 1,200.
         timeout: seconds to wait for another process in any later step; by default the launcher's,
             or 60.
+        peer_timeout: seconds without a sign of life after which another process counts as lost;
+            the others then continue without it.
 
     Raises:
         ConfigError: an argument breaks a rule, the ranks differ, or the run is active elsewhere.
@@ -114,6 +117,7 @@ def join(
         )
         positive("first_iter_timeout", timeouts[0])
         positive("timeout", timeouts[1])
+        positive("peer_timeout", peer_timeout)
         output = OutputConfig(
             resume=str(resume),
             checkpoint_steps=checkpoint_steps,
@@ -142,6 +146,7 @@ def join(
                 joined=joined,
                 device=chosen,
                 timeouts=timeouts,
+                peer_timeout=peer_timeout,
                 run=folder,
                 output=output,
                 seed=seed,
@@ -176,6 +181,8 @@ def _open_world(session: Session) -> World:
     if group.local_world_size > 1:  # the cores of a machine are shared among its processes
         cores = cores_per_worker(group.local_world_size)
         torch.set_num_threads(min(torch.get_num_threads(), cores))
+    session = session.join_membership()
+    group = session.joined.group
     start, run, speed = Start(), session.make_run(), SpeedRecorder()
     if path is not None:
         start = find_start(output, path, session.identity, run, session.device)

@@ -27,6 +27,7 @@ from paceline.cluster.membership.generation import Group
 from paceline.cluster.rendezvous.machine_rendezvous import answer_finished
 from paceline.cluster.rendezvous.run_plan import RunPlan
 from paceline.cluster.supervision.formed_run import FormedRun
+from paceline.cluster.supervision.machine_endpoint import MachineEndpoint
 from paceline.cluster.supervision.requests.member_record import remove_records_of_machine
 from paceline.cluster.supervision.requests.run_presence import RunPresence
 from paceline.cluster.supervision.requests.run_status import RunStatus
@@ -117,6 +118,7 @@ def _supervise(config: TrainConfig, argv: Sequence[str]) -> int:
             [*command, "train", *argv],
             formed=formed,
             finish=folder.finish,
+            open_endpoint=MachineEndpoint,
             server=[*command, "serve"] if serves and averaging.average_server == "run" else (),
         )
 
@@ -126,7 +128,7 @@ def _work(config: TrainConfig, group: Group, store: Store) -> None:
     path = Path(config.output.output_dir, config.world.run_id)
     with closing(RunFolder(path, shard_id=group.machine)) as folder:
         folder.hold(group.local_rank)
-        train(config, group, store)
+        train(config, group, store, survives=True)
 
 
 def _check_server(config: TrainConfig) -> None:

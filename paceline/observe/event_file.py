@@ -9,7 +9,9 @@ Earlier versions named the files `events.rank<r>.jsonl`, to which each start of 
 
     run         a start of generation g, by each of its ranks; its members in rank order, its id,
                 the number of completed steps from which it starts, and all its ancestors as
-                [id, start]. The member's lines that follow are of this generation
+                [id, start]. The member's lines that follow are of this generation. Where an
+                optimizer's step trains several batches, each counts as a step, and a start names
+                the last one of them; `restore` has the number of completed steps
     restore     generation g resumes before step s: its ancestors' lines from step s on are void
     step        this rank trained positions [first, last) of the epoch's order; what it took. Rank r
                 has positions [cuts[r], cuts[r + 1]) of it, as the data order divides the batch

@@ -37,7 +37,8 @@ class SpeedRecorder(NullRecorder):
             elif name == "evaluate":
                 self._rate.pause(now)
             else:
-                self._rate.step(fields["samples"], now)
+                cuts = fields["cuts"]
+                self._rate.step(cuts[-1] - cuts[0], now)
                 if now - self._looked >= _LOOK_S:
                     self._looked = now
                     self._rate.samples_per_second(now)

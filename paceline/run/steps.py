@@ -133,6 +133,11 @@ class Steps:
         """The number of the run's present generation, for the ledger."""
         return self.run.context.group.generation.number
 
+    @property
+    def survives(self) -> bool:
+        """Whether the loss of a peer leads to another generation; the same on all ranks."""
+        return self._next_generation is not None and self._snapshots.on
+
     def _begin_generation(self, *, saved: bool) -> None:
         self._continued = 0  # which optimizers stepped an odd number of times in `continue_step`
         self._stop_requested_in: int | None = None  # the step in which a rank asked to stop
@@ -204,7 +209,7 @@ class Steps:
         Args:
             error: reports the lost connection; raised where the run can't continue.
         """
-        if self._next_generation is None or not self._snapshots.on:
+        if not self.survives:
             raise error
         self._replica.leave_generation()
         self.run.context.abort()

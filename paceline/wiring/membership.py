@@ -26,10 +26,10 @@ from paceline.cluster.membership.membership import (
     supervisor_key,
     supervisor_name,
 )
+from paceline.cluster.membership.voting.messages import Held
 from paceline.cluster.membership.witness import Witness
 from paceline.cluster.stores.waiting import await_keys
 from paceline.cluster.supervision.supervisor import print_message
-from paceline.cluster.membership.voting.messages import Held
 from paceline.errors import CommError, many
 from paceline.run.backup.backup_channel import HeldParts
 from paceline.run.backup.snapshot_backup import SnapshotBackup
@@ -39,7 +39,6 @@ from paceline.run.steps import Successor
 from paceline.state.snapshots import SnapshotName
 
 _BACKUP, _CONFIRMED = "backup", "confirmed"
-
 
 
 def join_membership(
@@ -54,8 +53,8 @@ def join_membership(
         limit: seconds to wait for the other members.
 
     Returns:
-        the group, whose generation names the witness if there is one; and the link to the membership,
-        None in a world of one rank.
+        the group, whose generation names the witness if there is one; and the link to the
+        membership, None in a world of one rank.
 
     Raises:
         CommError: a member didn't come in time, or can't be reached.
@@ -193,13 +192,14 @@ class MemberLink:
             seconds=waited,
         )
         if group.rank == 0:
-            size, start = many(group.size, "process", "processes"), generation.start
+            size, start = many(group.size, "process"), generation.start
             verb = "continues" if group.size == 1 else "continue"
             print_message(
                 f"{_reasons(change)}. {size} {verb} from step {start:,} as generation "
                 f"{generation.number}, decided after {waited:.2f} s."
             )
-        start_name = SnapshotName(generation.start_token, generation.start)
+        token, _, step = generation.start_token.rpartition(":")
+        start_name = SnapshotName(token, int(step))
         return Successor(group=group, start=start_name)
 
     def leave(self) -> None:
@@ -216,13 +216,13 @@ class MemberLink:
         self, holder: str, name: SnapshotName, owner: str, chunks: Sequence[memoryview]
     ) -> None:
         """Send a part to its backup holder, as `BackupChannel` does."""
-        body = {"token": name.token, "step": name.step, "owner": owner}
+        body: dict[str, Any] = {"token": name.token, "step": name.step, "owner": owner}
         self._membership.line.send(holder, _BACKUP, body, b"".join(chunks))
 
     def _receive(self, peer: str, body: Mapping[str, Any], data: bytes | bytearray) -> None:
         name = SnapshotName(body["token"], body["step"])
         if self.backup.receive(name, body["owner"], data):
-            confirmed = {"token": name.token, "step": name.step}
+            confirmed: dict[str, Any] = {"token": name.token, "step": name.step}
             self._membership.line.send(peer, _CONFIRMED, confirmed)
 
     def _confirm(self, peer: str, body: Mapping[str, Any], data: bytes | bytearray) -> None:
@@ -233,8 +233,8 @@ class MemberLink:
         records = tuple(
             Held(
                 generation=name.token.split("/")[1],
-                token=name.token,
-                step=name.step,
+                token=f"{name.token}:{name.step}",
+                step=each.completed,
                 parts=tuple(sorted(each.parts)),
                 members=len(each.whole),
             )

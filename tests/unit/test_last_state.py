@@ -40,7 +40,7 @@ def test_the_speed_is_that_of_the_last_seconds() -> None:
     speed = SpeedRecorder(lambda: now)
     assert speed.samples_per_second() is None
     for samples in (10, *[10] * 20, *[30] * 20):  # a step a second; the first one starts the clock
-        speed.event("step", samples=samples)
+        speed.event("step", cuts=(4, 5, 4 + samples))
         now += 1.0
     now -= 1.0
     measured = speed.samples_per_second()
@@ -48,7 +48,7 @@ def test_the_speed_is_that_of_the_last_seconds() -> None:
     assert 28 <= measured <= 32
     speed.event("evaluate")
     now += 100.0
-    speed.event("step", samples=300)
+    speed.event("step", cuts=(0, 300))
     assert speed.samples_per_second() == 3.0
 
 

@@ -74,6 +74,7 @@ ALLOWED = {
     "observe/ledger/history.py Stretch.generation": _READ,
     "observe/ledger/history.py Stretch.rank": _READ,
     "observe/ledger/periods.py Period.generation": _READ,
+    "observe/ledger/proof.py GenerationAccount.members": _READ,
     "observe/ledger/reading.py History.members": _READ,
     "observe/ledger/reading.py _Start.generation": _READ,
     "observe/ledger/reading.py _Start.rank": _READ,

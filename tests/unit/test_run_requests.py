@@ -87,7 +87,7 @@ def test_a_request_to_stop_calls_the_hook(
     presence(stop=stopped.set)
     (found,) = read_records(tmp_path)
     ask(found, Request(kind="stop"))
-    assert stopped.is_set()
+    assert stopped.wait(10)
 
 
 def test_a_process_without_an_answer_says_why_and_answers_the_next(
@@ -119,6 +119,31 @@ def test_another_users_request_is_refused(
     with pytest.raises(CommError, match="belongs to another user"):
         ask(found, Request(kind="stop"))
     assert not stopped.is_set()
+
+
+def test_an_answer_is_on_the_way_before_the_process_stops(
+    presence: Callable[..., RunPresence], tmp_path: Path
+) -> None:
+    answered = threading.Event()
+    presence(stop=lambda: order.append("stopped" if answered.wait(10) else "unanswered"))
+    (found,), order = read_records(tmp_path), list[str]()
+    ask(found, Request(kind="stop"))
+    answered.set()
+    while not order:
+        assert ask_status(tmp_path) is not None  # the thread is done with the first request
+    assert order == ["stopped"]
+
+
+def test_a_process_that_ends_before_it_answers_is_an_error_of_the_connection() -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        name = f"paceline-{os.getpid()}"
+        listener.bind(f"\0{name}")
+        listener.listen()
+        thread = threading.Thread(target=lambda: listener.accept()[0].close())
+        thread.start()
+        with pytest.raises(ConnectionError):
+            ask(record(socket=name), Request(kind="stop"))
+        thread.join()
 
 
 def test_a_socket_of_another_process_is_not_asked(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ from paceline.cluster.membership.voting.messages import (
 from paceline.cluster.membership.voting.successor import View, acceptors_of, is_quorum
 from paceline.cluster.membership.witness import Witness
 from paceline.cluster.membership.witness_thread import WitnessThread
-from paceline.errors import CommError, CommTimeout
+from paceline.errors import CommError, CommTimeout, PeerLost
 
 _JUDGE_S = 0.25  # between two judgments of the evidence
 _PROGRESS_S = 1.0  # between two reports of progress
@@ -63,7 +63,7 @@ VOTE, STORE = "vote", "store"
 LEFT, PROMISED, EXITED, PROGRESS, LEAVING = "left", "promised", "exited", "progress", "leaving"
 
 
-class OutsideWorld(CommError):
+class OutsideWorld(PeerLost):
     """Error of a member that is in no further generation: it was expelled, or has no quorum."""
 
 
@@ -109,9 +109,7 @@ class Membership:
         options: EvidenceOptions,
     ) -> None:
         self._member, self._acceptor, self._options = member, acceptor, options
-        self._handlers: dict[
-            str, Callable[[str, Mapping[str, Any], bytes | bytearray], None]
-        ] = {}
+        self._handlers: dict[str, Callable[[str, Mapping[str, Any], bytes | bytearray], None]] = {}
         self._changed = threading.Condition()  # guards what the training thread shares, up to:
         self._changes: dict[str, Change] = {}
         """By the id of the generation that ended."""

@@ -54,7 +54,8 @@ class MachineEndpoint:
     def exited(self, end: WorkerExit) -> None:
         """Report the end of a worker to all members."""
         if end.failed and end.member:
-            self._line.broadcast(EXITED, {"member": end.member, "how": end.text})
+            how = end.text.partition(". ")[0].removeprefix(f"{end.name} ").rstrip(".")
+            self._line.broadcast(EXITED, {"member": end.member, "how": how})
 
     def close(self) -> None:
         """End the connections."""

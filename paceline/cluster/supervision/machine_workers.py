@@ -205,7 +205,13 @@ class MachineWorkers:
         if self._endpoint is not None:
             member = self._member(local_rank).id if local_rank < self._plan.workers else ""
             self._endpoint.exited(
-                WorkerExit(local_rank=local_rank, member=member, text=text, failed=failed)
+                WorkerExit(
+                    local_rank=local_rank,
+                    member=member,
+                    name=self._name(local_rank),
+                    text=text,
+                    failed=failed,
+                )
             )
 
     def _end(self) -> None:

@@ -13,12 +13,14 @@ class WorkerExit:
     Attributes:
         local_rank: the worker's, in the start's first generation.
         member: the worker's member id; "" for a server of merges.
-        text: how it ended, a sentence.
+        name: what messages call the worker.
+        text: how it ended, a sentence that begins with the name.
         failed: whether it didn't end well.
     """
 
     local_rank: int
     member: str
+    name: str
     text: str
     failed: bool
 

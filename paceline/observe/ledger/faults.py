@@ -58,10 +58,11 @@ def contradictions(history: History, period: Period) -> Iterator[str]:
         yield f"Its ranks recorded that they resumed at different steps: {steps}."
     if written.stretches and not written.restores:
         yield "No line records the step at which it resumed."
-    elif written.headers and written.restores - {written.start}:
+    declared = min((lineage[-1].start for lineage in written.headers), default=None)
+    if declared is not None and any(step > declared for step in written.restores):
         yield (
-            f"It started after {written.start:,} steps, but its ranks recorded that they resumed "
-            f"at step {min(written.restores)}."
+            f"It started after {declared:,} steps, but its ranks recorded that they resumed at "
+            f"step {max(written.restores)}."
         )
     if any(not 0 <= step <= history.extent.total for step in written.restores):
         yield (

@@ -117,10 +117,13 @@ class GenerationRecords:
 
     @property
     def start(self) -> int | None:
-        """The number of completed steps from which it started; None if no line records it."""
-        if self.headers:
-            return min(lineage[-1].start for lineage in self.headers)
-        return min(self.restores or {stretch.start for stretch in self.stretches}, default=None)
+        """The number of completed steps from which it started; None if no line records it.
+
+        The lines `restore` have it exactly. Where an optimizer's step trains several batches, each
+        counts as a step here, and the header names the last one of them.
+        """
+        starts = self.restores or {lineage[-1].start for lineage in self.headers}
+        return min(starts or {stretch.start for stretch in self.stretches}, default=None)
 
     @property
     def ancestors(self) -> Lineage:

@@ -68,7 +68,8 @@ def lineages_of(generations: Mapping[str, GenerationRecords]) -> dict[str, Linea
             recorded = generations[earlier].headers and generation.headers
             if generations[earlier].number < generation.number and not recorded:
                 before.update((each.id, each) for each in lineage if each.id not in before)
-        before.update((each.id, each) for each in generation.ancestors if each.id not in before)
+        for each in generation.ancestors:
+            before.setdefault(each.id, found[each.id][-1] if each.id in found else each)
         before.pop(key, None)
         found[key] = (*before.values(), Ancestor(id=key, start=generation.start))
     return found

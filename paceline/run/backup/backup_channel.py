@@ -16,10 +16,13 @@ class HeldParts:
     Attributes:
         parts: ids of the members whose part it has: its own id, and those of its copies.
         whole: ids of all members whose parts make up the snapshot.
+        completed: the number of completed steps in it; smaller than the step in its name where a
+            step trains several batches.
     """
 
     parts: frozenset[str]
     whole: frozenset[str]
+    completed: int
 
 
 class BackupChannel(Protocol):

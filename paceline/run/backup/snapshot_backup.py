@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from queue import SimpleQueue
+from typing import NamedTuple
 
 from paceline.errors import CommError, CommTimeout, ConfigError
 from paceline.run.backup.backup_channel import BackupChannel, HeldParts, RecordHeld
@@ -23,6 +24,14 @@ from paceline.state.snapshots import SnapshotName
 
 _END_LIMIT = 5.0  # seconds that the end waits for a part that is being sent
 _ENDS = "The present generation of the world ends, because a peer was lost."
+
+
+class _Own(NamedTuple):
+    """Held snapshot: this member's id, the ids of all owners, its number of completed steps."""
+
+    owner: str
+    whole: frozenset[str]
+    completed: int
 
 
 class SnapshotBackup:
@@ -36,7 +45,7 @@ class SnapshotBackup:
     def __init__(self, channel: BackupChannel, record_held: RecordHeld) -> None:
         self._channel, self._record_held = channel, record_held
         self._changed = threading.Condition()  # guards all that follows
-        self._own: dict[SnapshotName, tuple[str, frozenset[str]]] = {}  # own id, and all owners'
+        self._own: dict[SnapshotName, _Own] = {}
         self._copies = PartCopies()
         self._confirmed: set[SnapshotName] = set()
         self._acknowledged: set[SnapshotName] = set()
@@ -64,6 +73,7 @@ class SnapshotBackup:
         owner: str,
         holder: str | None,
         whole: Iterable[str],
+        completed: int,
     ) -> None:
         """Record a snapshot that is held, and send the own part in the background.
 
@@ -73,9 +83,10 @@ class SnapshotBackup:
             owner: this member's id.
             holder: the backup holder's id; None: there is no other member, and nothing is sent.
             whole: ids of all members whose parts make up the snapshot.
+            completed: the number of completed steps in it.
         """
         with self._changed:
-            self._own[name] = owner, frozenset(whole)
+            self._own[name] = _Own(owner, frozenset(whole), completed)
             self._record()
             if holder is None:
                 self._confirmed.add(name)
@@ -238,13 +249,14 @@ class SnapshotBackup:
 
     def _held(
         self,
-        own: Mapping[SnapshotName, tuple[str, frozenset[str]]],
+        own: Mapping[SnapshotName, _Own],
         without: Sequence[tuple[SnapshotName, str]] = (),
     ) -> dict[SnapshotName, HeldParts]:
         held = {}
-        for name, (owner, whole) in own.items():
+        for name, (owner, whole, completed) in own.items():
             copies = {each for each in self._copies.owners(name) if (name, each) not in without}
-            held[name] = HeldParts(parts=frozenset({owner, *copies}), whole=whole)
+            parts = frozenset({owner, *copies})
+            held[name] = HeldParts(parts=parts, whole=whole, completed=completed)
         return held
 
     def _forget_others(self) -> None:

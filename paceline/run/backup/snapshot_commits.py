@@ -167,4 +167,5 @@ class SnapshotCommits:
             owner=group.member.id,
             holder=None if holder is None else group.generation.members[holder].id,
             whole=self.members(name),
+            completed=self._snapshots.state(name)[POSITION]["number"],
         )

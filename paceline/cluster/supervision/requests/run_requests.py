@@ -109,7 +109,10 @@ def ask(record: MemberRecord, request: Request) -> Answer:
             raise ConnectionRefusedError("the socket is another process's")
         with suppress(BrokenPipeError):  # refused before the request was read; the answer says so
             send_all(connection, request.to_text().encode(), deadline)
-        answer = Answer.from_text(receive_all(connection, deadline, _LONGEST_ANSWER))
+        text = receive_all(connection, deadline, _LONGEST_ANSWER)
+    if not text:
+        raise ConnectionResetError("the process ended before it answered")
+    answer = Answer.from_text(text)
     if answer.error:
         raise CommError(answer.error)
     return answer

@@ -95,21 +95,25 @@ class RunSocket:
                 self._answer(client)
 
     def _answer(self, client: socket.socket) -> None:
-        deadline = time.monotonic() + CLIENT_S
+        deadline, stops = time.monotonic() + CLIENT_S, False
         try:
             request = Request.from_text(receive_all(client, deadline, _LONGEST_REQUEST))
             if peer_of(client)[1] != os.geteuid():
                 raise CommError("the run belongs to another user; repeat the command as that user.")
             answer = self._obey(request)
+            stops = request.kind == "stop"
         except OSError:
             raise
         except Exception as error:  # which the client prints
             answer = Answer(error=str(error) or type(error).__name__)
-        send_all(client, answer.to_text().encode(), deadline)
+        try:
+            send_all(client, answer.to_text().encode(), deadline)
+        finally:
+            if stops:  # the process may end at once, and its answer is on the way by now
+                self._stop()
 
     def _obey(self, request: Request) -> Answer:
         if request.kind == "stop":
-            self._stop()
             return Answer()
         if request.kind == "status":
             return Answer(status=self._report().to_text())
