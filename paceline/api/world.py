@@ -462,7 +462,7 @@ class World:
             replica,
             self._state_objects(),
             session.device,
-            enabled=output.snapshots and not averaged,
+            enabled=output.snapshots,
             interval=self._position.position.snapshot_interval,
             limit_mb=output.snapshot_memory_mb,
             check=output.replica_check,

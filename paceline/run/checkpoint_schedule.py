@@ -133,6 +133,11 @@ class CheckpointSchedule:
         return self._saving
 
     @property
+    def compares(self) -> bool:
+        """Whether `end_steps` and `save` compare the replicas; the same on all ranks."""
+        return self._saving and self._snapshots.on and not self._replica.averaged
+
+    @property
     def active(self) -> bool:
         """Whether any snapshot or checkpoint is made; the same on all ranks."""
         return self._saving or self._snapshots.on
@@ -197,7 +202,7 @@ class CheckpointSchedule:
         finds an older one: gathering all workers' weights takes as long as many merges.
         """
         self._publish_committed(before=self._settle().number)
-        if self._snapshots.on or (self._copies and not self._replica.averaged):
+        if (self._snapshots.on or self._copies) and not self._replica.averaged:
             self._copy_now()
 
     def save(self, *, best: bool = False, together: bool = True) -> None:
@@ -317,7 +322,7 @@ class CheckpointSchedule:
         collective = together or self._gathers or self._snapshots.alone
         if collective:
             self._publish_committed(before=number, wait=True)  # which may switch snapshots off
-        if self._snapshots.on and collective:
+        if self._snapshots.on and collective and not self._replica.averaged:
             self._snapshots.take_between_steps(number, asdict(position))
             borrowed = None if self._writes is None else self._snapshots.borrow()
         elif self._writes is not None:

@@ -7,6 +7,8 @@
 All ranks take and commit the same snapshots at the same boundaries, because these follow from
 summaries alone; so does the interval between snapshots, which rank 0 measures. A snapshot is named
 by its generation, and by the step that follows it.
+
+Where weights are averaged, snapshots are taken where rounds end (`average_parts`).
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ import torch
 
 from paceline.errors import Message, ReplicasDiffer
 from paceline.recorder import NullRecorder, Recorder
+from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.group import AnyReplica
-from paceline.replica.state.checksums import ChecksumParts, Checksums
+from paceline.replica.state.checksums import ChecksumParts, Checksums, Parts
 from paceline.replica.state.copier import POSITION, StateCopier, StateObjects, restore_state
 from paceline.run.backup.own_part import OwnPart
 from paceline.run.backup.snapshot_backup import SnapshotBackup
@@ -153,10 +156,12 @@ class StepSnapshots:
             wanted: it is due, whatever the interval.
         """
         self._copies.seconds = 0.0
-        if not (wanted or self._interval.step_is_due(step)) or not self.free(step):
+        if not (wanted or self._is_due(step)) or not self.free(step):
             return
         if self.alone:
             self.take_between_steps(step, position)
+        elif isinstance(self._replica, AveragedReplica):
+            self._replica.take_snapshot(self._copier(self._name(step), position))
         else:
             self._replica.snapshot_next_step(self._copier(self._name(step), position))
 
@@ -180,10 +185,10 @@ class StepSnapshots:
             self._between += 1  # a script may call this again before a step
             token = f"{self._run.context.group.generation.key_prefix}/{self._between}"
             name = SnapshotName(token, step)
-            bound = self._replica.take_snapshot_between_steps(self._copier(name, position))
+            bound = self._copy_at_once(self._copier(name, position))
             if not self.alone:
                 try:
-                    self.check.compare(step, self._snapshots.state(name) if bound else None)
+                    self.check.compare(step, self._comparable(name) if bound else None)
                 except ReplicasDiffer:
                     self.discard()
                     raise
@@ -192,7 +197,8 @@ class StepSnapshots:
 
     def check_state(self, step: int) -> None:
         """Let the step that begins sum the state before it, where no snapshot copies it."""
-        if not (self.on or self.alone):
+        averaged = self._replica.averaged  # whose snapshots are rare
+        if (averaged or not self.on) and not self.alone:
             parts = ChecksumParts(parameters_only=self._replica.averaged)
             self._summed = step, parts
             name = self._name(step)
@@ -239,7 +245,7 @@ class StepSnapshots:
             parts, self._summed = self._summed[1], None
             spent, self._checks.seconds = self._checks.seconds, 0.0
             return self.check.checksum_code(step, parts, spent)
-        if self.alone or not self.holds(step):
+        if self.alone or self._replica.averaged or not self.holds(step):
             return 0, 0
         return self.check.checksum_code(step, self._snapshots.state(self._name(step)))
 
@@ -289,6 +295,8 @@ class StepSnapshots:
         position = dict(state[POSITION])
         self._interval.steps, self._off = position["snapshot_interval"], False
         restore_state(state, self.objects)
+        if isinstance(self._replica, AveragedReplica):
+            self._replica.begin_from(state)
         del position["sent"], position["members"]
         return position, self.commits.own_part(name)
 
@@ -297,6 +305,31 @@ class StepSnapshots:
         ids = tuple(member.id for member in context.group.generation.members)
         position = {**position, "sent": dict(context.summaries.sent), "members": ids}
         return StateCopier(self._snapshots, name, self.objects, position, self._copies)
+
+    def _is_due(self, step: int) -> bool:
+        """Return whether the interval asks for a snapshot; of averaged weights, where rounds end.
+
+        A round's end is due if the interval asks for one in the round.
+        """
+        if not isinstance(self._replica, AveragedReplica):
+            return self._interval.step_is_due(step)
+        began, ended = self._replica.last_round
+        steps = range(began + 1, ended + 1)
+        return step == ended and any(self._interval.step_is_due(each) for each in steps)
+
+    def _copy_at_once(self, copier: StateCopier) -> bool:
+        if isinstance(self._replica, AveragedReplica):
+            return self._replica.take_snapshot(copier)
+        return self._replica.take_snapshot_between_steps(copier)
+
+    def _comparable(self, name: SnapshotName) -> Parts | ChecksumParts:
+        """Return what of a held snapshot ought to be equal on all ranks."""
+        state = self._snapshots.state(name)
+        if not self._replica.averaged:
+            return state
+        parts = ChecksumParts(parameters_only=True)
+        parts.add(name, state)
+        return parts
 
     def _obey_summary(self, summary: StepSummary) -> None:
         """Take note of the snapshots that all ranks acknowledge, and of rank 0's interval."""

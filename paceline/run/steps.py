@@ -371,7 +371,7 @@ class Steps:
                 self._replica.merge()
             else:
                 self._replica.synchronize_replicas()
-        if not (self._checkpoints.saving and self._snapshots.on):  # else the copy is compared
+        if not self._checkpoints.compares:  # else the copy is compared
             self._snapshots.compare(self.position.number)
         self._checkpoints.end_steps()
         return list(self.position.sums)
@@ -382,7 +382,7 @@ class Steps:
         Returns:
             as `StepSnapshots.last_checksums`; None, too, where `save` has compared the state.
         """
-        if self._checkpoints.saving and self._snapshots.on:
+        if self._checkpoints.compares:
             return None
         return self._snapshots.last_checksums(self.position.number)
 

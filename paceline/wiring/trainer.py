@@ -180,14 +180,13 @@ def _snapshots_of(
     backup: SnapshotBackup | None,
 ) -> StepSnapshots:
     tracked = {name: part for name, part in parts.items() if name not in ("model", "optimizer")}
-    averaged = isinstance(replica, AveragedReplica)
     objects = StateObjects(model=parts["model"], optimizer=parts["optimizer"], tracked=tracked)
     return StepSnapshots(
         run,
         replica,
         objects,
         device,
-        enabled=output.snapshots and not averaged,
+        enabled=output.snapshots,
         interval=position.snapshot_interval,
         limit_mb=output.snapshot_memory_mb,
         check=output.replica_check,

@@ -28,6 +28,7 @@ from tests.harness.equivalence.trainer_rollbacks import (
 from tests.harness.processes.run_folders import event_files, events
 
 CASES = {
+    "average": ("--sync", "average", "--average_every", "2", "--bucket_mb", "0.1"),
     "allreduce": ("--sync", "allreduce"),
     "notified": ("--sync", "notified", "--bucket_mb", "0.1"),
     "sharded": ("--sync", "notified", "--update", "sharded", "--bucket_mb", "0.1"),

@@ -43,6 +43,7 @@ def invitation() -> Invitation:
         connections=1,
         model="0123abcd",
         size=lay_out([spec], Topology.of([2, 1]).served_by("it")).server_size,
+        timeout=10.0,
     )
 
 

@@ -39,6 +39,7 @@ class Successors:
 
     Attributes:
         generation: number of the present generation, from 0.
+        starts: the steps from which the later generations continued.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Successors:
         object.__setattr__(world._session, "link", None)  # no vote, and no backups
         self._first = self._present = world._run.context.group.generation
         self._member, self.generation = world.rank, 0
+        self.starts: list[int] = []
 
     def decide(self, error: CommError, held: Sequence[SnapshotName]) -> Successor:
         """Return the next generation that this member is in."""
@@ -74,6 +76,7 @@ class Successors:
         *name, completed = max(of_all, key=lambda each: each[1])
         start = SnapshotName(*name)
         self.generation += 1
+        self.starts.append(start.step)
         self._present = self._following(completed)
         after, parts = self._members, []
         if set(after) - set(before) and member == 0:
