@@ -20,14 +20,9 @@ from paceline.config.world import SyncConfig, WorldConfig, without_password
 _OWN = frozenset(
     {
         *("gpus", "num_gpus", "num_workers", "shard_id", "run_id", "output_dir", "cache_dir"),
-        *("file_store_path", "redis_host", "redis_port", "redis_url", "etcd", "master"),
-        *(
-            "secret_file",
-            "distributed_interfaces",
-            "decode_threads",
-            "first_iter_timeout",
-            "timeout",
-        ),
+        *("file_store_path", "redis_host", "redis_port", "redis_url", "etcd"),
+        *("master", "secret_file"),
+        *("distributed_interfaces", "decode_threads", "first_iter_timeout", "timeout"),
         *("train_data", "test_data"),
         *("resume", "checkpoint_steps", "checkpoint_minutes", "keep_checkpoints"),
         *("snapshots", "snapshot_memory_mb", "replica_check"),
