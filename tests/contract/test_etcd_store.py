@@ -5,23 +5,21 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
-import threading
+import urllib.request
 from base64 import b64encode
 from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import requests
 
 from paceline.cluster.membership.witness import Witness, WitnessUnreachable
 from paceline.cluster.stores import etcd_cluster, etcd_store
 from paceline.cluster.stores.etcd_store import EtcdStore
 from paceline.cluster.stores.store_spec import StoreSpec, erase, open_store
 from paceline.errors import CommError, ConfigError
+from tests.harness.network.deaf_proxy import deaf_proxy
 from tests.harness.network.etcd_server import (
     PASSWORD,
     USER,
@@ -72,8 +70,8 @@ def test_keys_of_a_killed_run_vanish(endpoint: str, monkeypatch: pytest.MonkeyPa
     store_at(endpoint).set("a", "1")
     watch = {"create_request": {**ALL, "filters": ["NOPUT"], "start_revision": 1}}
     url = f"http://{endpoint}/v3/watch"
-    with requests.post(url, json=watch, stream=True, timeout=20) as answer:
-        lines = (json.loads(line)["result"] for line in answer.iter_lines())
+    with urllib.request.urlopen(url, json.dumps(watch).encode(), timeout=20) as answer:
+        lines = (json.loads(line)["result"] for line in answer)
         events = next(line["events"] for line in lines if "events" in line)
     assert {event["type"] for event in events} == {"DELETE"}
     assert "kvs" not in ask(endpoint, "kv/range", **ALL)
@@ -186,52 +184,6 @@ def test_no_call_waits_for_a_stopped_server(
         os.kill(member.process.pid, signal.SIGCONT)
         store.set("k", "2")
         assert store.get("k") == b"2"
-
-
-@contextmanager
-def deaf_proxy(endpoint: str) -> Iterator[tuple[str, threading.Event]]:
-    """Forward requests to a server; once the event is set, answers to writes are lost.
-
-    A write is a transaction with a comparison. It has been executed when the connection ends.
-    """
-    loses = threading.Event()
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def forward(connection: socket.socket) -> None:
-        with connection:
-            while request := connection.recv(2**20):
-                while b"\r\n\r\n" not in request:
-                    request += connection.recv(2**20)
-                head, _, body = request.partition(b"\r\n\r\n")
-                path, fields = (
-                    head.split()[1].decode(),
-                    dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:]),
-                )
-                while len(body) < int(fields[b"content-length"]):
-                    body += connection.recv(2**20)
-                answer = requests.post(f"http://{endpoint}{path}", data=body, timeout=10)
-                if loses.is_set() and b'"compare"' in body:
-                    return
-                length = f"Content-Length: {len(answer.content)}\r\n\r\n".encode()
-                status = f"HTTP/1.1 {answer.status_code} {answer.reason}\r\n".encode()
-                connection.sendall(status + length + answer.content)
-
-    def serve() -> None:
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=forward, args=(connection,), daemon=True).start()
-
-    thread = threading.Thread(target=serve, daemon=True)
-    thread.start()
-    try:
-        yield f"127.0.0.1:{listener.getsockname()[1]}", loses
-    finally:
-        listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
-        thread.join(10)
 
 
 @pytest.mark.parametrize("secret", ["", "open sesame"])

@@ -80,8 +80,8 @@ def test_flags_arguments_and_the_short_form_say_the_same() -> None:
             "train --train_data null --sync average --average_through server "
             "--average_server apart",
             "--average_server apart: the server finds the run by a rendezvous; add "
-            "--file_store_path, --redis_host, --redis_url, --etcd or --master, and give paceline serve "
-            "the same, or leave out --average_server.",
+            "--file_store_path, --redis_host, --redis_url, --etcd or --master, and give paceline "
+            "serve the same, or leave out --average_server.",
         ),
         (
             "train --train_data null --sync notified --average_through server",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
+import urllib.request
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
 
 from tests.harness.network.ports import free_port
 
@@ -104,13 +105,11 @@ def etcd_server(folder: Path) -> Iterator[str]:
         yield member.endpoint
 
 
-def ask(endpoint: str, path: str, token: str = "", **request: object) -> dict[str, Any]:
+def ask(endpoint: str, path: str, **request: object) -> dict[str, Any]:
     """Ask a server by HTTP, apart from the code under test."""
-    headers = {"Authorization": token} if token else {}
-    url = f"http://{endpoint}/v3/{path}"
-    answer = requests.post(url, json=request, headers=headers, timeout=10)
-    answer.raise_for_status()
-    return dict(answer.json())
+    url, body = f"http://{endpoint}/v3/{path}", json.dumps(request).encode()
+    with urllib.request.urlopen(url, body, timeout=10) as answer:
+        return dict(json.load(answer))
 
 
 def require_password(endpoint: str) -> None:
