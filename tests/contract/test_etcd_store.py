@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import urllib.request
-from base64 import b64encode
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +20,7 @@ from paceline.cluster.stores.store_spec import StoreSpec, erase, open_store
 from paceline.errors import CommError, ConfigError
 from tests.harness.network.deaf_proxy import deaf_proxy
 from tests.harness.network.etcd_server import (
+    ALL_KEYS,
     PASSWORD,
     USER,
     EtcdMember,
@@ -35,7 +35,6 @@ from tests.harness.network.redis_server import redis_server
 
 LIMIT = timedelta(seconds=10)
 LOGIN = f"{USER}:open%2Fsesame%40"
-ALL = {"key": b64encode(b"\0").decode(), "range_end": b64encode(b"\0").decode()}
 
 
 @pytest.fixture
@@ -50,7 +49,7 @@ def store_at(*endpoints: str, space: str = "paceline-r/1") -> EtcdStore:
 
 def lease_of(endpoint: str) -> int:
     """The lease of all keys."""
-    (lease,) = {int(each["lease"]) for each in ask(endpoint, "kv/range", **ALL)["kvs"]}
+    (lease,) = {int(each["lease"]) for each in ask(endpoint, "kv/range", **ALL_KEYS)["kvs"]}
     return lease
 
 
@@ -61,20 +60,20 @@ def test_all_keys_of_a_space_have_one_lease_and_end_with_it(endpoint: str) -> No
     lease = lease_of(endpoint)
     assert int(ask(endpoint, "lease/timetolive", ID=lease)["grantedTTL"]) == 3600
     erase(StoreSpec(kind="etcd", address=f"http://{endpoint}", space="paceline-r/1"))
-    assert "kvs" not in ask(endpoint, "kv/range", **ALL)
+    assert "kvs" not in ask(endpoint, "kv/range", **ALL_KEYS)
     assert ask(endpoint, "lease/leases").get("leases", []) == []
 
 
 def test_keys_of_a_killed_run_vanish(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(etcd_store, "_TIME_TO_LIVE_S", 1)
     store_at(endpoint).set("a", "1")
-    watch = {"create_request": {**ALL, "filters": ["NOPUT"], "start_revision": 1}}
+    watch = {"create_request": {**ALL_KEYS, "filters": ["NOPUT"], "start_revision": 1}}
     url = f"http://{endpoint}/v3/watch"
     with urllib.request.urlopen(url, json.dumps(watch).encode(), timeout=20) as answer:
         lines = (json.loads(line)["result"] for line in answer)
         events = next(line["events"] for line in lines if "events" in line)
     assert {event["type"] for event in events} == {"DELETE"}
-    assert "kvs" not in ask(endpoint, "kv/range", **ALL)
+    assert "kvs" not in ask(endpoint, "kv/range", **ALL_KEYS)
 
 
 def test_any_clients_write_renews_the_lease(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +257,7 @@ def test_a_killed_etcd_is_a_missing_vote_until_it_runs_again(tmp_path: Path) -> 
         member.start()
         member.await_ready()
         assert witness.answer(lambda record: (record, record)) == "vote"
-        ask(member.endpoint, "kv/deleterange", **ALL)
+        ask(member.endpoint, "kv/deleterange", **ALL_KEYS)
         with pytest.raises(WitnessUnreachable, match="it has lost the record"):
             witness.answer(lambda record: (record, record))
 

@@ -24,7 +24,6 @@ _ELECTION_S = 10.0
 """How long a cluster that answers may have no leader."""
 
 _PAUSE_S = 0.1
-_NOT_ENABLED = "authentication is not enabled"
 _TOKEN_ERRORS = ("user name is empty", "invalid auth token", "revision of auth store is old")
 _REFUSALS = (*_TOKEN_ERRORS, "authentication failed", "permission denied")
 
@@ -94,8 +93,6 @@ class EtcdCluster:
                 try:
                     answer = self._ask_one(self._clients[number], path, request)
                 except (OSError, ValueError, self._errors) as error:
-                    if isinstance(error, ConfigError):
-                        raise
                     status, reason = _reported(error)
                     if status == _REPORTED:
                         raise self._refusal(reason) from None
@@ -120,20 +117,19 @@ class EtcdCluster:
     def _ask_one(self, client: Any, path: str, request: dict[str, Any]) -> dict[str, Any]:
         """Ask one endpoint, with a new token where it wants one."""
         try:
-            answer: dict[str, Any] = client.post(client.get_url(path), json=request)
+            return _post(client, path, request)
         except self._errors as error:
             wants_token = _reported(error)[1] in _TOKEN_ERRORS
             if not (wants_token and self._address.user):
                 raise
             self._log_in(client)
-            answer = client.post(client.get_url(path), json=request)
-        return answer
+            return _post(client, path, request)
 
     def _log_in(self, client: Any) -> None:
         client.session.headers.pop("Authorization", None)
         login = {"name": self._address.user, "password": self._address.password}
-        answer = client.post(client.get_url("auth/authenticate"), json=login)
-        client.session.headers["Authorization"] = answer["token"]
+        token = _post(client, "auth/authenticate", login).get("token", "")
+        client.session.headers["Authorization"] = token
 
     def _refusal(self, reason: str) -> ConfigError | EtcdRefusal:
         hosts = ",".join(self._address.endpoints)
@@ -159,6 +155,13 @@ class EtcdCluster:
         )
 
 
+def _post(client: Any, path: str, request: dict[str, Any]) -> dict[str, Any]:
+    answer = client.post(client.get_url(path), json=request)
+    if not isinstance(answer, dict) or not answer.keys() & {"header", "result"}:
+        raise ValueError("another kind of server answers")
+    return answer
+
+
 _REPORTED, _NOT_READY, _NO_ANSWER = "reported", "not ready", "no answer"
 
 
@@ -167,8 +170,10 @@ def _reported(error: Exception) -> tuple[str, str]:
     detail = getattr(error, "detail_text", None) or ""
     try:
         report = json.loads(detail)
-        reason, code = str(report["error"]).removeprefix("etcdserver: "), int(report["code"])
-    except (ValueError, KeyError, TypeError):
+        if isinstance(report.get("error"), dict):  # of a stream, such as lease/keepalive
+            report = {"code": report["error"]["grpc_code"], **report["error"]}
+        reason, code = str(report["message"]).removeprefix("etcdserver: "), int(report["code"])
+    except (ValueError, KeyError, TypeError, AttributeError):
         cause = _first_cause(error)
         if cause is error or not isinstance(cause, OSError):
             return _NO_ANSWER, "it doesn't answer as etcd 3.4 or newer does"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import threading
 import urllib.request
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ import pytest
 
 from tests.harness.network.ports import free_port
 
+ALL_KEYS = {name: b64encode(b"\0").decode() for name in ("key", "range_end")}
 USER, PASSWORD = "runs", "open/sesame@"
 
 
@@ -39,9 +41,9 @@ class EtcdMember:
         client, peer = ports[name]
         self.endpoint = f"127.0.0.1:{client}"
         self.process: subprocess.Popen[str] | None = None
+        self._reader: threading.Thread | None = None  # of the log, whose pipe would fill
         scheme = "https" if files else "http"
         cluster = ",".join(f"{n}=http://127.0.0.1:{p}" for n, (_, p) in ports.items())
-        self._ready = f"client requests on {self.endpoint}"
         self._command = ["etcd", "--name", name, "--data-dir", str(folder / name)]
         self._command += ["--listen-client-urls", f"{scheme}://{self.endpoint}"]
         self._command += ["--advertise-client-urls", f"{scheme}://{self.endpoint}"]
@@ -65,15 +67,21 @@ class EtcdMember:
         said: list[str] = []
         for line in self.process.stderr:
             said.append(line)
-            if self._ready in line:
+            if "serving" in line and "client" in line and self.endpoint in line:
+                self._reader = threading.Thread(target=self.process.stderr.read)
+                self._reader.start()
                 return
         raise AssertionError("".join(said))
 
     def kill(self) -> None:
         if self.process is not None:
             self.process.kill()
-            self.process.communicate()
-            self.process = None
+            self.process.wait()
+            if self._reader is not None:
+                self._reader.join()
+            assert self.process.stderr is not None
+            self.process.stderr.close()
+            self.process = self._reader = None
 
 
 @contextmanager
