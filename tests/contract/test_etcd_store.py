@@ -107,6 +107,19 @@ def test_a_store_whose_lease_ended_writes_with_a_new_one(endpoint: str) -> None:
     assert lease_of(endpoint)
 
 
+def test_the_last_key_that_is_deleted_leaves_nothing(endpoint: str) -> None:
+    store, other, inner = store_at(endpoint), store_at(endpoint), store_at(endpoint, space="r/1/x")
+    inner.set("k", "1")
+    store.set("a", "1")
+    other.set("b", "1")
+    assert store.delete_key("a")
+    assert other.get("b") == b"1"
+    assert other.delete_key("b")
+    assert inner.delete_key("k")
+    assert "kvs" not in ask(endpoint, "kv/range", **ALL_KEYS)
+    assert store.add("n", 1) == 1
+
+
 def test_a_space_of_many_keys_is_read(endpoint: str) -> None:
     store = store_at(endpoint)
     names = [str(number) for number in range(250)]

@@ -7,7 +7,7 @@ All keys of a space have one lease, whose id is a digest of the space: any proce
 it, and what a killed run leaves behind is gone an hour later. Each write is one transaction that
 compares the key's revision and sets the second key to a tag of its own. A write whose answer was
 lost is sent again, to the next endpoint; if it has been executed, the comparison fails and the tag
-is found. So each write is executed once.
+is found. So each write is executed once. The tags are removed with the last key.
 """
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ class EtcdStore(CompareAndSetStore):
             if value is None:
                 return False
             if self._write(key, version, {"request_delete_range": {"key": self._name(key)}}):
+                self._sweep()
                 return True
             if time.monotonic() > deadline:
                 raise DistStoreError(
@@ -138,6 +139,13 @@ class EtcdStore(CompareAndSetStore):
                 answer = self._cluster.ask("kv/txn", transaction)
         return bool(answer.get("succeeded")) or _found(answer["responses"][0])[1] == tag
 
+    def _sweep(self) -> None:
+        """Remove the tags of all clients if no key of the store is left."""
+        keys, clients = (_prefix(f"{self.space}{part}") for part in ("//", "/client/"))
+        none = {**keys, "target": "CREATE", "result": "EQUAL", "create_revision": 0}
+        remove = {"request_delete_range": clients}
+        self._cluster.ask("kv/txn", {"compare": [none], "success": [remove]})
+
     def _renew_lease(self) -> None:
         now = time.monotonic()
         if now < self._renew_at:
@@ -166,6 +174,12 @@ def _found(response: dict[str, Any]) -> tuple[int, bytes | None]:
     if not found:
         return 0, None
     return int(found[0]["mod_revision"]), b64decode(found[0].get("value", ""))
+
+
+def _prefix(text: str) -> dict[str, str]:
+    """Return the range of the keys that begin with a text."""
+    first = text.encode()
+    return {"key": _text(first), "range_end": _text(first[:-1] + bytes([first[-1] + 1]))}
 
 
 def _text(data: bytes) -> str:
