@@ -28,6 +28,7 @@ from paceline.cluster.environment import Environment
 from paceline.cluster.join import Joined, join_world
 from paceline.cluster.launchers.launchers import command_of
 from paceline.cluster.rendezvous.run_plan import RunPlan
+from paceline.cluster.supervision.requests.member_record import remove_records_of_machine
 from paceline.cluster.supervision.supervisor import finished_sentence, print_message
 from paceline.cluster.supervision.worker import end_process
 from paceline.config.train import TrainConfig
@@ -148,6 +149,7 @@ def _prepare(config: TrainConfig, joined: Joined, folder: RunFolder, *, anew: bo
     opened = f"opened/{group.machine}"
     if group.local_rank > 0:
         joined.await_all([opened], "the first process here didn't open the run folder", limit)
+        folder.hold(group.local_rank)
         return
     folder.check(config.identity(), anew=anew)
     gpus = torch.cuda.device_count()
@@ -160,6 +162,7 @@ def _prepare(config: TrainConfig, joined: Joined, folder: RunFolder, *, anew: bo
     checked = [f"checked/{machine}" for machine in range(len(group.generation.workers_per_machine))]
     joined.await_all(checked, "some machines didn't finish checking their configuration", limit)
     folder.open(config.identity())
+    remove_records_of_machine(folder.path, group.machine)
     joined.store.set(opened, "")
 
 

@@ -21,7 +21,7 @@ _OWN = frozenset(
     {
         *("gpus", "num_gpus", "num_workers", "shard_id", "run_id", "output_dir", "cache_dir"),
         *("file_store_path", "redis_host", "redis_port", "redis_url", "etcd"),
-        *("master", "secret_file"),
+        *("master", "secret_file", "peer_timeout"),
         *("distributed_interfaces", "decode_threads", "first_iter_timeout", "timeout"),
         *("train_data", "test_data"),
         *("resume", "checkpoint_steps", "checkpoint_minutes", "keep_checkpoints"),

@@ -72,6 +72,9 @@ class WorldConfig:
     timeout: float = 60.0
     """Seconds to wait for another worker in any step after the first."""
 
+    peer_timeout: float = 10.0
+    """Seconds without a sign of life after which another worker counts as lost."""
+
     distributed_interfaces: str = ""
     """Network interfaces to use, comma-separated (default: those that reach the peers)."""
 
@@ -85,6 +88,7 @@ class WorldConfig:
         at_least(self, 0, "num_workers", "num_gpus")
         within("redis_port", self.redis_port, 1, 65536)
         positive("timeout", self.timeout)
+        positive("peer_timeout", self.peer_timeout)
         positive("first_iter_timeout", self.first_iter_timeout)
         if (self.gpus or self.num_gpus) and self.num_workers:  # of the first two, --gpus counts
             gpus = f"--gpus {self.gpus}" if self.gpus else f"--num_gpus {self.num_gpus}"

@@ -1,7 +1,7 @@
 """When a run's state is written to disk, and from which snapshot: decided alike on all ranks.
 
     boundary n       a checkpoint is due: all ranks take a snapshot in step n
-    boundary n + 2   all ranks hold it: rank 0 begins to write it
+    boundary n + 2   all ranks have acknowledged it, or later: rank 0 begins to write it
 
     boundary n       ranks have state of their own: settle, take one at once, gather at rank 0
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 
@@ -141,15 +141,15 @@ class CheckpointSchedule:
             self._requests.append((summary.step, Request(summary.request)))
         self._builder.sums[summary.step] = sums
 
-    def report(self, number: int, seconds: float) -> tuple[int, bool, int]:
+    def report(self, number: int, seconds: float) -> tuple[int, Sequence[bool], int]:
         """Return what this rank reports after step `number`, which took so many seconds.
 
         Returns:
-            a request, as rank 0; whether a snapshot of the state before the step is held; and the
+            a request, as rank 0; which uncommitted snapshots this rank acknowledges; and the
             interval between snapshots to ask for, as rank 0.
         """
         request = 0 if self._snapshots.alone else self._request(number + 1)
-        return request, self._snapshots.holds(number), self._snapshots.measure(seconds)
+        return request, self._snapshots.commits.report(number), self._snapshots.measure(seconds)
 
     def at_boundary(self, number: int, position: Position) -> None:
         """Begin to write what is committed by now, and copy or save before step `number` if due.
@@ -278,9 +278,12 @@ class CheckpointSchedule:
     def _note_saved(self, number: int) -> None:
         self._saved_at, self._saved_number = self._clock(), number
 
-    def _publish_committed(self, *, before: int) -> None:
-        """Commit by the summaries of steps below `before`, and begin to write what was due."""
-        while (name := self._snapshots.obey(before=before)) is not None:
+    def _publish_committed(self, *, before: int, wait: bool = False) -> None:
+        """Commit by the summaries of steps below `before`, and begin to write what was due.
+
+        With `wait`, commit all snapshots; collective.
+        """
+        while (name := self._snapshots.obey(before=before, wait=wait)) is not None:
             if name.step in self._due:
                 self._due.discard(name.step)
                 self._publish_newest()
@@ -305,7 +308,7 @@ class CheckpointSchedule:
             return None, number
         collective = together or self._gathers or self._snapshots.alone
         if collective:
-            self._publish_committed(before=number)  # which may switch snapshots off
+            self._publish_committed(before=number, wait=True)  # which may switch snapshots off
         if self._snapshots.on and collective:
             self._snapshots.take_between_steps(number, asdict(position))
             borrowed = None if self._writer is None else self._snapshots.borrow()

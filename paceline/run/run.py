@@ -9,6 +9,7 @@ from typing import Self
 from torch._C._distributed_c10d import Store
 
 from paceline.cluster.membership.generation import Group
+from paceline.cluster.membership.lineage import Lineage
 from paceline.comm.communicator import Communicator
 from paceline.observe.trace.step_trace import Trace
 from paceline.recorder import NullRecorder, Recorder
@@ -56,10 +57,17 @@ class Run:
         connect(self.context)
         self._connects.append(connect)
 
-    def start_at(self, number: int) -> None:
-        """Number the first generation of a start, whose ranks learn its number when connected."""
+    def start_at(self, number: int, *, ancestors: Lineage = (), start: int = 0) -> None:
+        """Place the first generation of a start in the run, as its ranks learn when connected.
+
+        Args:
+            number: its number.
+            ancestors: the generations from which it descends, the oldest first.
+            start: the number of completed steps from which it continues.
+        """
         group = self.context.group
-        self.context.group = replace(group, generation=replace(group.generation, number=number))
+        generation = replace(group.generation, number=number, ancestors=ancestors, start=start)
+        self.context.group = replace(group, generation=generation)
 
     def enter(self, group: Group) -> None:
         """Abort the present context and make the next generation's; collective among its ranks.

@@ -26,16 +26,18 @@ import torch
 from torch import Tensor
 
 from paceline.cluster.membership.generation import Group
+from paceline.cluster.membership.lineage import as_values
 from paceline.data import splitmix
 from paceline.data.batch_slice import BatchSlice
 from paceline.errors import CommError, ConfigError, ReplicasDiffer
 from paceline.replica.group import STEPPED_BITS, AnyReplica
 from paceline.replica.state.checksums import Checksums
+from paceline.run.backup.own_part import OwnPart
 from paceline.run.checkpoint_schedule import CheckpointSchedule, SavePolicy
 from paceline.run.position import Position
 from paceline.run.run import Run
-from paceline.run.step_snapshots import OwnPart, StepSnapshots
-from paceline.run.step_summary import StepSummary
+from paceline.run.step_snapshots import StepSnapshots
+from paceline.run.step_summary import NONE_ACKNOWLEDGED, StepSummary
 from paceline.run.worker_speeds import WorkerSpeeds
 from paceline.state.checkpoint_writer import CheckpointWriter
 from paceline.state.snapshots import SnapshotName
@@ -131,6 +133,11 @@ class Steps:
         """The number of the run's present generation, for the ledger."""
         return self.run.context.group.generation.number
 
+    @property
+    def survives(self) -> bool:
+        """Whether the loss of a peer leads to another generation; the same on all ranks."""
+        return self._next_generation is not None and self._snapshots.on
+
     def _begin_generation(self, *, saved: bool) -> None:
         self._continued = 0  # which optimizers stepped an odd number of times in `continue_step`
         self._stop_requested_in: int | None = None  # the step in which a rank asked to stop
@@ -150,13 +157,17 @@ class Steps:
             fields: of the event `run`, besides the ranks.
         """
         self._start_fields, group = fields, self.run.context.group
+        generation = group.generation
         self.run.recorder.event(
             "run",
             generation=self.generation,
+            id=generation.id,
+            start=generation.start,
+            ancestors=as_values(generation.ancestors),
             rank=group.rank,
             world_size=group.size,
-            members=[member.id for member in group.generation.members],
-            machines=len(group.generation.workers_per_machine),
+            members=[member.id for member in generation.members],
+            machines=len(generation.workers_per_machine),
             **fields,
         )
         self.run.recorder.event(
@@ -198,7 +209,7 @@ class Steps:
         Args:
             error: reports the lost connection; raised where the run can't continue.
         """
-        if self._next_generation is None or not self._snapshots.on:
+        if not self.survives:
             raise error
         self._replica.leave_generation()
         self.run.context.abort()
@@ -223,10 +234,15 @@ class Steps:
                 error = lost
 
     def _enter(self, successor: Successor) -> None:
+        assert successor.group.generation.start == successor.start.step
         position, own = self._snapshots.restore(successor.start)
-        parts = [own, *successor.parts]
+        members = {member.id for member in successor.group.generation.members}
+        commits = self._snapshots.commits
+        lost = [each for each in commits.members(successor.start) if each not in members]
+        parts = [own, *successor.parts, *commits.backup_parts(successor.start, lost)]
         for field_name, value in position.items():
             setattr(self.position, field_name, value)
+        self._snapshots.commits.enter_generation(successor.group.generation)
         self.run.enter(successor.group)
         whole = self._replica.enter_generation([part.state for part in parts])
         for step in own.sent:
@@ -287,10 +303,10 @@ class Steps:
             **fields,
         )
         self.position.step, self.position.number = batch.step + 1, number + 1
-        request, held, interval = 0, False, 0
+        request, acknowledged, interval = 0, NONE_ACKNOWLEDGED, 0
         if self._keeping:
             seconds = time.perf_counter() - began
-            request, held, interval = self._checkpoints.report(number, seconds)
+            request, acknowledged, interval = self._checkpoints.report(number, seconds)
         code, check_interval = 0, 0
         if number >= self._check.due:
             code, check_interval = self._snapshots.checksum_code(number)
@@ -304,7 +320,7 @@ class Steps:
             sums,
             stop=self._stopping(),
             request=request,
-            held=held,
+            acknowledged=acknowledged,
             interval=interval,
             outcome=outcome,
             code=code,

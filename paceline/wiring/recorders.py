@@ -51,7 +51,12 @@ def build_trackers(
 
 
 def build_recorder(
-    config: TrainConfig, group: Group, folder: Path, start: Start, trace: Trace | None = None
+    config: TrainConfig,
+    group: Group,
+    folder: Path,
+    start: Start,
+    trace: Trace | None = None,
+    *others: Recorder,
 ) -> tuple[Recorder, Path | None]:
     """Make a rank's recorders, and report where rank 0 writes the CSV log.
 
@@ -61,11 +66,12 @@ def build_recorder(
         folder: the run's; made.
         start: where the run starts.
         trace: receives all spans and events, too.
+        others: receive all events, too.
     """
     folder.mkdir(parents=True, exist_ok=True)
     events = EventFile(folder, group.member.id)
     if group.rank > 0:
-        return StepAccount(events, trace=trace), None
+        return StepAccount(events, *others, trace=trace), None
     optim = config.optim
     rate = base_rate(optim.base_learning_rate, config.global_batch, scale=optim.scale_lr)
     log = CsvLog(
@@ -82,4 +88,4 @@ def build_recorder(
         epoch=start.position.epoch,
     )
     trackers = build_trackers(config.output, group, folder, config.flat())
-    return StepAccount(events, log, Console(), *trackers, trace=trace), log.path
+    return StepAccount(events, log, Console(), *trackers, *others, trace=trace), log.path

@@ -7,9 +7,9 @@ is another one: samples would be lost, or trained twice. So this is checked befo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from paceline.cluster.membership.generation import Group
+from paceline.cluster.membership.lineage import as_values, of_values
 from paceline.comm.communicator import broadcast_state
 from paceline.config.run import OutputConfig
 from paceline.config.train import difference
@@ -26,8 +27,19 @@ from paceline.replica.averaged_replica import AVERAGE, AveragedReplica
 from paceline.replica.replica import Replica
 from paceline.run.position import Position
 from paceline.run.run import Run
+from paceline.state.checkpoint_choice import (
+    CheckpointHeader,
+    NumberedLineage,
+    ancestors_of_start,
+    newest_valid,
+)
 from paceline.state.checkpoint_files import Checkpoints, exchange_entry, read_checkpoint
-from paceline.state.run_folder import next_generation, record_generation
+from paceline.state.run_folder import (
+    next_generation,
+    record_generation,
+    record_lineage,
+    recorded_lineage,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +51,14 @@ class Start:
         state: the contents of the checkpoint; None at the beginning of a run.
         origin: the checkpoint's path, if another run wrote it; else None.
         notes: sentences for the user.
+        ancestors: the generations from which that generation descends, as [id, start].
     """
 
     generation: int = 0
     state: Mapping[str, Any] | None = None
     origin: str | None = None
     notes: tuple[str, ...] = ()
+    ancestors: Sequence[Sequence[Any]] = ()
 
     @property
     def position(self) -> Position:
@@ -122,8 +136,8 @@ def find_start(
 ) -> Start:
     """Find the starting point of a run, and number its first generation; collective.
 
-    Rank 0 records the numbers of later generations in the folder, so that the next start has
-    another one.
+    Rank 0 records the number and the lineage of each generation in the folder, so that the next
+    start has another number, and descends from it.
 
     Args:
         output: says what to resume from.
@@ -134,7 +148,9 @@ def find_start(
 
     Raises:
         ConfigError: `--resume` names a file that isn't there.
-        CheckpointError: there are checkpoints, and none can be read.
+        CheckpointError: there are checkpoints, and none can be used; or two lineages committed
+            steps.
+        PacelineError: the folder can't be read or written.
     """
     found: dict[str, Any] = {}
     if run.context.group.rank == 0:
@@ -142,8 +158,11 @@ def find_start(
         found = {f.name: getattr(start, f.name) for f in fields(Start)}
     what = "the broadcast of the start position"
     start = Start(**broadcast_state(run.context.communicator, found, device, what))
-    run.start_at(start.generation)
-    run.record_number = partial(_record_number, folder)
+    run.start_at(
+        start.generation, ancestors=of_values(start.ancestors), start=start.position.number
+    )
+    run.record_number = partial(_record, folder)
+    run.record_number(run.context.group)
     return start
 
 
@@ -197,9 +216,11 @@ def check_order(output: OutputConfig, run: Path, order: Order, fingerprint: str)
         )
 
 
-def _record_number(folder: Path, group: Group) -> None:
+def _record(folder: Path, group: Group) -> None:
+    """Record a generation, as its rank 0."""
     if group.rank == 0:
         record_generation(folder, group.generation.number)
+        record_lineage(folder, group.generation.number, group.generation.lineage)
 
 
 def _look(output: OutputConfig, run: Path, identity: Mapping[str, object]) -> Start:
@@ -207,16 +228,23 @@ def _look(output: OutputConfig, run: Path, identity: Mapping[str, object]) -> St
     checkpoints = Checkpoints(run, output.keep_checkpoints)
     checkpoints.clean()
     found = checkpoints.newest_first()
+    known = _known_lineages(run)
     notes: list[str] = []
-    for path in found:
+    headers = _headers(found, identity, notes)
+    valid = newest_valid(headers, known)
+    for header in valid:
         try:
-            state = read_checkpoint(path)
+            state = read_checkpoint(header.path)
         except CheckpointError as error:
             notes.append(str(error))
         else:
-            if not difference(state.get("config") or {}, identity):
-                return _start(run, state, f"Resuming from {path}", None, notes)
-            notes.append(f"{path}: this checkpoint belongs to another run and is skipped.")
+            start = _start(run, state, f"Resuming from {header.path}", None, notes)
+            return replace(start, ancestors=as_values(ancestors_of_start(header, known)))
+    notes += [
+        f"{header.path}: a later generation started before its step {header.step:,}: it is void."
+        for header in headers
+        if header not in valid
+    ]
     if found:
         raise CheckpointError(
             Message(
@@ -227,11 +255,35 @@ def _look(output: OutputConfig, run: Path, identity: Mapping[str, object]) -> St
                 len(found),
             )
         )
+    ancestors = as_values(ancestors_of_start(None, known))
     if output.resume in ("auto", "no"):
-        return Start(generation=next_generation(run))
+        return Start(generation=next_generation(run), ancestors=ancestors)
     check_origin(output, run)
     path = Path(output.resume)
-    return _start(run, read_checkpoint(path), f"Starting from {path}", str(path), notes)
+    start = _start(run, read_checkpoint(path), f"Starting from {path}", str(path), notes)
+    return replace(start, ancestors=ancestors)
+
+
+def _known_lineages(run: Path) -> tuple[NumberedLineage, ...]:
+    recorded = recorded_lineage(run)
+    return () if recorded is None else (NumberedLineage(number=recorded[0], lineage=recorded[1]),)
+
+
+def _headers(
+    paths: Iterable[Path], identity: Mapping[str, object], notes: list[str]
+) -> list[CheckpointHeader]:
+    """Read the headers of a run's checkpoints; note why others are skipped."""
+    headers = []
+    for path in paths:
+        try:
+            state = read_checkpoint(path, peek=True)
+            if difference(state.get("config") or {}, identity):
+                notes.append(f"{path}: this checkpoint belongs to another run and is skipped.")
+            else:
+                headers.append(CheckpointHeader.of_state(path, state))
+        except CheckpointError as error:
+            notes.append(str(error))
+    return headers
 
 
 def _start(

@@ -22,6 +22,7 @@ from paceline.replica.averaged_replica import AveragedReplica
 from paceline.replica.replica import Replica
 from paceline.replica.state.copier import StateObjects
 from paceline.run.autotune.autotuner import TrialSetting
+from paceline.run.backup.snapshot_backup import SnapshotBackup
 from paceline.run.checkpoint_schedule import SavePolicy
 from paceline.run.learning_rate import LearningRate
 from paceline.run.position import Position
@@ -54,6 +55,7 @@ def build_trainer(
     stopping: Callable[[], bool] = lambda: False,
     agree: Callable[[nn.Module], None] = lambda model: None,
     next_generation: NextGeneration | None = None,
+    backup: SnapshotBackup | None = None,
 ) -> Trainer:
     """Make the model and everything around it; collective, as rank 0's weights are sent to all.
 
@@ -67,6 +69,7 @@ def build_trainer(
         stopping: returns whether this process was asked to stop.
         agree: compares the model with the other ranks', before anything of it is exchanged.
         next_generation: called when a peer is lost; without it, the run ends then.
+        backup: sends what this rank alone has of a snapshot to its backup holder.
 
     Raises:
         ConfigError: model, weights or checkpoint can't be had as asked for.
@@ -147,7 +150,7 @@ def build_trainer(
         check_sums=watch_of(config, of_losses, folder, lambda: steps.generation, train.steps).check,
         value_count=BATCH_SUMS + 1,
         device=device,
-        snapshots=_snapshots_of(run, replica, parts, device, output, position),
+        snapshots=_snapshots_of(run, replica, parts, device, output, position, backup),
         next_generation=next_generation,
         speeds=speeds if average is None and device.type == "cpu" else None,  # of exact steps
     )
@@ -175,6 +178,7 @@ def _snapshots_of(
     device: torch.device,
     output: OutputConfig,
     position: Position,
+    backup: SnapshotBackup | None,
 ) -> StepSnapshots:
     tracked = {name: part for name, part in parts.items() if name not in ("model", "optimizer")}
     averaged = isinstance(replica, AveragedReplica)
@@ -188,6 +192,7 @@ def _snapshots_of(
         interval=position.snapshot_interval,
         limit_mb=output.snapshot_memory_mb,
         check=output.replica_check,
+        backup=backup,
         report=lambda note: run.recorder.event("note", text=str(note)),
     )
 

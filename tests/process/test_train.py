@@ -196,7 +196,10 @@ def test_a_live_run_is_refused_a_second_start(
     command = Command(*train(data, *ENDLESS), folder=tmp_path)
     command.line_with("epoch 2/")
     monkeypatch.chdir(tmp_path)
-    said = "--run_id r: this run is active on this machine; stop it, or give another --run_id."
+    said = (
+        rf"--run_id r: this run is active on this machine \(process {command.pid} on .*\); "
+        "end it with `paceline stop runs/r`, or give another --run_id."
+    )
     require_message(answer(shlex.join(train(data, *ENDLESS)), capfd), 2, said)
     command.send(signal.SIGINT)
     assert command.wait().status == 130

@@ -18,6 +18,7 @@ import hmac
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal, Self
 
 from paceline.cluster.json_record import JsonRecord
@@ -71,10 +72,11 @@ class Generation(JsonRecord):
         members: the members, in rank order.
         ancestors: all generations from which this one descends, the oldest first.
         start: the number of completed steps from which it continues.
-        start_token: the token in the name of the snapshot that it continues from; "" for the first
-            generation of a start.
+        start_token: the token in the name of the snapshot in memory that it continues from; ""
+            where it continues from the durable state of that number of steps.
         witness: the nonce of the witness, which is one more acceptor of the vote on the next
             generation; "" without one.
+        first_start: the `start` of the first generation of this start of the run; None in that one.
     """
 
     number: int
@@ -84,6 +86,7 @@ class Generation(JsonRecord):
     start: int = 0
     start_token: str = ""
     witness: str = ""
+    first_start: int | None = None
 
     def __post_init__(self) -> None:
         places = [(member.machine, member.local_rank) for member in self.members]
@@ -156,7 +159,7 @@ class Generation(JsonRecord):
         """The ranks that own shards."""
         return tuple(range(self.world_size))
 
-    @property
+    @cached_property
     def id(self) -> str:
         """Name of the generation, unlike those of all others; it doesn't reveal the token."""
         text = f"paceline generation {self.token}"
@@ -167,15 +170,19 @@ class Generation(JsonRecord):
         """Prefix of this generation's keys in the store, and of its snapshots' names."""
         return f"generation/{self.id}"
 
-    @property
+    @cached_property
     def machines(self) -> tuple[int, ...]:
         """The numbers of its machines, in order."""
         return tuple(sorted({member.machine for member in self.members}))
 
-    @property
+    @cached_property
     def lineage(self) -> tuple[Ancestor, ...]:
         """Its ancestors and itself: the ancestors of a generation that follows it."""
         return (*self.ancestors, Ancestor(id=self.id, start=self.start))
+
+    def descends_from(self, id: str) -> bool:
+        """Return whether a generation, given by its id, is an ancestor of this one."""
+        return any(ancestor.id == id for ancestor in reversed(self.ancestors))
 
     def rank_of(self, machine: int, local_rank: int) -> int:
         """Return the rank of a machine's process."""

@@ -3,6 +3,9 @@
 All processes of a machine share the record, and any of them answers for it (`AcceptorRecord`). A
 promise ends the acknowledgements of the machine's members in that generation: what they hold is in
 the promise.
+
+The record is of the newest generation that the machine knows. Its vote on an ancestor of that one
+is over, so it isn't retained: a request about an ancestor is answered with `Decided`.
 """
 
 from __future__ import annotations
@@ -20,31 +23,11 @@ from paceline.cluster.membership.voting.messages import (
     Decided,
     Held,
     Holdings,
-    Prepare,
     Promise,
     Proposal,
     Refused,
     Request,
 )
-
-_DECIDED = 2  # votes that are over, and retained with their outcome
-
-
-@dataclass(frozen=True, kw_only=True)
-class VoteRecord:
-    """Record of one vote.
-
-    Attributes:
-        generation: the generation that is voted upon.
-        promised: the highest ballot that was promised or accepted; None: none.
-        accepted: the accepted proposal; None: none.
-        decided: the outcome; None: unknown.
-    """
-
-    generation: Generation
-    promised: Ballot | None = None
-    accepted: Proposal | None = None
-    decided: Generation | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +35,16 @@ class MachineRecord(JsonRecord):
     """Acceptor record of a machine.
 
     Attributes:
-        votes: the votes, the oldest first.
-        holdings: what the machine's members have acknowledged to hold.
+        generation: the newest generation that the machine knows; None: it knows none.
+        promised: the highest ballot that was promised or accepted for its successor; None: none.
+        accepted: the accepted proposal of its successor; None: none.
+        holdings: what the machine's members, and processes that want to join, have acknowledged to
+            hold.
     """
 
-    votes: tuple[VoteRecord, ...] = ()
+    generation: Generation | None = None
+    promised: Ballot | None = None
+    accepted: Proposal | None = None
     holdings: tuple[Holdings, ...] = ()
 
     @classmethod
@@ -64,32 +52,24 @@ class MachineRecord(JsonRecord):
         """Read the record's text; that of a new one is empty."""
         return cls.from_text(text) if text else cls()
 
-    def vote(self, generation: Generation) -> VoteRecord:
-        """Return the record of the vote on a generation's successor."""
-        for vote in self.votes:
-            if vote.generation.id == generation.id:
-                return vote
-        return VoteRecord(generation=generation)
-
     def successor_of(self, generation: str) -> Generation | None:
-        """Return the successor of a generation by its id, or its newest descendant; None: none."""
-        for vote in self.votes:
-            if vote.generation.id == generation and vote.decided is not None:
-                return vote.decided
-        for vote in reversed(self.votes):
-            for known in filter(None, (vote.decided, vote.generation)):
-                if any(ancestor.id == generation for ancestor in known.ancestors):
-                    return known
-        return None
+        """Return the newest known descendant of a generation by its id; None: none is known."""
+        known = self.generation
+        return known if known is not None and known.descends_from(generation) else None
 
     def has_promised(self, generation: Generation) -> bool:
         """Return whether the machine takes part in the vote on a successor, or knows it."""
-        over = self.successor_of(generation.id) is not None
-        return over or self.vote(generation).promised is not None
+        if self.generation is None or generation.descends_from(self.generation.id):
+            return False
+        return self.generation.id != generation.id or self.promised is not None
 
-    def _with(self, vote: VoteRecord) -> Self:
-        others = [one for one in self.votes if one.generation.id != vote.generation.id]
-        return replace(self, votes=(*others, vote))
+    def in_generation(self, generation: Generation) -> Self:
+        """Return the record after the machine has learned of a generation, if it is newer."""
+        if self.generation is not None and not generation.descends_from(self.generation.id):
+            return self
+        members = {member.id for member in generation.members}
+        holdings = tuple(one for one in self.holdings if one.member in members)
+        return type(self)(generation=generation, holdings=holdings)
 
 
 def answer(record: MachineRecord, acceptor: str, request: Request) -> tuple[MachineRecord, Answer]:
@@ -103,46 +83,47 @@ def answer(record: MachineRecord, acceptor: str, request: Request) -> tuple[Mach
     Returns:
         the new record, and the answer.
     """
-    id = request.generation.id
-    if (successor := record.successor_of(id)) is not None:
-        return record, Decided(generation=id, value=successor)
-    vote = record.vote(request.generation)
-    if vote.promised is not None and request.ballot < vote.promised:
-        promised = vote.promised
-        return record, Refused(
-            generation=id, ballot=request.ballot, acceptor=acceptor, promised=promised
-        )
-    vote = replace(vote, promised=request.ballot)
+    record = record.in_generation(request.generation)
+    id, ballot = request.generation.id, request.ballot
+    known = record.generation
+    assert known is not None
+    if known.id != id:
+        return record, Decided(generation=id, value=known)
+    if record.promised is not None and ballot < record.promised:
+        promised = record.promised
+        return record, Refused(generation=id, ballot=ballot, acceptor=acceptor, promised=promised)
     if isinstance(request, Accept):
-        vote = replace(vote, accepted=Proposal(ballot=request.ballot, value=request.value))
-        done: Answer = Accepted(generation=id, ballot=request.ballot, acceptor=acceptor)
-    else:
-        assert isinstance(request, Prepare)
-        members = {member.id for member in request.generation.members}
-        done = Promise(
-            generation=id,
-            ballot=request.ballot,
-            acceptor=acceptor,
-            accepted=vote.accepted,
-            holdings=tuple(one for one in record.holdings if one.member in members),
-        )
-    return record._with(vote), done
+        accepted = Proposal(ballot=ballot, value=request.value)
+        record = replace(record, promised=ballot, accepted=accepted)
+        return record, Accepted(generation=id, ballot=ballot, acceptor=acceptor)
+    record = replace(record, promised=ballot)
+    members = {member.id for member in request.generation.members}
+    return record, Promise(
+        generation=id,
+        ballot=ballot,
+        acceptor=acceptor,
+        accepted=record.accepted,
+        holdings=tuple(one for one in record.holdings if one.member in members),
+    )
 
 
 def acknowledge(
     record: MachineRecord, generation: Generation, member: str, held: tuple[Held, ...]
 ) -> tuple[MachineRecord, bool]:
-    """Record what a member holds, before it acknowledges that to the others.
+    """Record what a member holds: before it acknowledges a snapshot, and before it drops one.
 
     Args:
         record: the machine's record.
-        generation: the member's present generation.
+        generation: the member's present generation; for a process that wants to join, the one that
+            it wants to join.
         member: its id.
         held: all snapshots that it holds.
 
     Returns:
-        the new record; and False where the machine has promised: then nothing may be acknowledged.
+        the new record; and False where the machine has promised: then the member acknowledges
+        nothing more in this generation, and drops nothing before it enters the next one.
     """
+    record = record.in_generation(generation)
     if record.has_promised(generation):
         return record, False
     others = tuple(one for one in record.holdings if one.member != member)
@@ -150,21 +131,12 @@ def acknowledge(
 
 
 def learn(record: MachineRecord, generation: Generation, value: Generation) -> MachineRecord:
-    """Record an outcome; it is voted upon from now on. Votes that ended long ago are dropped.
+    """Record an outcome: from now on, the machine votes on the successor of `value`.
 
     Args:
         record: the machine's record.
         generation: the generation that was voted upon.
-        value: its successor.
+        value: its successor, or a later descendant.
     """
-    record = record._with(replace(record.vote(generation), decided=value))
-    if record.successor_of(value.id) is None:
-        record = record._with(record.vote(value))
-    older = [one for one in record.votes if any(a.id == one.generation.id for a in value.ancestors)]
-    dropped = {one.generation.id for one in older[:-_DECIDED]}
-    members = {member.id for one in record.votes[-2:] for member in one.generation.members}
-    return replace(
-        record,
-        votes=tuple(one for one in record.votes if one.generation.id not in dropped),
-        holdings=tuple(one for one in record.holdings if one.member in members),
-    )
+    assert value.descends_from(generation.id)
+    return record.in_generation(value)

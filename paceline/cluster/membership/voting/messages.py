@@ -6,8 +6,8 @@
     Decided(value)  ────────────▶  all members
 
 A request carries the generation that is voted upon, whole: an acceptor that hasn't learned that it
-was decided learns it. A request with a lower ballot than was promised is refused. An acceptor that
-knows the outcome answers with `Decided`.
+was decided learns it. A request with a lower ballot than was promised is refused. An acceptor in a
+newer generation answers with `Decided`.
 """
 
 from __future__ import annotations
@@ -44,13 +44,16 @@ class Held:
         parts: the ids of the members of which it has the own part here: its holder, and those for
             which that is the backup holder.
         members: the number of members that have a part in it.
+        durable: whether it is a checkpoint that the member can read from a disk, alone and whole,
+            and not a copy in memory; its parts aren't listed.
     """
 
     generation: str
     token: str
     step: int
-    parts: tuple[str, ...]
-    members: int
+    parts: tuple[str, ...] = ()
+    members: int = 0
+    durable: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,6 +40,7 @@ class Proposer:
         ballot: the ballot.
         view: what the proposer knows of the members.
         token: the secret of the value that it proposes, if the choice is free.
+        witness: the nonce of that value's witness; None: as in this generation.
         phase: what it waits for.
         promises: by acceptor.
         accepted: the acceptors that have accepted the value.
@@ -51,6 +52,7 @@ class Proposer:
     ballot: Ballot
     view: View
     token: str = field(repr=False)
+    witness: str | None = None
     phase: Literal["preparing", "accepting", "decided", "refused"] = "preparing"
     promises: Mapping[str, Promise] = field(default_factory=dict)
     accepted: frozenset[str] = frozenset()
@@ -59,10 +61,25 @@ class Proposer:
 
 
 def begin(
-    generation: Generation, ballot: Ballot, view: View, *, token: str
+    generation: Generation,
+    ballot: Ballot,
+    view: View,
+    *,
+    token: str,
+    witness: str | None = None,
 ) -> tuple[Proposer, Request]:
-    """Begin a ballot; return the state, and the request to all acceptors."""
-    proposer = Proposer(generation=generation, ballot=ballot, view=view, token=token)
+    """Begin a ballot; return the state, and the request to all acceptors.
+
+    Args:
+        generation: the generation that is voted upon.
+        ballot: a ballot of this proposer that it has never begun, higher than those it has seen.
+        view: what the proposer knows of the members.
+        token: a new secret, for the value if the choice is free.
+        witness: the nonce of that value's witness; None: as in this generation.
+    """
+    proposer = Proposer(
+        generation=generation, ballot=ballot, view=view, token=token, witness=witness
+    )
     return proposer, Prepare(generation=generation, ballot=ballot)
 
 
@@ -90,7 +107,10 @@ def receive(proposer: Proposer, answer: Answer) -> tuple[Proposer, Request | Non
 
 
 def expire(proposer: Proposer) -> tuple[Proposer, Request | None]:
-    """Wait no longer for promises: a quorum suffices; return as `receive`."""
+    """Wait no longer for promises: a quorum suffices; return as `receive`.
+
+    Where there is no quorum yet, the state remains as it is: this is called again later.
+    """
     if proposer.phase != "preparing" or not is_quorum(proposer.generation, proposer.promises):
         return proposer, None
     return _propose(proposer)
@@ -117,7 +137,9 @@ def _propose(proposer: Proposer) -> tuple[Proposer, Request | None]:
         value: Generation | None = max(accepted, key=lambda each: each.ballot).value
     else:
         machines = {name: one for name, one in proposer.promises.items() if name != WITNESS}
-        value = free_value(generation, machines, proposer.view, token=proposer.token)
+        value = free_value(
+            generation, machines, proposer.view, token=proposer.token, witness=proposer.witness
+        )
     if value is None:
         return proposer, None
     proposer = replace(proposer, phase="accepting", value=value)

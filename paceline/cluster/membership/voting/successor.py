@@ -18,16 +18,33 @@ from paceline.cluster.membership.voting.messages import WITNESS, Held, Promise, 
 
 
 @dataclass(frozen=True, kw_only=True)
+class Joiner:
+    """Process that wants to join the next generation.
+
+    Attributes:
+        member: the process; its machine's number is that of a machine of the run, or a new one. Its
+            local rank is dealt anew.
+        held: the snapshots that it has acknowledged to hold. It drops none of them before it knows
+            the outcome of the vote.
+    """
+
+    member: Member
+    held: tuple[Held, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class View:
     """What a proposer knows of the members.
 
     Attributes:
         suspected: the ids of those that it suspects to be lost.
         leavers: the ids of those that leave.
+        joiners: the processes that want to join. Each is proposed in one generation alone.
     """
 
     suspected: frozenset[str] = frozenset()
     leavers: frozenset[str] = frozenset()
+    joiners: tuple[Joiner, ...] = ()
 
     @property
     def absent(self) -> frozenset[str]:
@@ -72,12 +89,12 @@ def is_in_lineage(held: Held, generation: Generation) -> bool:
 
     It was taken in the generation, or in an ancestor and not beyond the start of a later one.
     """
-    lineage = generation.lineage
-    ids = [each.id for each in lineage]
-    if held.generation not in ids:
-        return False
-    later = lineage[ids.index(held.generation) + 1 :]
-    return all(held.step <= each.start for each in later)
+    for each in reversed(generation.lineage):  # the newest first
+        if each.id == held.generation:
+            return True
+        if held.step > each.start:
+            return False
+    return False
 
 
 def free_value(
@@ -86,18 +103,24 @@ def free_value(
     view: View,
     *,
     token: str,
+    witness: str | None = None,
 ) -> Generation | None:
     """Return what to propose where no acceptor has accepted anything.
 
     It contains every member whose machine has promised and that isn't suspected, leavers excepted.
     It continues from the newest snapshot that they all hold and of which every part is held by one
-    of them; where there is none, from the durable state (`Generation.start_token` is "").
+    of them; where there is none, or a newer durable one, from the newest durable state that one of
+    them can read (`Generation.start_token` is "").
+
+    Joiners that hold its start are in it. They are at most as many as the other members, and on at
+    most as many new machines as these are on: the loss of all joiners doesn't stop the run.
 
     Args:
         generation: the present generation.
         promises: by acceptor.
         view: what the proposer knows.
         token: a new secret.
+        witness: the nonce of the next generation's witness; None: as in this generation.
 
     Returns:
         the value; None where no member would be left.
@@ -110,14 +133,18 @@ def free_value(
     if not present:
         return None
     start = _start(generation, promises, present)
+    joiners = () if start is None else _admitted(view.joiners, start, present)
+    first = generation.start if generation.first_start is None else generation.first_start
     return replace(
         generation,
         number=generation.number + 1,
         token=token,
-        members=_with_dense_local_ranks(present),
+        members=_in_rank_order([*present, *joiners]),
         ancestors=generation.lineage,
-        start=0 if start is None else start.step,
-        start_token="" if start is None else start.token,
+        start=first if start is None else start.step,
+        start_token="" if start is None or start.durable else start.token,
+        witness=generation.witness if witness is None else witness,
+        first_start=first,
     )
 
 
@@ -126,30 +153,53 @@ def _start(
 ) -> Held | None:
     """Return the newest snapshot from which these members can continue."""
     ids = {member.id for member in present}
-    holders: dict[tuple[str, int], dict[str, Held]] = {}
+    holders: dict[Held, dict[str, Held]] = {}
     for promise in promises.values():
         for one in promise.holdings:
             for held in one.held if one.member in ids else ():
                 if is_in_lineage(held, generation):
-                    holders.setdefault((held.token, held.step), {})[one.member] = held
-    order = [each.id for each in generation.lineage]
-    best: Held | None = None
-    for by_member in holders.values():
-        held = next(iter(by_member.values()))
-        parts = {part for each in by_member.values() for part in each.parts}
-        if by_member.keys() != ids or len(parts) < held.members:
-            continue
-        age = (held.step, order.index(held.generation))
-        if best is None or age > (best.step, order.index(best.generation)):
-            best = held
-    return best
+                    holders.setdefault(_name(held), {})[one.member] = held
+    usable = [name for name, copies in holders.items() if _is_start(name, copies, ids)]
+    order = {each.id: index for index, each in enumerate(generation.lineage)}
+    return max(
+        usable,
+        key=lambda name: (name.step, not name.durable, order[name.generation], name.token),
+        default=None,
+    )
 
 
-def _with_dense_local_ranks(members: Collection[Member]) -> tuple[Member, ...]:
-    """Number the local ranks of each machine's members from 0."""
+def _name(held: Held) -> Held:
+    """Return what is equal in all members' copies of a snapshot."""
+    return replace(held, parts=())
+
+
+def _is_start(name: Held, copies: Mapping[str, Held], ids: Collection[str]) -> bool:
+    """Return whether members continue from a snapshot, given the copies that they hold."""
+    parts = {part for copy in copies.values() for part in copy.parts}
+    return name.durable or (copies.keys() == set(ids) and len(parts) == name.members)
+
+
+def _admitted(
+    joiners: Collection[Joiner], start: Held, present: Collection[Member]
+) -> list[Member]:
+    """Return the joiners that hold the start, the lowest ids first, as many as are allowed."""
+    old = {member.machine for member in present}
+    new = set[int]()
+    admitted: list[Member] = []
+    for joiner in sorted(joiners, key=lambda one: one.member.id):
+        machines = new | ({joiner.member.machine} - old)
+        holds = any(_name(held) == start for held in joiner.held)
+        if holds and len(machines) <= len(old) and len(admitted) < len(present):
+            new = machines
+            admitted.append(joiner.member)
+    return admitted
+
+
+def _in_rank_order(members: Collection[Member]) -> tuple[Member, ...]:
+    """Order members by machine, and number the local ranks of each machine from 0."""
     numbers = Counter[int]()
-    dense = []
-    for member in members:
-        dense.append(replace(member, local_rank=numbers[member.machine]))
+    ordered = []
+    for member in sorted(members, key=lambda each: each.machine):
+        ordered.append(replace(member, local_rank=numbers[member.machine]))
         numbers[member.machine] += 1
-    return tuple(dense)
+    return tuple(ordered)

@@ -1,6 +1,6 @@
 """The witness as an acceptor: one record for the whole run, of the newest generation it was asked.
 
-It refuses lower generations, and another one of an equal number. The record is replaced whole by
+It has no vote on the successor of another generation. The record is replaced whole by
 compare-and-set; where it lies is `Witness`'s concern.
 """
 
@@ -27,13 +27,11 @@ class WitnessRecord(JsonRecord):
     """Record of a witness.
 
     Attributes:
-        number: the number of the generation that is voted upon.
-        generation: its id.
+        generation: the id of the generation that is voted upon.
         promised: the highest ballot that was promised or accepted; None: none.
         accepted: the accepted proposal; None: none.
     """
 
-    number: int
     generation: str
     promised: Ballot | None = None
     accepted: Proposal | None = None
@@ -51,21 +49,17 @@ def answer(
     Returns:
         the new record; and the answer, None where the witness has no vote.
     """
-    number, id = request.generation.number, request.generation.id
-    if record is None or record.number < number:
-        record = WitnessRecord(number=number, generation=id)
-    if record.number > number or record.generation != id:
+    id, ballot = request.generation.id, request.ballot
+    if record is None or request.generation.descends_from(record.generation):
+        record = WitnessRecord(generation=id)
+    if record.generation != id:
         return record, None
-    if record.promised is not None and request.ballot < record.promised:
+    if record.promised is not None and ballot < record.promised:
         promised = record.promised
-        return record, Refused(
-            generation=id, ballot=request.ballot, acceptor=WITNESS, promised=promised
-        )
-    record = replace(record, promised=request.ballot)
+        return record, Refused(generation=id, ballot=ballot, acceptor=WITNESS, promised=promised)
     if isinstance(request, Accept):
-        proposal = Proposal(ballot=request.ballot, value=request.value)
-        accepted = Accepted(generation=id, ballot=request.ballot, acceptor=WITNESS)
-        return replace(record, accepted=proposal), accepted
-    return record, Promise(
-        generation=id, ballot=request.ballot, acceptor=WITNESS, accepted=record.accepted
-    )
+        accepted = Proposal(ballot=ballot, value=request.value)
+        record = replace(record, promised=ballot, accepted=accepted)
+        return record, Accepted(generation=id, ballot=ballot, acceptor=WITNESS)
+    record = replace(record, promised=ballot)
+    return record, Promise(generation=id, ballot=ballot, acceptor=WITNESS, accepted=record.accepted)
