@@ -140,7 +140,7 @@ def _check_server(config: TrainConfig) -> None:
             value="apart",
             rule="the server finds the run by a rendezvous",
             remedy=Message(
-                "add {--file_store_path}, {--redis_host}, {--redis_url} or {--master}, and give "
-                "paceline serve the same, or leave out {--average_server}"
+                "add {--file_store_path}, {--redis_host}, {--redis_url}, {--etcd} or {--master}, "
+                "and give paceline serve the same, or leave out {--average_server}"
             ),
         )

@@ -36,7 +36,7 @@ from paceline.config.world import WorldConfig
 from paceline.errors import ConfigError, Message, PacelineError
 from paceline.state.run_folder import RunFolder, choose_run_id
 
-_RENDEZVOUS = ("file_store_path", "redis_host", "redis_url", "master")
+_RENDEZVOUS = ("file_store_path", "redis_host", "redis_url", "etcd", "master")
 _UNNAMED = "unnamed"  # the id of a run until rank 0 chooses one
 
 
@@ -48,12 +48,12 @@ def train_launched(config: TrainConfig, environment: Environment) -> int:
     """
     sys.path.insert(0, "")  # for a user's own model, as with `python -m`
     plan, launched, world = RunPlan.of(config.world, workers=1), environment.launched, config.world
-    lasting = world.file_store_path or world.redis_host or world.redis_url
+    lasting = world.file_store_path or world.redis_host or world.redis_url or world.etcd
     try:
         if launched is not None and not launched.launch_id and lasting and not world.run_id:
             raise ConfigError(
                 Message(
-                    "{} with {--file_store_path} or Redis needs {--run_id}, the same for all "
+                    "{} with {--file_store_path}, Redis or etcd needs {--run_id}, the same for all "
                     "processes.",
                     command_of(launched.launcher),
                 )

@@ -39,6 +39,7 @@ SHOWN_ONLY = {
     "needs CIFAR-10 and an hour and a half",
     "needs CIFAR-10, root and several hours",
     "needs Slurm",
+    "needs an etcd cluster",
 }
 HIDDEN = re.compile(r"^(\$ |(paceline \w+|resnet50_trainer) --)", re.MULTILINE)
 ENDLESS = (

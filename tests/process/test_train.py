@@ -17,6 +17,7 @@ from paceline.data.order import Order
 from paceline.models.zoo import build_model
 from paceline.observe.csv_log import COLUMNS
 from tests.harness.data.image_folder import some_images
+from tests.harness.network.etcd_server import etcd_server
 from tests.harness.network.ports import free_port
 from tests.harness.network.redis_server import redis_server
 from tests.harness.processes.bad_inputs import answer, require_message
@@ -103,6 +104,9 @@ def rendezvous_flags(kind: str, folder: Path) -> Iterator[list[str]]:
         yield ["--file_store_path", str(folder / "meet")]
     elif kind == "tcp":
         yield ["--master", f"127.0.0.1:{free_port()}"]
+    elif kind == "etcd":
+        with etcd_server(folder) as endpoint:
+            yield ["--etcd", f"127.0.0.1:{free_port()},{endpoint}"]
     else:
         with redis_server("pass" if kind == "redis with password" else "") as url:
             place = urlsplit(url)
@@ -112,7 +116,7 @@ def rendezvous_flags(kind: str, folder: Path) -> Iterator[list[str]]:
                 yield ["--redis_host", str(place.hostname), "--redis_port", str(place.port)]
 
 
-@pytest.mark.parametrize("kind", ["folder", "redis", "redis with password", "tcp"])
+@pytest.mark.parametrize("kind", ["folder", "redis", "redis with password", "etcd", "tcp"])
 def test_two_machines_of_two_workers_are_one_run(data: Path, tmp_path: Path, kind: str) -> None:
     with rendezvous_flags(kind, tmp_path) as meet:
         words = train(data, "--num_gpus", "2", "--num_shards", "2", "--run_id", "r", *meet)

@@ -37,6 +37,7 @@ from paceline.cluster.stores.polled_store import PolledStore
 from paceline.cluster.stores.store_spec import STORE_ERRORS, StoreSpec, open_store, peek
 from paceline.cluster.stores.waiting import await_keys
 from paceline.cluster.supervision.failure_report import FAILURE
+from paceline.config.world import without_password
 from paceline.errors import CommError, CommTimeout, ConfigError
 
 _KEY = "server/registration"
@@ -353,7 +354,9 @@ def serve_command(store: PolledStore) -> str:
     run_id = unquote(store.space.partition("/")[0].removeprefix("paceline-"))
     address = store.address
     place = f"--master {address}"
-    if "://" in address:
+    if address.startswith(("http://", "https://")):
+        place = f"--etcd {quote(without_password(address).removeprefix('http://'))}"
+    elif "://" in address:
         host, _, port = (
             address.rpartition("@")[2].rpartition("://")[2].partition("/")[0].partition(":")
         )
