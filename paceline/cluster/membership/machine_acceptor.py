@@ -37,8 +37,8 @@ class MachineAcceptor:
         """The machine's name as an acceptor."""
         return machine_name(self.machine)
 
-    def answer(self, request: Request) -> Answer:
-        """Answer a request.
+    def answer(self, request: Request) -> Answer | None:
+        """Answer a request; None where this machine has no vote.
 
         Raises:
             CommError: the record can't be replaced: another process was stopped while it did.

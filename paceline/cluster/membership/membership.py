@@ -451,7 +451,8 @@ class Membership:
             self._witness.ask(request)
         reply = self._acceptor.answer(request)
         self._announce(request)
-        self._on_line(lambda: self._answered(reply))
+        if reply is not None:
+            self._on_line(lambda: self._answered(reply))
 
     def _announce(self, request: Request) -> None:
         """Tell this machine's other members that it takes part in a vote."""
@@ -463,6 +464,8 @@ class Membership:
         message = KINDS[body["kind"]].from_text(body["text"])
         if isinstance(message, Prepare | Accept):
             reply = self._acceptor.answer(message)
+            if reply is None:
+                return
             self._send(peer, reply)
             if isinstance(reply, Decided):
                 self._learn(reply)

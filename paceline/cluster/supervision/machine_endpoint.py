@@ -84,6 +84,8 @@ class MachineEndpoint:
             reply = self._acceptor.answer(message)
         except CommError:  # a worker was stopped while it changed the record: no vote for now
             return
+        if reply is None:
+            return
         self._line.send(peer, VOTE, {"kind": type(reply).__name__, "text": reply.to_text()})
         if not isinstance(reply, Refused | Decided):
             here = {
