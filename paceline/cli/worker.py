@@ -15,6 +15,7 @@ from paceline.cli.garbage_collection import uncollected
 from paceline.cli.preflight import agree_on_inputs, agree_on_model
 from paceline.cluster.membership.evidence import EvidenceOptions
 from paceline.cluster.membership.generation import Group
+from paceline.cluster.membership.membership import OutsideWorld
 from paceline.cluster.supervision.requests.run_presence import RunPresence
 from paceline.cluster.supervision.requests.run_status import RunStatus
 from paceline.cluster.supervision.stop_signals import StopSignals
@@ -114,8 +115,8 @@ def _join_membership(
 def _run(trainer: Trainer, signals: StopSignals, folder: Path) -> bool:
     """Train, and leave when the peers need nothing more; return False if a signal stopped it."""
 
-    def rescue() -> str:
-        steps = trainer.steps.rescue()
+    def rescue(*, leaderless: bool = False) -> str:
+        steps = trainer.steps.rescue(leaderless=leaderless)
         return saved_sentence(folder, steps) if steps else ""
 
     with signals.received(rescue):
@@ -126,6 +127,11 @@ def _run(trainer: Trainer, signals: StopSignals, folder: Path) -> bool:
             ended = False
             if trainer.steps.run.context.group.rank == 0:
                 print_message(saved_sentence(folder, trainer.steps.position.number))
+        except OutsideWorld as error:
+            first_here = trainer.steps.run.context.group.local_rank == 0
+            if not error.expelled and (saved := rescue(leaderless=first_here)):
+                print_message(saved)
+            raise
         except BaseException:
             if saved := rescue():
                 print_message(saved)

@@ -422,14 +422,17 @@ class Steps:
             self._end_measured_steps()
         self._checkpoints.save(best=best, together=together)
 
-    def rescue(self) -> int | None:
+    def rescue(self, *, leaderless: bool = False) -> int | None:
         """Write the newest state in memory to the disk, and record it; from any thread.
+
+        Args:
+            leaderless: this process writes although it isn't rank 0, which it can't reach.
 
         Returns:
             the number of completed steps in the newest checkpoint file, from which the run resumes;
             None where there is none, and on ranks that write none.
         """
-        if self._writer is None or not self.run.leads:
+        if self._writer is None or not (self.run.leads or leaderless):
             return None
         steps = self._writer.rescue()
         self._record_published(self._writer.published)

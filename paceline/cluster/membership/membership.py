@@ -64,7 +64,14 @@ LEFT, PROMISED, EXITED, PROGRESS, LEAVING = "left", "promised", "exited", "progr
 
 
 class OutsideWorld(PeerLost):
-    """Error of a member that is in no further generation: it was expelled, or has no quorum."""
+    """Error of a member that is in no further generation.
+
+    Attributes:
+        expelled: whether the others continue without it, so that it must write nothing; else there
+            is no quorum, or no state to continue from.
+    """
+
+    expelled = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,10 +240,12 @@ class Membership:
                 )
             change = self._changes.pop(present.id)
         if self._member.id not in {member.id for member in change.generation.members}:
-            raise OutsideWorld(
+            expelled = OutsideWorld(
                 f"{present.describe(_rank_in(present, self._member.id))} was expelled from the "
                 "run, because the others had no sign of life from it; they continue without it."
             )
+            expelled.expelled = True
+            raise expelled
         return change
 
     def leave(self) -> None:
