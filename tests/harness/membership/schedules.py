@@ -1,0 +1,291 @@
+"""Random schedules of the membership protocol; a seed names one of them.
+
+A *wild* schedule has all that the protocol survives: loss, reordering and duplication of messages,
+pauses, partitions, kills of processes and machines, false suspicions, a lost witness, joiners and
+leavers. In a *fair* one, processes and machines are killed, and evidence tells the truth: nothing
+else fails, and proposers wait for those that are alive.
+
+At the end of each, messages arrive again and nothing more fails: if the text promises a successor,
+there must be one, which trains on.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from paceline.cluster.membership.generation import Generation
+from paceline.cluster.membership.voting.messages import machine_name
+from paceline.cluster.membership.voting.successor import View
+from tests.harness.membership.oracle import Violation, has_quorum
+from tests.harness.membership.world import Faults, Worker, World
+
+SHAPES = ((1, 1), (2, 1), (1, 2), (1, 1, 1), (2, 1, 1), (1, 1, 1, 1), (2,), (3,), (2, 2))
+_EVENTS = 110
+_ROUNDS = 14
+_NO_FAULTS = Faults()
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What happened in a schedule, for statistics."""
+
+    generations: int = 0
+    committed: int = 0
+    promised: bool = False
+    kills: int = 0
+
+
+class Schedule:
+    """Schedule: a world and what happens to it.
+
+    Args:
+        seed: names the schedule.
+        faults: mistakes of the processes.
+    """
+
+    def __init__(self, seed: int, faults: Faults = _NO_FAULTS) -> None:
+        rng = self.rng = random.Random(seed)
+        self.fair = rng.random() < 0.3
+        self.world = world = World(
+            rng,
+            rng.choice(SHAPES),
+            faults=faults,
+            interval=rng.choice((1, 1, 2)),
+            witness=rng.random() < 0.6,
+        )
+        self.false = self.joins = self.leaves = 0.0
+        world.dying = rng.choice((0.0, 0.0, 0.05))
+        weights = {
+            self._deliver: 45.0,
+            self._step: 18.0,
+            self._exchange: 14.0,
+            self._vote: 8.0,
+            self._enter: 8.0,
+            self._expire: 3.0,
+            self._kill: rng.choice((0.5, 1.0, 2.0)),
+            self._save: rng.choice((0.0, 1.0)),
+        }
+        if not self.fair:
+            world.loss = rng.choice((0.0, 0.05, 0.2))
+            world.duplication = rng.choice((0.0, 0.05))
+            self.false = rng.choice((0.0, 0.1, 0.3))
+            self.leaves = rng.choice((0.0, 0.1))
+            weights |= {
+                self._pause: rng.choice((0.0, 2.0)),
+                self._cut: rng.choice((0.0, 2.0)),
+                self._join: rng.choice((0.0, 1.0, 3.0)),
+                self._lose_witness: rng.choice((0.0, 0.0, 1.0)),
+            }
+        self._events = rng.choices(list(weights), list(weights.values()), k=_EVENTS)
+
+    def run(self) -> Outcome:
+        """Run the schedule to its end.
+
+        Raises:
+            Violation: the protocol was broken.
+        """
+        for event in self._events:
+            event()
+        return self._end()
+
+    # Events
+
+    def _deliver(self) -> None:
+        if self.world.flight:
+            self.world.deliver(int(self.rng.random() * len(self.world.flight)))
+
+    def _any_worker(self) -> Worker:
+        workers = self.world.workers
+        return workers[int(self.rng.random() * len(workers))]
+
+    def _step(self) -> None:
+        self.world.step(self._any_worker())
+
+    def _exchange(self) -> None:
+        self.world.exchange(self._any_worker(), 0.7)
+
+    def _enter(self) -> None:
+        for worker in self.world.workers:
+            if self.rng.random() < 0.6:
+                self.world.enter(worker)
+
+    def _save(self) -> None:
+        self.world.save(self._any_worker())
+
+    def _vote(self) -> None:
+        worker = self._any_worker()
+        if not worker.trains:
+            return
+        world, rng = self.world, self.rng
+        suspected = set()
+        for member in worker.generation.members:
+            other = world.by_id[member.id]
+            if other is worker:
+                continue
+            if not other.alive:
+                if self.fair or rng.random() < 0.9:
+                    suspected.add(member.id)
+            elif self.fair:
+                continue
+            elif other.paused or not world.connected(worker.machine, other.machine):
+                if rng.random() < 0.5:
+                    suspected.add(member.id)
+            elif rng.random() < self.false:
+                suspected.add(member.id)
+        leavers = frozenset(
+            member.id for member in worker.generation.members if rng.random() < self.leaves
+        )
+        joiners = () if self.fair else self._joiners(worker.generation)
+        known = worker.machine.record.has_promised(worker.generation)
+        if suspected or leavers or joiners or known:
+            view = View(suspected=frozenset(suspected), leavers=leavers, joiners=joiners)
+            world.propose(worker, view)
+
+    def _joiners(self, generation: Generation):
+        return tuple(
+            joiner
+            for worker, joiner in self.world.joiners.get(generation.id, ())
+            if worker.alive and self.rng.random() < 0.8
+        )
+
+    def _expire(self) -> None:
+        worker = self._any_worker()
+        if worker.proposer is not None and (not self.fair or self._waits_in_vain(worker)):
+            self.world.expire(worker)
+
+    def _waits_in_vain(self, worker: Worker) -> bool:
+        """Return whether all machines that are alive have promised."""
+        assert worker.proposer is not None
+        machines = (self.world.machines[number] for number in worker.generation.machines)
+        return all(
+            machine_name(machine.number) in worker.proposer.promises
+            for machine in machines
+            if machine.alive
+        )
+
+    def _kill(self) -> None:
+        world, rng = self.world, self.rng
+        chance = rng.random()
+        worker = self._any_worker()
+        if chance < 0.4:
+            world.kill(worker)
+        elif chance < 0.6:
+            world.kill_supervisor(worker.machine)
+        else:
+            world.kill_machine(worker.machine)
+
+    def _pause(self) -> None:
+        worker = self._any_worker()
+        worker.paused = not worker.paused
+
+    def _cut(self) -> None:
+        world, rng = self.world, self.rng
+        if world.cut:
+            world.cut = frozenset()
+        else:
+            world.cut = frozenset(number for number in world.machines if rng.random() < 0.5)
+
+    def _join(self) -> None:
+        world, donor = self.world, self._any_worker()
+        if donor.trains and len(world.workers) < 8:
+            machines = [machine for machine in world.machines.values() if machine.supervisor]
+            old = self.rng.random() < 0.5 and machines
+            world.join(donor, self.rng.choice(machines) if old else None)
+
+    def _lose_witness(self) -> None:
+        if self.world.nonce:
+            self.world.lose_witness()
+
+    # The end
+
+    def _end(self) -> Outcome:
+        world = self.world
+        world.loss = world.duplication = world.dying = 0.0
+        world.cut = frozenset()
+        for worker in world.workers:
+            worker.paused = False
+        trains = self._train_on()
+        promised = self._is_promised()
+        if promised and not trains:
+            raise Violation("no successor, though a quorum is alive")
+        world.oracle.check_ledger()
+        oracle = world.oracle
+        return Outcome(
+            generations=len(oracle.successors),
+            committed=sum(len(steps) for steps in oracle.committed.values()),
+            promised=promised,
+            kills=sum(not worker.alive for worker in world.workers),
+        )
+
+    def _is_promised(self) -> bool:
+        """Return whether the text promises that the run goes on."""
+        world, newest = self.world, self.world.oracle.newest
+        witness = bool(world.nonce) and world.nonce == newest.witness
+        members = {member.id for member in newest.members}
+        alive = {machine.number for machine in world.machines.values() if machine.alive}
+        left = any(worker.trains and worker.id in members for worker in world.workers)
+        if left and has_quorum(newest, alive, witness=witness):
+            return True
+        machines = {worker.machine.number for worker in world.workers if worker.alive}
+        return self.fair and has_quorum(
+            world.oracle.first, machines, witness=bool(world.nonce)
+        )
+
+    def _train_on(self) -> bool:
+        """Let the run recover; return whether the newest generation trains."""
+        world = self.world
+        for _ in range(_ROUNDS):
+            self._deliver_all()
+            for worker in world.workers:
+                world.enter(worker)
+            newest = world.oracle.newest
+            members = [world.by_id[member.id] for member in newest.members]
+            if all(each.trains and each.generation.id == newest.id for each in members):
+                if not self._promised_in(newest):
+                    return self._commits(newest, members)
+            self._vote_of_the_lowest()
+        return False
+
+    def _promised_in(self, generation: Generation) -> bool:
+        machines = (self.world.machines[number] for number in generation.machines)
+        return any(machine.record.has_promised(generation) for machine in machines)
+
+    def _commits(self, generation: Generation, members: list[Worker]) -> bool:
+        """Train until one more snapshot is committed."""
+        world = self.world
+        committed = world.oracle.committed[generation.id]
+        before = len(committed)
+        for _ in range(4 * world.interval + 4):
+            for worker in members:
+                world.exchange(worker, 1.0)
+            for worker in sorted(members, key=lambda each: each.step):
+                world.step(worker)
+        return len(committed) > before
+
+    def _vote_of_the_lowest(self) -> None:
+        """In each generation that has workers, the lowest proposes, and waits as long as it helps."""
+        world = self.world
+        lowest: dict[str, Worker] = {}
+        for worker in sorted(world.training(), key=lambda each: each.id):
+            lowest.setdefault(worker.generation.id, worker)
+        for worker in lowest.values():
+            dead = (m.id for m in worker.generation.members if not world.by_id[m.id].trains)
+            world.propose(worker, View(suspected=frozenset(dead)))
+            self._deliver_all()
+            world.expire(worker)
+            self._deliver_all()
+
+    def _deliver_all(self) -> None:
+        while self.world.flight:
+            self.world.deliver(len(self.world.flight) - 1)
+
+
+def run_schedule(seed: int, faults: Faults = _NO_FAULTS) -> Outcome:
+    """Run a schedule.
+
+    Raises:
+        Violation: the protocol was broken.
+    """
+    return Schedule(seed, faults).run()
