@@ -24,7 +24,7 @@ from paceline.cluster.membership.voting.messages import (
     Proposal,
     machine_name,
 )
-from paceline.cluster.membership.voting.successor import View
+from paceline.cluster.membership.voting.successor import View, acceptors_of
 from paceline.cluster.membership.voting.witness_rules import WitnessRecord
 from tests.harness.membership.world import Faults
 
@@ -57,7 +57,7 @@ class Mutant:
 
 
 def _half_is_enough(generation: Generation, names: Collection[str]) -> bool:
-    acceptors = successor.acceptors_of(generation)
+    acceptors = acceptors_of(generation)
     return 2 * len(set(acceptors) & set(names)) >= len(acceptors)
 
 
@@ -121,8 +121,12 @@ def _start_by_step(
             for held in one.held if one.member in ids else ():
                 if not held.durable:
                     holders.setdefault(held.step, {})[one.member] = held
-    common = [step for step, copies in holders.items() if copies.keys() == ids]
-    return next(iter(holders[max(common)].values())) if common else None
+    common = {
+        step: copies
+        for step, copies in holders.items()
+        if successor._is_start(next(iter(copies.values())), copies, ids)
+    }
+    return next(iter(common[max(common)].values())) if common else None
 
 
 def _always(*_: object) -> bool:
@@ -222,7 +226,8 @@ _RULES: dict[str, Mutant] = {
     ),
     "dropping a snapshot that the record lists": Mutant(faults=Faults(drops_unrecorded=True)),
     "a durable start whose step isn't decided": Mutant(
-        patches=((proposer, "free_value", _from_the_beginning),)
+        faults=Faults(finds_checkpoints=True),
+        patches=((proposer, "free_value", _from_the_beginning),),
     ),
 }
 MUTANTS = _RULES

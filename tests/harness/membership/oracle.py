@@ -37,6 +37,7 @@ class Oracle:
     Attributes:
         first: the first generation.
         copies: looks into the members' memory, that of dead ones too.
+        parts: whether a snapshot has a part of each member.
         void_from_start: a fault of the ledger's rule: lines are void from the start step on.
         parent_only: a fault of the ledger's headers: they name the parent alone.
         successors: the decided successor of each generation, by its id.
@@ -47,6 +48,7 @@ class Oracle:
 
     first: Generation
     copies: Copies
+    parts: bool = True
     void_from_start: bool = False
     parent_only: bool = False
     successors: dict[str, Generation] = field(default_factory=dict)
@@ -131,7 +133,7 @@ class Oracle:
     def _add(self, generation: Generation) -> None:
         self.generations[generation.id] = generation
         self.committed[generation.id] = set()
-        self.backups[generation.id] = backup_holders(generation)
+        self.backups[generation.id] = backup_holders(generation) if self.parts else {}
 
     def _check_start(
         self, generation: Generation, value: Generation, durable: Collection[int]
@@ -151,7 +153,7 @@ class Oracle:
             if copy is None:
                 raise Violation("a member doesn't hold the start")
             parts.update(copy)
-        if parts != _ids(self.generations[value.start_token]):
+        if self.parts and parts != _ids(self.generations[value.start_token]):
             raise Violation("a part of the start has no holder")
 
     def _check_rollback(self, value: Generation, generation: Generation, step: int) -> None:
@@ -160,6 +162,8 @@ class Oracle:
 
     def _has_all_parts(self, generation: str, step: int, members: set[str]) -> bool:
         holders = self.acknowledged[generation][step]
+        if not self.parts:
+            return not members.isdisjoint(holders)
         parts = frozenset[str]().union(*(holders.get(member, ()) for member in members))
         return parts == _ids(self.generations[generation])
 

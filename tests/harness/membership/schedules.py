@@ -22,7 +22,7 @@ from tests.harness.membership.oracle import Violation, has_quorum
 from tests.harness.membership.world import Faults, Worker, World
 
 SHAPES = ((1, 1), (2, 1), (1, 2), (1, 1, 1), (2, 1, 1), (1, 1, 1, 1), (2,), (3,), (2, 2))
-_EVENTS = 110
+_EVENTS = 160
 _ROUNDS = 14
 _NO_FAULTS = Faults()
 
@@ -33,6 +33,9 @@ class Outcome:
 
     generations: int = 0
     committed: int = 0
+    durable: int = 0
+    joiners: int = 0
+    late: int = 0
     promised: bool = False
     kills: int = 0
 
@@ -54,29 +57,30 @@ class Schedule:
             faults=faults,
             interval=rng.choice((1, 1, 2)),
             witness=rng.random() < 0.6,
+            parts=rng.random() < 0.7,
         )
-        self.false = self.joins = self.leaves = 0.0
-        world.dying = rng.choice((0.0, 0.0, 0.05))
+        self.false = self.leaves = 0.0
+        world.dying = rng.choice((0.0, 0.0, 0.2))
         weights = {
-            self._deliver: 45.0,
-            self._step: 18.0,
+            self._deliver: 40.0,
+            self._step: 20.0,
             self._exchange: 14.0,
-            self._vote: 8.0,
+            self._vote: 7.0,
             self._enter: 8.0,
-            self._expire: 3.0,
-            self._kill: rng.choice((0.5, 1.0, 2.0)),
-            self._save: rng.choice((0.0, 1.0)),
+            self._expire: 4.0,
+            self._kill: rng.choice((0.5, 1.0, 3.0)),
+            self._save: rng.choice((0.0, 3.0)),
         }
         if not self.fair:
-            world.loss = rng.choice((0.0, 0.05, 0.2))
+            world.loss = rng.choice((0.0, 0.0, 0.2))
             world.duplication = rng.choice((0.0, 0.05))
             self.false = rng.choice((0.0, 0.1, 0.3))
             self.leaves = rng.choice((0.0, 0.1))
             weights |= {
                 self._pause: rng.choice((0.0, 2.0)),
                 self._cut: rng.choice((0.0, 2.0)),
-                self._join: rng.choice((0.0, 1.0, 3.0)),
-                self._lose_witness: rng.choice((0.0, 0.0, 1.0)),
+                self._join: rng.choice((0.0, 2.0, 6.0)),
+                self._lose_witness: rng.choice((0.0, 0.0, 2.0)),
             }
         self._events = rng.choices(list(weights), list(weights.values()), k=_EVENTS)
 
@@ -93,8 +97,10 @@ class Schedule:
     # Events
 
     def _deliver(self) -> None:
-        if self.world.flight:
-            self.world.deliver(int(self.rng.random() * len(self.world.flight)))
+        world = self.world
+        for _ in range(4):
+            if world.flight:
+                world.deliver(int(self.rng.random() * len(world.flight)))
 
     def _any_worker(self) -> Worker:
         workers = self.world.workers
@@ -116,9 +122,9 @@ class Schedule:
 
     def _vote(self) -> None:
         worker = self._any_worker()
-        if not worker.trains:
-            return
         world, rng = self.world, self.rng
+        if not worker.trains or (worker.proposer is not None and rng.random() < 0.7):
+            return
         suspected = set()
         for member in worker.generation.members:
             other = world.by_id[member.id]
@@ -130,7 +136,7 @@ class Schedule:
             elif self.fair:
                 continue
             elif other.paused or not world.connected(worker.machine, other.machine):
-                if rng.random() < 0.5:
+                if rng.random() < 0.8:
                     suspected.add(member.id)
             elif rng.random() < self.false:
                 suspected.add(member.id)
@@ -171,6 +177,8 @@ class Schedule:
         worker = self._any_worker()
         if chance < 0.4:
             world.kill(worker)
+            if chance < 0.15:
+                world.kill(self._any_worker())
         elif chance < 0.6:
             world.kill_supervisor(worker.machine)
         else:
@@ -183,7 +191,8 @@ class Schedule:
     def _cut(self) -> None:
         world, rng = self.world, self.rng
         if world.cut:
-            world.cut = frozenset()
+            if rng.random() < 0.4:
+                world.cut = frozenset()
         else:
             world.cut = frozenset(number for number in world.machines if rng.random() < 0.5)
 
@@ -216,12 +225,14 @@ class Schedule:
             generations=len(oracle.successors),
             committed=sum(len(steps) for steps in oracle.committed.values()),
             promised=promised,
+            durable=sum(not v.start_token and v.start > 0 for v in oracle.successors.values()),
+            joiners=sum(any(m.id.startswith("j") for m in v.members) for v in oracle.successors.values()),
             kills=sum(not worker.alive for worker in world.workers),
         )
 
     def _is_promised(self) -> bool:
         """Return whether the text promises that the run goes on."""
-        world, newest = self.world, self.world.oracle.newest
+        world, newest = self.world, self._newest_known()
         witness = bool(world.nonce) and world.nonce == newest.witness
         members = {member.id for member in newest.members}
         alive = {machine.number for machine in world.machines.values() if machine.alive}
@@ -232,6 +243,21 @@ class Schedule:
         return self.fair and has_quorum(
             world.oracle.first, machines, witness=bool(world.nonce)
         )
+
+    def _newest_known(self) -> Generation:
+        """Return the newest decided generation of which a process that is alive knows."""
+        generation = newest = self.world.oracle.first
+        known = {
+            machine.record.generation.id
+            for machine in self.world.machines.values()
+            if machine.alive and machine.record.generation is not None
+        }
+        successors = self.world.oracle.successors
+        while (successor := successors.get(generation.id)) is not None:
+            generation = successor
+            if generation.id in known:
+                newest = generation
+        return newest
 
     def _train_on(self) -> bool:
         """Let the run recover; return whether the newest generation trains."""

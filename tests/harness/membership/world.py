@@ -42,6 +42,7 @@ class Faults:
     ignores_nonce: bool = False
     void_from_start: bool = False
     parent_only: bool = False
+    finds_checkpoints: bool = False
 
 
 @dataclass(eq=False, kw_only=True)
@@ -122,6 +123,7 @@ class World:
         faults: mistakes of the processes.
         interval: steps between snapshots.
         witness: whether there is a witness.
+        parts: whether a snapshot has a part of each member; else all members' copies are equal.
     """
 
     def __init__(
@@ -132,8 +134,9 @@ class World:
         faults: Faults,
         interval: int,
         witness: bool,
+        parts: bool,
     ) -> None:
-        self.rng, self.faults, self.interval = rng, faults, interval
+        self.rng, self.faults, self.interval, self.parts = rng, faults, interval, parts
         self.loss = self.duplication = self.dying = 0.0
         self.cut: frozenset[int] = frozenset()  # machines that the others can't reach
         self.nonce, self.witness_record = "nonce" if witness else "", None
@@ -159,6 +162,7 @@ class World:
             copies=self._copies,
             void_from_start=faults.void_from_start,
             parent_only=faults.parent_only,
+            parts=parts,
         )
         self.entered: dict[str, dict[str, int]] = {}  # by generation: completed steps of members
         self.sent: dict[tuple[str, int], set[str]] = {}  # owners of parts that were sent
@@ -190,14 +194,15 @@ class World:
             generation=generation.id,
             token=generation.id,
             step=step,
-            parts=(worker.id,),
-            members=len(generation.members),
+            parts=(worker.id,) if self.parts else (),
+            members=len(generation.members) if self.parts else 0,
         )
         memory = {**worker.memory, (generation.id, step): held}
         if self.faults.keeps_two:
             memory = dict(list(memory.items())[-2:])
-        if self._acknowledge(worker, memory):
+        if self.parts:
             self.sent.setdefault((generation.id, step), set()).add(worker.id)
+        self._acknowledge(worker, memory)
 
     def exchange(self, worker: Worker, chance: float) -> None:
         """Hear acknowledgements, and receive parts of others as their backup holder."""
@@ -306,7 +311,11 @@ class World:
 
     def _send(self, worker: Worker, request: Request) -> None:
         about = request.generation
-        self.flight += [Message(worker, to, request, about) for to in acceptors_of(about)]
+        names = acceptors_of(about)
+        if isinstance(request, Prepare):
+            others = (machine.name for machine in self.machines.values())
+            names += tuple(name for name in others if name not in names)
+        self.flight += [Message(worker, to, request, about) for to in names]
 
     def deliver(self, index: int) -> None:
         """Deliver, lose or duplicate a message."""
@@ -341,7 +350,7 @@ class World:
         dies = self.dying and self.rng.random() < self.dying
         if not (dies and self.faults.answers_first):
             machine.record = record
-        if not (dies and not self.faults.answers_first):
+        if answer is not None and not (dies and not self.faults.answers_first):
             self.flight.append(Message(message.worker, "", answer, message.about))
         if dies:
             self._kill_one_that_answers(machine)
@@ -412,6 +421,8 @@ class World:
         self.oracle.enter(worker.id, worker.generation, after)
         worker.generation, worker.joining = after, False
         worker.step, worker.committed, worker.known = after.start, -1, {}
+        if self.faults.finds_checkpoints and not after.start_token:
+            worker.step = max(self._durable_steps(after, after), default=after.start)
         worker.proposer = None
         worker.memory = {
             key: held
