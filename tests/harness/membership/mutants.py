@@ -12,13 +12,14 @@ from typing import Any
 from unittest.mock import patch
 
 from paceline.cluster.membership.generation import Generation, Member
-from paceline.cluster.membership.voting import acceptor, proposer, successor, witness_rules
+from paceline.cluster.membership.voting import proposer, successor, witness_rules
 from paceline.cluster.membership.voting.acceptor import MachineRecord
 from paceline.cluster.membership.voting.messages import (
     WITNESS,
     Accept,
     Accepted,
     Ballot,
+    Decided,
     Held,
     Promise,
     Proposal,
@@ -40,10 +41,12 @@ class Mutant:
     """Mutant: the rule that is left out.
 
     Attributes:
+        breaks: the violation that it leads to.
         faults: mistakes of the simulated processes.
         patches: replaced functions: module or class, name, function.
     """
 
+    breaks: str
     faults: Faults = field(default_factory=Faults)
     patches: tuple[tuple[Any, str, Callable[..., Any]], ...] = ()
 
@@ -64,9 +67,9 @@ def _half_is_enough(generation: Generation, names: Collection[str]) -> bool:
 def _write_once(record: WitnessRecord | None, request: Any) -> tuple[WitnessRecord | None, Any]:
     """Keep the first value of a generation, whatever its ballot, and report none in promises."""
     id = request.generation.id
-    if record is None or request.generation.descends_from(record.generation):
-        record = WitnessRecord(generation=id)
-    if record.generation != id:
+    if record is None or request.generation.descends_from(record.generation.id):
+        record = WitnessRecord(generation=request.generation)
+    if record.generation.id != id:
         return record, None
     if not isinstance(request, Accept):
         return record, Promise(generation=id, ballot=request.ballot, acceptor=WITNESS)
@@ -100,9 +103,16 @@ def _exits_are_votes(
 def _takes_any_generation(
     record: WitnessRecord | None, request: Any
 ) -> tuple[WitnessRecord | None, Any]:
-    if record is not None and record.generation != request.generation.id:
+    if record is not None and record.generation.id != request.generation.id:
         record = None
     return _witness_answer(record, request)
+
+
+def _silent_on_lower_ones(
+    record: WitnessRecord | None, request: Any
+) -> tuple[WitnessRecord | None, Any]:
+    record, answer = _witness_answer(record, request)
+    return record, None if isinstance(answer, Decided) else answer
 
 
 def _one_slot(record: MachineRecord, generation: Generation) -> MachineRecord:
@@ -148,9 +158,7 @@ def _joiners_limit_the_start(
             name: replace(
                 promise,
                 holdings=tuple(
-                    replace(
-                        one, held=tuple(h for h in one.held if successor._name(h) in common)
-                    )
+                    replace(one, held=tuple(h for h in one.held if successor._name(h) in common))
                     for one in promise.holdings
                 ),
             )
@@ -181,54 +189,74 @@ def _from_the_beginning(
     return replace(value, start=value.first_start)
 
 
-_RULES: dict[str, Mutant] = {
+_TWO = "two successors"
+_ROLLED_BACK = "a committed snapshot is rolled back"
+_STUCK = "no successor, though a quorum is alive"
+
+MUTANTS: dict[str, Mutant] = {
     "a quorum of N/2": Mutant(
+        breaks=_TWO,
         patches=(
             (proposer, "is_quorum", _half_is_enough),
             (successor, "is_quorum", _half_is_enough),
-        )
+        ),
     ),
     "a write-once witness asked at the end": Mutant(
-        patches=((witness_rules, "answer", _write_once),)
+        breaks=_TWO, patches=((witness_rules, "answer", _write_once),)
     ),
     "acknowledgements after a promise": Mutant(
-        patches=((MachineRecord, "has_promised", _knows_a_newer_one),)
+        breaks=_ROLLED_BACK, patches=((MachineRecord, "has_promised", _knows_a_newer_one),)
     ),
-    "answering before recording": Mutant(faults=Faults(answers_first=True)),
+    "answering before recording": Mutant(breaks=_TWO, faults=Faults(answers_first=True)),
     "exits taken as proof without the dead's votes": Mutant(
-        patches=((proposer, "begin", _exits_are_votes),)
+        breaks=_TWO, patches=((proposer, "begin", _exits_are_votes),)
     ),
-    "a witness whose nonce is ignored": Mutant(faults=Faults(ignores_nonce=True)),
+    "a witness whose nonce is ignored": Mutant(breaks=_TWO, faults=Faults(ignores_nonce=True)),
     "a witness that takes lower generations": Mutant(
-        patches=((witness_rules, "answer", _takes_any_generation),)
+        breaks=_TWO, patches=((witness_rules, "answer", _takes_any_generation),)
     ),
     "records without the generation's token": Mutant(
-        patches=((MachineRecord, "in_generation", _one_slot),)
+        breaks=_TWO, patches=((MachineRecord, "in_generation", _one_slot),)
     ),
     "a restarted supervisor that reports an empty record": Mutant(
-        faults=Faults(empty_record=True)
+        breaks=_TWO, faults=Faults(empty_record=True)
     ),
-    "keeping the two newest snapshots": Mutant(faults=Faults(keeps_two=True)),
+    "keeping the two newest snapshots": Mutant(breaks=_ROLLED_BACK, faults=Faults(keeps_two=True)),
     "a start of which a part has no holder": Mutant(
-        patches=((successor, "_is_start", _held_by_all),)
+        breaks="a part of the start has no holder",
+        patches=((successor, "_is_start", _held_by_all),),
     ),
-    "snapshots named by step alone": Mutant(patches=((successor, "_start", _start_by_step),)),
+    "snapshots named by step alone": Mutant(
+        breaks="a member doesn't hold the start",
+        patches=((successor, "_start", _start_by_step),),
+    ),
     "not dropping what lies beyond a start": Mutant(
-        patches=((successor, "is_in_lineage", _always),)
+        breaks="the start is outside the lineage",
+        patches=((successor, "is_in_lineage", _always),),
     ),
     "a start limited by what a joiner holds": Mutant(
-        patches=((proposer, "free_value", _joiners_limit_the_start),)
+        breaks=_ROLLED_BACK, patches=((proposer, "free_value", _joiners_limit_the_start),)
     ),
-    "ledger lines void from the start step on": Mutant(faults=Faults(void_from_start=True)),
-    "ledger headers with the parent only": Mutant(faults=Faults(parent_only=True)),
+    "ledger lines void from the start step on": Mutant(
+        breaks="a step counts 0 times", faults=Faults(void_from_start=True)
+    ),
+    "ledger headers with the parent only": Mutant(
+        breaks="a step counts 2 times", faults=Faults(parent_only=True)
+    ),
     "leaving out a member that promised": Mutant(
-        patches=((proposer, "free_value", _smallest_quorum),)
+        breaks=_STUCK, patches=((proposer, "free_value", _smallest_quorum),)
     ),
-    "dropping a snapshot that the record lists": Mutant(faults=Faults(drops_unrecorded=True)),
+    "dropping a snapshot that the record lists": Mutant(
+        breaks="a member doesn't hold the start", faults=Faults(drops_unrecorded=True)
+    ),
     "a durable start whose step isn't decided": Mutant(
+        breaks="a step counts 0 times",
         faults=Faults(finds_checkpoints=True),
         patches=((proposer, "free_value", _from_the_beginning),),
     ),
+    "asking the acceptors alone": Mutant(breaks=_STUCK, faults=Faults(asks_acceptors_only=True)),
+    "a witness that is silent on lower generations": Mutant(
+        breaks=_STUCK, patches=((witness_rules, "answer", _silent_on_lower_ones),)
+    ),
 }
-MUTANTS = _RULES
-"""The mutants by what they leave out."""
+"""The mutants by what they leave out or do wrong."""

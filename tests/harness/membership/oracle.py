@@ -126,7 +126,9 @@ class Oracle:
         """Check that each step up to the newest committed one counts once."""
         newest = self.newest_committed(self.newest)
         for step in range(self.first.start + 1, newest[1] + 1 if newest else 0):
-            valid = [g for g, steps in self.lines.items() if step in steps and not self._void(g, step)]
+            valid = [
+                g for g, steps in self.lines.items() if step in steps and not self._void(g, step)
+            ]
             if len(valid) != 1:
                 raise Violation(f"a step counts {len(valid)} times")
 

@@ -12,8 +12,7 @@ there must be one, which trains on.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from paceline.cluster.membership.generation import Generation
 from paceline.cluster.membership.voting.messages import machine_name
@@ -21,8 +20,9 @@ from paceline.cluster.membership.voting.successor import View
 from tests.harness.membership.oracle import Violation, has_quorum
 from tests.harness.membership.world import Faults, Worker, World
 
+_EVEN_SHAPES = ((1, 1), (1, 1, 1, 1))
 SHAPES = ((1, 1), (2, 1), (1, 2), (1, 1, 1), (2, 1, 1), (1, 1, 1, 1), (2,), (3,), (2, 2))
-_EVENTS = 160
+_EVENTS = 220
 _ROUNDS = 14
 _NO_FAULTS = Faults()
 
@@ -35,7 +35,6 @@ class Outcome:
     committed: int = 0
     durable: int = 0
     joiners: int = 0
-    late: int = 0
     promised: bool = False
     kills: int = 0
 
@@ -50,28 +49,30 @@ class Schedule:
 
     def __init__(self, seed: int, faults: Faults = _NO_FAULTS) -> None:
         rng = self.rng = random.Random(seed)
-        self.fair = rng.random() < 0.3
+        theme = rng.choice(("fair", "fair", "mixed", "mixed", "split", "split", "growth"))
+        self.fair = theme == "fair"
         self.world = world = World(
             rng,
-            rng.choice(SHAPES),
+            rng.choice(_EVEN_SHAPES if theme == "split" else SHAPES),
             faults=faults,
             interval=rng.choice((1, 1, 2)),
-            witness=rng.random() < 0.6,
-            parts=rng.random() < 0.7,
+            witness=theme == "split" or rng.random() < 0.6,
+            parts=theme == "growth" or rng.random() < 0.7,
         )
-        self.false = self.leaves = 0.0
-        world.dying = rng.choice((0.0, 0.0, 0.2))
         weights = {
             self._deliver: 40.0,
-            self._step: 20.0,
+            self._step: 14.0,
             self._exchange: 14.0,
-            self._vote: 7.0,
+            self._vote: 5.0,
             self._enter: 8.0,
             self._expire: 4.0,
-            self._kill: rng.choice((0.5, 1.0, 3.0)),
+            self._kill: rng.choice((0.3, 0.7, 1.5)),
+            self._kill_owner_and_holder: rng.choice((0.0, 0.0, 1.0)),
             self._save: rng.choice((0.0, 3.0)),
         }
-        if not self.fair:
+        world.dying = rng.choice((0.0, 0.0, 0.2))
+        self.false = self.leaves = 0.0
+        if theme == "mixed":
             world.loss = rng.choice((0.0, 0.0, 0.2))
             world.duplication = rng.choice((0.0, 0.05))
             self.false = rng.choice((0.0, 0.1, 0.3))
@@ -82,6 +83,15 @@ class Schedule:
                 self._join: rng.choice((0.0, 2.0, 6.0)),
                 self._lose_witness: rng.choice((0.0, 0.0, 2.0)),
             }
+        elif theme == "split":
+            weights |= {
+                self._kill: 0.3,
+                self._cut: 2.0,
+                self._join: 3.0,
+                self._lose_witness: rng.choice((0.0, 0.5)),
+            }
+        elif theme == "growth":
+            weights |= {self._kill: 0.5, self._kill_owner_and_holder: 1.0, self._join: 4.0}
         self._events = rng.choices(list(weights), list(weights.values()), k=_EVENTS)
 
     def run(self) -> Outcome:
@@ -107,10 +117,14 @@ class Schedule:
         return workers[int(self.rng.random() * len(workers))]
 
     def _step(self) -> None:
-        self.world.step(self._any_worker())
+        for worker in self.world.workers:
+            if self.rng.random() < 0.6:
+                self.world.step(worker)
 
     def _exchange(self) -> None:
-        self.world.exchange(self._any_worker(), 0.7)
+        for worker in self.world.workers:
+            if self.rng.random() < 0.5:
+                self.world.exchange(worker, 0.7)
 
     def _enter(self) -> None:
         for worker in self.world.workers:
@@ -118,7 +132,8 @@ class Schedule:
                 self.world.enter(worker)
 
     def _save(self) -> None:
-        self.world.save(self._any_worker())
+        for worker in self.world.workers:
+            self.world.save(worker)
 
     def _vote(self) -> None:
         worker = self._any_worker()
@@ -143,7 +158,7 @@ class Schedule:
         leavers = frozenset(
             member.id for member in worker.generation.members if rng.random() < self.leaves
         )
-        joiners = () if self.fair else self._joiners(worker.generation)
+        joiners = self._joiners(worker.generation) if rng.random() < 0.5 else ()
         known = worker.machine.record.has_promised(worker.generation)
         if suspected or leavers or joiners or known:
             view = View(suspected=frozenset(suspected), leavers=leavers, joiners=joiners)
@@ -177,12 +192,17 @@ class Schedule:
         worker = self._any_worker()
         if chance < 0.4:
             world.kill(worker)
-            if chance < 0.15:
-                world.kill(self._any_worker())
         elif chance < 0.6:
             world.kill_supervisor(worker.machine)
         else:
             world.kill_machine(worker.machine)
+
+    def _kill_owner_and_holder(self) -> None:
+        world, owner = self.world, self._any_worker()
+        holder = world.oracle.backups[owner.generation.id].get(owner.id)
+        if holder is not None and len(owner.generation.members) > 2:
+            world.kill(owner)
+            world.kill(world.by_id[holder])
 
     def _pause(self) -> None:
         worker = self._any_worker()
@@ -226,7 +246,9 @@ class Schedule:
             committed=sum(len(steps) for steps in oracle.committed.values()),
             promised=promised,
             durable=sum(not v.start_token and v.start > 0 for v in oracle.successors.values()),
-            joiners=sum(any(m.id.startswith("j") for m in v.members) for v in oracle.successors.values()),
+            joiners=sum(
+                any(m.id.startswith("j") for m in v.members) for v in oracle.successors.values()
+            ),
             kills=sum(not worker.alive for worker in world.workers),
         )
 
@@ -240,9 +262,7 @@ class Schedule:
         if left and has_quorum(newest, alive, witness=witness):
             return True
         machines = {worker.machine.number for worker in world.workers if worker.alive}
-        return self.fair and has_quorum(
-            world.oracle.first, machines, witness=bool(world.nonce)
-        )
+        return self.fair and has_quorum(world.oracle.first, machines, witness=bool(world.nonce))
 
     def _newest_known(self) -> Generation:
         """Return the newest decided generation of which a process that is alive knows."""
@@ -268,9 +288,9 @@ class Schedule:
                 world.enter(worker)
             newest = world.oracle.newest
             members = [world.by_id[member.id] for member in newest.members]
-            if all(each.trains and each.generation.id == newest.id for each in members):
-                if not self._promised_in(newest):
-                    return self._commits(newest, members)
+            formed = all(each.trains and each.generation.id == newest.id for each in members)
+            if formed and not self._promised_in(newest):
+                return self._commits(newest, members)
             self._vote_of_the_lowest()
         return False
 
@@ -291,7 +311,7 @@ class Schedule:
         return len(committed) > before
 
     def _vote_of_the_lowest(self) -> None:
-        """In each generation that has workers, the lowest proposes, and waits as long as it helps."""
+        """In each generation that has workers, the lowest one proposes."""
         world = self.world
         lowest: dict[str, Worker] = {}
         for worker in sorted(world.training(), key=lambda each: each.id):

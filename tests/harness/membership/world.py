@@ -26,7 +26,7 @@ from paceline.cluster.membership.voting.messages import (
 from paceline.cluster.membership.voting.proposer import Proposer
 from paceline.cluster.membership.voting.successor import Joiner, View, acceptors_of
 from paceline.cluster.membership.voting.witness_rules import WitnessRecord
-from tests.harness.membership.oracle import Oracle, Violation, backup_holders
+from tests.harness.membership.oracle import Oracle
 
 Memory = dict[tuple[str, int], Held]  # by generation and step
 
@@ -43,6 +43,7 @@ class Faults:
     void_from_start: bool = False
     parent_only: bool = False
     finds_checkpoints: bool = False
+    asks_acceptors_only: bool = False
 
 
 @dataclass(eq=False, kw_only=True)
@@ -149,14 +150,14 @@ class World:
             _member(f"w{rank}", machine, rank - machines.index(machine))
             for rank, machine in enumerate(machines)
         )
-        self.first = Generation(
-            number=0, token=self._token(), members=members, witness=self.nonce
-        )
+        self.first = Generation(number=0, token=self._token(), members=members, witness=self.nonce)
         self.machines = {number: Machine(number=number) for number in range(len(shape))}
         self.workers: list[Worker] = []
         self.by_id: dict[str, Worker] = {}
         for member in members:
-            self._add(Worker(id=member.id, machine=self.machines[member.machine], generation=self.first))
+            self._add(
+                Worker(id=member.id, machine=self.machines[member.machine], generation=self.first)
+            )
         self.oracle = Oracle(
             first=self.first,
             copies=self._copies,
@@ -179,7 +180,9 @@ class World:
         steps = self.entered[generation.id]
         if len(steps) < len(generation.members) or min(steps.values()) < worker.step:
             return
-        uncommitted = [key for key in worker.memory if key[0] == generation.id and key[1] > worker.committed]
+        uncommitted = [
+            key for key in worker.memory if key[0] == generation.id and key[1] > worker.committed
+        ]
         if len(uncommitted) >= 2 and not self.faults.keeps_two:
             return
         worker.step += 1
@@ -222,7 +225,8 @@ class World:
             known = worker.known.setdefault(step, {})
             for member, parts in holders.items():
                 if member == worker.id or (
-                    random_() < chance and self.connected(worker.machine, self.by_id[member].machine)
+                    random_() < chance
+                    and self.connected(worker.machine, self.by_id[member].machine)
                 ):
                     known[member] = parts
             held = worker.memory.get((generation.id, step))
@@ -259,9 +263,10 @@ class World:
             for key, held in worker.memory.items()
             if key[0] == generation.id and key[1] >= step
         }
-        if not self.faults.keeps_two and not self._acknowledge(worker, newer):
-            if self.faults.drops_unrecorded:
-                worker.memory = newer
+        if self.faults.keeps_two:
+            return
+        if not self._acknowledge(worker, newer) and self.faults.drops_unrecorded:
+            worker.memory = newer
 
     def save(self, worker: Worker) -> None:
         """Write the newest committed snapshot of this generation to disk."""
@@ -312,7 +317,7 @@ class World:
     def _send(self, worker: Worker, request: Request) -> None:
         about = request.generation
         names = acceptors_of(about)
-        if isinstance(request, Prepare):
+        if isinstance(request, Prepare) and not self.faults.asks_acceptors_only:
             others = (machine.name for machine in self.machines.values())
             names += tuple(name for name in others if name not in names)
         self.flight += [Message(worker, to, request, about) for to in names]
@@ -425,9 +430,7 @@ class World:
             worker.step = max(self._durable_steps(after, after), default=after.start)
         worker.proposer = None
         worker.memory = {
-            key: held
-            for key, held in worker.memory.items()
-            if successor.is_in_lineage(held, after)
+            key: held for key, held in worker.memory.items() if successor.is_in_lineage(held, after)
         }
         if worker.durable is not None and not successor.is_in_lineage(worker.durable, after):
             worker.durable = None
@@ -500,6 +503,4 @@ class World:
 
 
 def _member(id: str, machine: int, local_rank: int) -> Member:
-    return Member(
-        id=id, role="worker", machine=machine, local_rank=local_rank, address="", host=""
-    )
+    return Member(id=id, role="worker", machine=machine, local_rank=local_rank, address="", host="")

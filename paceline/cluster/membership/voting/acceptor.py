@@ -84,8 +84,8 @@ def answer(
         request: the request.
 
     Returns:
-        the new record; and the answer, None where the machine has no vote: it is asked because it may
-        know the outcome.
+        the new record; and the answer, None where the machine has no vote: it is asked because it
+        may know the outcome.
     """
     record = record.in_generation(request.generation)
     id, ballot = request.generation.id, request.ballot
