@@ -27,7 +27,7 @@ from paceline.cluster.membership.voting.messages import (
 )
 from paceline.cluster.membership.voting.successor import View, acceptors_of
 from paceline.cluster.membership.voting.witness_rules import WitnessRecord
-from tests.harness.membership.world import Faults
+from tests.harness.membership.processes import Faults
 
 _free_value, _begin, _witness_answer = (
     successor.free_value,
@@ -186,6 +186,7 @@ def _from_the_beginning(
     value = _free_value(generation, promises, view, **options)
     if value is None or value.start_token:
         return value
+    assert value.first_start is not None
     return replace(value, start=value.first_start)
 
 

@@ -83,7 +83,9 @@ class Oracle:
         if newest is not None:
             self._check_rollback(value, *newest)
 
-    def acknowledge(self, generation: Generation, step: int, member: str, parts: tuple[str, ...]):
+    def acknowledge(
+        self, generation: Generation, step: int, member: str, parts: tuple[str, ...]
+    ) -> None:
         """Observe an acknowledgement."""
         steps = self.acknowledged.setdefault(generation.id, {})
         holders = steps.setdefault(step, {})

@@ -16,14 +16,15 @@ from dataclasses import dataclass
 
 from paceline.cluster.membership.generation import Generation
 from paceline.cluster.membership.voting.messages import machine_name
-from paceline.cluster.membership.voting.successor import View
-from tests.harness.membership.oracle import Violation, has_quorum
-from tests.harness.membership.world import Faults, Worker, World
+from paceline.cluster.membership.voting.successor import Joiner, View
+from tests.harness.membership.endings import is_promised, train_on
+from tests.harness.membership.oracle import Violation
+from tests.harness.membership.processes import Faults, Worker
+from tests.harness.membership.world import World
 
 _EVEN_SHAPES = ((1, 1), (1, 1, 1, 1))
 SHAPES = ((1, 1), (2, 1), (1, 2), (1, 1, 1), (2, 1, 1), (1, 1, 1, 1), (2,), (3,), (2, 2))
 _EVENTS = 220
-_ROUNDS = 14
 _NO_FAULTS = Faults()
 
 
@@ -119,12 +120,12 @@ class Schedule:
     def _step(self) -> None:
         for worker in self.world.workers:
             if self.rng.random() < 0.6:
-                self.world.step(worker)
+                self.world.training.step(worker)
 
     def _exchange(self) -> None:
         for worker in self.world.workers:
             if self.rng.random() < 0.5:
-                self.world.exchange(worker, 0.7)
+                self.world.training.exchange(worker, 0.7)
 
     def _enter(self) -> None:
         for worker in self.world.workers:
@@ -133,7 +134,7 @@ class Schedule:
 
     def _save(self) -> None:
         for worker in self.world.workers:
-            self.world.save(worker)
+            self.world.training.save(worker)
 
     def _vote(self) -> None:
         worker = self._any_worker()
@@ -164,7 +165,7 @@ class Schedule:
             view = View(suspected=frozenset(suspected), leavers=leavers, joiners=joiners)
             world.propose(worker, view)
 
-    def _joiners(self, generation: Generation):
+    def _joiners(self, generation: Generation) -> tuple[Joiner, ...]:
         return tuple(
             joiner
             for worker, joiner in self.world.joiners.get(generation.id, ())
@@ -235,8 +236,8 @@ class Schedule:
         world.cut = frozenset()
         for worker in world.workers:
             worker.paused = False
-        trains = self._train_on()
-        promised = self._is_promised()
+        trains = train_on(world)
+        promised = is_promised(world, fair=self.fair)
         if promised and not trains:
             raise Violation("no successor, though a quorum is alive")
         world.oracle.check_ledger()
@@ -251,81 +252,6 @@ class Schedule:
             ),
             kills=sum(not worker.alive for worker in world.workers),
         )
-
-    def _is_promised(self) -> bool:
-        """Return whether the text promises that the run goes on."""
-        world, newest = self.world, self._newest_known()
-        witness = bool(world.nonce) and world.nonce == newest.witness
-        members = {member.id for member in newest.members}
-        alive = {machine.number for machine in world.machines.values() if machine.alive}
-        left = any(worker.trains and worker.id in members for worker in world.workers)
-        if left and has_quorum(newest, alive, witness=witness):
-            return True
-        machines = {worker.machine.number for worker in world.workers if worker.alive}
-        return self.fair and has_quorum(world.oracle.first, machines, witness=bool(world.nonce))
-
-    def _newest_known(self) -> Generation:
-        """Return the newest decided generation of which a process that is alive knows."""
-        generation = newest = self.world.oracle.first
-        known = {
-            machine.record.generation.id
-            for machine in self.world.machines.values()
-            if machine.alive and machine.record.generation is not None
-        }
-        successors = self.world.oracle.successors
-        while (successor := successors.get(generation.id)) is not None:
-            generation = successor
-            if generation.id in known:
-                newest = generation
-        return newest
-
-    def _train_on(self) -> bool:
-        """Let the run recover; return whether the newest generation trains."""
-        world = self.world
-        for _ in range(_ROUNDS):
-            self._deliver_all()
-            for worker in world.workers:
-                world.enter(worker)
-            newest = world.oracle.newest
-            members = [world.by_id[member.id] for member in newest.members]
-            formed = all(each.trains and each.generation.id == newest.id for each in members)
-            if formed and not self._promised_in(newest):
-                return self._commits(newest, members)
-            self._vote_of_the_lowest()
-        return False
-
-    def _promised_in(self, generation: Generation) -> bool:
-        machines = (self.world.machines[number] for number in generation.machines)
-        return any(machine.record.has_promised(generation) for machine in machines)
-
-    def _commits(self, generation: Generation, members: list[Worker]) -> bool:
-        """Train until one more snapshot is committed."""
-        world = self.world
-        committed = world.oracle.committed[generation.id]
-        before = len(committed)
-        for _ in range(4 * world.interval + 4):
-            for worker in members:
-                world.exchange(worker, 1.0)
-            for worker in sorted(members, key=lambda each: each.step):
-                world.step(worker)
-        return len(committed) > before
-
-    def _vote_of_the_lowest(self) -> None:
-        """In each generation that has workers, the lowest one proposes."""
-        world = self.world
-        lowest: dict[str, Worker] = {}
-        for worker in sorted(world.training(), key=lambda each: each.id):
-            lowest.setdefault(worker.generation.id, worker)
-        for worker in lowest.values():
-            dead = (m.id for m in worker.generation.members if not world.by_id[m.id].trains)
-            world.propose(worker, View(suspected=frozenset(dead)))
-            self._deliver_all()
-            world.expire(worker)
-            self._deliver_all()
-
-    def _deliver_all(self) -> None:
-        while self.world.flight:
-            self.world.deliver(len(self.world.flight) - 1)
 
 
 def run_schedule(seed: int, faults: Faults = _NO_FAULTS) -> Outcome:

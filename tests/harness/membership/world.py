@@ -1,24 +1,20 @@
-"""Machines, processes and the network of a run, as the checker simulates them: no clock, no I/O.
+"""World of a simulated run: its machines, witness and network, and how they vote; no clock, no I/O.
 
-What members acknowledge to each other, and parts for backup holders, aren't single messages here: a
-member hears a random part of what the others have sent (`exchange`). That is what loss, delay and
-reordering of such messages come to. The messages of the vote are single ones.
+The processes decide by the rules of `paceline.cluster.membership.voting`.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from paceline.cluster.membership.generation import Generation, Member
+from paceline.cluster.membership.generation import Generation
 from paceline.cluster.membership.voting import acceptor, proposer, successor, witness_rules
 from paceline.cluster.membership.voting.acceptor import MachineRecord
 from paceline.cluster.membership.voting.messages import (
     WITNESS,
-    Answer,
+    Accept,
     Ballot,
-    Held,
     Prepare,
     Request,
     machine_name,
@@ -26,93 +22,10 @@ from paceline.cluster.membership.voting.messages import (
 from paceline.cluster.membership.voting.proposer import Proposer
 from paceline.cluster.membership.voting.successor import Joiner, View, acceptors_of
 from paceline.cluster.membership.voting.witness_rules import WitnessRecord
+from tests.harness.membership.generations import first_generation, member
 from tests.harness.membership.oracle import Oracle
-
-Memory = dict[tuple[str, int], Held]  # by generation and step
-
-
-@dataclass(frozen=True, kw_only=True)
-class Faults:
-    """Mistakes of the processes around the rules, each of which is a mutant."""
-
-    answers_first: bool = False
-    keeps_two: bool = False
-    drops_unrecorded: bool = False
-    empty_record: bool = False
-    ignores_nonce: bool = False
-    void_from_start: bool = False
-    parent_only: bool = False
-    finds_checkpoints: bool = False
-    asks_acceptors_only: bool = False
-
-
-@dataclass(eq=False, kw_only=True)
-class Machine:
-    """Machine: its record lasts as long as one of its processes."""
-
-    number: int
-    record: MachineRecord = field(default_factory=MachineRecord)
-    supervisor: bool = True
-    workers: list[Worker] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        return machine_name(self.number)
-
-    @property
-    def alive(self) -> bool:
-        return self.supervisor or any(worker.alive for worker in self.workers)
-
-    @property
-    def answers(self) -> bool:
-        return self.supervisor or any(worker.active for worker in self.workers)
-
-
-@dataclass(eq=False, kw_only=True)
-class Worker:
-    """Worker process.
-
-    Attributes:
-        generation: the one it is in; for a joiner, the one that it wants to join.
-        memory: the snapshots that it holds.
-        durable: its checkpoint on disk.
-        known: by step and member, the parts that were acknowledged, as far as it has heard.
-        committed: the newest step of this generation that it knows to be committed.
-        stopped: whether it has learned that it is no member any more.
-    """
-
-    id: str
-    machine: Machine
-    generation: Generation
-    joining: bool = False
-    step: int = 0
-    memory: Memory = field(default_factory=dict)
-    durable: Held | None = None
-    known: dict[int, dict[str, frozenset[str]]] = field(default_factory=dict)
-    committed: int = -1
-    proposer: Proposer | None = None
-    number: int = 0
-    alive: bool = True
-    paused: bool = False
-    stopped: bool = False
-
-    @property
-    def active(self) -> bool:
-        return self.alive and not self.paused
-
-    @property
-    def trains(self) -> bool:
-        return self.alive and not (self.paused or self.stopped or self.joining)
-
-
-@dataclass(frozen=True)
-class Message:
-    """Message of the vote, on its way."""
-
-    worker: Worker  # that proposes
-    to: str  # an acceptor; "": the worker
-    content: Request | Answer | Generation  # a generation: the decided one
-    about: Generation
+from tests.harness.membership.processes import Faults, Machine, Message, Worker
+from tests.harness.membership.training import Training
 
 
 class World:
@@ -137,27 +50,18 @@ class World:
         witness: bool,
         parts: bool,
     ) -> None:
-        self.rng, self.faults, self.interval, self.parts = rng, faults, interval, parts
+        self.rng, self.faults, self.interval = rng, faults, interval
         self.loss = self.duplication = self.dying = 0.0
         self.cut: frozenset[int] = frozenset()  # machines that the others can't reach
-        self.nonce, self.witness_record = "nonce" if witness else "", None
-        self.witness_record: WitnessRecord | None
+        self.nonce = "nonce" if witness else ""
+        self.witness_record: WitnessRecord | None = None
         self.flight: list[Message] = []
         self.joiners: dict[str, list[tuple[Worker, Joiner]]] = {}
         self._count = 0
-        machines = [number for number, count in enumerate(shape) for _ in range(count)]
-        members = tuple(
-            _member(f"w{rank}", machine, rank - machines.index(machine))
-            for rank, machine in enumerate(machines)
-        )
-        self.first = Generation(number=0, token=self._token(), members=members, witness=self.nonce)
+        self.first = first_generation(*shape, token=self._token(), witness=self.nonce)
         self.machines = {number: Machine(number=number) for number in range(len(shape))}
         self.workers: list[Worker] = []
         self.by_id: dict[str, Worker] = {}
-        for member in members:
-            self._add(
-                Worker(id=member.id, machine=self.machines[member.machine], generation=self.first)
-            )
         self.oracle = Oracle(
             first=self.first,
             copies=self._copies,
@@ -165,132 +69,20 @@ class World:
             parent_only=faults.parent_only,
             parts=parts,
         )
-        self.entered: dict[str, dict[str, int]] = {}  # by generation: completed steps of members
-        self.sent: dict[tuple[str, int], set[str]] = {}  # owners of parts that were sent
-        for worker in self.workers:
-            self.entered.setdefault(self.first.id, {})[worker.id] = 0
-
-    # Training
-
-    def step(self, worker: Worker) -> None:
-        """Complete a step, and take a snapshot, if the protocol and the others let it."""
-        generation = worker.generation
-        if not worker.trains or worker.machine.record.has_promised(generation):
-            return
-        steps = self.entered[generation.id]
-        if len(steps) < len(generation.members) or min(steps.values()) < worker.step:
-            return
-        uncommitted = [
-            key for key in worker.memory if key[0] == generation.id and key[1] > worker.committed
-        ]
-        if len(uncommitted) >= 2 and not self.faults.keeps_two:
-            return
-        worker.step += 1
-        steps[worker.id] = worker.step
-        self.oracle.write_line(generation, worker.step)
-        if worker.step % self.interval == 0:
-            self._take_snapshot(worker)
-
-    def _take_snapshot(self, worker: Worker) -> None:
-        generation, step = worker.generation, worker.step
-        held = Held(
-            generation=generation.id,
-            token=generation.id,
-            step=step,
-            parts=(worker.id,) if self.parts else (),
-            members=len(generation.members) if self.parts else 0,
+        self.training = Training(
+            rng,
+            self.oracle,
+            self.by_id,
+            self.connected,
+            faults=faults,
+            interval=interval,
+            parts=parts,
         )
-        memory = {**worker.memory, (generation.id, step): held}
-        if self.faults.keeps_two:
-            memory = dict(list(memory.items())[-2:])
-        if self.parts:
-            self.sent.setdefault((generation.id, step), set()).add(worker.id)
-        self._acknowledge(worker, memory)
-
-    def exchange(self, worker: Worker, chance: float) -> None:
-        """Hear acknowledgements, and receive parts of others as their backup holder."""
-        generation = worker.generation
-        if not worker.trains or generation.id not in self.entered:
-            return
-        if worker.id not in self.entered[generation.id]:
-            return
-        table = self.oracle.acknowledged.get(generation.id)
-        if not table:
-            return
-        backups = self.oracle.backups[generation.id]
-        random_, memory = self.rng.random, worker.memory
-        for step, holders in table.items():
-            if step <= worker.committed:
-                continue
-            known = worker.known.setdefault(step, {})
-            for member, parts in holders.items():
-                if member == worker.id or (
-                    random_() < chance
-                    and self.connected(worker.machine, self.by_id[member].machine)
-                ):
-                    known[member] = parts
-            held = worker.memory.get((generation.id, step))
-            if held is None:
-                continue
-            new = tuple(
-                owner
-                for owner in self.sent.get((generation.id, step), ())
-                if backups.get(owner) == worker.id
-                and owner not in held.parts
-                and random_() < chance
-                and self.connected(worker.machine, self.by_id[owner].machine)
-            )
-            if new:
-                copy = replace(held, parts=held.parts + new)
-                memory = {**memory, (generation.id, step): copy}
-        if memory is not worker.memory:
-            self._acknowledge(worker, memory)
-        self._commit(worker)
-
-    def _commit(self, worker: Worker) -> None:
-        generation, count = worker.generation, len(worker.generation.members)
-        backups = self.oracle.backups[generation.id]
-        for step in sorted(worker.known, reverse=True):
-            known = worker.known[step]
-            if len(known) == count and all(part in known[one] for part, one in backups.items()):
-                break
-        else:
-            return
-        worker.committed = step
-        worker.known = {s: known for s, known in worker.known.items() if s > step}
-        newer = {
-            key: held
-            for key, held in worker.memory.items()
-            if key[0] == generation.id and key[1] >= step
-        }
-        if self.faults.keeps_two:
-            return
-        if not self._acknowledge(worker, newer) and self.faults.drops_unrecorded:
-            worker.memory = newer
-
-    def save(self, worker: Worker) -> None:
-        """Write the newest committed snapshot of this generation to disk."""
-        key = worker.generation.id, worker.committed
-        if not worker.trains or key not in worker.memory:
-            return
-        before = worker.durable
-        worker.durable = replace(worker.memory[key], parts=(), durable=True)
-        if not self._acknowledge(worker, worker.memory):
-            worker.durable = before
-
-    def _acknowledge(self, worker: Worker, memory: Memory) -> bool:
-        held = tuple(memory.values())
-        if worker.durable is not None:
-            held = (*held, worker.durable)
-        machine, generation = worker.machine, worker.generation
-        machine.record, done = acceptor.acknowledge(machine.record, generation, worker.id, held)
-        if done:
-            worker.memory = memory
-            if not worker.joining:
-                for (id, step), copy in memory.items():
-                    if id == generation.id:
-                        self.oracle.acknowledge(generation, step, worker.id, copy.parts)
-        return done
+        for one in self.first.members:
+            machine = self.machines[one.machine]
+            worker = Worker(id=one.id, machine=machine, generation=self.first)
+            self._add(worker)
+            self.training.enter(worker, self.first, 0)
 
     # The vote
 
@@ -341,16 +133,15 @@ class World:
 
     def _ask_machine(self, message: Message) -> None:
         machine = self.machines[int(message.to.removeprefix("machine "))]
-        if not machine.answers:
+        if not (machine.answers and self.connected(machine, message.worker.machine)):
             if machine.alive and self.rng.random() < 0.8:
-                self.flight.append(message)  # a paused process receives it later
-            return
-        if not self.connected(machine, message.worker.machine):
+                self.flight.append(message)  # it arrives after a pause or a partition
             return
         content = message.content
         if isinstance(content, Generation):
             machine.record = acceptor.learn(machine.record, message.about, content)
             return
+        assert isinstance(content, (Prepare, Accept))
         record, answer = acceptor.answer(machine.record, machine.name, content)
         dies = self.dying and self.rng.random() < self.dying
         if not (dies and self.faults.answers_first):
@@ -368,9 +159,11 @@ class World:
             self.kill(self.rng.choice(workers))
 
     def _ask_witness(self, message: Message) -> None:
-        assert isinstance(message.content, (Prepare, proposer.Accept))
+        assert isinstance(message.content, (Prepare, Accept))
         nonce = message.about.witness
-        if self.cut and message.worker.machine.number in self.cut:
+        if message.worker.machine.number in self.cut:
+            if self.rng.random() < 0.8:
+                self.flight.append(message)
             return
         if self.nonce == "" or (nonce != self.nonce and not self.faults.ignores_nonce):
             return
@@ -385,7 +178,7 @@ class World:
             return
         if not worker.trains or worker.proposer is None:
             return
-        assert not isinstance(content, (Generation, Prepare, proposer.Accept))
+        assert not isinstance(content, (Generation, Prepare, Accept))
         before = worker.proposer
         worker.proposer, request = proposer.receive(before, content)
         after = worker.proposer
@@ -408,8 +201,8 @@ class World:
             self.flight.append(Message(worker, machine_name(number), value, about))
 
     def _durable_steps(self, about: Generation, value: Generation) -> set[int]:
-        members = {member.id for member in about.members} & {member.id for member in value.members}
-        files = (self.by_id[member].durable for member in members)
+        members = {one.id for one in about.members} & {one.id for one in value.members}
+        files = (self.by_id[one].durable for one in members)
         return {file.step for file in files if file is not None}
 
     def enter(self, worker: Worker) -> None:
@@ -420,21 +213,19 @@ class World:
         after = record.successor_of(worker.generation.id)
         if after is None:
             return
-        if all(member.id != worker.id for member in after.members):
+        if all(one.id != worker.id for one in after.members):
             worker.stopped = True
             return
         self.oracle.enter(worker.id, worker.generation, after)
-        worker.generation, worker.joining = after, False
-        worker.step, worker.committed, worker.known = after.start, -1, {}
+        step = after.start
         if self.faults.finds_checkpoints and not after.start_token:
-            worker.step = max(self._durable_steps(after, after), default=after.start)
-        worker.proposer = None
+            step = max(self._durable_steps(after, after), default=step)
+        self.training.enter(worker, after, step)
         worker.memory = {
             key: held for key, held in worker.memory.items() if successor.is_in_lineage(held, after)
         }
         if worker.durable is not None and not successor.is_in_lineage(worker.durable, after):
             worker.durable = None
-        self.entered.setdefault(after.id, {})[worker.id] = worker.step
 
     def join(self, donor: Worker, machine: Machine | None) -> None:
         """Start a process that wants to join; it gets copies of another's snapshots."""
@@ -449,9 +240,8 @@ class World:
         keys = list(donor.memory)
         got = keys[: self.rng.randint(0, len(keys))] if self.rng.random() < 0.5 else keys
         memory = {key: replace(donor.memory[key], parts=()) for key in got}
-        if self._acknowledge(worker, memory):
-            member = _member(worker.id, machine.number, 0)
-            joiner = Joiner(member=member, held=tuple(memory.values()))
+        if self.training.acknowledge(worker, memory):
+            joiner = Joiner(member=member(worker.id, machine.number), held=tuple(memory.values()))
             self.joiners.setdefault(donor.generation.id, []).append((worker, joiner))
 
     # Failures
@@ -484,10 +274,6 @@ class World:
         """Return whether two machines reach each other."""
         return not self.cut or (one.number in self.cut) == (other.number in self.cut)
 
-    def training(self) -> Iterator[Worker]:
-        """Yield the workers that train or vote."""
-        return (worker for worker in self.workers if worker.trains)
-
     def _add(self, worker: Worker) -> None:
         worker.machine.workers.append(worker)
         self.workers.append(worker)
@@ -500,7 +286,3 @@ class World:
     def _token(self) -> str:
         self._count += 1
         return f"token {self._count}"
-
-
-def _member(id: str, machine: int, local_rank: int) -> Member:
-    return Member(id=id, role="worker", machine=machine, local_rank=local_rank, address="", host="")
