@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, is_dataclass
+from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Self, get_args, get_origin, get_type_hints
 
@@ -38,7 +39,7 @@ class JsonRecord:
 def _read(kind: Any, value: Any) -> Any:
     """Make a value of a type hint from JSON's lists and dicts."""
     if isinstance(kind, type) and is_dataclass(kind):
-        hints = get_type_hints(kind)
+        hints = _hints(kind)
         return kind(**{name: _read(hints[name], entry) for name, entry in value.items()})
     if get_origin(kind) is UnionType:
         (other,) = (one for one in get_args(kind) if one is not NoneType)
@@ -46,3 +47,8 @@ def _read(kind: Any, value: Any) -> Any:
     if get_origin(kind) is tuple:
         return tuple(_read(get_args(kind)[0], entry) for entry in value)
     return value
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)

@@ -28,6 +28,7 @@ from paceline.cluster.membership.voting.messages import (
     Refused,
     Request,
 )
+from paceline.cluster.membership.voting.successor import acceptors_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,9 @@ class MachineRecord(JsonRecord):
         return type(self)(generation=generation, holdings=holdings)
 
 
-def answer(record: MachineRecord, acceptor: str, request: Request) -> tuple[MachineRecord, Answer]:
+def answer(
+    record: MachineRecord, acceptor: str, request: Request
+) -> tuple[MachineRecord, Answer | None]:
     """Answer a request; the answer may be sent once the record is replaced.
 
     Args:
@@ -81,7 +84,8 @@ def answer(record: MachineRecord, acceptor: str, request: Request) -> tuple[Mach
         request: the request.
 
     Returns:
-        the new record, and the answer.
+        the new record; and the answer, None where the machine has no vote: it is asked because it
+        may know the outcome.
     """
     record = record.in_generation(request.generation)
     id, ballot = request.generation.id, request.ballot
@@ -89,6 +93,8 @@ def answer(record: MachineRecord, acceptor: str, request: Request) -> tuple[Mach
     assert known is not None
     if known.id != id:
         return record, Decided(generation=id, value=known)
+    if acceptor not in acceptors_of(known):
+        return record, None
     if record.promised is not None and ballot < record.promised:
         promised = record.promised
         return record, Refused(generation=id, ballot=ballot, acceptor=acceptor, promised=promised)

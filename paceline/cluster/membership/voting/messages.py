@@ -5,6 +5,8 @@
     Accept(ballot, value)  ─────▶  Accepted(ballot)
     Decided(value)  ────────────▶  all members
 
+`Prepare` goes to all machines that the proposer reaches: one that has no vote may know the outcome.
+
 A request carries the generation that is voted upon, whole: an acceptor that hasn't learned that it
 was decided learns it. A request with a lower ballot than was promised is refused. An acceptor in a
 newer generation answers with `Decided`.

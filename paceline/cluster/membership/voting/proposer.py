@@ -68,7 +68,10 @@ def begin(
     token: str,
     witness: str | None = None,
 ) -> tuple[Proposer, Request]:
-    """Begin a ballot; return the state, and the request to all acceptors.
+    """Begin a ballot; return the state, and the request.
+
+    The request goes to the witness and to all machines that are reached, those of other generations
+    too: one that isn't an acceptor may know the outcome.
 
     Args:
         generation: the generation that is voted upon.

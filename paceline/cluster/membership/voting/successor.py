@@ -112,8 +112,8 @@ def free_value(
     of them; where there is none, or a newer durable one, from the newest durable state that one of
     them can read (`Generation.start_token` is "").
 
-    Joiners that hold its start are in it. They are at most as many as the other members, and on at
-    most as many new machines as these are on: the loss of all joiners doesn't stop the run.
+    Joiners that hold its start are in it. They are at most as many as the other members, and the
+    machines of these decide without them: the loss of all joiners doesn't stop the run.
 
     Args:
         generation: the present generation.
@@ -133,19 +133,19 @@ def free_value(
     if not present:
         return None
     start = _start(generation, promises, present)
-    joiners = () if start is None else _admitted(view.joiners, start, present)
     first = generation.start if generation.first_start is None else generation.first_start
-    return replace(
+    value = replace(
         generation,
         number=generation.number + 1,
         token=token,
-        members=_in_rank_order([*present, *joiners]),
+        members=_in_rank_order(present),
         ancestors=generation.lineage,
         start=first if start is None else start.step,
         start_token="" if start is None or start.durable else start.token,
         witness=generation.witness if witness is None else witness,
         first_start=first,
     )
+    return value if start is None else _with_joiners(value, view.joiners, start)
 
 
 def _start(
@@ -179,27 +179,23 @@ def _is_start(name: Held, copies: Mapping[str, Held], ids: Collection[str]) -> b
     return name.durable or (copies.keys() == set(ids) and len(parts) == name.members)
 
 
-def _admitted(
-    joiners: Collection[Joiner], start: Held, present: Collection[Member]
-) -> list[Member]:
-    """Return the joiners that hold the start, the lowest ids first, as many as are allowed."""
-    old = {member.machine for member in present}
-    new = set[int]()
-    admitted: list[Member] = []
+def _with_joiners(value: Generation, joiners: Collection[Joiner], start: Held) -> Generation:
+    """Add the joiners that hold the start, the lowest ids first, as many as are allowed."""
+    old = {machine_name(machine) for machine in value.machines} | {WITNESS}
+    limit = 2 * value.world_size
     for joiner in sorted(joiners, key=lambda one: one.member.id):
-        machines = new | ({joiner.member.machine} - old)
+        larger = replace(value, members=_in_rank_order([*value.members, joiner.member]))
         holds = any(_name(held) == start for held in joiner.held)
-        if holds and len(machines) <= len(old) and len(admitted) < len(present):
-            new = machines
-            admitted.append(joiner.member)
-    return admitted
+        if holds and larger.world_size <= limit and is_quorum(larger, old):
+            value = larger
+    return value
 
 
 def _in_rank_order(members: Collection[Member]) -> tuple[Member, ...]:
     """Order members by machine, and number the local ranks of each machine from 0."""
     numbers = Counter[int]()
     ordered = []
-    for member in sorted(members, key=lambda each: each.machine):
+    for member in sorted(members, key=lambda each: each.machine):  # joiners after the others
         ordered.append(replace(member, local_rank=numbers[member.machine]))
         numbers[member.machine] += 1
     return tuple(ordered)

@@ -1,7 +1,8 @@
 """The witness as an acceptor: one record for the whole run, of the newest generation it was asked.
 
-It has no vote on the successor of another generation. The record is replaced whole by
-compare-and-set; where it lies is `Witness`'s concern.
+A request about an ancestor of that generation is answered with `Decided`: all processes that knew
+of the newer one may be lost. The record is replaced whole by compare-and-set; where it lies is
+`Witness`'s concern.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from paceline.cluster.json_record import JsonRecord
+from paceline.cluster.membership.generation import Generation
 from paceline.cluster.membership.voting.messages import (
     WITNESS,
     Accept,
     Accepted,
     Answer,
     Ballot,
+    Decided,
     Promise,
     Proposal,
     Refused,
@@ -27,12 +30,12 @@ class WitnessRecord(JsonRecord):
     """Record of a witness.
 
     Attributes:
-        generation: the id of the generation that is voted upon.
+        generation: the generation whose successor is voted upon.
         promised: the highest ballot that was promised or accepted; None: none.
         accepted: the accepted proposal; None: none.
     """
 
-    generation: str
+    generation: Generation
     promised: Ballot | None = None
     accepted: Proposal | None = None
 
@@ -50,9 +53,11 @@ def answer(
         the new record; and the answer, None where the witness has no vote.
     """
     id, ballot = request.generation.id, request.ballot
-    if record is None or request.generation.descends_from(record.generation):
-        record = WitnessRecord(generation=id)
-    if record.generation != id:
+    if record is None or request.generation.descends_from(record.generation.id):
+        record = WitnessRecord(generation=request.generation)
+    if record.generation.descends_from(id):
+        return record, Decided(generation=id, value=record.generation)
+    if record.generation.id != id:
         return record, None
     if record.promised is not None and ballot < record.promised:
         promised = record.promised

@@ -1,0 +1,1 @@
+"""Checker of the membership protocol: random schedules drive the rules of the vote."""
