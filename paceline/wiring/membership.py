@@ -175,10 +175,13 @@ class MemberLink:
         change = self._membership.next_generation(self._generation, error)
         generation = self._generation = change.generation
         if not generation.start_token:
-            raise OutsideWorld(
+            sentence = (
                 f"{_reasons(change)}. With that, all copies of a part of the state are lost, and "
                 "no snapshot in memory is whole."
             )
+            if generation.leader.id == self._membership.id:
+                print_message(sentence)  # the supervisor reports the first loss alone
+            raise OutsideWorld(sentence)
         ids = [member.id for member in generation.members]
         group = Group.world(generation, ids.index(self._membership.id))
         waited = change.decided_at - change.detected_at
