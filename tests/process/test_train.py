@@ -135,7 +135,7 @@ def test_two_machines_of_two_workers_are_one_run(data: Path, tmp_path: Path, kin
     assert rows[0]["cumulative_batch_count"] == "2"  # 8 images a step on all machines
     names = sorted(path.name for path in (tmp_path / "out1" / "r").iterdir())
     files = [path.name for rank in (2, 3) for path in event_files(tmp_path / "out1" / "r", rank)]
-    assert names == ["config.toml", *files, "finished"]
+    assert names == ["config.toml", *files, "finished", "generation", "lineage.json"]
     assert [name[-8:] for name in files] == ["-2.jsonl", "-3.jsonl"]
     files = [path for path in (tmp_path / "out0" / "r").rglob("*") if path.is_file()]
     assert len(files) > 4
