@@ -36,6 +36,7 @@ from paceline.cluster.supervision.worker_process import WorkerProcess
 from paceline.errors import ConfigError, PacelineError
 
 _CAUSE_S = 2.0
+_STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 _TERM_S = 4.0
 _SAVE_S = 2.5  # a worker has that long to save what it trained, whatever comes
 _KILL_S = 0.5
@@ -194,7 +195,8 @@ class MachineWorkers:
         own = worker.report(name)  # else what its exit status says
         failure = own or FailureReport.of_exit(name, event.returncode)
         self._report_exit(local_rank, failure.text, failed=True)
-        if not worker.survives or (own is not None and not own.consequence):
+        stopped = event.returncode in _STOPPED  # with all others: a signal's cause is to come
+        if not worker.survives or stopped or (own is not None and not own.consequence):
             return failure
         self._lost[local_rank] = failure
         if self._workers:
