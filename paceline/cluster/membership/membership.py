@@ -386,7 +386,7 @@ class Membership:
             self._note(member, step=body["step"], progress_at=time.monotonic())
 
     def _leave(self, present: Generation, reason: str, *, timed_out: bool) -> None:
-        """Leave a generation: tell the others, and vote on its successor."""
+        """Leave a generation: report it, and vote on its successor."""
         if present.id != self._generation.id:  # the successor is decided
             return
         body: dict[str, Any] = {"generation": present.id, "timed_out": timed_out}
@@ -417,7 +417,7 @@ class Membership:
                 view=self._view,
                 call_later=self.line.call_later,
                 decided=self._decide,
-                patience=self._options.peer_timeout,
+                promise_limit=self._options.peer_timeout,
             )
         elif not anew:
             return
@@ -464,7 +464,7 @@ class Membership:
             self._on_line(lambda: self._answered(reply))
 
     def _announce(self, request: Request) -> None:
-        """Tell this machine's other members that it takes part in a vote."""
+        """Report to the other members of this machine that it takes part in a vote."""
         others = set(self._endpoints(self._member.machine))
         others -= {supervisor_name(self._member.machine)}
         self.line.broadcast(PROMISED, {"generation": request.generation.id}, others)

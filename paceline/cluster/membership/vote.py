@@ -33,7 +33,7 @@ class Vote:
         view: returns what this member knows of the others.
         call_later: runs a function on this thread after some seconds.
         decided: called once with the outcome, if a ballot of this member decides it.
-        patience: seconds after which a quorum of promises suffices.
+        promise_limit: seconds after which a quorum of promises suffices.
 
     Attributes:
         generation: the generation.
@@ -49,10 +49,10 @@ class Vote:
         view: Callable[[], View],
         call_later: Callable[[float, Callable[[], None]], Timer],
         decided: Callable[[Generation], None],
-        patience: float,
+        promise_limit: float,
     ) -> None:
         self.generation, self.began_at = generation, time.monotonic()
-        self._member, self._patience = member, patience
+        self._member, self._promise_limit = member, promise_limit
         self._ask, self._view, self._decided = ask, view, decided
         self._call_later = call_later
         self._proposer: Proposer | None = None
@@ -79,7 +79,7 @@ class Vote:
             self._timer.cancel()
 
     def _propose(self) -> None:
-        late = time.monotonic() - self.began_at > self._patience
+        late = time.monotonic() - self.began_at > self._promise_limit
         if late and self._proposer is not None:
             self._follow(*expire(self._proposer))
         if self._over or (late and self._is_accepting()):
