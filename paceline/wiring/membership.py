@@ -170,9 +170,12 @@ class MemberLink:
 
         Raises:
             OutsideWorld: this member isn't in it, there is none, or it has no state to start from.
+            CommError: a member has ended well too early: no loss, but a mistake of the script.
         """
         assert self._run is not None
         change = self._membership.next_generation(self._generation, error)
+        if change.left:
+            raise error
         generation = self._generation = change.generation
         if not generation.start_token:
             sentence = (

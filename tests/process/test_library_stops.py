@@ -210,7 +210,8 @@ def test_an_update_that_one_rank_leaves_out_ends_the_run(
     sentence = f"in step 7 optimizer.step() was called on rank {1 - rank}, but not on rank {rank}: "
     assert ended.text.count(sentence) == 1, ended.text
     saved = saved_steps(ended.text)
-    assert saved in ([3], [6])
+    assert len(saved) == 1
+    assert 3 <= saved[0] <= 6  # before the update that is missing
 
 
 def saved_steps(text: str) -> list[int]:

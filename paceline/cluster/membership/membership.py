@@ -81,6 +81,7 @@ class Change:
     Attributes:
         generation: the next generation.
         lost: the members that aren't in it.
+        left: whether one of them ended well, while the others still needed it.
         reasons: why, a sentence for each suspected one, without its stop.
         detected_at: when the first suspicion or report came, by the monotonic clock.
         decided_at: when the outcome was known here.
@@ -88,6 +89,7 @@ class Change:
 
     generation: Generation
     lost: tuple[Member, ...]
+    left: bool
     reasons: tuple[str, ...]
     detected_at: float
     decided_at: float
@@ -521,6 +523,7 @@ class Membership:
         change = Change(
             generation=value,
             lost=lost,
+            left=any(member.id in self._leavers for member in lost),
             reasons=tuple(
                 self._suspicions[member.id].reason
                 for member in lost
